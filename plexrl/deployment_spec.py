@@ -1,0 +1,32 @@
+"""What a worker needs to know to build its part of a deployment."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from plexrl.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentSpec:
+    """One deployment as its controller asked for it; checked by the router."""
+
+    model: ModelSpec
+    kind: str
+    """`train` or `rollout`."""
+    backend: str
+    """`fsdp` (train) or `torch` (rollout)."""
+    workers: int
+    """Worker processes, one per GPU."""
+    max_sequence_tokens: int = 512
+    """Longest row: prompt and completion together."""
+    max_concurrent_samples: int = 256
+    """Rollout: samples decoded together; more wait for a free slot."""
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+def deployment_spec_from_json(text: str) -> DeploymentSpec:
+    """Raises `msgspec.ValidationError` for text that `to_json` did not make."""
+    return msgspec.json.decode(text, type=DeploymentSpec)

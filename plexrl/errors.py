@@ -1,0 +1,221 @@
+"""Every error a caller can meet, in one tree.
+
+    PlexRLError
+    ├── InvalidRequestError            400  invalid_request
+    │   ├── BatchShapeError            400  batch_shape
+    │   ├── TokenRangeError            400  token_out_of_vocabulary
+    │   └── NonFiniteInputError        400  non_finite_input
+    ├── AuthenticationError            401  unauthenticated
+    ├── PermissionDeniedError          403  permission_denied
+    ├── NotFoundError                  404  not_found
+    │   ├── UnknownJobError            404  unknown_job
+    │   ├── UnknownDeploymentError     404  unknown_deployment
+    │   ├── UnknownOperationError      404  unknown_operation
+    │   └── CheckpointNotFoundError    404  unknown_checkpoint
+    ├── ConflictError                  409  conflict
+    │   ├── JobEndedError              409  job_ended
+    │   ├── StaleTokenError            409  stale_token
+    │   └── CheckpointExistsError      409  checkpoint_exists
+    ├── ModelDoesNotFitError           413  model_does_not_fit
+    ├── PayloadTooLargeError           413  payload_too_large
+    ├── CapacityError                  422  capacity
+    ├── NonFiniteGradientError         422  non_finite_gradient
+    ├── OverloadedError                429  overloaded        (retry after `retry_after_s`)
+    ├── OperationCancelledError        499  operation_cancelled
+    ├── ExecutionError                 500  execution_failed
+    │   └── WorkerLostError            500  worker_lost
+    ├── ConnectionLostError            503  connection_lost   (the client met no server)
+    ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
+    ├── DeadlineExceededError          504  deadline_exceeded
+    └── StorageError                   507  storage
+        ├── JournalFullError           507  journal_full
+        ├── StateTierFullError         507  state_tier_full
+        ├── StateLostError             500  state_lost
+        └── CorruptStateError          500  corrupt_state
+
+A message says what is wrong, where, and how to mend it. `code` and `status` are stable; `details`
+holds plain values for programs. Errors cross process boundaries as `to_wire()` / `from_wire()`.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+
+class PlexRLError(Exception):
+    """Root of the tree. `details` holds plain JSON values naming what the message speaks of."""
+
+    code: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, **details: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details: dict[str, object] = details
+
+    def to_wire(self) -> dict[str, object]:
+        """The error as plain values: `{"code", "message", "details"}`."""
+        return {"code": self.code, "message": self.message, "details": self.details}
+
+
+class InvalidRequestError(PlexRLError):
+    code = "invalid_request"
+    status = 400
+
+
+class BatchShapeError(InvalidRequestError):
+    code = "batch_shape"
+
+
+class TokenRangeError(InvalidRequestError):
+    code = "token_out_of_vocabulary"
+
+
+class NonFiniteInputError(InvalidRequestError):
+    code = "non_finite_input"
+
+
+class AuthenticationError(PlexRLError):
+    code = "unauthenticated"
+    status = 401
+
+
+class PermissionDeniedError(PlexRLError):
+    code = "permission_denied"
+    status = 403
+
+
+class NotFoundError(PlexRLError):
+    code = "not_found"
+    status = 404
+
+
+class UnknownJobError(NotFoundError):
+    code = "unknown_job"
+
+
+class UnknownDeploymentError(NotFoundError):
+    code = "unknown_deployment"
+
+
+class UnknownOperationError(NotFoundError):
+    code = "unknown_operation"
+
+
+class CheckpointNotFoundError(NotFoundError):
+    code = "unknown_checkpoint"
+
+
+class ConflictError(PlexRLError):
+    code = "conflict"
+    status = 409
+
+
+class JobEndedError(ConflictError):
+    code = "job_ended"
+
+
+class StaleTokenError(ConflictError):
+    code = "stale_token"
+
+
+class CheckpointExistsError(ConflictError):
+    code = "checkpoint_exists"
+
+
+class ModelDoesNotFitError(PlexRLError):
+    code = "model_does_not_fit"
+    status = 413
+
+
+class PayloadTooLargeError(PlexRLError):
+    code = "payload_too_large"
+    status = 413
+
+
+class CapacityError(PlexRLError):
+    code = "capacity"
+    status = 422
+
+
+class NonFiniteGradientError(PlexRLError):
+    code = "non_finite_gradient"
+    status = 422
+
+
+class OverloadedError(PlexRLError):
+    """The queue is at its bound. `details["retry_after_s"]` says when to come back."""
+
+    code = "overloaded"
+    status = 429
+
+
+class OperationCancelledError(PlexRLError):
+    code = "operation_cancelled"
+    status = 499
+
+
+class ExecutionError(PlexRLError):
+    code = "execution_failed"
+    status = 500
+
+
+class WorkerLostError(ExecutionError):
+    code = "worker_lost"
+
+
+class ConnectionLostError(PlexRLError):
+    code = "connection_lost"
+    status = 503
+
+
+class UnavailableError(PlexRLError):
+    code = "unavailable"
+    status = 503
+
+
+class DeadlineExceededError(PlexRLError):
+    code = "deadline_exceeded"
+    status = 504
+
+
+class StorageError(PlexRLError):
+    code = "storage"
+    status = 507
+
+
+class JournalFullError(StorageError):
+    code = "journal_full"
+
+
+class StateTierFullError(StorageError):
+    code = "state_tier_full"
+
+
+class StateLostError(StorageError):
+    code = "state_lost"
+    status = 500
+
+
+class CorruptStateError(StorageError):
+    code = "corrupt_state"
+    status = 500
+
+
+def _collect(root: type[PlexRLError]) -> dict[str, type[PlexRLError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found.update(_collect(child))
+    return found
+
+
+_KINDS: dict[str, type[PlexRLError]] = _collect(PlexRLError)
+
+
+def from_wire(body: Mapping[str, object]) -> PlexRLError:
+    """The error that `to_wire` described; an unknown code becomes a plain `PlexRLError`."""
+    details = body.get("details")
+    plain = {str(k): v for k, v in details.items()} if isinstance(details, Mapping) else {}
+    kind = _KINDS.get(str(body.get("code")), PlexRLError)
+    error = kind(str(body.get("message", "no message")))
+    error.details = plain
+    return error

@@ -1,0 +1,122 @@
+"""What the scheduler core asks its shell to do. Imperative, plain values, safe to repeat.
+
+A shell (live service or simulator) carries each command out and reports what came of it as an
+event. After a restart the core issues again whatever is not known to be done, so every receiver
+must take a repeated command as a question for the outcome of the first.
+"""
+
+from dataclasses import dataclass
+
+from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, JobId, NodeId, OperationId
+from plexrl.wire.codec import Codec
+from plexrl.wire.operations import OperationKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """Base of all commands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlacement:
+    """Where one rank of a WPG runs."""
+
+    rank: int
+    node: NodeId
+    gpu: int
+    """Index of the GPU on its node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchWorkers(Command):
+    """Start the worker processes of one WPG, each on the agent of its node."""
+
+    deployment: DeploymentId
+    kind: str
+    incarnation: int
+    """1 for the first start; a process of a lower incarnation must be dead before this one
+    starts."""
+    group: GroupId
+    ranks: tuple[RankPlacement, ...]
+    spec_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopWorkers(Command):
+    """End every worker process of the WPG up to and including this incarnation."""
+
+    deployment: DeploymentId
+    incarnation: int
+    nodes: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseState(Command):
+    """Drop everything the StateManagers of these nodes keep for a deployment."""
+
+    deployment: DeploymentId
+    nodes: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOperation(Command):
+    """Run an operation on every rank of a WPG, by way of a router."""
+
+    operation: OperationId
+    deployment: DeploymentId
+    job: JobId
+    kind: OperationKind
+    group: GroupId
+    token: FencingToken
+    """Of the group lock that admits this run."""
+    seq: int
+    """Version of the WPG's state after this operation: for a mutating one its own place in the
+    WPG's order of mutations, else the count of mutations before it. `load` restores, `offload`,
+    `snapshot` and `publish` label the version of this number."""
+    replay: bool
+    """True: completed before and repeated to rebuild lost state; nobody waits for its result."""
+    params_json: str
+    payload: BlobRef | None
+    addresses: tuple[str, ...]
+    """Of the workers, by rank."""
+    sources: tuple[str, ...] = ()
+    """`sync_weights`: the StateManagers that hold the published version."""
+    source: DeploymentId | None = None
+    """`sync_weights`: whose version; with `source_seq` it names the bytes."""
+    source_seq: int = 0
+    keep_seq: int = 0
+    """`offload`, `snapshot`: the last complete version; keep it until the new one is whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortOperation(Command):
+    """Stop a running `generate` early; it finishes with what it has."""
+
+    operation: OperationId
+    deployment: DeploymentId
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscardBlobs(Command):
+    """No recovery and no caller needs these any more."""
+
+    blobs: tuple[BlobRef, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer(Command):
+    """Send `TimerFired` at `at` (seconds on the core's clock). The earliest pending one suffices."""
+
+    at: float
+
+
+CODEC: Codec[Command] = Codec(
+    LaunchWorkers,
+    StopWorkers,
+    ReleaseState,
+    RunOperation,
+    AbortOperation,
+    DiscardBlobs,
+    SetTimer,
+)

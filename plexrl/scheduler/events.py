@@ -1,0 +1,217 @@
+"""What the scheduler core can be told. Past tense, plain values, each journalled before it counts.
+
+Every event round-trips through `CODEC`, and a journal of (event, now) pairs replayed into a new
+core gives the same state and the same commands.
+"""
+
+from dataclasses import dataclass
+
+from plexrl.ids import (
+    BlobRef,
+    DeploymentId,
+    FencingToken,
+    JobId,
+    NodeId,
+    OperationId,
+    RouterId,
+    TenantId,
+)
+from plexrl.wire.codec import Codec
+from plexrl.wire.operations import OperationKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStarted(Event):
+    """A scheduler process took over this journal; all its connections are yet to come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJoined(Event):
+    """A node agent connected, for the first time or again."""
+
+    node: NodeId
+    gpus: int
+    gpu_memory_bytes: int
+    """Per GPU."""
+    host_memory_bytes: int
+    """Bound of the node's host tier."""
+    statemanager: str
+    """Address of the node's StateManager: a Unix socket path."""
+    workers: tuple["WorkerSeen", ...] = ()
+    """Worker processes that the agent already runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSeen:
+    """One living worker process, as an agent reports it on joining."""
+
+    deployment: DeploymentId
+    rank: int
+    incarnation: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost(Event):
+    """The agent's connection ended and its grace period passed; its workers count as dead."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterJoined(Event):
+    router: RouterId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLost(Event):
+    router: RouterId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantCreated(Event):
+    tenant: TenantId
+    key_digest: str
+    """Hex SHA-256 of the tenant's API key; the key itself is stored nowhere."""
+    is_operator: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSubmitted(Event):
+    job: JobId
+    tenant: TenantId
+    name: str
+    controller_timeout_s: float
+    """Silence after which the controller counts as gone and the job as detached."""
+    reattach_timeout_s: float
+    """How long a detached job waits to be re-attached before it is cancelled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSeen(Event):
+    """A heartbeat of the job's controller; re-attaches a detached job."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFinished(Event):
+    """The controller declared its job's end."""
+
+    job: JobId
+    outcome: str
+    """`completed`, `failed` or `cancelled`."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentCreated(Event):
+    deployment: DeploymentId
+    job: JobId
+    kind: str
+    """`train` or `rollout`."""
+    workers: int
+    """GPUs wanted: one worker process on each."""
+    state_bytes: int
+    """Device memory of all its state together."""
+    exclusive: bool
+    """Never shares its node group (always so for rollout)."""
+    spec_json: str
+    """What the worker needs to build the model; opaque to the core."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReady(Event):
+    """A worker process of this incarnation listens for operations; no state is on its device yet."""
+
+    deployment: DeploymentId
+    rank: int
+    incarnation: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExited(Event):
+    deployment: DeploymentId
+    rank: int
+    incarnation: int
+    reason: str
+    """Exit code or signal, and the last line of its log where there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationSubmitted(Event):
+    operation: OperationId
+    deployment: DeploymentId
+    kind: OperationKind
+    params_json: str
+    payload: BlobRef | None = None
+    """Its tensors, already durable; absent where the kind has none."""
+    tokens: int = 0
+    """Size of the work, for estimates: tokens of the batch, or most tokens to draw."""
+    source: DeploymentId | None = None
+    """For `sync_weights`: the train deployment to pull from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationCancelled(Event):
+    operation: OperationId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationFinished(Event):
+    """A WPG completed a run of an operation on all its ranks."""
+
+    operation: OperationId
+    token: FencingToken
+    """Of the run's command; a report with another token is of an earlier run and is ignored."""
+    compute_s: float
+    """Seconds on the workers, the slowest rank's."""
+    result: BlobRef | None = None
+    result_json: str = "{}"
+    """Small results and measurements; opaque to the core."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationFailed(Event):
+    """A run ended without completing."""
+
+    operation: OperationId
+    token: FencingToken
+    error_json: str
+    """`PlexRLError.to_wire()` as JSON."""
+    state_intact: bool
+    """True: the WPG's state is as before the operation, and the error is the caller's answer.
+    False: a rank may have changed or be stuck; the WPG is restarted from its last complete
+    state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerFired(Event):
+    """The time of an earlier `SetTimer` has come."""
+
+
+CODEC: Codec[Event] = Codec(
+    SchedulerStarted,
+    NodeJoined,
+    NodeLost,
+    RouterJoined,
+    RouterLost,
+    TenantCreated,
+    JobSubmitted,
+    ControllerSeen,
+    JobFinished,
+    DeploymentCreated,
+    WorkerReady,
+    WorkerExited,
+    OperationSubmitted,
+    OperationCancelled,
+    OperationFinished,
+    OperationFailed,
+    TimerFired,
+)

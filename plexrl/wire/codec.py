@@ -1,0 +1,52 @@
+"""Messages to bytes and back: JSON, tagged with the class name.
+
+Journal, replay and the links between processes use the same encoding, so a recorded history is
+readable with any JSON tool and can be fed to a core again.
+"""
+
+from dataclasses import is_dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+MessageT = TypeVar("MessageT")
+
+
+class Codec(Generic[MessageT]):
+    """Encodes and decodes one closed set of frozen dataclasses.
+
+    The tag is the class name under `"type"`; no message may have a field of that name. Unknown
+    tags and fields of a wrong type raise `msgspec.ValidationError`.
+    """
+
+    def __init__(self, *kinds: type[MessageT]) -> None:
+        for kind in kinds:
+            assert is_dataclass(kind), f"{kind.__name__} is not a dataclass"
+            assert "type" not in kind.__dataclass_fields__, f"{kind.__name__} has a field 'type'"
+        self._kinds: dict[str, type[MessageT]] = {kind.__name__: kind for kind in kinds}
+
+    def to_plain(self, message: MessageT) -> dict[str, Any]:
+        """`message` as JSON values, tagged."""
+        plain: dict[str, Any] = msgspec.to_builtins(message)
+        return {"type": type(message).__name__, **plain}
+
+    def from_plain(self, plain: dict[str, Any]) -> MessageT:
+        """The message that `to_plain` made `plain` from.
+
+        Raises:
+            msgspec.ValidationError: an unknown tag, a missing field or a value of a wrong type.
+        """
+        tag = plain.get("type")
+        kind = self._kinds.get(str(tag))
+        if kind is None:
+            raise msgspec.ValidationError(f"unknown message type {tag!r}")
+        fields = {name: value for name, value in plain.items() if name != "type"}
+        return msgspec.convert(fields, kind)
+
+    def encode(self, message: MessageT) -> bytes:
+        """`message` as one line of JSON."""
+        return msgspec.json.encode(self.to_plain(message))
+
+    def decode(self, line: bytes | str) -> MessageT:
+        """The message in `line`. Raises as `from_plain`, and on malformed JSON."""
+        return self.from_plain(msgspec.json.decode(line, type=dict[str, Any]))

@@ -1,0 +1,108 @@
+"""Frames: a small msgpack header and one binary payload, on any byte stream.
+
+    u32 header length | u64 payload length | header (msgpack map) | payload
+
+Both lengths are little-endian. The payload is opaque here; tensors travel in it as safetensors
+(`plexrl.wire.tensors`). Blocking sockets serve workers and the StateManager, whose hot paths are
+one thread per connection; asyncio streams serve router, scheduler and node agent.
+"""
+
+import asyncio
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from plexrl.errors import ConnectionLostError, PayloadTooLargeError
+
+HEADER_BYTES_MAX = 64 << 20
+PAYLOAD_BYTES_MAX = 16 << 30
+
+_LENGTHS = struct.Struct("<IQ")
+
+Header = dict[str, Any]
+Buffer = bytes | bytearray | memoryview
+
+
+def encode_head(header: Mapping[str, Any], payload_bytes: int) -> bytes:
+    """Lengths and header; the payload follows it on the stream."""
+    body = msgspec.msgpack.encode(header)
+    _check_lengths(len(body), payload_bytes)
+    return _LENGTHS.pack(len(body), payload_bytes) + body
+
+
+def send_frame(sock: socket.socket, header: Mapping[str, Any], payload: Buffer = b"") -> None:
+    """Send one frame on a blocking socket. Callers serialise their sends."""
+    view = memoryview(payload).cast("B")
+    sock.sendall(encode_head(header, view.nbytes))
+    if view.nbytes:
+        sock.sendall(view)
+
+
+def recv_frame(sock: socket.socket) -> tuple[Header, bytearray]:
+    """The next frame of a blocking socket.
+
+    Raises:
+        ConnectionLostError: the peer closed, also in the middle of a frame.
+        PayloadTooLargeError: a length beyond the bound; the stream cannot be used further.
+    """
+    header_bytes, payload_bytes = _LENGTHS.unpack(_recv_exactly(sock, _LENGTHS.size))
+    _check_lengths(header_bytes, payload_bytes)
+    header: Header = msgspec.msgpack.decode(_recv_exactly(sock, header_bytes), type=dict[str, Any])
+    return header, _recv_exactly(sock, payload_bytes)
+
+
+async def write_frame(
+    writer: asyncio.StreamWriter, header: Mapping[str, Any], payload: Buffer = b""
+) -> None:
+    """Write one frame and wait until the transport has room again.
+
+    Both parts are queued without a suspension point between them, so concurrent callers never
+    interleave their frames.
+    """
+    view = memoryview(payload).cast("B")
+    writer.write(encode_head(header, view.nbytes))
+    if view.nbytes:
+        writer.write(view)
+    try:
+        await writer.drain()
+    except OSError as error:
+        raise ConnectionLostError(f"the peer closed the connection: {error}") from error
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
+    """The next frame of an asyncio stream. Raises as `recv_frame`."""
+    try:
+        lengths = await reader.readexactly(_LENGTHS.size)
+        header_bytes, payload_bytes = _LENGTHS.unpack(lengths)
+        _check_lengths(header_bytes, payload_bytes)
+        body = await reader.readexactly(header_bytes)
+        payload = await reader.readexactly(payload_bytes) if payload_bytes else b""
+    except (asyncio.IncompleteReadError, OSError) as error:
+        raise ConnectionLostError("the peer closed the connection") from error
+    header: Header = msgspec.msgpack.decode(body, type=dict[str, Any])
+    return header, payload
+
+
+def _check_lengths(header_bytes: int, payload_bytes: int) -> None:
+    if header_bytes > HEADER_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
+        raise PayloadTooLargeError(
+            f"a frame of {header_bytes} + {payload_bytes} bytes is over the bound of "
+            f"{HEADER_BYTES_MAX} + {PAYLOAD_BYTES_MAX}: split the batch",
+            header_bytes=header_bytes,
+            payload_bytes=payload_bytes,
+        )
+
+
+def _recv_exactly(sock: socket.socket, size: int) -> bytearray:
+    buffer = bytearray(size)
+    view = memoryview(buffer)
+    filled = 0
+    while filled < size:
+        count = sock.recv_into(view[filled:])
+        if count == 0:
+            raise ConnectionLostError("the peer closed the connection")
+        filled += count
+    return buffer

@@ -1,0 +1,222 @@
+"""Operations and their parameters, as controller, router, scheduler and worker all know them.
+
+Token arrays are *ragged and packed*: the rows of a batch laid end to end, with their lengths
+beside them. Entry t of a per-token array speaks of token t as predicted from the tokens before it,
+so entry 0 of a row is never used.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+
+class OperationKind(StrEnum):
+    """What an operation does on its WPG. The last four are PlexRL's own, never a controller's."""
+
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    GENERATE = "generate"
+    SAVE_CHECKPOINT = "save_checkpoint"
+    LOAD_CHECKPOINT = "load_checkpoint"
+    SYNC_WEIGHTS = "sync_weights"
+    """On the rollout deployment: pull the version that the train deployment published for it."""
+    BARRIER = "barrier"
+    """Does nothing, in its turn: finished means everything before it is."""
+    PUBLISH = "publish"
+    """On the train deployment: put an immutable version of the parameters where others can pull."""
+    OFFLOAD = "offload"
+    LOAD = "load"
+    SNAPSHOT = "snapshot"
+    """An offload that leaves the state on the device: bounds how much a recovery must replay."""
+
+
+MUTATING = frozenset(
+    {
+        OperationKind.FORWARD_BACKWARD,
+        OperationKind.OPTIM_STEP,
+        OperationKind.LOAD_CHECKPOINT,
+        OperationKind.SYNC_WEIGHTS,
+    }
+)
+"""Kinds that change a WPG's state; these are what a recovery replays, in order."""
+
+SUPERSEDING = frozenset({OperationKind.LOAD_CHECKPOINT, OperationKind.SYNC_WEIGHTS})
+"""Mutating kinds that overwrite all state of their WPG: a replay may begin at the last of them."""
+
+USER_KINDS: dict[str, frozenset[OperationKind]] = {
+    "train": frozenset(
+        {
+            OperationKind.FORWARD,
+            OperationKind.FORWARD_BACKWARD,
+            OperationKind.OPTIM_STEP,
+            OperationKind.SAVE_CHECKPOINT,
+            OperationKind.LOAD_CHECKPOINT,
+            OperationKind.BARRIER,
+        }
+    ),
+    "rollout": frozenset(
+        {
+            OperationKind.GENERATE,
+            OperationKind.LOAD_CHECKPOINT,
+            OperationKind.SYNC_WEIGHTS,
+            OperationKind.BARRIER,
+        }
+    ),
+}
+"""The operations a controller may submit, by deployment kind."""
+
+
+class OperationState(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (self.FINISHED, self.FAILED, self.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How `generate` draws tokens."""
+
+    max_tokens: int = 64
+    """Most tokens drawn for one sample."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    seed: int | None = None
+    """Same seed, same weights, same prompts: same tokens, whatever else the engine is running.
+    Absent: the router draws one, and a repeated dispatch reuses it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """A sample ends with the first of these, which is kept. The model's own end token always
+    counts, unless `ignore_eos`."""
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    """A sample ends once its last tokens equal one of these."""
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamParams:
+    """One optimizer step (AdamW); the controller sets the learning rate of every step."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """Largest global gradient norm; 0 does not clip."""
+
+
+LossName = Literal["cross_entropy", "importance_sampling", "ppo", "grpo", "dapo", "custom"]
+
+Reduction = Literal["token_mean", "sequence_mean", "sum"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """Which loss `forward_backward` computes, and its constants.
+
+    Per-token inputs, by loss (all float32 `[tokens]`; `mask` weights each token, 0 drops it):
+
+    =====================  ==================================================================
+    cross_entropy          mask
+    importance_sampling    mask, logprobs, advantages
+    ppo, grpo, dapo        mask, logprobs, advantages; `ref_logprobs` where `kl_coef` > 0
+    custom                 weights: the loss is -Σ weights·logprob, so `weights` is the negative
+                           gradient of the controller's own loss by each token's logprob
+    =====================  ==================================================================
+    """
+
+    name: LossName
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]. DAPO's higher upper bound is 0.28."""
+    kl_coef: float = 0.0
+    """Weight of the k3 estimate of KL(policy ‖ reference) (GRPO)."""
+    reduction: Reduction | None = None
+    """How tokens become one number. `token_mean`: Σ/Σmask over the batch (cross_entropy,
+    importance_sampling, ppo, dapo). `sequence_mean`: mean over rows of each row's token mean
+    (grpo). `sum` (custom). Absent: the loss's own, as listed."""
+
+
+LOSS_INPUTS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("mask",),
+    "importance_sampling": ("mask", "logprobs", "advantages"),
+    "ppo": ("mask", "logprobs", "advantages"),
+    "grpo": ("mask", "logprobs", "advantages"),
+    "dapo": ("mask", "logprobs", "advantages"),
+    "custom": ("weights",),
+}
+"""Per-token arrays that each loss needs; `ref_logprobs` comes on top where `kl_coef` > 0."""
+
+DEFAULT_REDUCTION: dict[str, Reduction] = {
+    "cross_entropy": "token_mean",
+    "importance_sampling": "token_mean",
+    "ppo": "token_mean",
+    "grpo": "sequence_mean",
+    "dapo": "token_mean",
+    "custom": "sum",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardParams:
+    loss: LossSpec
+    micro_batch_tokens: int = 16_384
+    """Most tokens, padding included, that one rank runs through the model at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardParams:
+    micro_batch_tokens: int = 16_384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateParams:
+    samples_per_prompt: int = 1
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stream: bool = False
+    """Deliver tokens while they are drawn; the final result is the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointParams:
+    name: str
+    """A directory name of the job's own checkpoints: letters, digits, `.`, `_`, `-`."""
+    overwrite: bool = False
+    """For a save: replace an existing checkpoint of that name."""
+    job: str | None = None
+    """For a load: whose checkpoint (a job of the same tenant). Absent: this job's."""
+    optimizer: bool = True
+    """For a load on a train deployment: restore the optimizer state too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncWeightsParams:
+    source: str
+    """Deployment id of the train deployment whose parameters are wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierParams:
+    """A barrier has no parameters."""
+
+
+PARAMS_BY_KIND: dict[OperationKind, type] = {
+    OperationKind.FORWARD: ForwardParams,
+    OperationKind.FORWARD_BACKWARD: ForwardBackwardParams,
+    OperationKind.OPTIM_STEP: AdamParams,
+    OperationKind.GENERATE: GenerateParams,
+    OperationKind.SAVE_CHECKPOINT: CheckpointParams,
+    OperationKind.LOAD_CHECKPOINT: CheckpointParams,
+    OperationKind.SYNC_WEIGHTS: SyncWeightsParams,
+    OperationKind.BARRIER: BarrierParams,
+}
+"""The parameter type of every kind a controller can submit."""
