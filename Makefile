@@ -1,0 +1,52 @@
+# `make demo` and `make test` need nothing but Python ≥ 3.11 and a C library; they set up .venv themselves.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+OUT ?= out/demo
+STAMP := $(VENV)/.plexrl-setup
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test test-all bench lint format clean
+
+help:
+	@echo "make demo      set up, then train two jobs on one shared pool; report in $(OUT)/"
+	@echo "make test      set up, then run the test suite"
+	@echo "make test-all  the test suite and the slow whole-cluster tests"
+	@echo "make bench     every benchmark; writes benchmarks/RESULTS.md"
+	@echo "make lint      ruff and mypy --strict"
+
+setup: $(STAMP)
+
+# Torch goes first and alone, so that no other package chooses its build.
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $(STAMP)
+
+demo: setup
+	$(BIN)/plexrl demo --out $(OUT)
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: setup
+	$(BIN)/python -m pytest
+
+bench: setup
+	$(BIN)/python -m benchmarks.run_all
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Rollout coordination: staleness, trajectories, routing, tail batching (design: pure cores). Empty so far."""

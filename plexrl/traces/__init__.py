@@ -1,0 +1,1 @@
+"""Trace schema, loaders, generator and recorder. Empty so far."""

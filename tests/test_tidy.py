@@ -1,0 +1,168 @@
+"""The house rules that no linter knows: import direction, purity of cores, size, names, docs."""
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "plexrl"
+
+# A module may import from its own room and from those to the right.
+DIRECTION = ("sim", "router", "scheduler", "rollout", "worker", "statemanager", "traces", "plexrl")
+
+SHELLS_IN_SCHEDULER = {"journal", "shell", "links", "waiters", "service", "__main__"}
+OTHER_CORES = (
+    "router/dispatch.py",
+    "router/validation.py",
+    "statemanager/keys.py",
+    "statemanager/residency.py",
+)
+BANNED_IN_CORES = {
+    *("asyncio", "io", "logging", "os", "pathlib", "random", "secrets", "shutil", "signal"),
+    *("socket", "sqlite3", "subprocess", "tempfile", "threading", "time", "uuid"),
+}
+BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
+LINES_MAX = 500
+
+
+def python_files(*folders: str) -> list[Path]:
+    found = [
+        path
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if "__pycache__" not in path.parts
+    ]
+    assert found, f"no Python file under {folders}"
+    return found
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first if first in DIRECTION else "plexrl"
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import that runs, wherever it stands; type-only ones do not."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for inner in node.body:
+                for child in ast.walk(inner):
+                    child.__dict__["type_only"] = True
+    for node in ast.walk(tree):
+        if node.__dict__.get("type_only"):
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.lineno, node.module
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def scheduler_cores() -> list[Path]:
+    return [
+        path
+        for path in python_files("plexrl/scheduler")
+        if path.stem not in SHELLS_IN_SCHEDULER and path.stem != "__init__"
+    ]
+
+
+def test_imports_point_down_the_list_of_rooms() -> None:
+    wrong = []
+    for path in python_files("plexrl"):
+        own = DIRECTION.index(room_of(path))
+        for line, module in imports(ast.parse(path.read_text())):
+            parts = module.split(".")
+            if parts[0] != "plexrl" or len(parts) < 2:
+                continue
+            target = parts[1] if parts[1] in DIRECTION[:-1] else "plexrl"
+            if DIRECTION.index(target) < own:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_cores_meet_no_clock_no_chance_and_no_outside_world() -> None:
+    wrong = []
+    for path in [*scheduler_cores(), *(PACKAGE / name for name in OTHER_CORES)]:
+        for line, module in imports(ast.parse(path.read_text())):
+            shell = module.split(".")
+            if shell[0] in BANNED_IN_CORES or (
+                shell[:2] == ["plexrl", "scheduler"]
+                and len(shell) > 2
+                and shell[2] in SHELLS_IN_SCHEDULER
+            ):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_wants_to_be_two_rooms() -> None:
+    long = [
+        f"{path.relative_to(ROOT)} has {count} lines"
+        for path in python_files("plexrl", "tests", "benchmarks", "examples")
+        if (count := len(path.read_text().splitlines())) > LINES_MAX
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_no_file_is_a_drawer() -> None:
+    drawers = [path for path in python_files("plexrl", "tests") if path.stem in BANNED_NAMES]
+    assert not drawers, f"name these by what they hold: {drawers}"
+
+
+def test_no_environment_is_read_below_the_doors() -> None:
+    """Configuration is handed to constructors; only the SDK's and CLI's doors read variables."""
+    doors = {"cli", "client", "cluster", "demo"}
+    wrong = []
+    for path in python_files("plexrl"):
+        if path.relative_to(PACKAGE).parts[0] in doors or path.name == "__main__.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv"):
+                parent_writes = path.name in ("launcher.py", "process.py", "agent.py")
+                if not parent_writes:
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_public_module_class_and_function_is_documented() -> None:
+    missing = []
+    for path in python_files("plexrl"):
+        tree = ast.parse(path.read_text())
+        if tree.body and not ast.get_docstring(tree):
+            missing.append(f"{path.relative_to(ROOT)}: module")
+        for node in tree.body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if node.name.startswith("_") or ast.get_docstring(node):
+                continue
+            if _is_error_leaf(node):
+                continue
+            missing.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert not missing, "\n".join(missing)
+
+
+def _is_error_leaf(node: ast.AST) -> bool:
+    """Errors and enumerations speak by their name, their code and the tree at the file's top."""
+    if not isinstance(node, ast.ClassDef):
+        return False
+    return any(ast.unparse(base).endswith(("Error", "Enum")) for base in node.bases)
+
+
+@pytest.mark.parametrize(
+    "room", ["scheduler", "statemanager", "router", "worker", "rollout", "sim", "traces"]
+)
+def test_the_door_at_the_top_leads_into_the_package(room: str) -> None:
+    door = ROOT / room
+    if not door.is_symlink():
+        pytest.fail(f"{room} is no link: the tree was checked out without link support")
+    assert door.resolve() == PACKAGE / room
+
+
+def test_the_tree_holds_no_generated_files() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    generated = [name for name in tracked if name.endswith((".pyc", ".log", ".sqlite", ".tmp"))]
+    assert not generated, generated
