@@ -106,7 +106,7 @@ class DiscardBlobs(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetTimer(Command):
-    """Send `TimerFired` at `at` (seconds on the core's clock). The earliest pending one suffices."""
+    """Send `TimerFired` at `at` (the core's clock, s). The earliest pending one suffices."""
 
     at: float
 

@@ -44,6 +44,8 @@ class NodeJoined(Event):
     """Address of the node's StateManager: a Unix socket path."""
     workers: tuple["WorkerSeen", ...] = ()
     """Worker processes that the agent already runs."""
+    states: tuple[DeploymentId, ...] = ()
+    """Deployments whose state the node's StateManager holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +129,7 @@ class DeploymentCreated(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady(Event):
-    """A worker process of this incarnation listens for operations; no state is on its device yet."""
+    """A worker process of this incarnation listens; no state is on its device yet."""
 
     deployment: DeploymentId
     rank: int

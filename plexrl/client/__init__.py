@@ -1,0 +1,1 @@
+"""The SDK: what a controller imports; no torch."""

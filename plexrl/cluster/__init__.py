@@ -1,0 +1,1 @@
+"""The embedded cluster: every part as a local process."""

@@ -1,0 +1,69 @@
+"""What every process of the cluster does alike: read its configuration, say it is ready, end."""
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from plexrl.cluster.lifeline import die_with_parent
+from plexrl.errors import InvalidRequestError
+
+ConfigT = TypeVar("ConfigT")
+
+
+def load_config(path: Path, kind: type[ConfigT]) -> ConfigT:
+    """The configuration in the JSON file at `path`; unknown fields are refused.
+
+    Raises:
+        InvalidRequestError: the file cannot be read or does not hold a `kind`.
+    """
+    try:
+        raw = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        known = set(getattr(kind, "__dataclass_fields__", ()))
+        unknown = sorted(set(raw) - known)
+        if unknown:
+            raise InvalidRequestError(f"{path}: unknown fields {', '.join(unknown)}")
+        return msgspec.convert(raw, kind)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InvalidRequestError(f"{path} holds no {kind.__name__}: {error}") from error
+
+
+def print_ready(**details: object) -> None:
+    """Tell whoever started this process that it serves: one JSON line on standard output."""
+    sys.stdout.write(json.dumps({"ready": True, **details}) + "\n")
+    sys.stdout.flush()
+
+
+def remove_socket(path: str) -> None:
+    """Take away the Unix socket that a former process may have left at `path`."""
+    Path(path).unlink(missing_ok=True)
+
+
+def set_up_process() -> None:
+    """Tie this process to its parent and send its log to standard error."""
+    die_with_parent()
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+
+
+def run_until_signal(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Run `serve` in an event loop; SIGTERM and SIGINT set the event it is given."""
+    set_up_process()
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, stop.set)
+        await serve(stop)
+
+    asyncio.run(run())

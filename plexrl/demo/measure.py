@@ -1,0 +1,129 @@
+"""What a demo phase cost, from what the cluster recorded. Pure: rows in, figures out.
+
+A training group is *reserved* from the moment the first of its jobs is submitted until the last of
+them has ended, whether or not anything runs on it: that is what a tenant without PlexRL pays for.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+"""One finished operation of the cluster's operation log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """One job of one phase."""
+
+    name: str
+    tenant: str
+    job: str
+    submitted_at: float
+    ended_at: float
+    train_deployment: str
+    workers: int
+    steps: int
+    reward_before: float
+    reward_after: float
+    rewards: tuple[tuple[int, float, float], ...]
+    """(step, seconds since submission, mean reward of the step's rollouts)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A stretch in which one job held a training group."""
+
+    group: str
+    job: str
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseResult:
+    """Both jobs run one way: `shared` (one group, taking turns) or `isolated` (a group each)."""
+
+    name: str
+    jobs: tuple[JobResult, ...]
+    groups: int
+    wall_seconds: float
+    worker_seconds: float
+    """Reserved training worker-seconds: Σ over groups of workers times reserved time."""
+    worker_seconds_per_step: float
+    busy_share: float
+    """Part of the reserved worker-seconds in which training operations ran."""
+    context_switches: int
+    switch_seconds: float
+    spans: tuple[Span, ...]
+
+
+SWITCH_KINDS = frozenset({"offload", "load"})
+
+
+def measure_phase(name: str, jobs: Sequence[JobResult], rows: Iterable[Row]) -> PhaseResult:
+    """The figures of one phase; `rows` may hold other jobs' operations, which do not count."""
+    by_train = {job.train_deployment: job for job in jobs}
+    own = [row for row in rows if row["deployment"] in by_train and row["started_at"] is not None]
+    group_of = {row["deployment"]: str(row["group"]) for row in own}
+    worker_seconds = 0.0
+    for group in sorted(set(group_of.values())):
+        members = [job for job in jobs if group_of.get(job.train_deployment) == group]
+        worker_seconds += members[0].workers * union_seconds(
+            [(job.submitted_at, job.ended_at) for job in members]
+        )
+    spans = tuple(
+        Span(
+            group=group_of[row["deployment"]],
+            job=by_train[row["deployment"]].name,
+            kind=str(row["kind"]),
+            start=float(row["started_at"]),
+            end=float(row["finished_at"]),
+        )
+        for row in own
+    )
+    busy = sum(
+        by_train[row["deployment"]].workers * float(row["compute_s"] or 0.0)
+        for row in own
+        if row["kind"] not in SWITCH_KINDS
+    )
+    switches, switch_seconds = count_switches(own)
+    steps = sum(job.steps for job in jobs)
+    return PhaseResult(
+        name=name,
+        jobs=tuple(jobs),
+        groups=len(set(group_of.values())),
+        wall_seconds=union_seconds([(job.submitted_at, job.ended_at) for job in jobs]),
+        worker_seconds=worker_seconds,
+        worker_seconds_per_step=worker_seconds / max(1, steps),
+        busy_share=busy / worker_seconds if worker_seconds else 0.0,
+        context_switches=switches,
+        switch_seconds=switch_seconds,
+        spans=spans,
+    )
+
+
+def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds covered by at least one of the intervals."""
+    total = 0.0
+    reach = float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    return total
+
+
+def count_switches(rows: Sequence[Row]) -> tuple[int, float]:
+    """Context switches and the seconds they took: each offload, and the load it made room for.
+
+    The first load of a deployment builds its model on an empty group and is no switch.
+    """
+    offloads = [row for row in rows if row["kind"] == "offload" and row["state"] == "finished"]
+    grants = {(row["group"], row["token"]) for row in offloads}
+    seconds = sum(
+        float(row["finished_at"]) - float(row["started_at"])
+        for row in rows
+        if row["kind"] in SWITCH_KINDS and (row["group"], row["token"]) in grants
+    )
+    return len(offloads), seconds

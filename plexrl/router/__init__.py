@@ -1,0 +1,1 @@
+"""The router: HTTP in front, admitted operations behind."""

@@ -1,0 +1,74 @@
+"""What one `handle` call works with: the state, the commands it has decided on, and its to-do."""
+
+import heapq
+from dataclasses import dataclass, field
+
+from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId
+from plexrl.scheduler.commands import Command, DiscardBlobs, SetTimer
+from plexrl.scheduler.config import SchedulerConfig
+from plexrl.scheduler.state import Deployment, Group, Job, State
+
+
+@dataclass(slots=True)
+class Context:
+    """Shared by the core's modules; `commands` and `discards` are emptied by each `handle`."""
+
+    config: SchedulerConfig
+    state: State = field(default_factory=State)
+    commands: list[Command] = field(default_factory=list)
+    discards: list[BlobRef] = field(default_factory=list)
+    dirty: dict[GroupId, None] = field(default_factory=dict)
+    """Groups whose next step must be decided again, in the order they were touched."""
+    place_waiting: bool = False
+    timers: list[tuple[float, str]] = field(default_factory=list)
+    """Heap of (time, what to look at again); an entry may have become pointless."""
+    timer_at: float | None = None
+    """Of the last `SetTimer` that has not come due."""
+
+    def emit(self, command: Command) -> None:
+        """Add a command to this call's answer."""
+        self.commands.append(command)
+
+    def touch(self, group: GroupId | None) -> None:
+        """Have the group's next step decided before this call returns."""
+        if group is not None and group in self.state.groups:
+            self.dirty[group] = None
+
+    def wake(self, at: float, what: str) -> None:
+        """Look at `what` (`group:<id>` or `job:<id>`) again at `at`."""
+        heapq.heappush(self.timers, (at, what))
+
+    def due(self, now: float) -> list[str]:
+        """What was to be looked at by `now`, without repetitions, oldest first."""
+        found: dict[str, None] = {}
+        while self.timers and self.timers[0][0] <= now:
+            found[heapq.heappop(self.timers)[1]] = None
+        if self.timer_at is not None and self.timer_at <= now:
+            self.timer_at = None
+        return list(found)
+
+    def discard(self, blob: BlobRef | None) -> None:
+        """Give a blob up at the end of this call."""
+        if blob is not None:
+            self.discards.append(blob)
+
+    def take_commands(self) -> list[Command]:
+        """This call's commands, the wake-up among them where an earlier one is needed."""
+        if self.discards:
+            self.commands.append(DiscardBlobs(blobs=tuple(self.discards)))
+            self.discards = []
+        if self.timers and (self.timer_at is None or self.timers[0][0] < self.timer_at):
+            self.timer_at = self.timers[0][0]
+            self.commands.append(SetTimer(at=self.timer_at))
+        commands, self.commands = self.commands, []
+        return commands
+
+    def job(self, job: JobId) -> Job:
+        return self.state.jobs[job]
+
+    def deployment(self, deployment: DeploymentId) -> Deployment:
+        return self.state.deployments[deployment]
+
+    def group_of(self, deployment: Deployment) -> Group | None:
+        """The group a deployment is placed on; absent while it waits for GPUs or has ended."""
+        return None if deployment.group is None else self.state.groups[deployment.group]

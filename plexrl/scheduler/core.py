@@ -1,0 +1,492 @@
+"""The scheduler's one door: `commands = core.handle(event, now)` (design: decide in pure cores).
+
+Synchronous and free of clocks, I/O and chance: the live service and the simulator drive the same
+object, and a journal of (event, now) replayed into a new one gives the same state. An event is
+checked whole before anything changes, so a refused one leaves no trace.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from plexrl.errors import (
+    AuthenticationError,
+    ConflictError,
+    InvalidRequestError,
+    JobEndedError,
+    OperationCancelledError,
+    OverloadedError,
+    UnavailableError,
+    UnknownDeploymentError,
+    UnknownJobError,
+    UnknownOperationError,
+)
+from plexrl.ids import DeploymentId, GroupId, JobId, OperationId, TenantId
+from plexrl.scheduler import events as ev
+from plexrl.scheduler.commands import AbortOperation, Command, ReleaseState, StopWorkers
+from plexrl.scheduler.config import SchedulerConfig
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.estimates import Estimates
+from plexrl.scheduler.groups import advance
+from plexrl.scheduler.invariants import check
+from plexrl.scheduler.lifecycle import (
+    ENDINGS,
+    detach_or_cancel,
+    end_job,
+    place_waiting,
+    restart,
+    send_launch,
+    worker_ready,
+)
+from plexrl.scheduler.operations import enqueue, fail
+from plexrl.scheduler.outcomes import run_failed, run_finished
+from plexrl.scheduler.placement import check_it_can_fit, make_policy
+from plexrl.scheduler.state import Deployment, Job, Node, Operation, Tenant, WpgState
+from plexrl.scheduler.views import (
+    View,
+    deployment_view,
+    group_view,
+    job_view,
+    log_view,
+    node_view,
+    operation_view,
+)
+from plexrl.wire.operations import USER_KINDS, OperationKind, OperationState
+
+RETRY_AFTER_S = 1.0
+
+
+class SchedulerCore:
+    """All decisions of a cluster's scheduler."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._context = Context(config)
+        self._policy = make_policy(config.policy, config.residents_max)
+        self._handlers: dict[type[ev.Event], Callable[[Any, float], None]] = {
+            ev.SchedulerStarted: self._scheduler_started,
+            ev.NodeJoined: self._node_joined,
+            ev.NodeLost: self._node_lost,
+            ev.RouterJoined: self._router_joined,
+            ev.RouterLost: self._router_lost,
+            ev.TenantCreated: self._tenant_created,
+            ev.JobSubmitted: self._job_submitted,
+            ev.ControllerSeen: self._controller_seen,
+            ev.JobFinished: self._job_finished,
+            ev.DeploymentCreated: self._deployment_created,
+            ev.WorkerReady: self._worker_ready,
+            ev.WorkerExited: self._worker_exited,
+            ev.OperationSubmitted: self._operation_submitted,
+            ev.OperationCancelled: self._operation_cancelled,
+            ev.OperationFinished: self._operation_finished,
+            ev.OperationFailed: self._operation_failed,
+            ev.TimerFired: self._timer_fired,
+        }
+
+    def handle(self, event: ev.Event, now: float) -> list[Command]:
+        """Take in `event` at `now` (seconds, never less than before); returns what to do.
+
+        Raises:
+            PlexRLError: the event is refused, and nothing has changed.
+        """
+        context = self._context
+        self._handlers[type(event)](event, now)
+        for what in context.due(now):
+            kind, _, name = what.partition(":")
+            if kind == "group":
+                context.touch(GroupId(name))
+            elif (job := context.state.jobs.get(JobId(name))) is not None:
+                detach_or_cancel(context, job, now)
+        while context.dirty or context.place_waiting:
+            if context.place_waiting:
+                place_waiting(context, self._policy, now)
+            while context.dirty:
+                group = next(iter(context.dirty))
+                del context.dirty[group]
+                if group in context.state.groups:
+                    advance(context, context.state.groups[group], now)
+        return context.take_commands()
+
+    def check_invariants(self) -> None:
+        """Assert the laws of `plexrl.scheduler.state`."""
+        check(self._context)
+
+    # Events
+
+    def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
+        del event
+        state = self._context.state
+        state.routers.clear()
+        for node in state.nodes.values():
+            node.alive = False
+        self._context.timer_at = None
+        for job in state.jobs.values():
+            if not job.state.is_final:
+                # Silence while the scheduler was away is not the controllers' doing.
+                job.seen_at = now
+
+    def _node_joined(self, event: ev.NodeJoined, now: float) -> None:
+        context = self._context
+        context.state.nodes[event.node] = Node(
+            node=event.node,
+            gpus=event.gpus,
+            gpu_memory_bytes=event.gpu_memory_bytes,
+            host_memory_bytes=event.host_memory_bytes,
+            statemanager=event.statemanager,
+        )
+        seen = {(worker.deployment, worker.rank): worker for worker in event.workers}
+        wanted = set()
+        for deployment in list(context.state.deployments.values()):
+            ranks = [rank.rank for rank in deployment.ranks if rank.node == event.node]
+            if not ranks or deployment.state in (WpgState.WAITING, WpgState.STOPPED):
+                continue
+            missing = False
+            for rank in ranks:
+                worker = seen.get((deployment.deployment, rank))
+                if worker is not None and worker.incarnation == deployment.incarnation:
+                    wanted.add((worker.deployment, worker.rank))
+                    worker_ready(context, deployment, rank, worker.address)
+                else:
+                    missing = True
+            if missing and deployment.is_ready:
+                restart(context, deployment, f"node {event.node!r} came back without it", now)
+            elif missing or not deployment.is_ready:
+                send_launch(context, deployment)
+        for worker in event.workers:
+            if (worker.deployment, worker.rank) not in wanted:
+                context.emit(
+                    StopWorkers(
+                        deployment=worker.deployment,
+                        incarnation=worker.incarnation,
+                        nodes=(event.node,),
+                    )
+                )
+        live = context.state.deployments
+        for name in event.states:
+            if name not in live or live[name].state == WpgState.STOPPED:
+                context.emit(ReleaseState(deployment=name, nodes=(event.node,)))
+        context.place_waiting = True
+
+    def _node_lost(self, event: ev.NodeLost, now: float) -> None:
+        context = self._context
+        node = context.state.nodes.get(event.node)
+        if node is None:
+            return
+        node.alive = False
+        for deployment in list(context.state.deployments.values()):
+            if deployment.state in (WpgState.WAITING, WpgState.STOPPED, WpgState.RECOVERING):
+                continue
+            if any(rank.node == event.node for rank in deployment.ranks):
+                restart(context, deployment, f"node {event.node!r} was lost", now)
+
+    def _router_joined(self, event: ev.RouterJoined, now: float) -> None:
+        del now
+        context = self._context
+        if event.router not in context.state.routers:
+            context.state.routers.append(event.router)
+        self._issue_again()
+
+    def _router_lost(self, event: ev.RouterLost, now: float) -> None:
+        del now
+        if event.router in self._context.state.routers:
+            self._context.state.routers.remove(event.router)
+            if self._context.state.routers:
+                self._issue_again()
+
+    def _issue_again(self) -> None:
+        """Send every run in flight once more: the router that had it may be gone."""
+        for deployment in self._context.state.deployments.values():
+            if deployment.moving is not None:
+                self._context.emit(deployment.moving)
+            for command in deployment.running.values():
+                self._context.emit(command)
+
+    def _tenant_created(self, event: ev.TenantCreated, now: float) -> None:
+        del now
+        tenants = self._context.state.tenants
+        known = tenants.get(event.tenant)
+        if known is not None and known.key_digest != event.key_digest:
+            raise ConflictError(f"tenant {event.tenant!r} exists already: choose another name")
+        tenants[event.tenant] = Tenant(
+            tenant=event.tenant, key_digest=event.key_digest, is_operator=event.is_operator
+        )
+
+    def _job_submitted(self, event: ev.JobSubmitted, now: float) -> None:
+        context = self._context
+        known = context.state.jobs.get(event.job)
+        if known is not None:
+            if (known.tenant, known.name) != (event.tenant, event.name):
+                raise ConflictError(f"job id {event.job!r} is taken: choose another")
+            return
+        if event.controller_timeout_s <= 0 or event.reattach_timeout_s < 0:
+            raise InvalidRequestError(
+                "controller_timeout_s must be above 0 and reattach_timeout_s at least 0"
+            )
+        context.state.jobs[event.job] = Job(
+            job=event.job,
+            tenant=event.tenant,
+            name=event.name,
+            controller_timeout_s=event.controller_timeout_s,
+            reattach_timeout_s=event.reattach_timeout_s,
+            submitted_at=now,
+            seen_at=now,
+        )
+        context.wake(now + event.controller_timeout_s, f"job:{event.job}")
+
+    def _controller_seen(self, event: ev.ControllerSeen, now: float) -> None:
+        self._seen(self._live_job(event.job), now)
+
+    def _seen(self, job: Job, now: float) -> None:
+        job.seen_at = now
+        if not job.attached:
+            job.attached = True
+            self._context.wake(now + job.controller_timeout_s, f"job:{job.job}")
+
+    def _job_finished(self, event: ev.JobFinished, now: float) -> None:
+        job = self._job(event.job)
+        if event.outcome not in ENDINGS:
+            raise InvalidRequestError(
+                f"outcome {event.outcome!r} is unknown: use {', '.join(sorted(ENDINGS))}"
+            )
+        if not job.state.is_final:
+            end_job(self._context, job, ENDINGS[event.outcome], event.reason, now)
+
+    def _deployment_created(self, event: ev.DeploymentCreated, now: float) -> None:
+        context = self._context
+        job = self._live_job(event.job)
+        known = context.state.deployments.get(event.deployment)
+        if known is not None:
+            same = (known.job, known.kind, known.workers, known.exclusive, known.spec_json)
+            if same != (event.job, event.kind, event.workers, event.exclusive, event.spec_json):
+                raise ConflictError(
+                    f"deployment {event.deployment!r} exists with other settings: use another name"
+                )
+            return
+        if event.kind not in USER_KINDS or event.workers < 1:
+            raise InvalidRequestError(
+                f"deployment {event.deployment!r}: kind is train or rollout, workers at least 1"
+            )
+        deployment = Deployment(
+            deployment=event.deployment,
+            job=event.job,
+            kind=event.kind,
+            workers=event.workers,
+            state_bytes=event.state_bytes,
+            exclusive=event.exclusive or event.kind == "rollout",
+            spec_json=event.spec_json,
+            created_at=now,
+            estimates=Estimates(event.state_bytes),
+        )
+        nodes = list(context.state.nodes.values())
+        if not nodes:
+            raise UnavailableError("no node has joined the cluster yet: try again in a moment")
+        check_it_can_fit(nodes, deployment)
+        context.state.deployments[event.deployment] = deployment
+        job.deployments.append(event.deployment)
+        self._seen(job, now)
+        context.place_waiting = True
+
+    def _worker_ready(self, event: ev.WorkerReady, now: float) -> None:
+        del now
+        deployment = self._current(event.deployment, event.incarnation)
+        if deployment is not None:
+            worker_ready(self._context, deployment, event.rank, event.address)
+
+    def _worker_exited(self, event: ev.WorkerExited, now: float) -> None:
+        deployment = self._current(event.deployment, event.incarnation)
+        if deployment is not None:
+            restart(self._context, deployment, f"rank {event.rank}: {event.reason}", now)
+
+    def _current(self, name: DeploymentId, incarnation: int) -> Deployment | None:
+        """The deployment if that incarnation of its workers is the one that is wanted."""
+        deployment = self._context.state.deployments.get(name)
+        if deployment is None or deployment.incarnation != incarnation:
+            return None
+        return None if deployment.state == WpgState.STOPPED else deployment
+
+    def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
+        context = self._context
+        known = context.state.operations.get(event.operation)
+        if known is not None:
+            same = (known.deployment, known.kind, known.params_json, known.source)
+            if same != (event.deployment, event.kind, event.params_json, event.source):
+                raise ConflictError(
+                    f"operation id {event.operation!r} was used for another request: choose another"
+                )
+            return
+        deployment = self._deployment(event.deployment)
+        job = self._live_job(deployment.job)
+        if event.kind not in USER_KINDS[deployment.kind]:
+            raise InvalidRequestError(
+                f"{event.kind.value} is no operation of a {deployment.kind} deployment: "
+                f"{deployment.deployment!r} takes "
+                + ", ".join(sorted(kind.value for kind in USER_KINDS[deployment.kind]))
+            )
+        self._check_source(event, deployment)
+        self._check_room(deployment)
+        if event.source is not None:
+            self._check_room(self._deployment(event.source))
+        self._seen(job, now)
+        enqueue(context, event, now)
+
+    def _check_source(self, event: ev.OperationSubmitted, deployment: Deployment) -> None:
+        if (event.kind == OperationKind.SYNC_WEIGHTS) != (event.source is not None):
+            raise InvalidRequestError("sync_weights, and only it, names a source deployment")
+        if event.source is None:
+            return
+        source = self._deployment(event.source)
+        if source.job != deployment.job or source.kind != "train":
+            raise InvalidRequestError(
+                f"{event.source!r} is no train deployment of job {deployment.job!r}: weights are "
+                "pulled from a train deployment of the same job"
+            )
+
+    def _check_room(self, deployment: Deployment) -> None:
+        if len(deployment.queue) >= self._context.config.pending_operations_max:
+            raise OverloadedError(
+                f"{deployment.deployment!r} has {len(deployment.queue)} operations waiting, its "
+                "bound: wait for some to finish",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
+        context = self._context
+        operation = self._operation(event.operation)
+        deployment = context.deployment(operation.deployment)
+        if operation.state.is_final:
+            return
+        if operation.state == OperationState.PENDING:
+            deployment.queue.remove(operation.operation)
+            error = OperationCancelledError(f"operation {operation.operation!r} was cancelled")
+            fail(context, operation, error, now)
+            context.touch(deployment.group)
+            return
+        if operation.kind != OperationKind.GENERATE:
+            raise ConflictError(
+                f"a running {operation.kind.value} cannot be cancelled: wait for its result"
+            )
+        context.emit(
+            AbortOperation(
+                operation=operation.operation,
+                deployment=deployment.deployment,
+                addresses=deployment.running[operation.operation].addresses,
+            )
+        )
+
+    def _operation_finished(self, event: ev.OperationFinished, now: float) -> None:
+        run_finished(self._context, event, now)
+
+    def _operation_failed(self, event: ev.OperationFailed, now: float) -> None:
+        run_failed(self._context, event, now)
+
+    def _timer_fired(self, event: ev.TimerFired, now: float) -> None:
+        """Time has passed, as with every event; the wake-up that was asked for is used up."""
+        del event, now
+        self._context.timer_at = None
+
+    # Look-ups
+
+    def _job(self, name: JobId) -> Job:
+        job = self._context.state.jobs.get(name)
+        if job is None:
+            raise UnknownJobError(f"there is no job {name!r}")
+        return job
+
+    def _live_job(self, name: JobId) -> Job:
+        job = self._job(name)
+        if job.state.is_final:
+            raise JobEndedError(
+                f"job {name!r} has ended ({job.state.value.lower()}): submit a new one",
+                reason=job.reason,
+            )
+        return job
+
+    def _deployment(self, name: DeploymentId) -> Deployment:
+        deployment = self._context.state.deployments.get(name)
+        if deployment is None:
+            raise UnknownDeploymentError(f"there is no deployment {name!r}")
+        return deployment
+
+    def _operation(self, name: OperationId) -> Operation:
+        operation = self._context.state.operations.get(name)
+        if operation is None:
+            raise UnknownOperationError(f"there is no operation {name!r}, or not any more")
+        return operation
+
+    # Views
+
+    def operation_view(self, operation: OperationId, now: float) -> View:
+        """One operation. Raises `UnknownOperationError`."""
+        return operation_view(self._context, self._operation(operation), now)
+
+    def deployment_view(self, deployment: DeploymentId, now: float) -> View:
+        """One deployment. Raises `UnknownDeploymentError`."""
+        del now
+        return deployment_view(self._context, self._deployment(deployment))
+
+    def job_view(self, job: JobId, now: float) -> View:
+        """One job. Raises `UnknownJobError`."""
+        del now
+        return job_view(self._context, self._job(job))
+
+    def list_jobs(self, tenant: TenantId | None, now: float) -> list[View]:
+        """All jobs of a tenant, or of all tenants, oldest first."""
+        del now
+        jobs = self._context.state.jobs.values()
+        return [job_view(self._context, job) for job in jobs if tenant in (None, job.tenant)]
+
+    def list_nodes(self) -> list[View]:
+        """All nodes."""
+        return [node_view(self._context, node) for node in self._context.state.nodes.values()]
+
+    def list_groups(self, now: float) -> list[View]:
+        """All node groups."""
+        del now
+        return [group_view(self._context, group) for group in self._context.state.groups.values()]
+
+    def operation_log(
+        self, tenant: TenantId | None, job: JobId | None, after: int, limit: int, now: float
+    ) -> list[View]:
+        """Finished operations behind index `after`, oldest first, at most `limit`."""
+        state = self._context.state
+        rows: list[View] = []
+        # Indexes are consecutive but for the few that a replay log holds back.
+        first = max(0, len(state.finished) - (state.finished_count - after))
+        for name in state.finished[first:]:
+            operation = state.operations[name]
+            owner = state.jobs[state.deployments[operation.deployment].job]
+            if operation.index <= after:
+                continue
+            if tenant in (None, owner.tenant) and job in (None, owner.job):
+                rows.append(log_view(self._context, operation, now))
+                if len(rows) == limit:
+                    break
+        return rows
+
+    def status(self, now: float) -> View:
+        """The cluster in a few numbers."""
+        state = self._context.state
+        live = [job for job in state.jobs.values() if not job.state.is_final]
+        nodes = [node for node in state.nodes.values() if node.alive]
+        return {
+            "now": now,
+            "nodes": len(nodes),
+            "gpus": sum(node.gpus for node in nodes),
+            "gpus_reserved": sum(len(group.gpus) for group in state.groups.values()),
+            "routers": len(state.routers),
+            "tenants": len(state.tenants),
+            "jobs_live": len(live),
+            "jobs_total": len(state.jobs),
+            "operations_finished": state.finished_count,
+            "operations_pending": sum(len(d.queue) for d in state.deployments.values()),
+            "context_switches": sum(group.switches for group in state.groups.values()),
+        }
+
+    def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:
+        """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""
+        for tenant in self._context.state.tenants.values():
+            if tenant.key_digest == key_digest:
+                return tenant.tenant, tenant.is_operator
+        raise AuthenticationError("the API key is unknown: check PLEXRL_API_KEY")
+
+    def tenants(self) -> list[TenantId]:
+        """All tenants, in the order of their creation."""
+        return list(self._context.state.tenants)

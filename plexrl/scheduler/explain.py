@@ -1,0 +1,116 @@
+"""Why an operation waits, and until when by estimate: the answer every poll carries."""
+
+from dataclasses import dataclass
+
+from plexrl.ids import DeploymentId
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.groups import candidate
+from plexrl.scheduler.hrrs import response_ratio
+from plexrl.scheduler.state import Deployment, Group, Operation, WpgState
+from plexrl.wire.operations import OperationState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """One waiting operation's reason."""
+
+    reason: str
+    rule: str
+    """`order`, `hrrs`, `burst`, `launching`, `recovering`, `capacity`, `dependency`, `backoff`,
+    `switch`, `router` or `running`."""
+    holder: DeploymentId | None
+    """Who has the group's lock."""
+    eta_s: float | None
+    """Estimated seconds until it starts; absent where nothing is known."""
+    position: int
+    """Operations of the same deployment that come first."""
+
+
+def explain(context: Context, operation: Operation, now: float) -> Explanation | None:
+    """The explanation of an unfinished operation; None for a finished one."""
+    if operation.state.is_final:
+        return None
+    deployment = context.deployment(operation.deployment)
+    group = context.group_of(deployment)
+    holder = None if group is None else group.holder
+    reason, rule, eta_s = _reason(context, operation, deployment, group, now)
+    queue = deployment.queue
+    position = queue.index(operation.operation) if operation.operation in queue else 0
+    return Explanation(reason=reason, rule=rule, holder=holder, eta_s=eta_s, position=position)
+
+
+def _reason(
+    context: Context,
+    operation: Operation,
+    deployment: Deployment,
+    group: Group | None,
+    now: float,
+) -> tuple[str, str, float | None]:
+    estimates = deployment.estimates
+    if operation.state == OperationState.RUNNING:
+        if not context.state.routers:
+            return "no router is connected; it is sent again when one is", "router", None
+        began_at = operation.started_at if operation.started_at is not None else now
+        left = estimates.operation_s(operation.kind, operation.tokens) - (now - began_at)
+        return "it is running", "running", max(0.0, left)
+    if deployment.state == WpgState.WAITING or group is None:
+        return f"{deployment.workers} GPUs are not free yet", "capacity", None
+    if deployment.state == WpgState.LAUNCHING:
+        return "its workers are starting", "launching", None
+    if deployment.state == WpgState.RECOVERING:
+        return "its workers were lost and are starting again", "recovering", None
+    ahead = _seconds_ahead(context, operation, deployment)
+    if operation.after is not None:
+        dependency = context.state.operations.get(operation.after)
+        if dependency is not None and not dependency.state.is_final:
+            found = explain(context, dependency, now)
+            eta_s = None if found is None else found.eta_s
+            why = "" if found is None else f": {found.reason}"
+            return f"the weights it pulls are not published yet{why}", "dependency", eta_s
+    if now < deployment.held_back_until:
+        wait_s = deployment.held_back_until - now
+        return f"a switch to it failed ({deployment.held_back_reason})", "backoff", wait_s + ahead
+    if group.holder == deployment.deployment:
+        if deployment.moving is not None or deployment.replaying:
+            return "its model's state is being moved", "switch", ahead
+        return "operations of its deployment that were submitted before it", "order", ahead
+    return _why_another_holds(context, deployment, group, now, ahead)
+
+
+def _why_another_holds(
+    context: Context, deployment: Deployment, group: Group, now: float, ahead: float
+) -> tuple[str, str, float | None]:
+    if group.incoming == deployment.deployment:
+        return "the group is being handed to it", "switch", ahead
+    own = candidate(context, group, deployment)
+    if group.holder is None:
+        return "the group's lock is about to be given out", "hrrs", ahead + own.setup_s
+    holder = context.deployment(group.holder)
+    burst_s = candidate(context, group, holder).service_s
+    began_at = holder.burst_started_at if holder.burst_started_at is not None else now
+    left_s = max(0.0, burst_s - (now - began_at))
+    rivals = [
+        context.deployment(name)
+        for name in group.members
+        if name not in (deployment.deployment, group.holder)
+    ]
+    first = [
+        rival.deployment
+        for rival in rivals
+        if rival.queue
+        and response_ratio(candidate(context, group, rival), now) > response_ratio(own, now)
+    ]
+    eta_s = left_s + own.setup_s + ahead
+    if first:
+        return f"{', '.join(first)} has waited longer for its length", "hrrs", eta_s
+    return f"{holder.deployment} is in the middle of its burst", "burst", eta_s
+
+
+def _seconds_ahead(context: Context, operation: Operation, deployment: Deployment) -> float:
+    total = 0.0
+    for name in deployment.queue:
+        if name == operation.operation:
+            break
+        before = context.state.operations[name]
+        total += deployment.estimates.operation_s(before.kind, before.tokens)
+    return total

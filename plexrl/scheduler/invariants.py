@@ -1,0 +1,54 @@
+"""The laws of `plexrl.scheduler.state`, checked whole."""
+
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.state import Deployment, Residency, WpgState
+from plexrl.wire.operations import MUTATING, OperationState
+
+
+def check(context: Context) -> None:
+    """Raises `AssertionError` naming the first law that is broken."""
+    state = context.state
+    taken: dict[tuple[str, int], str] = {}
+    for group in state.groups.values():
+        assert group.members, f"{group.group} has no members"
+        for gpu in group.gpus:
+            other = taken.setdefault((gpu.node, gpu.gpu), group.group)
+            assert other == group.group, f"{gpu} is in {group.group} and in {other}"
+        for member in group.members:
+            assert state.deployments[member].group == group.group, f"{member} is elsewhere"
+        if group.holder is not None:
+            assert group.holder in group.members, f"{group.group} is held by a stranger"
+        for member in group.members:
+            deployment = state.deployments[member]
+            if member != group.holder:
+                busy = deployment.running or deployment.moving or deployment.replaying
+                assert not busy, f"{member} runs without the lock of {group.group}"
+                assert deployment.residency in (Residency.NONE, Residency.OFFLOADED), member
+    for deployment in state.deployments.values():
+        _check_deployment(context, deployment)
+
+
+def _check_deployment(context: Context, deployment: Deployment) -> None:
+    state = context.state
+    name = deployment.deployment
+    placed = deployment.state not in (WpgState.WAITING, WpgState.STOPPED)
+    assert placed == (deployment.group is not None), f"{name}: placed and group disagree"
+    assert len(set(deployment.queue)) == len(deployment.queue), f"{name}: queued twice"
+    for queued in deployment.queue:
+        operation = state.operations[queued]
+        assert operation.state == OperationState.PENDING, f"{queued} is queued as {operation.state}"
+        assert queued not in deployment.running, f"{queued} waits and runs"
+    for running, command in deployment.running.items():
+        if not command.replay:
+            assert state.operations[running].state == OperationState.RUNNING, running
+    kinds = {command.kind.value for command in deployment.running.values()}
+    assert len(deployment.running) <= 1 or kinds == {"generate"}, f"{name} runs {kinds} at once"
+    assert deployment.durable_seq <= deployment.completed_seq, f"{name}: durable is ahead"
+    seqs = [state.operations[logged].seq for logged in deployment.log]
+    assert seqs == sorted(set(seqs)), f"{name}: the replay log is out of order: {seqs}"
+    assert all(state.operations[logged].kind in MUTATING for logged in deployment.log), name
+    if placed and deployment.completed_seq > deployment.durable_seq:
+        assert seqs, f"{name}: nothing rebuilds {deployment.completed_seq}"
+        assert seqs[-1] == deployment.completed_seq, f"{name}: the log lacks its end"
+    left = len(deployment.log) - len(deployment.replaying)
+    assert deployment.replaying == deployment.log[left:], f"{name}: replays what is not logged"

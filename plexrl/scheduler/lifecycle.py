@@ -1,0 +1,215 @@
+"""Jobs, WPGs and nodes from start to end."""
+
+from plexrl.errors import OperationCancelledError
+from plexrl.ids import NodeId
+from plexrl.scheduler.commands import LaunchWorkers, ReleaseState, StopWorkers
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
+from plexrl.scheduler.operations import drop_log, fail
+from plexrl.scheduler.placement import PlacementPolicy, place
+from plexrl.scheduler.state import Deployment, Job, Residency, WpgState
+from plexrl.wire.operations import OperationState
+
+ENDINGS = {
+    "completed": JobTrigger.COMPLETED,
+    "failed": JobTrigger.FAILED,
+    "cancelled": JobTrigger.CANCELLED,
+}
+
+
+def job_event(job: Job, trigger: JobTrigger) -> None:
+    """Move the job along its table."""
+    job.state = next_state(job.state, trigger)
+
+
+def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: float) -> None:
+    """End a job and give back everything it held."""
+    job_event(job, trigger)
+    job.reason = reason
+    job.ended_at = now
+    job.attached = False
+    for name in job.deployments:
+        _end_deployment(context, context.deployment(name), job, now)
+    context.place_waiting = True
+
+
+def _end_deployment(context: Context, deployment: Deployment, job: Job, now: float) -> None:
+    error = OperationCancelledError(
+        f"the job {job.job!r} ended ({job.state.lower()}) before this operation did",
+        job=job.job,
+    )
+    unfinished = [*deployment.running, *deployment.queue]
+    if deployment.moving is not None:
+        unfinished.append(deployment.moving.operation)
+    deployment.running.clear()
+    deployment.queue.clear()
+    deployment.moving = None
+    for name in unfinished:
+        operation = context.state.operations[name]
+        if not operation.state.is_final:
+            fail(context, operation, error, now)
+    drop_log(context, deployment)
+    nodes = _nodes(deployment)
+    if deployment.incarnation:
+        context.emit(
+            StopWorkers(
+                deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=nodes
+            )
+        )
+        context.emit(ReleaseState(deployment=deployment.deployment, nodes=nodes))
+    _leave_group(context, deployment)
+    deployment.state = WpgState.STOPPED
+    deployment.residency = Residency.NONE
+    deployment.addresses.clear()
+
+
+def _leave_group(context: Context, deployment: Deployment) -> None:
+    group = context.group_of(deployment)
+    if group is None:
+        return
+    group.members.remove(deployment.deployment)
+    release_lock(context, deployment)
+    deployment.group = None
+    if not group.members:
+        del context.state.groups[group.group]
+        context.dirty.pop(group.group, None)
+
+
+def release_lock(context: Context, deployment: Deployment) -> None:
+    """Whatever part `deployment` had in its group's lock, it has no more."""
+    group = context.group_of(deployment)
+    if group is None:
+        return
+    if group.holder == deployment.deployment:
+        group.holder = None
+        group.incoming = None
+    elif group.incoming == deployment.deployment:
+        # The offload under way goes on; when it is done the lock is free for whoever wants it.
+        group.incoming = None
+    context.touch(group.group)
+
+
+def place_waiting(context: Context, policy: PlacementPolicy, now: float) -> None:
+    """Give GPUs to every deployment that can have them, the longest-waiting first."""
+    del now
+    context.place_waiting = False
+    waiting = [
+        deployment
+        for deployment in context.state.deployments.values()
+        if deployment.state == WpgState.WAITING
+    ]
+    for deployment in sorted(waiting, key=lambda d: (d.created_at, d.deployment)):
+        group = place(context.state, policy, deployment)
+        if group is None:
+            continue
+        deployment.state = WpgState.LAUNCHING
+        launch(context, deployment)
+        context.touch(group.group)
+        job = context.job(deployment.job)
+        if all(context.deployment(name).group is not None for name in job.deployments):
+            job_event(job, JobTrigger.PLACED)
+
+
+def launch(context: Context, deployment: Deployment) -> None:
+    """Start the next incarnation of the WPG's processes, where all its nodes are there."""
+    deployment.incarnation += 1
+    deployment.addresses.clear()
+    send_launch(context, deployment)
+
+
+def send_launch(context: Context, deployment: Deployment) -> None:
+    """Issue (or issue again) the launch of the current incarnation."""
+    if not all(context.state.nodes[node].alive for node in _nodes(deployment)):
+        return
+    assert deployment.group is not None, f"{deployment.deployment} launches without GPUs"
+    context.emit(
+        LaunchWorkers(
+            deployment=deployment.deployment,
+            kind=deployment.kind,
+            incarnation=deployment.incarnation,
+            group=deployment.group,
+            ranks=deployment.ranks,
+            spec_json=deployment.spec_json,
+        )
+    )
+
+
+def restart(context: Context, deployment: Deployment, reason: str, now: float) -> None:
+    """Start the WPG over from its last complete version; its group goes to others meanwhile."""
+    job = context.job(deployment.job)
+    deployment.failures += 1
+    if deployment.failures > context.config.launch_attempts:
+        end_job(
+            context,
+            job,
+            JobTrigger.FAILED,
+            f"the workers of {deployment.deployment!r} were lost {deployment.failures} times "
+            f"without completing an operation; the last time: {reason}",
+            now,
+        )
+        return
+    interrupted = [name for name, command in deployment.running.items() if not command.replay]
+    deployment.running.clear()
+    for name in interrupted:
+        operation = context.state.operations[name]
+        operation.state = OperationState.PENDING
+        operation.started_at = None
+    deployment.queue[:0] = interrupted
+    if deployment.moving is not None:
+        # It is made anew when it is needed again, under a name of its own.
+        del context.state.operations[deployment.moving.operation]
+        deployment.moving = None
+    deployment.replaying.clear()
+    deployment.residency = Residency.NONE
+    deployment.burst_started_at = None
+    deployment.idle_since = None
+    release_lock(context, deployment)
+    context.emit(
+        StopWorkers(
+            deployment=deployment.deployment,
+            incarnation=deployment.incarnation,
+            nodes=_nodes(deployment),
+        )
+    )
+    deployment.state = WpgState.RECOVERING
+    launch(context, deployment)
+
+
+def worker_ready(context: Context, deployment: Deployment, rank: int, address: str) -> None:
+    """A rank of the current incarnation listens."""
+    deployment.addresses[rank] = address
+    if len(deployment.addresses) == deployment.workers and not deployment.is_ready:
+        deployment.state = WpgState.READY
+        context.touch(deployment.group)
+
+
+def detach_or_cancel(context: Context, job: Job, now: float) -> None:
+    """Look at how long the job's controller has been silent."""
+    if job.state.is_final:
+        return
+    gone_at = job.seen_at + job.controller_timeout_s
+    if now < gone_at:
+        context.wake(gone_at, f"job:{job.job}")
+        return
+    job.attached = False
+    cancelled_at = gone_at + job.reattach_timeout_s
+    if now < cancelled_at:
+        context.wake(cancelled_at, f"job:{job.job}")
+        return
+    end_job(
+        context,
+        job,
+        JobTrigger.CANCELLED,
+        f"its controller was silent for {now - job.seen_at:.0f} s and did not come back",
+        now,
+    )
+
+
+def cycle_ended(job: Job) -> None:
+    """The job's first full training cycle is over."""
+    if job.state == JobState.PROFILING:
+        job_event(job, JobTrigger.CYCLE_ENDED)
+
+
+def _nodes(deployment: Deployment) -> tuple[NodeId, ...]:
+    return tuple(sorted({rank.node for rank in deployment.ranks}))

@@ -1,0 +1,169 @@
+"""The scheduler's connections: routers, which run operations, and node agents, which run workers.
+
+Commands leave in the order the core gave them. What a receiver must not miss and the core will not
+say again (blobs to discard, states to release) waits here until one is connected.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any
+
+from plexrl.errors import ConnectionLostError, DeadlineExceededError, PlexRLError
+from plexrl.ids import NodeId, RouterId
+from plexrl.scheduler.commands import (
+    CODEC,
+    AbortOperation,
+    Command,
+    DiscardBlobs,
+    LaunchWorkers,
+    ReleaseState,
+    RunOperation,
+    StopWorkers,
+)
+from plexrl.wire.rpc import Peer
+
+LOG = logging.getLogger(__name__)
+
+AGENT_CALL_TIMEOUT_S = 60.0
+RETRY_S = 0.5
+OUTBOX_MAX = 100_000
+
+
+class RouterLinks:
+    """All connected routers; a command goes to the one that has been connected longest."""
+
+    def __init__(self) -> None:
+        self._peers: dict[RouterId, Peer] = {}
+        self._kept: deque[Command] = deque(maxlen=OUTBOX_MAX)
+
+    def add(self, router: RouterId, peer: Peer) -> None:
+        """A router connected; a former connection of the same one is closed."""
+        former = self._peers.pop(router, None)
+        if former is not None:
+            former.close()
+        self._peers[router] = peer
+
+    def remove(self, router: RouterId, peer: Peer) -> bool:
+        """A connection ended; false where a newer one of the same router has replaced it."""
+        if self._peers.get(router) is not peer:
+            return False
+        del self._peers[router]
+        return True
+
+    async def send(self, command: RunOperation | AbortOperation | DiscardBlobs) -> None:
+        """Pass a command on. Runs and aborts are the core's to repeat; discards are kept."""
+        if isinstance(command, DiscardBlobs):
+            self._kept.append(command)
+            await self.flush()
+            return
+        method = "run" if isinstance(command, RunOperation) else "abort"
+        await self._notify(method, command)
+
+    async def flush(self) -> None:
+        """Pass on what was kept for want of a router."""
+        while self._kept and await self._notify("discard", self._kept[0]):
+            self._kept.popleft()
+
+    async def _notify(self, method: str, command: Command) -> bool:
+        for peer in list(self._peers.values()):
+            try:
+                await peer.notify(method, {"command": CODEC.to_plain(command)})
+            except ConnectionLostError:
+                # Its reader meets the same loss and reports the router gone.
+                continue
+            return True
+        return False
+
+
+class AgentLink:
+    """One node agent's connection and the commands on their way to it, one at a time."""
+
+    def __init__(self, node: NodeId, peer: Peer, kept: deque[tuple[str, dict[str, Any]]]) -> None:
+        self.node = node
+        self.peer = peer
+        self._outbox = kept
+        self._filled = asyncio.Event()
+        if kept:
+            self._filled.set()
+
+    def send(self, method: str, params: dict[str, Any]) -> None:
+        """Queue a call."""
+        self._outbox.append((method, params))
+        self._filled.set()
+
+    async def run(self) -> None:
+        """Make the queued calls until the connection ends; a failed one is tried again."""
+        while True:
+            await self._filled.wait()
+            while self._outbox:
+                method, params = self._outbox[0]
+                try:
+                    await self.peer.call(method, params, timeout_s=AGENT_CALL_TIMEOUT_S)
+                except ConnectionLostError:
+                    return
+                except DeadlineExceededError as error:
+                    LOG.warning("%s on node %s: %s; trying again", method, self.node, error)
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                except PlexRLError as error:
+                    LOG.error("node %s refused %s: %s", self.node, method, error)
+                self._outbox.popleft()
+            self._filled.clear()
+
+
+class AgentLinks:
+    """All node agents, connected or expected."""
+
+    def __init__(self) -> None:
+        self._links: dict[NodeId, AgentLink] = {}
+        self._kept: dict[NodeId, deque[tuple[str, dict[str, Any]]]] = {}
+
+    def add(self, node: NodeId, peer: Peer) -> AgentLink:
+        """An agent connected; the link's `run` must be running while the connection lasts.
+
+        Launches and stops that were on their way to its former connection are dropped, because the
+        core says them again when a node joins; releases are kept.
+        """
+        former = self._links.pop(node, None)
+        if former is not None:
+            former.peer.close()
+        kept = self._kept.setdefault(node, deque(maxlen=OUTBOX_MAX))
+        releases = [entry for entry in kept if entry[0] == "release_state"]
+        kept.clear()
+        kept.extend(releases)
+        link = AgentLink(node, peer, kept)
+        self._links[node] = link
+        return link
+
+    def remove(self, link: AgentLink) -> bool:
+        """A connection ended; false where a newer one of the same node has replaced it."""
+        if self._links.get(link.node) is not link:
+            return False
+        del self._links[link.node]
+        return True
+
+    def connected(self) -> list[AgentLink]:
+        """Every connected agent."""
+        return list(self._links.values())
+
+    def is_connected(self, node: NodeId) -> bool:
+        """Whether the node's agent is connected."""
+        return node in self._links
+
+    def send(self, command: LaunchWorkers | StopWorkers | ReleaseState) -> None:
+        """Pass a command to the agent of every node it speaks of."""
+        match command:
+            case LaunchWorkers():
+                method, nodes = "launch", tuple(sorted({rank.node for rank in command.ranks}))
+            case StopWorkers():
+                method, nodes = "stop", command.nodes
+            case ReleaseState():
+                method, nodes = "release_state", command.nodes
+        params = {"command": CODEC.to_plain(command)}
+        for node in nodes:
+            link = self._links.get(node)
+            if link is not None:
+                link.send(method, params)
+            elif method == "release_state":
+                self._kept.setdefault(node, deque(maxlen=OUTBOX_MAX)).append((method, params))

@@ -1,0 +1,179 @@
+"""One operation's way through the core: into a queue, onto its WPG, into the history."""
+
+import msgspec
+
+from plexrl.errors import OperationCancelledError, PlexRLError
+from plexrl.ids import BlobRef, OperationId
+from plexrl.scheduler.commands import RunOperation
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.events import OperationSubmitted
+from plexrl.scheduler.state import Deployment, Group, Operation
+from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
+
+PUBLISH_SUFFIX = ":publish"
+
+
+def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
+    """Take in a checked submission; a sync brings the publish it depends on with it."""
+    after: OperationId | None = None
+    if event.source is not None:
+        after = OperationId(event.operation + PUBLISH_SUFFIX)
+        source = context.deployment(event.source)
+        context.state.operations[after] = Operation(
+            operation=after,
+            deployment=source.deployment,
+            kind=OperationKind.PUBLISH,
+            params_json="{}",
+            payload=None,
+            tokens=0,
+            source=None,
+            submitted_at=now,
+            internal=True,
+        )
+        source.queue.append(after)
+        context.touch(source.group)
+    deployment = context.deployment(event.deployment)
+    context.state.operations[event.operation] = Operation(
+        operation=event.operation,
+        deployment=event.deployment,
+        kind=event.kind,
+        params_json=event.params_json,
+        payload=event.payload,
+        tokens=event.tokens,
+        source=event.source,
+        submitted_at=now,
+        after=after,
+    )
+    deployment.queue.append(event.operation)
+    context.touch(deployment.group)
+
+
+def start(
+    context: Context,
+    group: Group,
+    deployment: Deployment,
+    operation: Operation,
+    now: float,
+    *,
+    replay: bool = False,
+    seq: int | None = None,
+) -> None:
+    """Send `operation` to its WPG under the group's present token."""
+    if seq is None:
+        if replay:
+            seq = operation.seq
+        elif operation.kind in MUTATING:
+            seq = deployment.completed_seq + 1
+        else:
+            seq = deployment.completed_seq
+    if not replay:
+        operation.seq = seq
+        operation.state = OperationState.RUNNING
+        operation.started_at = now
+    operation.token = group.token
+    operation.group = group.group
+    sources: tuple[str, ...] = ()
+    source_seq = 0
+    if operation.source is not None and operation.after is not None:
+        trainer = context.deployment(operation.source)
+        nodes = sorted({rank.node for rank in trainer.ranks})
+        sources = tuple(context.state.nodes[node].statemanager for node in nodes)
+        source_seq = context.state.operations[operation.after].seq
+    command = RunOperation(
+        operation=operation.operation,
+        deployment=deployment.deployment,
+        job=deployment.job,
+        kind=operation.kind,
+        group=group.group,
+        token=group.token,
+        seq=seq,
+        replay=replay,
+        params_json=operation.params_json,
+        payload=operation.payload,
+        addresses=tuple(deployment.addresses[rank] for rank in sorted(deployment.addresses)),
+        sources=sources,
+        source=operation.source,
+        source_seq=source_seq,
+        keep_seq=deployment.durable_seq,
+    )
+    deployment.running[operation.operation] = command
+    if context.state.routers:
+        context.emit(command)
+
+
+def complete(
+    context: Context,
+    deployment: Deployment,
+    operation: Operation,
+    now: float,
+    *,
+    result: BlobRef | None,
+    result_json: str,
+    compute_s: float,
+) -> None:
+    """Record the success of a user operation or publish, and keep what a recovery would need."""
+    operation.state = OperationState.FINISHED
+    operation.result = result
+    operation.result_json = result_json
+    operation.compute_s = compute_s
+    if operation.kind in MUTATING:
+        deployment.completed_seq = operation.seq
+        if operation.kind in SUPERSEDING:
+            drop_log(context, deployment)
+        deployment.log.append(operation.operation)
+    else:
+        context.discard(operation.payload)
+    _into_history(context, operation, now)
+
+
+def fail(context: Context, operation: Operation, error: PlexRLError, now: float) -> None:
+    """Record a failure; whoever depends on the operation fails with it."""
+    operation.state = (
+        OperationState.CANCELLED
+        if isinstance(error, OperationCancelledError)
+        else OperationState.FAILED
+    )
+    operation.error_json = msgspec.json.encode(error.to_wire()).decode()
+    context.discard(operation.payload)
+    _into_history(context, operation, now)
+    if operation.kind != OperationKind.PUBLISH:
+        return
+    waiting = OperationId(operation.operation.removesuffix(PUBLISH_SUFFIX))
+    dependent = context.state.operations.get(waiting)
+    if dependent is not None and dependent.state == OperationState.PENDING:
+        deployment = context.deployment(dependent.deployment)
+        deployment.queue.remove(waiting)
+        fail(context, dependent, error, now)
+        context.touch(deployment.group)
+
+
+def drop_log(context: Context, deployment: Deployment) -> None:
+    """Nothing in the replay log is needed any more."""
+    for name in deployment.log:
+        context.discard(context.state.operations[name].payload)
+    deployment.log.clear()
+    deployment.replaying.clear()
+
+
+def finish_move(context: Context, operation: Operation, now: float, compute_s: float) -> None:
+    """Record a completed internal move."""
+    operation.state = OperationState.FINISHED
+    operation.compute_s = compute_s
+    _into_history(context, operation, now)
+
+
+def _into_history(context: Context, operation: Operation, now: float) -> None:
+    state = context.state
+    operation.finished_at = now
+    state.finished_count += 1
+    operation.index = state.finished_count
+    state.finished.append(operation.operation)
+    excess = len(state.finished) - context.config.history
+    for _ in range(max(0, excess)):
+        oldest = state.operations[state.finished.pop(0)]
+        if oldest.operation in context.deployment(oldest.deployment).log:
+            # A recovery may still repeat it; look again once the next one has finished.
+            state.finished.append(oldest.operation)
+            continue
+        context.discard(oldest.result)
+        del state.operations[oldest.operation]

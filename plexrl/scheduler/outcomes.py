@@ -1,0 +1,197 @@
+"""What follows from a finished or failed run."""
+
+import msgspec
+
+from plexrl.errors import from_wire
+from plexrl.ids import FencingToken, OperationId
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.events import OperationFailed, OperationFinished
+from plexrl.scheduler.groups import end_burst, load
+from plexrl.scheduler.jobs import JobState, JobTrigger
+from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
+from plexrl.scheduler.operations import complete, drop_log, fail, finish_move
+from plexrl.scheduler.state import Deployment, Group, Operation, Residency
+from plexrl.wire.operations import OperationKind, OperationState
+
+BACK_OFF_S = 2.0
+"""Before a switch that failed is tried again."""
+
+LOST_CODES = frozenset({"state_lost", "corrupt_state"})
+"""Errors of a load after which no restart can help."""
+
+
+def run_finished(context: Context, event: OperationFinished, now: float) -> None:
+    """A run completed; a report of any but the run in flight is of the past and changes nothing."""
+    found = _in_flight(context, event.operation, event.token)
+    if found is None:
+        return
+    operation, deployment, group = found
+    deployment.failures = 0
+    deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
+    if deployment.moving is not None and deployment.moving.operation == event.operation:
+        _move_finished(context, group, deployment, operation, now, event.compute_s)
+    else:
+        command = deployment.running.pop(event.operation)
+        if command.replay:
+            deployment.replaying.remove(event.operation)
+        else:
+            complete(
+                context,
+                deployment,
+                operation,
+                now,
+                result=event.result,
+                result_json=event.result_json,
+                compute_s=event.compute_s,
+            )
+        if not deployment.running:
+            deployment.idle_since = now
+        if operation.kind == OperationKind.PUBLISH:
+            _published(context, deployment, operation, now)
+    context.touch(deployment.group)
+
+
+def run_failed(context: Context, event: OperationFailed, now: float) -> None:
+    """A run ended without completing."""
+    found = _in_flight(context, event.operation, event.token)
+    if found is None:
+        return
+    operation, deployment, group = found
+    error = from_wire(msgspec.json.decode(event.error_json, type=dict[str, object]))
+    if deployment.moving is not None and deployment.moving.operation == event.operation:
+        if error.code in LOST_CODES:
+            job = context.job(deployment.job)
+            reason = f"the state of {deployment.deployment!r} cannot be had: {error.message}"
+            end_job(context, job, JobTrigger.FAILED, reason, now)
+        elif event.state_intact:
+            _move_called_off(context, group, deployment, operation, now, error.message)
+        else:
+            restart(context, deployment, error.message, now)
+        return
+    command = deployment.running[event.operation]
+    if command.replay:
+        restart(context, deployment, f"replaying {event.operation!r}: {error.message}", now)
+        return
+    del deployment.running[event.operation]
+    fail(context, operation, error, now)
+    if event.state_intact:
+        deployment.failures = 0
+        if not deployment.running:
+            deployment.idle_since = now
+        context.touch(deployment.group)
+    else:
+        restart(context, deployment, error.message, now)
+
+
+def _in_flight(
+    context: Context, name: OperationId, token: FencingToken
+) -> tuple[Operation, Deployment, Group] | None:
+    operation = context.state.operations.get(name)
+    if operation is None or operation.token != token:
+        return None
+    deployment = context.deployment(operation.deployment)
+    moving = deployment.moving is not None and deployment.moving.operation == name
+    if not moving and name not in deployment.running:
+        return None
+    group = context.group_of(deployment)
+    assert group is not None, f"{name} is in flight without a group"
+    return operation, deployment, group
+
+
+def _move_finished(
+    context: Context,
+    group: Group,
+    deployment: Deployment,
+    operation: Operation,
+    now: float,
+    compute_s: float,
+) -> None:
+    deployment.moving = None
+    began_at = operation.started_at if operation.started_at is not None else now
+    finish_move(context, operation, now, compute_s)
+    match operation.kind:
+        case OperationKind.LOAD:
+            deployment.residency = Residency.DEVICE
+            deployment.replaying = list(deployment.log)
+            deployment.burst_started_at = now
+            deployment.idle_since = now
+            if group.switched:
+                group.switch_seconds += now - began_at
+                group.switched = False
+            _granted(context, deployment)
+        case OperationKind.OFFLOAD:
+            _version_made(context, deployment)
+            deployment.residency = Residency.OFFLOADED
+            group.switches += 1
+            group.switch_seconds += now - began_at
+            group.switched = True
+            job = context.job(deployment.job)
+            if deployment.kind == "train":
+                job_event(job, JobTrigger.OFFLOADED)
+            _hand_over(context, group, now)
+        case OperationKind.SNAPSHOT:
+            _version_made(context, deployment)
+            deployment.idle_since = now
+
+
+def _version_made(context: Context, deployment: Deployment) -> None:
+    deployment.durable_seq = deployment.completed_seq
+    drop_log(context, deployment)
+
+
+def _hand_over(context: Context, group: Group, now: float) -> None:
+    """The holder is off the GPUs: the lock goes to the incoming member, if it is still there."""
+    incoming = None if group.incoming is None else context.deployment(group.incoming)
+    group.incoming = None
+    group.holder = None
+    if incoming is not None and incoming.is_ready:
+        group.holder = incoming.deployment
+        load(context, group, incoming, now)
+
+
+def _move_called_off(
+    context: Context,
+    group: Group,
+    deployment: Deployment,
+    operation: Operation,
+    now: float,
+    reason: str,
+) -> None:
+    """Nothing has moved: the state lies where it lay. Whoever wanted the move waits a while."""
+    deployment.moving = None
+    operation.state = OperationState.FAILED
+    del context.state.operations[operation.operation]
+    held_back = deployment
+    if operation.kind == OperationKind.LOAD:
+        deployment.residency = Residency.OFFLOADED if deployment.durable_seq else Residency.NONE
+        group.holder = None
+    else:
+        deployment.residency = Residency.DEVICE
+        deployment.idle_since = now
+        if operation.kind == OperationKind.OFFLOAD and group.incoming is not None:
+            held_back = context.deployment(group.incoming)
+        group.incoming = None
+    held_back.held_back_until = now + BACK_OFF_S
+    held_back.held_back_reason = reason
+    context.wake(held_back.held_back_until, f"group:{group.group}")
+    context.touch(group.group)
+
+
+def _granted(context: Context, deployment: Deployment) -> None:
+    job = context.job(deployment.job)
+    only_rollout = all(context.deployment(name).kind != "train" for name in job.deployments)
+    if deployment.kind == "train" or only_rollout:
+        job_event(job, JobTrigger.GRANTED)
+
+
+def _published(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
+    """The last step of a training cycle: wake the sync that waits, and end the burst."""
+    deployment.published_seq = operation.seq
+    for name in context.job(deployment.job).deployments:
+        context.touch(context.deployment(name).group)
+    if not deployment.queue:
+        end_burst(deployment, now)
+        deployment.idle_since = None
+        job = context.job(deployment.job)
+        if job.state == JobState.PROFILING:
+            cycle_ended(job)

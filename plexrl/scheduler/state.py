@@ -1,0 +1,195 @@
+"""What the scheduler core knows: plain records, changed only by the core's modules.
+
+Laws, checked by `SchedulerCore.check_invariants`:
+
+* a group's lock is held by at most one member, and only it has operations in flight there;
+* an operation is in exactly one place: a queue, a run, or the finished history;
+* a WPG's mutations carry consecutive numbers, and `durable_seq` ≤ `completed_seq`;
+* the replay log holds exactly what a recovery from `durable_seq` needs, in order.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from plexrl.ids import (
+    BlobRef,
+    DeploymentId,
+    FencingToken,
+    GroupId,
+    JobId,
+    NodeId,
+    OperationId,
+    RouterId,
+    TenantId,
+)
+from plexrl.scheduler.commands import RankPlacement, RunOperation
+from plexrl.scheduler.estimates import Estimates
+from plexrl.scheduler.jobs import JobState
+from plexrl.wire.operations import OperationKind, OperationState
+
+
+class Residency(StrEnum):
+    """Where a WPG's state lies."""
+
+    NONE = "none"
+    """No process holds state; the StateManager may hold version `durable_seq`."""
+    DEVICE = "device"
+    OFFLOADED = "offloaded"
+    """The processes live, their memory is given back."""
+    MOVING = "moving"
+
+
+class WpgState(StrEnum):
+    """Life of a WPG's processes."""
+
+    WAITING = "waiting"
+    """No GPUs yet."""
+    LAUNCHING = "launching"
+    READY = "ready"
+    RECOVERING = "recovering"
+    """Launching again after a loss."""
+    STOPPED = "stopped"
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    node: NodeId
+    gpus: int
+    gpu_memory_bytes: int
+    host_memory_bytes: int
+    statemanager: str
+    alive: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Tenant:
+    tenant: TenantId
+    key_digest: str
+    is_operator: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Operation:
+    """One operation from submission to the end of history."""
+
+    operation: OperationId
+    deployment: DeploymentId
+    kind: OperationKind
+    params_json: str
+    payload: BlobRef | None
+    tokens: int
+    source: DeploymentId | None
+    submitted_at: float
+    internal: bool = False
+    after: OperationId | None = None
+    """Must be finished first (the publish of a sync)."""
+    state: OperationState = OperationState.PENDING
+    seq: int = 0
+    """Given at the first dispatch; kept over recoveries."""
+    token: FencingToken = FencingToken(0)
+    group: GroupId | None = None
+    started_at: float | None = None
+    finished_at: float | None = None
+    compute_s: float | None = None
+    result: BlobRef | None = None
+    result_json: str = "{}"
+    error_json: str | None = None
+    index: int = 0
+    """Place in the operation log, from 1."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Deployment:
+    """A deployment and the WPG that realises it."""
+
+    deployment: DeploymentId
+    job: JobId
+    kind: str
+    workers: int
+    state_bytes: int
+    exclusive: bool
+    spec_json: str
+    created_at: float
+    estimates: Estimates
+    state: WpgState = WpgState.WAITING
+    residency: Residency = Residency.NONE
+    group: GroupId | None = None
+    ranks: tuple[RankPlacement, ...] = ()
+    incarnation: int = 0
+    addresses: dict[int, str] = field(default_factory=dict)
+    failures: int = 0
+    """Launches since an operation last completed."""
+    queue: list[OperationId] = field(default_factory=list)
+    running: dict[OperationId, RunOperation] = field(default_factory=dict)
+    moving: RunOperation | None = None
+    """The internal move (load, offload, snapshot) in flight."""
+    log: list[OperationId] = field(default_factory=list)
+    """Completed mutations behind `durable_seq`, oldest first."""
+    replaying: list[OperationId] = field(default_factory=list)
+    """Part of `log` that the device's state still lacks."""
+    completed_seq: int = 0
+    """Number of the last completed mutation."""
+    durable_seq: int = 0
+    """Version that the StateManagers hold whole; 0: the initial weights, which are rebuilt."""
+    published_seq: int | None = None
+    idle_since: float | None = None
+    burst_started_at: float | None = None
+    held_back_until: float = 0.0
+    held_back_reason: str = ""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == WpgState.READY
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """A node group: GPUs that its members take turns on."""
+
+    group: GroupId
+    gpus: tuple[RankPlacement, ...]
+    """`rank` is the place in the group."""
+    shared: bool
+    members: list[DeploymentId] = field(default_factory=list)
+    holder: DeploymentId | None = None
+    """The member that has the lock: its state is on the GPUs, or on the way there or off."""
+    incoming: DeploymentId | None = None
+    """During an offload of the holder: who gets the lock next."""
+    token: FencingToken = FencingToken(0)
+    switched: bool = False
+    """The load in flight is the second half of a context switch."""
+    switches: int = 0
+    switch_seconds: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    job: JobId
+    tenant: TenantId
+    name: str
+    controller_timeout_s: float
+    reattach_timeout_s: float
+    submitted_at: float
+    seen_at: float
+    state: JobState = JobState.QUEUED
+    attached: bool = True
+    reason: str = ""
+    ended_at: float | None = None
+    deployments: list[DeploymentId] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class State:
+    """All of it."""
+
+    nodes: dict[NodeId, Node] = field(default_factory=dict)
+    routers: list[RouterId] = field(default_factory=list)
+    tenants: dict[TenantId, Tenant] = field(default_factory=dict)
+    jobs: dict[JobId, Job] = field(default_factory=dict)
+    deployments: dict[DeploymentId, Deployment] = field(default_factory=dict)
+    groups: dict[GroupId, Group] = field(default_factory=dict)
+    operations: dict[OperationId, Operation] = field(default_factory=dict)
+    finished: list[OperationId] = field(default_factory=list)
+    finished_count: int = 0
+    groups_made: int = 0
+    moves_made: int = 0

@@ -1,0 +1,31 @@
+"""Configuration of a node's StateManager."""
+
+from dataclasses import dataclass
+
+from plexrl.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateManagerConfig:
+    """One daemon."""
+
+    node: str
+    listen: str
+    """Unix socket path."""
+    host_dir: str
+    """Directory of the host tier, on a memory file system: what lies there survives the daemon's
+    death, not the machine's."""
+    host_bytes: int
+    """Bound of the host tier."""
+    nvme_dir: str
+    nvme_bytes: int
+    """Bound of the NVMe tier."""
+    published_versions: int = 2
+    """Published parameter versions kept of each shard: the one being pulled and the next."""
+    persist_on_exit: bool = True
+    """Move complete versions to the NVMe tier on a clean exit, so that a restart finds them."""
+
+    def __post_init__(self) -> None:
+        for name in ("host_bytes", "nvme_bytes", "published_versions"):
+            if getattr(self, name) < 1:
+                raise InvalidRequestError(f"{name} must be at least 1")

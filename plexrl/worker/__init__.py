@@ -1,0 +1,1 @@
+"""Worker processes, the backends they wrap, and the node agent that starts them."""

@@ -1,0 +1,67 @@
+"""Tensors that live in an arena: where each lies, and views of them."""
+
+import math
+
+import torch
+
+from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StateKey, StateSlice
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class ArenaLayout:
+    """Hands out places in an arena that is yet to be made, one after the other."""
+
+    def __init__(self) -> None:
+        self.slices: list[StateSlice] = []
+        self.nbytes = 0
+
+    def add(
+        self,
+        key: StateKey,
+        *,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        shape: tuple[int, ...],
+        dtype: str = "F32",
+        reserve: int | None = None,
+    ) -> StateSlice:
+        """The place of one slice; `reserve` elements are kept free for it where that is more."""
+        piece = StateSlice(
+            key=key,
+            dtype=dtype,
+            global_shape=global_shape,
+            offset=offset,
+            shape=shape,
+            arena_offset=self.nbytes,
+        )
+        elements = max(math.prod(shape), reserve or 0)
+        nbytes = elements * DTYPE_BYTES[dtype]
+        self.nbytes += -(-nbytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
+        self.slices.append(piece)
+        return piece
+
+
+def view(arena: Arena, piece: StateSlice) -> torch.Tensor:
+    """The slice as a tensor that shares the arena's memory."""
+    elements = math.prod(piece.shape)
+    return span(arena, piece.arena_offset, elements, piece.dtype).view(piece.shape)
+
+
+def span(arena: Arena, arena_offset: int, elements: int, dtype: str = "F32") -> torch.Tensor:
+    """`elements` in a row from `arena_offset` (bytes) on, as a flat tensor on the arena."""
+    whole = torch.frombuffer(arena.buffer, dtype=torch.uint8)
+    nbytes = elements * DTYPE_BYTES[dtype]
+    return whole[arena_offset : arena_offset + nbytes].view(TORCH_DTYPES[dtype])

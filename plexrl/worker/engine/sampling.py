@@ -1,0 +1,86 @@
+"""Drawing tokens for a whole batch at once, reproducibly.
+
+Shapes: N rows, V vocabulary.
+
+Randomness is a hash of (seed, sample, position, token), so what a sample draws depends on its own
+logits alone: not on who else is in the batch, when it joined or which slot it got. A draw is the
+largest of logit plus Gumbel noise, which is a sample of the softmax.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+_ODD_1 = -7046029254386353131
+_ODD_2 = -4658895280553007687
+_ODD_3 = -7723592293110705685
+_MANTISSA_BITS = 53
+
+
+@dataclass(slots=True)
+class RowSampling:
+    """Sampling parameters of N rows, each a tensor `[N]`."""
+
+    temperature: torch.Tensor
+    """float32; 0 is greedy."""
+    top_p: torch.Tensor
+    """float32; 1 keeps everything."""
+    top_k: torch.Tensor
+    """int64; 0 keeps everything."""
+    stream: torch.Tensor
+    """int64: a hash of seed and sample, naming the row's random numbers."""
+
+
+def stream_of(seed: int, sample: int) -> int:
+    """The number that names a sample's random stream."""
+    mixed = _mix(_mix(torch.tensor([seed], dtype=torch.int64)) + sample * _ODD_1 % (1 << 63))
+    return int(mixed)
+
+
+def draw(logprobs_NV: torch.Tensor, rows: RowSampling, position_N: torch.Tensor) -> torch.Tensor:
+    """One token for each row, int64 `[N]`; `position_N` counts the tokens drawn so far."""
+    greedy_N = rows.temperature == 0
+    temperature_N = torch.where(greedy_N, 1.0, rows.temperature)
+    scores_NV = logprobs_NV
+    if bool((temperature_N != 1.0).any()):
+        scores_NV = scores_NV / temperature_N[:, None]
+    if bool((rows.top_k > 0).any()) or bool((rows.top_p < 1.0).any()):
+        scores_NV = scores_NV.masked_fill(~allowed(scores_NV, rows.top_k, rows.top_p), -torch.inf)
+    noise_NV = gumbel(rows.stream, position_N, logprobs_NV.shape[1])
+    noise_NV = torch.where(greedy_N[:, None], 0.0, noise_NV)
+    return (scores_NV + noise_NV).argmax(dim=-1)
+
+
+def allowed(scores_NV: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Which tokens may be drawn, bool `[N, V]`: the k likeliest, and of these the fewest likeliest
+    whose probability reaches p. The likeliest token always may; among equals the lower id first."""
+    size = scores_NV.shape[1]
+    ordered_NV, order_NV = scores_NV.sort(dim=-1, descending=True, stable=True)
+    k_N1 = torch.where(top_k > 0, top_k.clamp(max=size), size)[:, None]
+    kept_NV = torch.arange(size)[None, :] < k_N1
+    probability_NV = ordered_NV.masked_fill(~kept_NV, -torch.inf).softmax(dim=-1)
+    before_NV = probability_NV.cumsum(dim=-1) - probability_NV
+    kept_NV &= (before_NV < top_p[:, None]) | (top_p[:, None] >= 1.0)
+    kept_NV[:, 0] = True
+    return torch.zeros_like(kept_NV).scatter(-1, order_NV, kept_NV)
+
+
+def gumbel(stream_N: torch.Tensor, position_N: torch.Tensor, size: int) -> torch.Tensor:
+    """Standard Gumbel noise, float32 `[N, size]`."""
+    row_N = _mix(stream_N + position_N * _ODD_2)
+    bits_NV = _mix(row_N[:, None] + torch.arange(1, size + 1)[None, :] * _ODD_3)
+    # An arithmetic shift would copy the sign down; the mask keeps the upper bits only.
+    upper_NV = (bits_NV >> (64 - _MANTISSA_BITS)) & ((1 << _MANTISSA_BITS) - 1)
+    uniform_NV = (upper_NV.double() + 0.5) / (1 << _MANTISSA_BITS)
+    return (-(-uniform_NV.log()).log()).float()
+
+
+def _mix(values: torch.Tensor) -> torch.Tensor:
+    """splitmix64's finaliser on int64, whose products wrap as unsigned ones do."""
+    values = (values ^ _shift(values, 30)) * _ODD_2
+    values = (values ^ _shift(values, 27)) * _ODD_3
+    return values ^ _shift(values, 31)
+
+
+def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
+    return (values >> bits) & ((1 << (64 - bits)) - 1)

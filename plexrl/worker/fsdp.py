@@ -1,0 +1,309 @@
+"""The `fsdp` training backend: torch FSDP2 with all its state in one arena.
+
+The arena has a region for each kind of state (parameters, gradients, first and second moments),
+laid out alike, and the optimizer's step count behind them. FSDP gathers from and reduces into views
+of it. AdamW is elementwise, so each rank steps its own region as one flat tensor, whatever parameter
+a byte belongs to; the padding between parameters stays zero under it.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from plexrl.deployment_spec import DeploymentSpec
+from plexrl.errors import InvalidRequestError, NonFiniteGradientError
+from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from plexrl.wire.operations import AdamParams, CheckpointParams, OperationKind
+from plexrl.worker.arena_tensors import ArenaLayout, span, view
+from plexrl.worker.backend import BackendCall, BackendResult
+from plexrl.worker.checkpoint import TrainState, load_training, save_training
+from plexrl.worker.losses import compute_loss
+from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.packing import MicroBatch, micro_batches, unpack
+
+LAYERWISE_PARAMETERS = 50_000_000
+"""A model with fewer is gathered at once: gathering layer by layer would cost more than it saves."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """One kind of state of all parameters, in parameter order."""
+
+    start: int
+    """Bytes into the arena."""
+    elements: int
+    slices: dict[str, StateSlice]
+
+
+class FsdpBackend:
+    """One rank. The default process group must exist before `build`."""
+
+    def __init__(
+        self, spec: DeploymentSpec, rank: int, world_size: int, checkpoint_dir: Path
+    ) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._world_size = world_size
+        self._checkpoint_dir = checkpoint_dir
+        self._gradients_pending = False
+
+    def build(self) -> None:
+        """Make the model, shard it and move its state into the arena."""
+        model = build_model(self._spec.model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        if sum(p.numel() for p in model.parameters()) >= LAYERWISE_PARAMETERS:
+            for layer in model.model.layers:  # type: ignore[union-attr]
+                fully_shard(layer)
+        fully_shard(model)
+        assert isinstance(model, FSDPModule)
+        self._model = model
+        shards = {name: _fsdp_param(model, p) for name, p in named_parameters(model)}
+        self._lay_out(shards)
+        self._move_in(shards)
+        self._optimizer = self._make_optimizer()
+
+    def slices(self) -> tuple[StateSlice, ...]:
+        """All state, in arena order."""
+        return tuple(self._layout.slices)
+
+    def live_parts(self) -> frozenset[StatePart]:
+        """Gradients count only while they wait for a step."""
+        parts = {StatePart.PARAMETER, StatePart.OPTIMIZER}
+        if self._gradients_pending:
+            parts.add(StatePart.GRADIENT)
+        return frozenset(parts)
+
+    def before_offload(self) -> None:
+        """Free the gathered parameters."""
+        self._model.reshard()
+
+    def after_load(self, parts: frozenset[StatePart]) -> None:
+        """Gradients that were not stored are zero, as given-back memory is."""
+        self._gradients_pending = StatePart.GRADIENT in parts
+        if not self._gradients_pending:
+            self._flat["grad"].zero_()
+
+    def after_pull(self) -> None:
+        """Training parameters are never pulled."""
+        raise InvalidRequestError("a train deployment publishes weights; it does not pull them")
+
+    def run(self, call: BackendCall) -> BackendResult:
+        """Carry out one operation. Raises as `Backend.run`."""
+        match call.kind:
+            case OperationKind.FORWARD:
+                return self._forward(call)
+            case OperationKind.FORWARD_BACKWARD:
+                return self._forward_backward(call)
+            case OperationKind.OPTIM_STEP:
+                return self._optim_step(call.params)
+            case OperationKind.SAVE_CHECKPOINT:
+                return self._save(call.params, str(call.rank_params["job"]))
+            case OperationKind.LOAD_CHECKPOINT:
+                return self._load(call.params, str(call.rank_params["job"]))
+            case _:
+                raise InvalidRequestError(f"{call.kind.value} is no operation of a train backend")
+
+    # Operations
+
+    def _forward(self, call: BackendCall) -> BackendResult:
+        batches = micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
+        with torch.no_grad():
+            values = [self._logprobs(batch) for batch in batches]
+        self._model.reshard()
+        return BackendResult(arrays={"logprobs": unpack(batches, values, _tokens(call))})
+
+    def _forward_backward(self, call: BackendCall) -> BackendResult:
+        batches = micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
+        denominator = float(call.rank_params["denominator"])
+        values: list[torch.Tensor] = []
+        sums: dict[str, float] = {"loss": 0.0}
+        for batch in batches:
+            logprobs_BL = self._logprobs(batch)
+            found = compute_loss(call.params.loss, logprobs_BL, self._inputs(batch), denominator)
+            # FSDP averages gradients over ranks; the loss is a sum over them.
+            (found.loss * self._world_size).backward()  # type: ignore[no-untyped-call]
+            values.append(logprobs_BL.detach())
+            sums["loss"] += float(found.loss)
+            for name, value in found.sums.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        self._gradients_pending = True
+        self._model.reshard()
+        return BackendResult(
+            result={"sums": sums, "maxes": {}},
+            arrays={"logprobs": unpack(batches, values, _tokens(call))},
+        )
+
+    def _optim_step(self, params: AdamParams) -> BackendResult:
+        gradient = self._flat["grad"]
+        squared = gradient.square().sum()
+        dist.all_reduce(squared)
+        norm = float(squared.sqrt())
+        if not math.isfinite(norm):
+            gradient.zero_()
+            self._gradients_pending = False
+            raise NonFiniteGradientError(
+                f"the gradient norm is {norm}: the gradients were dropped and the parameters are "
+                "as before; look for extreme advantages, logprobs or learning rates"
+            )
+        if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
+            gradient.mul_(params.grad_clip_norm / norm)
+        group = self._optimizer.param_groups[0]
+        group["lr"] = params.learning_rate
+        group["betas"] = (params.beta1, params.beta2)
+        group["eps"] = params.eps
+        group["weight_decay"] = params.weight_decay
+        self._optimizer.step()
+        gradient.zero_()
+        self._gradients_pending = False
+        return BackendResult(
+            result={"metrics": {"grad_norm": norm, "learning_rate": params.learning_rate}}
+        )
+
+    def _save(self, params: CheckpointParams, job: str) -> BackendResult:
+        path = save_training(
+            self._train_state(), self._spec.model, self._checkpoint_dir / job, params, self._rank
+        )
+        return BackendResult(result={"path": str(path)})
+
+    def _load(self, params: CheckpointParams, job: str) -> BackendResult:
+        folder = self._checkpoint_dir / (params.job or job)
+        load_training(self._train_state(), folder, params)
+        self._flat["grad"].zero_()
+        self._gradients_pending = False
+        return BackendResult(result={})
+
+    def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """Logprob of every token given those before it, float32 `[B, L]`; column 0 is 0."""
+        logits_BLV = self._model(
+            input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long(), use_cache=False
+        ).logits
+        predicted_BLV = logits_BLV[:, :-1].float()
+        chosen_BL1 = predicted_BLV.gather(-1, batch.tokens_BL[:, 1:, None])
+        logprobs_BL = chosen_BL1.squeeze(-1) - predicted_BLV.logsumexp(-1)
+        return nn.functional.pad(logprobs_BL * batch.valid_BL[:, 1:], (1, 0))
+
+    def _inputs(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        if batch.per_token_BL:
+            return batch.per_token_BL
+        zeros = torch.zeros(batch.tokens_BL.shape)
+        names = ("mask", "weights", "logprobs", "advantages", "ref_logprobs")
+        return dict.fromkeys(names, zeros)
+
+    # State
+
+    def _lay_out(self, shards: dict[str, Any]) -> None:
+        self._layout = ArenaLayout()
+        self._regions: dict[str, _Region] = {}
+        kinds = [("param", StatePart.PARAMETER, ""), ("grad", StatePart.GRADIENT, "")] + [
+            (moment, StatePart.OPTIMIZER, f"/{moment}") for moment in MOMENTS
+        ]
+        for region, part, suffix in kinds:
+            start = self._layout.nbytes
+            placed = {
+                name: self._add(StateKey(part=part, name=name + suffix), shard)
+                for name, shard in shards.items()
+            }
+            elements = (self._layout.nbytes - start) // 4
+            self._regions[region] = _Region(start, elements, placed)
+        self._step_slice = self._layout.add(
+            StateKey(part=StatePart.OPTIMIZER, name="step"), global_shape=(), offset=(), shape=()
+        )
+        self.arena = Arena(self._layout.nbytes, name=f"rank{self._rank}")
+
+    def _add(self, key: StateKey, shard: Any) -> StateSlice:
+        parameter: DTensor = shard.sharded_param
+        local = parameter._local_tensor
+        padded = shard.padded_sharded_param_size
+        start = min(self._rank * padded[0], parameter.shape[0])
+        return self._layout.add(
+            key,
+            global_shape=tuple(parameter.shape),
+            offset=(start, *(0 for _ in parameter.shape[1:])),
+            shape=(tuple(local.shape) if local.numel() else (0, *parameter.shape[1:])),
+            reserve=math.prod(padded),
+        )
+
+    def _move_in(self, shards: dict[str, Any]) -> None:
+        """Have FSDP keep each shard in the arena.
+
+        FSDP2 reads a shard through two references: the padded flat data that it gathers from, and
+        the local tensor of the parameter. Both are pointed at the arena; FSDP's own check that they
+        share a storage then holds, so it never copies them elsewhere.
+        """
+        self._flat = {
+            name: span(self.arena, region.start, region.elements)
+            for name, region in self._regions.items()
+        }
+        with torch.no_grad():
+            for name, shard in shards.items():
+                piece = self._regions["param"].slices[name]
+                padded = shard.padded_sharded_param_size
+                home = span(self.arena, piece.arena_offset, math.prod(padded))
+                home.copy_(shard._sharded_param_data)
+                shard._sharded_param_data = home
+                parameter = shard.sharded_param
+                parameter._local_tensor = home.view(padded).narrow(0, 0, piece.shape[0])
+                gradient = self._regions["grad"].slices[name]
+                parameter.grad = self._as_dtensor(parameter, view(self.arena, gradient))
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        flat = nn.Parameter(self._flat["param"])
+        flat.grad = self._flat["grad"]
+        optimizer = torch.optim.AdamW([flat], fused=True)
+        step = view(self.arena, self._step_slice)
+        optimizer.state[flat] = {"step": step, **{name: self._flat[name] for name in MOMENTS}}
+        return optimizer
+
+    def _train_state(self) -> TrainState:
+        """All state that a checkpoint holds, as distributed tensors over the arena."""
+        parameters = dict(named_parameters(self._model))
+        tensors = {
+            region: {
+                name: self._as_dtensor(parameters[name], view(self.arena, piece))
+                for name, piece in self._regions[region].slices.items()
+            }
+            for region in ("param", *MOMENTS)
+        }
+        return TrainState(
+            parameters=tensors["param"],
+            moments={name: tensors[name] for name in MOMENTS},
+            step=view(self.arena, self._step_slice),
+            config=self._model.config,
+        )
+
+    def _as_dtensor(self, like: Any, local: torch.Tensor) -> DTensor:
+        return DTensor.from_local(
+            local,
+            like.device_mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+
+def _fsdp_param(model: nn.Module, parameter: nn.Parameter) -> Any:
+    """FSDP2's record of a sharded parameter."""
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        for shard in group.fsdp_params if group is not None else ():
+            if shard.sharded_param is parameter:
+                return shard
+    raise AssertionError("a parameter that FSDP does not shard")
+
+
+def _tokens(call: BackendCall) -> int:
+    return len(call.arrays["tokens"]) if "tokens" in call.arrays else 0

@@ -1,0 +1,97 @@
+"""The losses that `forward_backward` knows, as functions of per-token logprobs.
+
+Shapes: B rows, L tokens of the longest row. Entry t speaks of token t given those before it, so
+column 0 never counts. Every loss is Σ weight·term / denominator; the denominator is that of the
+whole batch over all ranks, so summing ranks and micro-batches gives the batch's loss.
+
+    cross_entropy         term = -logprob
+    importance_sampling   term = -ratio·A                        ratio = exp(logprob - old)
+    ppo                   term = -min(ratio·A, clip(ratio)·A)    (Schulman et al. 2017)
+    grpo                  ppo, + kl_coef·k3(ref), mean of rows   (Shao et al. 2024)
+    dapo                  ppo with its own upper clip, mean of tokens (Yu et al. 2025)
+    custom                term = -logprob, weighted by the controller's own weights
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from plexrl.wire.operations import DEFAULT_REDUCTION, LossSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossResult:
+    """Loss of a micro-batch and what is worth reporting of it."""
+
+    loss: torch.Tensor
+    """Scalar, already divided by the batch's denominator."""
+    sums: dict[str, torch.Tensor]
+    """Scalars: sums over tokens, each weighted by its mask; `tokens` is the sum of the mask."""
+
+
+def compute_loss(
+    spec: LossSpec,
+    logprobs_BL: torch.Tensor,
+    inputs: dict[str, torch.Tensor],
+    denominator: float,
+) -> LossResult:
+    """The loss of `spec` on one micro-batch.
+
+    `inputs` holds float32 `[B, L]` tensors by the names that `LOSS_INPUTS` lists.
+    """
+    if spec.name == "custom":
+        weights_BL = _without_first(inputs["weights"])
+        loss = -(weights_BL * logprobs_BL).sum() / denominator
+        used_BL = (weights_BL != 0).to(torch.float32)
+        return LossResult(loss=loss, sums=_common_sums(used_BL, logprobs_BL))
+    mask_BL = _without_first(inputs["mask"])
+    sums = _common_sums(mask_BL, logprobs_BL)
+    if spec.name == "cross_entropy":
+        terms_BL = -logprobs_BL
+    else:
+        terms_BL = _policy_terms(spec, logprobs_BL, inputs, mask_BL, sums)
+    weights_BL = mask_BL
+    if (spec.reduction or DEFAULT_REDUCTION[spec.name]) == "sequence_mean":
+        weights_BL = mask_BL / mask_BL.sum(dim=1, keepdim=True).clamp(min=1e-9)
+    return LossResult(loss=(weights_BL * terms_BL).sum() / denominator, sums=sums)
+
+
+def _policy_terms(
+    spec: LossSpec,
+    logprobs_BL: torch.Tensor,
+    inputs: dict[str, torch.Tensor],
+    mask_BL: torch.Tensor,
+    sums: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    # Dropped tokens may hold anything; exp of it must not reach the sum as 0 times infinity.
+    change_BL = torch.where(mask_BL > 0, logprobs_BL - inputs["logprobs"], 0.0)
+    ratio_BL = torch.exp(change_BL)
+    advantages_BL = inputs["advantages"]
+    terms_BL = -ratio_BL * advantages_BL
+    if spec.name != "importance_sampling":
+        clipped_BL = ratio_BL.clamp(1.0 - spec.clip_low, 1.0 + spec.clip_high)
+        bounded_BL = -clipped_BL * advantages_BL
+        sums["clip_fraction"] = (mask_BL * (bounded_BL > terms_BL)).sum().detach()
+        terms_BL = torch.maximum(terms_BL, bounded_BL)
+    sums["ratio"] = (mask_BL * ratio_BL).sum().detach()
+    sums["old_kl"] = (mask_BL * (ratio_BL - 1.0 - change_BL)).sum().detach()
+    if spec.kl_coef > 0:
+        gap_BL = torch.where(mask_BL > 0, inputs["ref_logprobs"] - logprobs_BL, 0.0)
+        k3_BL = torch.exp(gap_BL) - 1.0 - gap_BL
+        sums["ref_kl"] = (mask_BL * k3_BL).sum().detach()
+        terms_BL = terms_BL + spec.kl_coef * k3_BL
+    return terms_BL
+
+
+def _common_sums(mask_BL: torch.Tensor, logprobs_BL: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "tokens": mask_BL.sum(),
+        "logprob": (mask_BL * logprobs_BL).sum().detach(),
+    }
+
+
+def _without_first(values_BL: torch.Tensor) -> torch.Tensor:
+    """Nothing precedes a row's first token, so nothing can be learnt of it."""
+    kept_BL = values_BL.clone()
+    kept_BL[:, 0] = 0.0
+    return kept_BL
