@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from plexrl.cluster.process import remove_socket
 from plexrl.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -16,7 +17,6 @@ from plexrl.errors import (
     UnknownJobError,
     UnknownOperationError,
 )
-from plexrl.cluster.process import remove_socket
 from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, RouterId, TenantId
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.config import SchedulerConfig
@@ -319,8 +319,14 @@ class _Connection:
 
     async def _worker_ready(self, peer: Peer, params: Plain) -> Plain:
         del peer
-        await self._shell.report(msgspec.convert(params, ev.WorkerReady))
-        return {}
+        event = msgspec.convert(params, ev.WorkerReady)
+        await self._shell.report(event)
+        try:
+            view = self._core.deployment_view(event.deployment, self._now())
+        except UnknownDeploymentError:
+            return {"wanted": False}
+        current = view["incarnation"] == event.incarnation and view["state"] != "stopped"
+        return {"wanted": current}
 
     async def _worker_exited(self, peer: Peer, params: Plain) -> Plain:
         del peer

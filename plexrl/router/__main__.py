@@ -1,0 +1,57 @@
+"""The router process: `python -m plexrl.router --config FILE`."""
+
+import argparse
+import asyncio
+import socket
+from pathlib import Path
+
+import uvicorn
+
+from plexrl.cluster.process import load_config, print_ready, run_until_signal
+from plexrl.router.app import make_app
+from plexrl.router.config import RouterConfig
+
+DRAIN_S = 1
+"""Long polls that are open at the end are cut off after this; their clients ask the next router."""
+
+
+def main() -> None:
+    """Serve until a signal."""
+    parser = argparse.ArgumentParser(prog="python -m plexrl.router", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    config = load_config(parser.parse_args().config, RouterConfig)
+    app, gateway = make_app(config)
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((config.host, config.port))
+
+    async def serve(stop: asyncio.Event) -> None:
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=DRAIN_S,
+                timeout_keep_alive=75,
+            )
+        )
+        # The process's own signals end it; uvicorn would take them over.
+        serving = asyncio.create_task(server._serve(sockets=[sock]))
+        connected = asyncio.create_task(gateway.scheduler.connected.wait())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait(
+            {serving, connected, stopping}, return_when=asyncio.FIRST_COMPLETED
+        )
+        if connected.done() and not serving.done():
+            print_ready(host=config.host, port=sock.getsockname()[1])
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        connected.cancel()
+        stopping.cancel()
+        await serving
+
+    run_until_signal(serve)
+
+
+if __name__ == "__main__":
+    main()

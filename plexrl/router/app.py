@@ -1,0 +1,94 @@
+"""The router's application: the HTTP door, errors as JSON, and the life of its parts."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.router.blobs import BlobStore
+from plexrl.router.config import RouterConfig
+from plexrl.router.executor import Executor
+from plexrl.router.gateway import Gateway
+from plexrl.router.metrics_log import MetricsLog
+from plexrl.router.routes_jobs import cluster_routes, job_routes
+from plexrl.router.routes_operations import operation_routes
+from plexrl.router.scheduler_link import SchedulerLink
+from plexrl.router.schemas import ErrorResponse
+
+LOG = logging.getLogger(__name__)
+
+DESCRIPTION = """Model execution for RL as a shared service. Operations are submitted, admitted by the
+scheduler in its own order, and answered with a result or a reason to wait. Errors are
+`{"error": {"code", "message", "details"}}` with a stable code."""
+
+
+def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
+    """The application and the parts behind it; its lifespan keeps them running."""
+    gateway = _make_gateway(config)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        del app
+        linked = asyncio.create_task(gateway.scheduler.run())
+        try:
+            yield
+        finally:
+            linked.cancel()
+            await asyncio.gather(linked, return_exceptions=True)
+            await gateway.executor.close()
+
+    app = FastAPI(
+        title="PlexRL",
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
+    )
+    app.add_exception_handler(PlexRLError, _typed)
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(Exception, _unexpected)
+    for routes in (cluster_routes(gateway), job_routes(gateway), operation_routes(gateway)):
+        app.include_router(routes)
+    return app, gateway
+
+
+def _make_gateway(config: RouterConfig) -> Gateway:
+    data_dir = Path(config.data_dir)
+    blobs = BlobStore(data_dir / "blobs")
+    executor = Executor(blobs)
+    scheduler = SchedulerLink(
+        config.scheduler,
+        config.router,
+        {"run": executor.on_run, "abort": executor.on_abort, "discard": executor.on_discard},
+    )
+    executor.scheduler = scheduler
+    return Gateway(
+        scheduler, executor, blobs, MetricsLog(data_dir / "metrics"), config.body_bytes_max
+    )
+
+
+async def _typed(request: Request, error: Exception) -> JSONResponse:
+    del request
+    assert isinstance(error, PlexRLError)
+    headers = {}
+    retry_after_s = error.details.get("retry_after_s")
+    if isinstance(retry_after_s, int | float):
+        headers["Retry-After"] = str(max(1, round(retry_after_s)))
+    return JSONResponse({"error": error.to_wire()}, status_code=error.status, headers=headers)
+
+
+async def _malformed(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return await _typed(request, InvalidRequestError(f"{where}: {first['msg']}", where=where))
+
+
+async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return await _typed(request, PlexRLError("the router failed on this request: see its log"))

@@ -1,0 +1,20 @@
+"""Configuration of a router process."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """One router; several may share a scheduler and a data directory."""
+
+    router: str
+    """Its name among the scheduler's routers."""
+    scheduler: str
+    """The scheduler's socket path."""
+    host: str
+    port: int
+    """0 takes a free one."""
+    data_dir: str
+    """Where blobs and metrics lie, shared by all routers."""
+    body_bytes_max: int = 1 << 30
+    """Largest request body."""

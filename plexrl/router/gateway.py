@@ -1,0 +1,119 @@
+"""What the routes share: who is calling, the scheduler, the blobs, deployments' specifications."""
+
+import hashlib
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from plexrl.deployment_spec import DeploymentSpec, deployment_spec_from_json
+from plexrl.errors import AuthenticationError, PayloadTooLargeError, PermissionDeniedError
+from plexrl.router.blobs import BlobStore
+from plexrl.router.executor import Executor
+from plexrl.router.metrics_log import MetricsLog
+from plexrl.router.scheduler_link import SchedulerLink
+
+Plain = dict[str, Any]
+CACHE_S = 60.0
+CACHE_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose key a request carries."""
+
+    tenant: str
+    is_operator: bool
+
+    @property
+    def scope(self) -> str | None:
+        """The tenant whose objects the caller may see; None sees all."""
+        return None if self.is_operator else self.tenant
+
+
+class Gateway:
+    """One router's shared parts; the caches hold only what never changes."""
+
+    def __init__(
+        self,
+        scheduler: SchedulerLink,
+        executor: Executor,
+        blobs: BlobStore,
+        metrics: MetricsLog,
+        body_bytes_max: int,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.blobs = blobs
+        self.metrics = metrics
+        self.body_bytes_max = body_bytes_max
+        self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
+        self._specs: OrderedDict[tuple[str, str | None], DeploymentSpec] = OrderedDict()
+
+    async def caller(self, request: Request) -> Caller:
+        """Who sent the request.
+
+        Raises:
+            AuthenticationError: no key, or an unknown one.
+        """
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise AuthenticationError(
+                "the request carries no API key: send `Authorization: Bearer <key>`"
+            )
+        digest = key_digest(key)
+        known = self._callers.get(digest)
+        if known is not None and time.monotonic() - known[0] < CACHE_S:
+            return known[1]
+        answer = await self.scheduler.call("authenticate", {"key_digest": digest})
+        caller = Caller(answer["tenant"], bool(answer["is_operator"]))
+        self._callers[digest] = (time.monotonic(), caller)
+        while len(self._callers) > CACHE_MAX:
+            self._callers.popitem(last=False)
+        return caller
+
+    async def operator(self, request: Request) -> Caller:
+        """The caller, who must be the operator. Raises `PermissionDeniedError`."""
+        caller = await self.caller(request)
+        if not caller.is_operator:
+            raise PermissionDeniedError("this needs the operator's key")
+        return caller
+
+    async def spec(self, deployment: str, caller: Caller) -> DeploymentSpec:
+        """A deployment's specification. Raises `UnknownDeploymentError`."""
+        key = (deployment, caller.scope)
+        found = self._specs.get(key)
+        if found is None:
+            view = await self.scheduler.call(
+                "get_deployment", {"deployment": deployment, "tenant": caller.scope}
+            )
+            found = deployment_spec_from_json(view["spec_json"])
+            self._specs[key] = found
+            while len(self._specs) > CACHE_MAX:
+                self._specs.popitem(last=False)
+        return found
+
+    async def body(self, request: Request) -> bytes:
+        """The request's body, read only as far as the bound.
+
+        Raises:
+            PayloadTooLargeError: it is longer.
+        """
+        chunks: list[bytes] = []
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > self.body_bytes_max:
+                raise PayloadTooLargeError(
+                    f"the body is over {self.body_bytes_max} bytes: split the batch",
+                    body_bytes_max=self.body_bytes_max,
+                )
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+
+def key_digest(key: str) -> str:
+    """What is kept of an API key."""
+    return hashlib.sha256(key.encode()).hexdigest()

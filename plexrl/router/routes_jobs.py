@@ -1,0 +1,225 @@
+"""Routes about tenants, jobs, deployments and the cluster."""
+
+import secrets
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+
+from plexrl.deployment_spec import DeploymentSpec
+from plexrl.errors import InvalidRequestError, NotFoundError, PermissionDeniedError
+from plexrl.model_spec import (
+    ROLLOUT_BYTES_PER_PARAMETER,
+    TRAIN_BYTES_PER_PARAMETER,
+    ModelSpec,
+    parameter_count,
+)
+from plexrl.router.gateway import Gateway, key_digest
+from plexrl.router.schemas import (
+    DeploymentRequest,
+    FinishRequest,
+    JobRequest,
+    MetricsRequest,
+    TenantRequest,
+)
+from plexrl.router.validation import check_identifier, check_name
+
+Plain = dict[str, Any]
+
+BACKENDS = {"train": ("fsdp",), "rollout": ("torch",)}
+"""By kind, the default first."""
+
+
+def cluster_routes(gateway: Gateway) -> APIRouter:
+    """Status, nodes, groups and tenants."""
+    routes = APIRouter(prefix="/v1", tags=["cluster"])
+
+    @routes.get("/health", summary="Is the router up and the scheduler behind it?")
+    async def health() -> Plain:
+        return {"ok": True, "scheduler": gateway.scheduler.connected.is_set()}
+
+    @routes.get("/status", summary="The cluster in a few numbers")
+    async def status(request: Request) -> Plain:
+        await gateway.caller(request)
+        return await gateway.scheduler.call("status", {})
+
+    @routes.get("/nodes", summary="All nodes")
+    async def nodes(request: Request) -> Plain:
+        await gateway.caller(request)
+        return await gateway.scheduler.call("list_nodes", {})
+
+    @routes.get("/groups", summary="All node groups: who holds the lock, what switching cost")
+    async def groups(request: Request) -> Plain:
+        await gateway.operator(request)
+        return await gateway.scheduler.call("list_groups", {})
+
+    @routes.get("/tenants", summary="All tenants")
+    async def tenants(request: Request) -> Plain:
+        await gateway.operator(request)
+        return await gateway.scheduler.call("list_tenants", {})
+
+    @routes.post("/tenants", status_code=201, summary="Create a tenant; its key is shown once")
+    async def create_tenant(request: Request, body: TenantRequest) -> Plain:
+        await gateway.operator(request)
+        check_name("tenant", body.name)
+        key = f"plx-{secrets.token_urlsafe(24)}"
+        await gateway.scheduler.call(
+            "create_tenant", {"tenant": body.name, "key_digest": key_digest(key)}
+        )
+        return {"tenant": body.name, "api_key": key}
+
+    return routes
+
+
+def job_routes(gateway: Gateway) -> APIRouter:
+    """Jobs and their deployments."""
+    routes = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+    @routes.post("", status_code=201, summary="Submit a job")
+    async def submit(request: Request, body: JobRequest) -> Plain:
+        caller = await gateway.caller(request)
+        check_identifier("job", body.job)
+        if "/" in body.job:
+            raise InvalidRequestError("a job id has no '/': deployments are named <job>/<name>")
+        if body.tenant is not None and not caller.is_operator and body.tenant != caller.tenant:
+            raise PermissionDeniedError("only the operator submits jobs for other tenants")
+        fields = body.model_dump()
+        fields["tenant"] = body.tenant or caller.tenant
+        return await gateway.scheduler.call("submit_job", fields)
+
+    @routes.get("", summary="All jobs that the caller may see")
+    async def list_jobs(request: Request) -> Plain:
+        caller = await gateway.caller(request)
+        return await gateway.scheduler.call("list_jobs", {"tenant": caller.scope})
+
+    @routes.get("/{job}", summary="One job with its deployments")
+    async def get(request: Request, job: str) -> Plain:
+        caller = await gateway.caller(request)
+        return await gateway.scheduler.call("get_job", {"job": job, "tenant": caller.scope})
+
+    @routes.post("/{job}/finish", summary="Declare a job's end")
+    async def finish(request: Request, job: str, body: FinishRequest) -> Plain:
+        caller = await gateway.caller(request)
+        fields = {"job": job, "tenant": caller.scope, **body.model_dump()}
+        return await gateway.scheduler.call("finish_job", fields)
+
+    @routes.post("/{job}/heartbeat", summary="The controller lives; re-attaches a detached job")
+    async def heartbeat(request: Request, job: str) -> Plain:
+        caller = await gateway.caller(request)
+        return await gateway.scheduler.call("heartbeat", {"job": job, "tenant": caller.scope})
+
+    @routes.post("/{job}/metrics", status_code=204, summary="Add a row of metrics")
+    async def add_metrics(request: Request, job: str, body: MetricsRequest) -> None:
+        caller = await gateway.caller(request)
+        await gateway.scheduler.call("get_job", {"job": job, "tenant": caller.scope})
+        gateway.metrics.append(job, body.step, body.values)
+
+    @routes.get("/{job}/metrics", summary="Metrics behind row `after`")
+    async def metrics(request: Request, job: str, after: int = 0) -> Plain:
+        caller = await gateway.caller(request)
+        await gateway.scheduler.call("get_job", {"job": job, "tenant": caller.scope})
+        return {"rows": gateway.metrics.read(job, after)}
+
+    @routes.get("/{job}/logs", summary="The ends of the job's worker logs")
+    async def logs(
+        request: Request, job: str, deployment: str | None = None, lines: int = 100
+    ) -> Plain:
+        caller = await gateway.caller(request)
+        fields = {"job": job, "tenant": caller.scope, "deployment": deployment, "lines": lines}
+        return await gateway.scheduler.call("read_log", fields)
+
+    @routes.post("/{job}/deployments", status_code=201, summary="Create a deployment")
+    async def deploy(request: Request, job: str, body: DeploymentRequest) -> Plain:
+        caller = await gateway.caller(request)
+        check_name("deployment", body.name)
+        spec, parameters = check_deployment(body)
+        per_parameter = (
+            TRAIN_BYTES_PER_PARAMETER if spec.kind == "train" else ROLLOUT_BYTES_PER_PARAMETER
+        )
+        view = await gateway.scheduler.call(
+            "create_deployment",
+            {
+                "deployment": f"{job}/{body.name}",
+                "job": job,
+                "tenant": caller.scope,
+                "kind": spec.kind,
+                "workers": spec.workers,
+                "state_bytes": parameters * per_parameter,
+                "exclusive": body.exclusive,
+                "spec_json": spec.to_json(),
+            },
+        )
+        return {**view, "parameters": parameters}
+
+    @routes.get("/{job}/deployments/{name}", summary="One deployment")
+    async def deployment(request: Request, job: str, name: str) -> Plain:
+        caller = await gateway.caller(request)
+        fields = {"deployment": f"{job}/{name}", "tenant": caller.scope}
+        return await gateway.scheduler.call("get_deployment", fields)
+
+    @routes.get(
+        "/{job}/deployments/{name}/tokenizer",
+        summary="The model's tokenizer.json",
+        response_class=PlainTextResponse,
+    )
+    async def tokenizer(request: Request, job: str, name: str) -> PlainTextResponse:
+        caller = await gateway.caller(request)
+        spec = await gateway.spec(f"{job}/{name}", caller)
+        return PlainTextResponse(_tokenizer_json(spec.model), media_type="application/json")
+
+    return routes
+
+
+def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
+    """The deployment's specification and its model's parameter count.
+
+    Raises:
+        InvalidRequestError: no such backend, or a model that cannot be built.
+    """
+    model = ModelSpec(**body.model.model_dump())
+    if (model.path is None) == (model.architecture is None):
+        raise InvalidRequestError("a model has either a path or an architecture")
+    known = BACKENDS[body.kind]
+    backend = body.backend or known[0]
+    if backend not in known:
+        raise InvalidRequestError(
+            f"there is no backend {backend!r} for a {body.kind} deployment: use {', '.join(known)}"
+        )
+    if body.kind == "rollout" and body.workers != 1:
+        raise InvalidRequestError(
+            f"a rollout deployment runs on 1 worker, {body.workers} were asked for: make several "
+            "rollout deployments instead"
+        )
+    parameters = parameter_count(model)
+    spec = DeploymentSpec(
+        model=model,
+        kind=body.kind,
+        backend=backend,
+        workers=body.workers,
+        max_sequence_tokens=body.max_sequence_tokens,
+        max_concurrent_samples=body.max_concurrent_samples,
+    )
+    positions = model.config.get("max_position_embeddings")
+    if isinstance(positions, int) and spec.max_sequence_tokens > positions:
+        raise InvalidRequestError(
+            f"max_sequence_tokens is {spec.max_sequence_tokens}; the model has {positions} "
+            "positions: lower it"
+        )
+    return spec, parameters
+
+
+def _tokenizer_json(model: ModelSpec) -> str:
+    from pathlib import Path
+
+    from plexrl.tokenizer import char_tokenizer_json
+
+    if model.path is not None:
+        path = Path(model.path) / "tokenizer.json"
+        if not path.is_file():
+            raise NotFoundError(f"{model.path} holds no tokenizer.json")
+        return path.read_text()
+    if not model.vocabulary:
+        raise NotFoundError("the model was made without a vocabulary, so it has no tokenizer")
+    return char_tokenizer_json(model.vocabulary)
+
+

@@ -1,0 +1,185 @@
+"""Routes about operations: submit, wait, stream, cancel, look back."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from plexrl.errors import InvalidRequestError, from_wire
+from plexrl.ids import BlobRef
+from plexrl.router.gateway import Caller, Gateway
+from plexrl.router.validation import Checked, check_identifier, check_operation
+from plexrl.wire.operations import GenerateParams, SyncWeightsParams
+from plexrl.wire.tensors import MEDIA_TYPE, Arrays, decode_body, encode_body
+
+Plain = dict[str, Any]
+
+WAIT_S_MAX = 60.0
+FINAL = ("finished", "failed", "cancelled")
+BINARY = {"description": "safetensors; `params` are JSON in its metadata", "content": {MEDIA_TYPE: {}}}
+
+
+def operation_routes(gateway: Gateway) -> APIRouter:
+    """All routes about operations."""
+    routes = APIRouter(prefix="/v1", tags=["operations"])
+
+    @routes.post(
+        "/jobs/{job}/deployments/{name}/operations/{kind}",
+        status_code=202,
+        summary="Submit an operation",
+        description="The body is a safetensors file whose metadata key `plexrl` holds the "
+        "parameters as JSON and whose tensors are the batch, or JSON where there is no batch. "
+        "`operation` is the idempotency key: the same request again is the same operation.",
+        openapi_extra={
+            "requestBody": {
+                "content": {
+                    MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
+                    "application/json": {"schema": {"type": "object"}},
+                }
+            }
+        },
+    )
+    async def submit(request: Request, job: str, name: str, kind: str, operation: str) -> Plain:
+        caller = await gateway.caller(request)
+        check_identifier("operation", operation)
+        spec = await gateway.spec(f"{job}/{name}", caller)
+        body = await gateway.body(request)
+        params, arrays = _decode(request, body)
+        checked = check_operation(spec, kind, params, arrays)
+        return await _submit(gateway, caller, f"{job}/{name}", operation, checked, body, arrays)
+
+    @routes.get(
+        "/operations/{operation:path}/stream",
+        summary="Tokens of a streamed generation, as JSON lines",
+        response_class=StreamingResponse,
+    )
+    async def stream(request: Request, operation: str, after: int = 0) -> StreamingResponse:
+        caller = await gateway.caller(request)
+        await _view(gateway, caller, operation, 0.0)
+        lines = _stream_lines(gateway, caller, operation, after)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+
+    @routes.get(
+        "/operations/{operation:path}",
+        summary="Wait for an operation's result",
+        description="200 with the result; 202 while it is not there, with the reason; the "
+        "operation's own error otherwise.",
+        responses={200: BINARY},
+        response_class=Response,
+    )
+    async def wait(request: Request, operation: str, wait_s: float = 25.0) -> Response:
+        caller = await gateway.caller(request)
+        view = await _view(gateway, caller, operation, max(0.0, min(wait_s, WAIT_S_MAX)))
+        if view["state"] not in FINAL:
+            return JSONResponse(view, status_code=202)
+        if view["state"] != "finished":
+            raise from_wire(view["error"])
+        arrays: Arrays = {}
+        if view["result"] is not None:
+            _, arrays = decode_body(await gateway.blobs.read(BlobRef(view["result"])))
+        result = json.loads(view["result_json"])
+        content = encode_body({"operation": view, "result": result}, arrays)
+        return Response(content, media_type=MEDIA_TYPE)
+
+    @routes.delete("/operations/{operation:path}", summary="Cancel a waiting operation, or end a "
+                   "running generation with what it has")
+    async def cancel(request: Request, operation: str) -> Plain:
+        caller = await gateway.caller(request)
+        fields = {"operation": operation, "tenant": caller.scope}
+        return await gateway.scheduler.call("cancel_operation", fields)
+
+    @routes.get("/operations", summary="Finished operations behind index `after`")
+    async def log(
+        request: Request, job: str | None = None, after: int = 0, limit: int = 1000
+    ) -> Plain:
+        caller = await gateway.caller(request)
+        fields = {"tenant": caller.scope, "job": job, "after": after, "limit": limit}
+        return await gateway.scheduler.call("list_operations", fields)
+
+    return routes
+
+
+def _decode(request: Request, body: bytes) -> tuple[Plain, Arrays]:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip()
+    if kind == MEDIA_TYPE:
+        return decode_body(body)
+    if kind in ("application/json", ""):
+        try:
+            return msgspec.json.decode(body or b"{}", type=dict[str, Any]), {}
+        except msgspec.DecodeError as error:
+            raise InvalidRequestError(f"the body is no JSON object: {error}") from error
+    raise InvalidRequestError(f"content type {kind!r}: send {MEDIA_TYPE} or application/json")
+
+
+async def _submit(
+    gateway: Gateway,
+    caller: Caller,
+    deployment: str,
+    operation: str,
+    checked: Checked,
+    body: bytes,
+    arrays: Arrays,
+) -> Plain:
+    params = checked.params
+    if isinstance(params, GenerateParams) and params.sampling.seed is None:
+        # Drawn once and journalled, so that a repeated dispatch draws the same tokens. It follows
+        # from the operation's id, so that a repeated request is the same request.
+        digest = hashlib.sha256(operation.encode()).digest()
+        seed = int.from_bytes(digest[:7], "little")
+        params = replace(params, sampling=replace(params.sampling, seed=seed))
+    source = params.source if isinstance(params, SyncWeightsParams) else None
+    payload: str | None = None
+    if arrays:
+        payload = f"{operation}.in"
+        await gateway.blobs.write(BlobRef(payload), body)
+    return await gateway.scheduler.call(
+        "submit_operation",
+        {
+            "operation": operation,
+            "deployment": deployment,
+            "tenant": caller.scope,
+            "kind": checked.kind.value,
+            "params_json": msgspec.json.encode(params).decode(),
+            "payload": payload,
+            "tokens": checked.tokens,
+            "source": source,
+        },
+    )
+
+
+async def _view(gateway: Gateway, caller: Caller, operation: str, timeout_s: float) -> Plain:
+    return await gateway.scheduler.call(
+        "wait_operation",
+        {"operation": operation, "tenant": caller.scope, "timeout_s": timeout_s},
+        timeout_s=timeout_s + 30.0,
+    )
+
+
+async def _stream_lines(
+    gateway: Gateway, caller: Caller, operation: str, after: int
+) -> AsyncIterator[bytes]:
+    """Chunks as they come; the last line says that the result can be fetched."""
+    stream = gateway.executor.stream(operation)
+    sent = after
+    while True:
+        changed = stream.changed
+        while sent < len(stream.chunks):
+            yield json.dumps(stream.chunks[sent]).encode() + b"\n"
+            sent += 1
+        if stream.done:
+            break
+        try:
+            async with asyncio.timeout(1.0):
+                await changed.wait()
+        except TimeoutError:
+            # Another router may be carrying it out, or it ended before this one asked.
+            view = await _view(gateway, caller, operation, 0.0)
+            if view["state"] in FINAL:
+                break
+    yield b'{"done":true}\n'

@@ -1,0 +1,104 @@
+"""The router's connection to the scheduler, made again whenever it ends."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from plexrl.errors import (
+    ConnectionLostError,
+    DeadlineExceededError,
+    PlexRLError,
+    UnavailableError,
+)
+from plexrl.wire.rpc import Handler, Peer
+
+LOG = logging.getLogger(__name__)
+
+RECONNECT_S = 0.2
+CALL_TIMEOUT_S = 30.0
+Plain = dict[str, Any]
+
+
+class SchedulerLink:
+    """Calls the scheduler; keeps reports until they are acknowledged."""
+
+    def __init__(self, address: str, router: str, handlers: Mapping[str, Handler]) -> None:
+        self._address = address
+        self._router = router
+        self._handlers = handlers
+        self._peer: Peer | None = None
+        self._reports: deque[tuple[str, Plain]] = deque()
+        self._has_reports = asyncio.Event()
+        self.connected = asyncio.Event()
+
+    async def call(
+        self, method: str, params: Plain, *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Plain:
+        """The scheduler's answer.
+
+        Raises:
+            UnavailableError: there is no scheduler now; nothing is known to have changed.
+            PlexRLError: what the scheduler raised.
+        """
+        peer = self._peer
+        try:
+            if peer is None:
+                raise ConnectionLostError("not connected")
+            return await peer.call(method, params, timeout_s=timeout_s)
+        except ConnectionLostError as error:
+            raise UnavailableError(
+                "the scheduler is restarting: the same request can be sent again",
+                retry_after_s=0.5,
+            ) from error
+
+    def report(self, method: str, params: Plain) -> None:
+        """Have the scheduler told, however long it takes."""
+        self._reports.append((method, params))
+        self._has_reports.set()
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._address)
+            except OSError:
+                await asyncio.sleep(RECONNECT_S)
+                continue
+            peer = Peer(reader, writer, self._handlers)
+            running = asyncio.create_task(peer.run())
+            reporting: asyncio.Task[None] | None = None
+            try:
+                await peer.call("hello", {"role": "router", "router": self._router})
+                self._peer = peer
+                self.connected.set()
+                reporting = asyncio.create_task(self._send_reports(peer))
+                await running
+            except (ConnectionLostError, DeadlineExceededError) as error:
+                LOG.info("no scheduler (%s); connecting again", error)
+            finally:
+                self._peer = None
+                for task in (running, reporting):
+                    if task is not None:
+                        task.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+            LOG.info("the scheduler's connection ended; connecting again")
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _send_reports(self, peer: Peer) -> None:
+        while True:
+            await self._has_reports.wait()
+            while self._reports:
+                method, params = self._reports[0]
+                try:
+                    await peer.call(method, params, timeout_s=CALL_TIMEOUT_S)
+                except ConnectionLostError:
+                    return
+                except DeadlineExceededError:
+                    # A full journal holds reports back; say it again.
+                    continue
+                except PlexRLError as error:
+                    LOG.error("the scheduler refused %s %s: %s", method, params, error)
+                self._reports.popleft()
+            self._has_reports.clear()

@@ -1,0 +1,281 @@
+"""Everything about a request that can be checked before anything changes. Pure.
+
+Each refusal says what is wrong, in which row, and how to mend it.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from plexrl.deployment_spec import DeploymentSpec
+from plexrl.errors import (
+    BatchShapeError,
+    InvalidRequestError,
+    NonFiniteInputError,
+    TokenRangeError,
+)
+from plexrl.wire.operations import (
+    LOSS_INPUTS,
+    PARAMS_BY_KIND,
+    USER_KINDS,
+    AdamParams,
+    CheckpointParams,
+    ForwardBackwardParams,
+    ForwardParams,
+    GenerateParams,
+    LossSpec,
+    OperationKind,
+    SamplingParams,
+)
+from plexrl.wire.tensors import Array, Arrays
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
+SAMPLES_MAX = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A request that can be carried out."""
+
+    kind: OperationKind
+    params: Any
+    """An instance of `PARAMS_BY_KIND[kind]`."""
+    tokens: int
+    """Size of the work: tokens of the batch, or the most that can be drawn."""
+
+
+def check_operation(
+    spec: DeploymentSpec, kind_name: str, params: dict[str, Any], arrays: Arrays
+) -> Checked:
+    """The request as typed parameters.
+
+    Raises:
+        InvalidRequestError: or one of its kinds, for whatever cannot be carried out.
+    """
+    kind = _kind(spec, kind_name)
+    typed = decode_params(kind, params)
+    tokens = 0
+    match typed:
+        case ForwardBackwardParams():
+            _check_loss(typed.loss)
+            _at_least("micro_batch_tokens", typed.micro_batch_tokens, 1)
+            tokens = _check_batch(spec, arrays, _loss_arrays(typed.loss))
+        case ForwardParams():
+            _at_least("micro_batch_tokens", typed.micro_batch_tokens, 1)
+            tokens = _check_batch(spec, arrays, ())
+        case GenerateParams():
+            tokens = _check_generate(spec, typed, arrays)
+        case AdamParams():
+            _check_adam(typed)
+        case CheckpointParams():
+            check_name("checkpoint", typed.name)
+            if typed.job is not None:
+                check_identifier("job", typed.job)
+    if arrays and not tokens:
+        raise BatchShapeError(f"{kind.value} takes no arrays, {sorted(arrays)} were sent")
+    return Checked(kind=kind, params=typed, tokens=tokens)
+
+
+def decode_params(kind: OperationKind, params: dict[str, Any]) -> Any:
+    """`params` as the kind's own type; unknown names are refused, not ignored.
+
+    Raises:
+        InvalidRequestError: a name is unknown or missing, or a value is of a wrong type.
+    """
+    wanted = PARAMS_BY_KIND[kind]
+    _refuse_unknown(kind.value, params, wanted)
+    for name, inner in (("loss", LossSpec), ("sampling", SamplingParams)):
+        if name in wanted.__dataclass_fields__ and isinstance(params.get(name), dict):
+            _refuse_unknown(f"{kind.value}.{name}", params[name], inner)
+    try:
+        return msgspec.convert(params, wanted)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"{kind.value}: {error}") from error
+
+
+def check_name(what: str, name: str) -> None:
+    """Names become file names. Raises `InvalidRequestError`."""
+    if not NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"{what} name {name!r}: use up to 100 letters, digits, '.', '_' and '-', a letter or "
+            "digit first"
+        )
+
+
+def check_identifier(what: str, name: str) -> None:
+    """Ids made by clients. Raises `InvalidRequestError`."""
+    if not IDENTIFIER.fullmatch(name):
+        raise InvalidRequestError(
+            f"{what} id {name!r}: use up to 200 letters, digits and any of ._:/-"
+        )
+
+
+def _kind(spec: DeploymentSpec, name: str) -> OperationKind:
+    allowed = sorted(kind.value for kind in USER_KINDS[spec.kind])
+    if name not in allowed:
+        raise InvalidRequestError(
+            f"{name!r} is no operation of a {spec.kind} deployment: use {', '.join(allowed)}"
+        )
+    return OperationKind(name)
+
+
+def _refuse_unknown(where: str, params: dict[str, Any], wanted: type) -> None:
+    known = wanted.__dataclass_fields__  # type: ignore[attr-defined]
+    unknown = sorted(set(params) - set(known))
+    if unknown:
+        raise InvalidRequestError(
+            f"{where} has no parameter {', '.join(map(repr, unknown))}: it takes "
+            + (", ".join(sorted(known)) or "none")
+        )
+
+
+def _loss_arrays(loss: LossSpec) -> tuple[str, ...]:
+    extra = ("ref_logprobs",) if loss.kl_coef > 0 else ()
+    return (*LOSS_INPUTS[loss.name], *extra)
+
+
+def _check_loss(loss: LossSpec) -> None:
+    for name in ("clip_low", "clip_high", "kl_coef"):
+        _in_range(f"loss.{name}", getattr(loss, name), 0.0, math.inf)
+    if loss.name == "custom" and loss.reduction not in (None, "sum"):
+        raise InvalidRequestError("a custom loss is a sum: put any mean into its weights")
+
+
+def _check_adam(params: AdamParams) -> None:
+    _in_range("learning_rate", params.learning_rate, 0.0, math.inf)
+    _in_range("beta1", params.beta1, 0.0, 1.0, open_end=True)
+    _in_range("beta2", params.beta2, 0.0, 1.0, open_end=True)
+    _in_range("eps", params.eps, 0.0, math.inf)
+    _in_range("weight_decay", params.weight_decay, 0.0, math.inf)
+    _in_range("grad_clip_norm", params.grad_clip_norm, 0.0, math.inf)
+
+
+def _check_batch(spec: DeploymentSpec, arrays: Arrays, per_token: tuple[str, ...]) -> int:
+    lengths = _check_rows(spec, arrays)
+    tokens = len(arrays["tokens"])
+    missing = [name for name in per_token if name not in arrays]
+    if missing:
+        raise BatchShapeError(
+            f"the loss needs the per-token arrays {', '.join(missing)}: add them to the batch"
+        )
+    known = {"tokens", "lengths", *per_token}
+    unknown = sorted(set(arrays) - known)
+    if unknown:
+        raise BatchShapeError(
+            f"the arrays {', '.join(unknown)} are not used here: leave them out, or choose the "
+            "loss that needs them"
+        )
+    for name in per_token:
+        array = arrays[name]
+        if array.dtype != np.float32 or array.shape != (tokens,):
+            raise BatchShapeError(
+                f"{name} is {array.dtype}{list(array.shape)}; float32[{tokens}] is needed: one "
+                "value for each token of every row",
+                array=name,
+            )
+        _check_finite(name, array, lengths)
+    return tokens
+
+
+def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays) -> int:
+    sampling = params.sampling
+    _at_least("samples_per_prompt", params.samples_per_prompt, 1)
+    _at_least("max_tokens", sampling.max_tokens, 1)
+    _in_range("temperature", sampling.temperature, 0.0, math.inf)
+    _in_range("top_p", sampling.top_p, 0.0, 1.0)
+    _at_least("top_k", sampling.top_k, 0)
+    if sampling.seed is not None:
+        _in_range("seed", sampling.seed, 0, 2**63 - 1)
+    unknown = sorted(set(arrays) - {"tokens", "lengths"})
+    if unknown:
+        raise BatchShapeError(f"generate takes tokens and lengths; {unknown} were sent too")
+    lengths = _check_rows(spec, arrays)
+    rows = len(lengths) * params.samples_per_prompt
+    if rows > SAMPLES_MAX:
+        raise BatchShapeError(f"{rows} samples at once; at most {SAMPLES_MAX}: split the prompts")
+    longest = int(lengths.argmax())
+    if int(lengths[longest]) + 1 > spec.max_sequence_tokens:
+        raise BatchShapeError(
+            f"prompt {longest} has {int(lengths[longest])} tokens and the deployment's "
+            f"max_sequence_tokens is {spec.max_sequence_tokens}: no room for an answer",
+            row=longest,
+        )
+    return rows * sampling.max_tokens
+
+
+def _check_rows(spec: DeploymentSpec, arrays: Arrays) -> Array:
+    """Checks `tokens` and `lengths`; returns the lengths."""
+    for name in ("tokens", "lengths"):
+        array = arrays.get(name)
+        if array is None or array.dtype != np.int32 or array.ndim != 1:
+            found = "missing" if array is None else f"{array.dtype}{list(array.shape)}"
+            raise BatchShapeError(f"{name} must be int32 of one dimension; it is {found}")
+    tokens, lengths = arrays["tokens"], arrays["lengths"]
+    if not len(lengths):
+        raise BatchShapeError("the batch has no rows: send at least one")
+    if int(lengths.min()) < 1:
+        raise BatchShapeError(
+            f"row {int(lengths.argmin())} has {int(lengths.min())} tokens: every row needs one",
+            row=int(lengths.argmin()),
+        )
+    total = int(lengths.sum(dtype=np.int64))
+    if total != len(tokens):
+        raise BatchShapeError(
+            f"lengths add up to {total} and there are {len(tokens)} tokens: rows are laid end to "
+            "end, none cut off"
+        )
+    longest = int(lengths.argmax())
+    if int(lengths[longest]) > spec.max_sequence_tokens:
+        raise BatchShapeError(
+            f"row {longest} has {int(lengths[longest])} tokens; the deployment's "
+            f"max_sequence_tokens is {spec.max_sequence_tokens}: shorten it",
+            row=longest,
+        )
+    size = int(spec.model.config["vocab_size"])
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= size))
+    if len(wrong):
+        row, position = _row_of(int(wrong[0]), lengths)
+        raise TokenRangeError(
+            f"row {row} has token {int(tokens[wrong[0]])} at position {position}; the vocabulary "
+            f"is 0 to {size - 1}: is this the model's own tokenizer?",
+            row=row,
+            position=position,
+        )
+    return lengths
+
+
+def _check_finite(name: str, array: Array, lengths: Array) -> None:
+    wrong = np.flatnonzero(~np.isfinite(array))
+    if len(wrong):
+        row, position = _row_of(int(wrong[0]), lengths)
+        raise NonFiniteInputError(
+            f"{name} is {array[wrong[0]]} in row {row} at position {position}: every value must "
+            "be finite; give unused tokens 0",
+            array=name,
+            row=row,
+            position=position,
+        )
+
+
+def _row_of(place: int, lengths: Array) -> tuple[int, int]:
+    ends = np.cumsum(lengths, dtype=np.int64)
+    row = int(np.searchsorted(ends, place, side="right"))
+    return row, place - int(ends[row] - lengths[row])
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise InvalidRequestError(f"{name} is {value}; it must be at least {least}")
+
+
+def _in_range(
+    name: str, value: float, low: float, high: float, *, open_end: bool = False
+) -> None:
+    inside = low <= value < high if open_end else low <= value <= high
+    if not (math.isfinite(value) and inside):
+        raise InvalidRequestError(f"{name} is {value}; it must be between {low} and {high}")

@@ -1,0 +1,37 @@
+"""The node agent's process: `python -m plexrl.worker --config FILE`."""
+
+import argparse
+import asyncio
+import os
+from pathlib import Path
+
+from plexrl.cluster.process import load_config, print_ready, run_until_signal
+from plexrl.worker.agent import Agent
+from plexrl.worker.config import AgentConfig
+from plexrl.worker.launcher import LocalLauncher
+
+
+def main() -> None:
+    """Serve until a signal; then end all workers."""
+    parser = argparse.ArgumentParser(prog="python -m plexrl.worker", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    config = load_config(parser.parse_args().config, AgentConfig)
+    # Inherited by the fork server, and read when it loads torch.
+    os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+    async def serve(stop: asyncio.Event) -> None:
+        connected = asyncio.Event()
+        agent = asyncio.create_task(Agent(config, LocalLauncher()).run(stop, connected))
+        greeted = asyncio.create_task(connected.wait())
+        await asyncio.wait({agent, greeted}, return_when=asyncio.FIRST_COMPLETED)
+        if greeted.done():
+            print_ready(node=config.node)
+        greeted.cancel()
+        await agent
+
+    run_until_signal(serve)
+
+
+if __name__ == "__main__":
+    main()

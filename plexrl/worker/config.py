@@ -1,0 +1,53 @@
+"""Configuration of a node agent and of the worker processes it starts."""
+
+from dataclasses import dataclass
+
+from plexrl.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """One node's agent."""
+
+    node: str
+    scheduler: str
+    """The scheduler's socket path."""
+    statemanager: str
+    """The node's StateManager's socket path."""
+    gpus: int
+    gpu_memory_bytes: int
+    """Per GPU."""
+    host_memory_bytes: int
+    """Bound of the StateManager's host tier."""
+    run_dir: str
+    """For sockets and rendezvous files: a short path."""
+    data_dir: str
+    """For logs and checkpoints."""
+    threads: int = 1
+    """Compute threads of a worker; more than its share of cores slows everybody."""
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.threads < 1:
+            raise InvalidRequestError("a node needs at least one GPU and one thread a worker")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One worker process."""
+
+    deployment: str
+    job: str
+    kind: str
+    incarnation: int
+    rank: int
+    world_size: int
+    group: str
+    address: str
+    """Unix socket path to listen on."""
+    rendezvous: str
+    """File over which the ranks of this incarnation find each other."""
+    statemanager: str
+    checkpoint_dir: str
+    spec_json: str
+    log_path: str
+    threads: int

@@ -1,0 +1,271 @@
+"""The worker process: one rank's operations, one after the other, in the order they were admitted.
+
+The main thread runs operations; threads read the sockets. While a rollout engine has work, the main
+thread alternates between taking requests and drawing tokens.
+"""
+
+import logging
+import os
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from plexrl.cluster.lifeline import die_with_parent
+from plexrl.deployment_spec import deployment_spec_from_json
+from plexrl.errors import ConflictError, ExecutionError, InvalidRequestError, PlexRLError
+from plexrl.statemanager.client import StateManagerClient
+from plexrl.wire.operations import MUTATING, PARAMS_BY_KIND, OperationKind
+from plexrl.wire.tensors import decode_body, encode_body
+from plexrl.worker.backend import Backend, BackendCall, BackendResult, RolloutBackend
+from plexrl.worker.config import WorkerConfig
+from plexrl.worker.replies import Replies, Reply, RunName
+from plexrl.worker.residency import MOVES, StateMover
+from plexrl.worker.server import Connection, Request, Server
+
+LOG = logging.getLogger(__name__)
+
+CHUNKS_MAX = 100_000
+"""Stream chunks kept of one generation for routers that ask again."""
+
+
+class Worker:
+    """Serves requests with one backend."""
+
+    def __init__(self, backend: Backend, mover: StateMover, requests: "queue.Queue[Request]") -> None:
+        self._backend = backend
+        self._mover = mover
+        self._requests = requests
+        self._replies = Replies()
+        self._listeners: dict[RunName, list[Connection]] = {}
+        self._chunks: dict[RunName, list[dict[str, Any]]] = {}
+        self._started: dict[str, tuple[RunName, float]] = {}
+        self._deferred: deque[Request] = deque()
+
+    def run(self) -> None:
+        """Serve for ever."""
+        while True:
+            self.turn(block=True)
+
+    def turn(self, *, block: bool) -> None:
+        """Take the requests that are there, then draw one token for all that generate."""
+        generating = self._generator is not None and self._generator.has_work
+        if not generating and self._deferred:
+            self._take(self._deferred.popleft())
+            return
+        try:
+            self._take(self._requests.get(block=block and not generating))
+            while True:
+                self._take(self._requests.get_nowait())
+        except queue.Empty:
+            pass
+        if self._generator is not None and self._generator.has_work:
+            self._step(self._generator)
+
+    @property
+    def _generator(self) -> RolloutBackend | None:
+        return self._backend if hasattr(self._backend, "step") else None  # type: ignore[return-value]
+
+    def _take(self, request: Request) -> None:
+        header = request.header
+        if header.get("request") == "abort":
+            if self._generator is not None:
+                self._generator.abort(header["operation"])
+            return
+        if header.get("request") != "run":
+            error = InvalidRequestError(f"unknown request {header.get('request')!r}")
+            request.connection.send({"reply": "failed", "error": error.to_wire()})
+            return
+        command = header["command"]
+        name: RunName = (command["operation"], int(command["token"]))
+        if self._replies.known(name):
+            self._attach(name, request.connection)
+            return
+        kind = OperationKind(command["kind"])
+        busy = self._generator is not None and self._generator.has_work
+        if busy and kind != OperationKind.GENERATE:
+            self._deferred.append(request)
+            return
+        self._listeners[name] = [request.connection]
+        self._begin(name, kind, header, request.payload)
+
+    def _attach(self, name: RunName, connection: Connection) -> None:
+        for chunk in self._chunks.get(name, []):
+            connection.send(chunk)
+        reply = self._replies.answer(name)
+        if reply is None:
+            self._listeners[name].append(connection)
+        else:
+            connection.send(reply.header, reply.payload)
+
+    def _begin(
+        self, name: RunName, kind: OperationKind, header: dict[str, Any], payload: bytearray
+    ) -> None:
+        command = header["command"]
+        started = time.perf_counter()
+        try:
+            if not self._replies.begin(name, command):
+                self._finish(name, BackendResult(), started)
+                return
+            if not self._mover.is_resident and kind != OperationKind.LOAD:
+                raise ConflictError(f"{kind.value} needs the state on the device")
+            if kind in MOVES:
+                result = BackendResult(result=self._mover.move(kind, command))
+            elif kind == OperationKind.BARRIER:
+                result = BackendResult()
+            else:
+                call = _call(command, kind, header.get("rank_params", {}), payload)
+                if kind == OperationKind.GENERATE:
+                    self._generate(name, call, started)
+                    return
+                result = self._backend.run(call)
+            if kind == OperationKind.LOAD or kind in MUTATING:
+                self._replies.applied_seq = int(command["seq"])
+            self._finish(name, result, started, replay=bool(command["replay"]))
+        except PlexRLError as error:
+            self._fail(name, error, state_intact=True)
+        except Exception:
+            LOG.exception("%s failed", name[0])
+            error = ExecutionError(
+                f"{kind.value} failed on the worker: see `plexrl logs`; the workers are restarted "
+                "from their last complete state"
+            )
+            self._fail(name, error, state_intact=False)
+
+    def _generate(self, name: RunName, call: BackendCall, started: float) -> None:
+        assert self._generator is not None, "only rollout deployments are sent generates"
+        emit = None
+        if call.params.stream:
+            chunks = self._chunks.setdefault(name, [])
+
+            def emit(sample: int, tokens: list[int], logprobs: list[float]) -> None:
+                chunk = {
+                    "reply": "chunk",
+                    "operation": name[0],
+                    "token": name[1],
+                    "index": len(chunks),
+                    "sample": sample,
+                    "tokens": tokens,
+                    "logprobs": logprobs,
+                }
+                if len(chunks) < CHUNKS_MAX:
+                    chunks.append(chunk)
+                for connection in self._listeners[name]:
+                    connection.send(chunk)
+
+        self._started[call.operation] = (name, started)
+        try:
+            self._generator.submit(call, emit)
+        except PlexRLError:
+            del self._started[call.operation]
+            raise
+
+    def _step(self, generator: RolloutBackend) -> None:
+        try:
+            finished = generator.step()
+        except Exception:
+            LOG.exception("generation failed")
+            error = ExecutionError("generation failed on the worker: see `plexrl logs`")
+            for name, _ in list(self._started.values()):
+                self._fail(name, error, state_intact=False)
+            # What the engine holds is beyond repair; the agent reports the exit.
+            raise SystemExit(1) from None
+        for operation, result in finished:
+            name, started = self._started.pop(operation)
+            self._finish(name, result, started)
+
+    def _finish(
+        self, name: RunName, result: BackendResult, started: float, *, replay: bool = False
+    ) -> None:
+        payload = encode_body({}, result.arrays) if result.arrays and not replay else b""
+        header = {
+            "reply": "finished",
+            "operation": name[0],
+            "token": name[1],
+            "result": result.result,
+            "compute_s": time.perf_counter() - started,
+        }
+        self._answer(name, Reply(header, payload))
+
+    def _fail(self, name: RunName, error: PlexRLError, *, state_intact: bool) -> None:
+        header = {
+            "reply": "failed",
+            "operation": name[0],
+            "token": name[1],
+            "error": error.to_wire(),
+            "state_intact": state_intact,
+        }
+        self._answer(name, Reply(header, b""))
+
+    def _answer(self, name: RunName, reply: Reply) -> None:
+        self._replies.end(name, reply)
+        self._chunks.pop(name, None)
+        for connection in self._listeners.pop(name, []):
+            connection.send(reply.header, reply.payload)
+
+
+def _call(
+    command: dict[str, Any], kind: OperationKind, rank_params: dict[str, Any], payload: bytearray
+) -> BackendCall:
+    arrays = decode_body(payload)[1] if payload else {}
+    return BackendCall(
+        operation=command["operation"],
+        kind=kind,
+        params=msgspec.json.decode(command["params_json"], type=PARAMS_BY_KIND[kind]),
+        rank_params=rank_params,
+        arrays=arrays,
+        seq=int(command["seq"]),
+    )
+
+
+def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
+    """Be a worker until killed; `ready` is called once requests can come."""
+    die_with_parent()
+    _redirect_output(config.log_path)
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s rank {config.rank}: %(message)s",
+        force=True,
+    )
+    import torch
+
+    torch.set_num_threads(config.threads)
+    spec = deployment_spec_from_json(config.spec_json)
+    if config.kind == "train":
+        _join_process_group(config)
+    from plexrl.worker.factory import make_backend
+
+    backend = make_backend(spec, config.rank, config.world_size, Path(config.checkpoint_dir))
+    client = StateManagerClient(
+        config.statemanager,
+        deployment=config.deployment,
+        rank=config.rank,
+        world_size=config.world_size,
+    )
+    server = Server(config.address)
+    worker = Worker(backend, StateMover(backend, client, config.group), server.requests)
+    LOG.info("%s incarnation %d is ready", config.deployment, config.incarnation)
+    ready()
+    worker.run()
+
+
+def _redirect_output(log_path: str) -> None:
+    path = Path(log_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+def _join_process_group(config: WorkerConfig) -> None:
+    import torch.distributed as dist
+
+    # The ranks of an incarnation meet at a file of their own; gloo needs no more on one machine.
+    store = dist.FileStore(config.rendezvous, config.world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=config.rank, world_size=config.world_size
+    )

@@ -1,0 +1,120 @@
+"""Moves of a worker's whole state, through the StateManager."""
+
+import ctypes
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+from plexrl.errors import ConflictError
+from plexrl.statemanager.client import MoveReport, StateManagerClient
+from plexrl.wire.operations import OperationKind
+from plexrl.worker.backend import Backend
+
+MOVES = frozenset(
+    {
+        OperationKind.LOAD,
+        OperationKind.OFFLOAD,
+        OperationKind.SNAPSHOT,
+        OperationKind.PUBLISH,
+        OperationKind.SYNC_WEIGHTS,
+    }
+)
+Plain = dict[str, Any]
+
+
+class StateMover:
+    """Knows whether the state is on the device; the StateManager knows all else."""
+
+    def __init__(self, backend: Backend, client: StateManagerClient, group: str) -> None:
+        self._backend = backend
+        self._client = client
+        self._group = group
+        self._built = False
+        self._was_offloaded = False
+        self.is_resident = False
+
+    def move(self, kind: OperationKind, command: Plain) -> Plain:
+        """Carry out one of `MOVES`; returns what was measured.
+
+        Raises:
+            PlexRLError: refused; the state is where it was.
+        """
+        if not self.is_resident and kind != OperationKind.LOAD:
+            raise ConflictError(f"{kind.value} needs the state on the device; it is offloaded")
+        seq, token = int(command["seq"]), int(command["token"])
+        match kind:
+            case OperationKind.LOAD:
+                return self._load(seq, token)
+            case OperationKind.OFFLOAD:
+                return self._offload(seq, int(command["keep_seq"]), token)
+            case OperationKind.SNAPSHOT:
+                parts = self._backend.live_parts()
+                keep_seq = int(command["keep_seq"])
+                return _plain(
+                    self._client.snapshot(seq=seq, keep_seq=keep_seq, token=token, parts=parts)
+                )
+            case OperationKind.PUBLISH:
+                return _plain(self._client.publish(seq=seq, token=token))
+            case _:
+                report = self._client.pull(
+                    sources=command["sources"],
+                    source=command["source"],
+                    seq=int(command["source_seq"]),
+                    wants=self._backend.slices(),
+                )
+                self._backend.after_pull()
+                return {**_plain(report), "weights_seq": int(command["source_seq"])}
+
+    def _load(self, seq: int, token: int) -> Plain:
+        if self.is_resident:
+            return {}
+        if not self._built:
+            self._backend.build()
+            self._built = True
+        self._client.register(
+            self._backend.arena, self._backend.slices(), group=self._group, token=token
+        )
+        measured: Plain = {}
+        # A process that has just built the model holds version 0: its bits depend on the spec only.
+        if seq > 0 or self._was_offloaded:
+            report = self._client.load(seq=seq, token=token)
+            self._backend.after_load(report.parts)
+            measured = _plain(report)
+        self.is_resident = True
+        return measured
+
+    def _offload(self, seq: int, keep_seq: int, token: int) -> Plain:
+        self._backend.before_offload()
+        before = self._memory()
+        parts = self._backend.live_parts()
+        report = self._client.offload(seq=seq, keep_seq=keep_seq, token=token, parts=parts)
+        self.is_resident = False
+        self._was_offloaded = True
+        gc.collect()
+        _trim_heap()
+        return {**_plain(report), "memory_before": before, "memory_after": self._memory()}
+
+    def _memory(self) -> dict[str, int]:
+        return {"arena_bytes": self._backend.arena.resident_bytes(), "rss_bytes": rss_bytes()}
+
+
+def rss_bytes() -> int:
+    """Memory that this process has resident, shared pages included."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _trim_heap() -> None:
+    """Give the C library's free memory back to the system (glibc; elsewhere no effect)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _plain(report: MoveReport) -> Plain:
+    return {
+        "bytes_moved": report.bytes_moved,
+        "seconds": report.seconds,
+        "tier": report.tier,
+    }

@@ -1,0 +1,69 @@
+"""A worker's socket: a thread a connection reads frames; one queue feeds the main thread."""
+
+import logging
+import queue
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plexrl.errors import ConnectionLostError, PayloadTooLargeError
+from plexrl.wire.framing import Buffer, recv_frame, send_frame
+
+LOG = logging.getLogger(__name__)
+
+REQUESTS_MAX = 1024
+
+
+class Connection:
+    """One router. Sending to a router that has gone is no error: the next one asks again."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+
+    def send(self, header: dict[str, Any], payload: Buffer = b"") -> None:
+        """Send one frame."""
+        with self._lock:
+            try:
+                send_frame(self._socket, header, payload)
+            except OSError as error:
+                LOG.info("an answer found no router: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One frame and who sent it."""
+
+    connection: Connection
+    header: dict[str, Any]
+    payload: bytearray
+
+
+class Server:
+    """Listens until the process ends."""
+
+    def __init__(self, address: str) -> None:
+        self.requests: queue.Queue[Request] = queue.Queue(REQUESTS_MAX)
+        Path(address).unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(address)
+        self._socket.listen(16)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            sock, _ = self._socket.accept()
+            threading.Thread(target=self._read, args=(sock,), daemon=True).start()
+
+    def _read(self, sock: socket.socket) -> None:
+        connection = Connection(sock)
+        try:
+            while True:
+                header, payload = recv_frame(sock)
+                self.requests.put(Request(connection, header, payload))
+        except (ConnectionLostError, PayloadTooLargeError, OSError) as error:
+            LOG.info("a router left: %s", error)
+        finally:
+            sock.close()
