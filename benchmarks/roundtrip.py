@@ -28,7 +28,7 @@ app = FastAPI()
 @app.post("/noop")
 async def noop() -> dict[str, bool]:
     return {"ok": True}
-sock = socket.socket(); sock.bind(("127.0.0.1", 0)); sock.listen()
+sock = socket.socket(proto=socket.IPPROTO_TCP); sock.bind(("127.0.0.1", 0)); sock.listen()
 print(sock.getsockname()[1], flush=True)
 uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False)).run(sockets=[sock])
 """

@@ -1,1 +1,31 @@
 """The SDK: what a controller imports; no torch."""
+
+from plexrl.client.batch import Batch
+from plexrl.client.cluster import Cluster, connect
+from plexrl.client.futures import AsyncFuture, Future
+from plexrl.client.job import Job, RolloutDeployment, TrainDeployment
+from plexrl.client.results import (
+    Chunk,
+    ForwardResult,
+    GenerateResult,
+    Sample,
+    StepResult,
+    TrainResult,
+)
+
+__all__ = [
+    "AsyncFuture",
+    "Batch",
+    "Chunk",
+    "Cluster",
+    "ForwardResult",
+    "Future",
+    "GenerateResult",
+    "Job",
+    "RolloutDeployment",
+    "Sample",
+    "StepResult",
+    "TrainDeployment",
+    "TrainResult",
+    "connect",
+]

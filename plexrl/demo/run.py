@@ -46,9 +46,8 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     Raises:
         PlexRLError: a controller or the cluster failed; the message holds the end of its log.
     """
-    from plexrl.cluster.embedded import start_embedded
-
     import plexrl
+    from plexrl.cluster.embedded import start_embedded
 
     console = console or Console()
     options.out.mkdir(parents=True, exist_ok=True)

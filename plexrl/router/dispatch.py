@@ -52,9 +52,7 @@ def rank_arrays(arrays: Arrays, split: Split) -> list[Arrays]:
     places = [_places(split, rank) for rank in range(len(split.rows))]
     parts: list[Arrays] = []
     for rows, place in zip(split.rows, places, strict=True):
-        part: Arrays = {
-            name: array[place] for name, array in arrays.items() if name != "lengths"
-        }
+        part: Arrays = {name: array[place] for name, array in arrays.items() if name != "lengths"}
         part["lengths"] = arrays["lengths"][list(rows)]
         parts.append(part)
     return parts

@@ -221,5 +221,3 @@ def _tokenizer_json(model: ModelSpec) -> str:
     if not model.vocabulary:
         raise NotFoundError("the model was made without a vocabulary, so it has no tokenizer")
     return char_tokenizer_json(model.vocabulary)
-
-

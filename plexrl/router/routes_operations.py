@@ -22,7 +22,10 @@ Plain = dict[str, Any]
 
 WAIT_S_MAX = 60.0
 FINAL = ("finished", "failed", "cancelled")
-BINARY = {"description": "safetensors; `params` are JSON in its metadata", "content": {MEDIA_TYPE: {}}}
+BINARY = {
+    "description": "safetensors; `params` are JSON in its metadata",
+    "content": {MEDIA_TYPE: {}},
+}
 
 
 def operation_routes(gateway: Gateway) -> APIRouter:
@@ -87,8 +90,10 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         content = encode_body({"operation": view, "result": result}, arrays)
         return Response(content, media_type=MEDIA_TYPE)
 
-    @routes.delete("/operations/{operation:path}", summary="Cancel a waiting operation, or end a "
-                   "running generation with what it has")
+    @routes.delete(
+        "/operations/{operation:path}",
+        summary="Cancel a waiting operation, or end a running generation with what it has",
+    )
     async def cancel(request: Request, operation: str) -> Plain:
         caller = await gateway.caller(request)
         fields = {"operation": operation, "tenant": caller.scope}

@@ -33,9 +33,7 @@ class SchedulerLink:
         self._has_reports = asyncio.Event()
         self.connected = asyncio.Event()
 
-    async def call(
-        self, method: str, params: Plain, *, timeout_s: float = CALL_TIMEOUT_S
-    ) -> Plain:
+    async def call(self, method: str, params: Plain, *, timeout_s: float = CALL_TIMEOUT_S) -> Plain:
         """The scheduler's answer.
 
         Raises:

@@ -273,9 +273,7 @@ def _at_least(name: str, value: int, least: int) -> None:
         raise InvalidRequestError(f"{name} is {value}; it must be at least {least}")
 
 
-def _in_range(
-    name: str, value: float, low: float, high: float, *, open_end: bool = False
-) -> None:
+def _in_range(name: str, value: float, low: float, high: float, *, open_end: bool = False) -> None:
     inside = low <= value < high if open_end else low <= value <= high
     if not (math.isfinite(value) and inside):
         raise InvalidRequestError(f"{name} is {value}; it must be between {low} and {high}")

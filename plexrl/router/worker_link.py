@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from plexrl.errors import ConnectionLostError
 from plexrl.wire.framing import Header, read_frame, write_frame

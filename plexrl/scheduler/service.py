@@ -70,7 +70,9 @@ class Service:
         try:
             await self._begin()
             remove_socket(self._config.listen)
-            server = await asyncio.start_unix_server(self._connected, self._config.listen, backlog=1024)
+            server = await asyncio.start_unix_server(
+                self._connected, self._config.listen, backlog=1024
+            )
             self._expect_nodes()
             ready()
             stopping = asyncio.create_task(stop.wait())

@@ -1,8 +1,8 @@
 """The memory that a worker's tensors live in: one anonymous file, shared with the StateManager.
 
 On a CPU node this is the device tier. The worker passes the file's descriptor to the daemon, which
-maps the same pages; giving the pages back leaves every address valid, as unmapping physical memory
-under a reserved range does on a GPU.
+copies to and from the same pages; giving the pages back leaves every address valid, as unmapping
+physical memory under a reserved range does on a GPU.
 """
 
 import mmap
@@ -29,7 +29,7 @@ class Arena:
         self._map.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Give up the descriptor; pages live on while tensors or the daemon still map them."""
+        """Give up the descriptor; pages live on while tensors or the daemon still hold them."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

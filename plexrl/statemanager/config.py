@@ -24,8 +24,10 @@ class StateManagerConfig:
     """Published parameter versions kept of each shard: the one being pulled and the next."""
     persist_on_exit: bool = True
     """Move complete versions to the NVMe tier on a clean exit, so that a restart finds them."""
+    connections_max: int = 1024
+    """Connections served at once, one thread each; a node has a few for every worker."""
 
     def __post_init__(self) -> None:
-        for name in ("host_bytes", "nvme_bytes", "published_versions"):
+        for name in ("host_bytes", "nvme_bytes", "published_versions", "connections_max"):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")

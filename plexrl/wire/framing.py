@@ -41,7 +41,9 @@ def send_frame(sock: socket.socket, header: Mapping[str, Any], payload: Buffer =
         sock.sendall(view)
 
 
-def recv_frame(sock: socket.socket) -> tuple[Header, bytearray]:
+def recv_frame(
+    sock: socket.socket, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX
+) -> tuple[Header, bytearray]:
     """The next frame of a blocking socket.
 
     Raises:
@@ -49,7 +51,7 @@ def recv_frame(sock: socket.socket) -> tuple[Header, bytearray]:
         PayloadTooLargeError: a length beyond the bound; the stream cannot be used further.
     """
     header_bytes, payload_bytes = _LENGTHS.unpack(_recv_exactly(sock, _LENGTHS.size))
-    _check_lengths(header_bytes, payload_bytes)
+    _check_lengths(header_bytes, payload_bytes, payload_bytes_max)
     header: Header = msgspec.msgpack.decode(_recv_exactly(sock, header_bytes), type=dict[str, Any])
     return header, _recv_exactly(sock, payload_bytes)
 
@@ -86,11 +88,13 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
     return header, payload
 
 
-def _check_lengths(header_bytes: int, payload_bytes: int) -> None:
-    if header_bytes > HEADER_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
+def _check_lengths(
+    header_bytes: int, payload_bytes: int, payload_bytes_max: int = PAYLOAD_BYTES_MAX
+) -> None:
+    if header_bytes > HEADER_BYTES_MAX or payload_bytes > payload_bytes_max:
         raise PayloadTooLargeError(
             f"a frame of {header_bytes} + {payload_bytes} bytes is over the bound of "
-            f"{HEADER_BYTES_MAX} + {PAYLOAD_BYTES_MAX}: split the batch",
+            f"{HEADER_BYTES_MAX} + {payload_bytes_max}: split the batch",
             header_bytes=header_bytes,
             payload_bytes=payload_bytes,
         )

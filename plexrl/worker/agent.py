@@ -52,6 +52,9 @@ class Agent:
 
     async def run(self, stop: asyncio.Event, connected: asyncio.Event) -> None:
         """Serve until `stop`, then end all workers; sets `connected` after the first greeting."""
+        for stale in Path(self._config.run_dir).glob("w-*.sock"):
+            # Of workers that died with a former agent: nobody else unlinks them.
+            stale.unlink()
         self._launcher.warm_up()
         serving = asyncio.create_task(self._serve(connected))
         stopping = asyncio.create_task(stop.wait())
@@ -198,7 +201,7 @@ class Agent:
             world_size=len(command["ranks"]),
             group=command["group"],
             address=f"{config.run_dir}/w-{short}-{rank}-{incarnation}.sock",
-            rendezvous=f"{config.run_dir}/r-{short}-{incarnation}",
+            rendezvous=f"{config.rendezvous_dir}/r-{short}-{incarnation}",
             statemanager=config.statemanager,
             checkpoint_dir=f"{config.data_dir}/checkpoints",
             spec_json=command["spec_json"],

@@ -20,7 +20,9 @@ class AgentConfig:
     host_memory_bytes: int
     """Bound of the StateManager's host tier."""
     run_dir: str
-    """For sockets and rendezvous files: a short path."""
+    """For this node's sockets: a short path, nobody else's."""
+    rendezvous_dir: str
+    """Where the ranks of a WPG find each other; the same for all nodes."""
     data_dir: str
     """For logs and checkpoints."""
     threads: int = 1

@@ -36,7 +36,9 @@ CHUNKS_MAX = 100_000
 class Worker:
     """Serves requests with one backend."""
 
-    def __init__(self, backend: Backend, mover: StateMover, requests: "queue.Queue[Request]") -> None:
+    def __init__(
+        self, backend: Backend, mover: StateMover, requests: "queue.Queue[Request]"
+    ) -> None:
         self._backend = backend
         self._mover = mover
         self._requests = requests
@@ -266,6 +268,4 @@ def _join_process_group(config: WorkerConfig) -> None:
 
     # The ranks of an incarnation meet at a file of their own; gloo needs no more on one machine.
     store = dist.FileStore(config.rendezvous, config.world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=config.rank, world_size=config.world_size
-    )
+    dist.init_process_group("gloo", store=store, rank=config.rank, world_size=config.world_size)

@@ -28,6 +28,7 @@ class TorchRolloutBackend:
             )
         self._spec = spec
         self._checkpoint_dir = checkpoint_dir
+        self._built: Engine | None = None
 
     def build(self) -> None:
         """Make the model with its weights in the arena, and the engine on it."""
@@ -52,7 +53,7 @@ class TorchRolloutBackend:
             parameter.data = home
             parameter.requires_grad_(False)
             self._weights[name] = home
-        self._engine = Engine(
+        self._built = Engine(
             model,
             slots=self._spec.max_concurrent_samples,
             sequence_tokens_max=self._spec.max_sequence_tokens,
@@ -131,4 +132,9 @@ class TorchRolloutBackend:
     @property
     def has_work(self) -> bool:
         """Some generation is unfinished."""
-        return self._engine.has_work
+        return self._built is not None and self._built.has_work
+
+    @property
+    def _engine(self) -> Engine:
+        assert self._built is not None, "build comes first"
+        return self._built

@@ -1,0 +1,59 @@
+"""PlexRL: LLM execution for RL with verifiable rewards, as a shared service of the cluster.
+
+A controller imports this package and nothing heavy comes with it: no torch, no server.
+"""
+
+from plexrl import errors, losses
+from plexrl.client import (
+    AsyncFuture,
+    Batch,
+    Chunk,
+    Cluster,
+    ForwardResult,
+    Future,
+    GenerateResult,
+    Job,
+    RolloutDeployment,
+    Sample,
+    StepResult,
+    TrainDeployment,
+    TrainResult,
+    connect,
+)
+from plexrl.client.aio import AsyncCluster, AsyncJob, connect_async
+from plexrl.errors import PlexRLError
+from plexrl.model_spec import ModelSpec, tiny_qwen2
+from plexrl.tokenizer import BOS, EOS, PAD, Tokenizer
+from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
+
+__all__ = [
+    "BOS",
+    "EOS",
+    "PAD",
+    "AdamParams",
+    "AsyncCluster",
+    "AsyncFuture",
+    "AsyncJob",
+    "Batch",
+    "Chunk",
+    "Cluster",
+    "ForwardResult",
+    "Future",
+    "GenerateResult",
+    "Job",
+    "LossSpec",
+    "ModelSpec",
+    "PlexRLError",
+    "RolloutDeployment",
+    "Sample",
+    "SamplingParams",
+    "StepResult",
+    "Tokenizer",
+    "TrainDeployment",
+    "TrainResult",
+    "connect",
+    "connect_async",
+    "errors",
+    "losses",
+    "tiny_qwen2",
+]

@@ -1,0 +1,208 @@
+"""The SDK for `async` controllers: the same surface, awaited.
+
+Submissions of one deployment leave in the order of the calls; results are awaited on the event
+loop, thousands at a time. What is rare (jobs, deployments, logs) runs the blocking client in a
+thread.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from plexrl.client import requests
+from plexrl.client.cluster import PATIENCE_S, Cluster, connect
+from plexrl.client.futures import AsyncFuture
+from plexrl.client.job import MICRO_BATCH_TOKENS, Deployment, Job
+from plexrl.client.requests import Submission
+from plexrl.client.results import ForwardResult, GenerateResult, StepResult, TrainResult
+from plexrl.client.transport import AsyncTransport
+from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
+
+if TYPE_CHECKING:
+    from plexrl.client.batch import Batch
+    from plexrl.model_spec import ModelSpec
+
+Plain = dict[str, Any]
+
+
+class AsyncDeployment:
+    """One logical model of a job; its operations run in the order of submission."""
+
+    def __init__(self, transport: AsyncTransport, deployment: Deployment) -> None:
+        self._transport = transport
+        self._sync = deployment
+        # asyncio locks are fair, so whoever called first submits first.
+        self._submitting = asyncio.Lock()
+
+    @property
+    def deployment(self) -> str:
+        """`<job>/<name>`."""
+        return self._sync.deployment
+
+    async def barrier(self) -> AsyncFuture[Plain]:
+        """Finished when everything submitted before it is."""
+        return await self._submit(requests.barrier(self.deployment))
+
+    async def load_checkpoint(self, name: str, *, job: str | None = None) -> AsyncFuture[Plain]:
+        """Restore a checkpoint."""
+        return await self._submit(requests.load_checkpoint(self.deployment, name, job))
+
+    async def status(self) -> Plain:
+        """Where it runs and where its state lies."""
+        return await asyncio.to_thread(self._sync.status)
+
+    async def _submit(self, submission: Submission) -> AsyncFuture[Any]:
+        async with self._submitting:
+            view = (await self._transport.request(submission.call)).json()
+        return AsyncFuture(self._transport, view, submission.decoder)
+
+
+class AsyncTrainDeployment(AsyncDeployment):
+    """A model that learns."""
+
+    async def forward(
+        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> AsyncFuture[ForwardResult]:
+        """Logprobs of every token given those before it."""
+        return await self._submit(requests.forward(self.deployment, batch, micro_batch_tokens))
+
+    async def forward_backward(
+        self, batch: "Batch", loss: LossSpec, *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> AsyncFuture[TrainResult]:
+        """Add the gradients of `loss` to those that wait for a step."""
+        return await self._submit(
+            requests.forward_backward(self.deployment, batch, loss, micro_batch_tokens)
+        )
+
+    async def optim_step(
+        self, params: AdamParams | None = None, **fields: float
+    ) -> AsyncFuture[StepResult]:
+        """One AdamW step with the gradients that wait."""
+        return await self._submit(
+            requests.optim_step(self.deployment, params or AdamParams(**fields))
+        )
+
+    async def save_checkpoint(self, name: str, *, overwrite: bool = False) -> AsyncFuture[Plain]:
+        """Write parameters and optimizer state."""
+        return await self._submit(
+            requests.save_checkpoint(self.deployment, name, overwrite=overwrite)
+        )
+
+
+class AsyncRolloutDeployment(AsyncDeployment):
+    """A model that generates."""
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> AsyncFuture[GenerateResult]:
+        """`n` samples of every prompt."""
+        return await self._submit(
+            requests.generate(
+                self.deployment, prompts, n, sampling or SamplingParams(), stream=False
+            )
+        )
+
+    async def sync_weights(self, source: AsyncTrainDeployment) -> AsyncFuture[Plain]:
+        """Take over the trainer's weights."""
+        return await self._submit(requests.sync_weights(self.deployment, source.deployment))
+
+
+class AsyncJob:
+    """A job of this controller; `async with` ends it when the block does."""
+
+    def __init__(self, transport: AsyncTransport, job: Job) -> None:
+        self._transport = transport
+        self._sync = job
+
+    @property
+    def job(self) -> str:
+        """The job's id."""
+        return self._sync.job
+
+    async def train_deployment(
+        self, name: str, model: "ModelSpec", **options: Any
+    ) -> AsyncTrainDeployment:
+        """As `Job.train_deployment`."""
+        made = await asyncio.to_thread(self._sync.train_deployment, name, model, **options)
+        return AsyncTrainDeployment(self._transport, made)
+
+    async def rollout_deployment(
+        self, name: str, model: "ModelSpec", **options: Any
+    ) -> AsyncRolloutDeployment:
+        """As `Job.rollout_deployment`."""
+        made = await asyncio.to_thread(self._sync.rollout_deployment, name, model, **options)
+        return AsyncRolloutDeployment(self._transport, made)
+
+    async def log(self, step: int, values: dict[str, float]) -> None:
+        """Add a row to the job's metrics."""
+        await asyncio.to_thread(self._sync.log, step, values)
+
+    async def status(self) -> Plain:
+        """The job as the scheduler sees it."""
+        return await asyncio.to_thread(self._sync.status)
+
+    async def __aenter__(self) -> "AsyncJob":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self._sync.__exit__, kind, error, trace)
+
+
+class AsyncCluster:
+    """A cluster, as one API key sees it; for one event loop."""
+
+    def __init__(self, cluster: Cluster, transport: AsyncTransport) -> None:
+        self._sync = cluster
+        self._transport = transport
+
+    async def create_job(self, name: str, **options: Any) -> AsyncJob:
+        """As `Cluster.create_job`."""
+        job = await asyncio.to_thread(self._sync.create_job, name, **options)
+        return AsyncJob(self._transport, job)
+
+    async def attach_job(self, job: str) -> AsyncJob:
+        """As `Cluster.attach_job`."""
+        return AsyncJob(self._transport, await asyncio.to_thread(self._sync.attach_job, job))
+
+    async def jobs(self) -> list[Plain]:
+        """All jobs the key may see."""
+        return await asyncio.to_thread(self._sync.jobs)
+
+    async def status(self) -> Plain:
+        """The cluster in a few numbers."""
+        return await asyncio.to_thread(self._sync.status)
+
+    async def close(self) -> None:
+        """Close the connections, and the embedded cluster if there is one."""
+        await self._transport.close()
+        await asyncio.to_thread(self._sync.close)
+
+    async def __aenter__(self) -> "AsyncCluster":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+async def connect_async(
+    url: str | None = None, api_key: str | None = None, *, timeout_s: float = PATIENCE_S
+) -> AsyncCluster:
+    """As `connect`, for `async` controllers."""
+    cluster = await asyncio.to_thread(connect, url, api_key, timeout_s=timeout_s)
+    transport = AsyncTransport(cluster.url, cluster.api_key, timeout_s)
+    return AsyncCluster(cluster, transport)

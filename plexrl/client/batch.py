@@ -1,0 +1,192 @@
+"""Batches: ragged rows, packed as they travel."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from plexrl.errors import BatchShapeError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from plexrl.client.results import Sample
+    from plexrl.wire.tensors import Arrays
+
+    Values = Sequence[float] | npt.NDArray[Any]
+    """One row's values."""
+
+
+class Batch:
+    """Rows of tokens with per-token values beside them.
+
+    Entry t of a per-token row speaks of token t as predicted from the tokens before it. Everything
+    is checked here for shape, and by the router for the rest.
+    """
+
+    def __init__(
+        self,
+        tokens: Iterable[Sequence[int]],
+        per_token: "Mapping[str, Iterable[Values]] | None" = None,
+    ) -> None:
+        """`tokens` are the rows; `per_token` holds, for each name, rows of the same lengths.
+
+        Raises:
+            BatchShapeError: a row of values has another length than its row of tokens.
+        """
+        import numpy as np
+
+        rows = [np.asarray(row, dtype=np.int32).reshape(-1) for row in tokens]
+        self._lengths = np.array([len(row) for row in rows], dtype=np.int32)
+        self._tokens = _pack(rows, np.int32)
+        self._per_token: dict[str, npt.NDArray[np.float32]] = {}
+        for name, values in (per_token or {}).items():
+            packed = [np.asarray(row, dtype=np.float32).reshape(-1) for row in values]
+            self._check(name, [len(row) for row in packed])
+            self._per_token[name] = _pack(packed, np.float32)
+
+    @classmethod
+    def from_completions(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        **per_completion_token: "Sequence[Values]",
+    ) -> "Batch":
+        """Rows of prompt and completion; the mask is 1 on the completion's tokens.
+
+        Further arguments are per-token values of the completions (`logprobs=…`), 0 on the prompts.
+
+        Raises:
+            BatchShapeError: not one completion for each prompt, or values of another length.
+        """
+        import numpy as np
+
+        _same_count("completions", len(completions), "prompts", len(prompts))
+        tokens = [
+            [*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        values: dict[str, list[Any]] = {"mask": [np.ones(len(row)) for row in completions]}
+        values |= {name: list(rows) for name, rows in per_completion_token.items()}
+        for name, rows in values.items():
+            _same_count(name, len(rows), "completions", len(completions))
+            for index, (row, completion) in enumerate(zip(rows, completions, strict=True)):
+                if len(row) != len(completion):
+                    raise BatchShapeError(
+                        f"{name}: row {index} has {len(row)} values and its completion "
+                        f"{len(completion)} tokens",
+                        array=name,
+                        row=index,
+                    )
+        shifted = {
+            name: [
+                np.concatenate([np.zeros(len(prompt), dtype=np.float32), np.asarray(row)])
+                for prompt, row in zip(prompts, rows, strict=True)
+            ]
+            for name, rows in values.items()
+        }
+        return cls(tokens, shifted)
+
+    @classmethod
+    def from_samples(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[Sequence["Sample"]],
+        advantages: Any,
+        *,
+        keep: Sequence[bool] | None = None,
+    ) -> "Batch":
+        """What a policy loss needs of generated samples: tokens, mask, logprobs and advantages.
+
+        `samples` and `advantages` are `[prompts][samples]`; a sample's advantage goes to each of
+        its tokens. `keep` drops whole prompts.
+
+        Raises:
+            BatchShapeError: the counts differ.
+        """
+        import numpy as np
+
+        _same_count("samples", len(samples), "prompts", len(prompts))
+        _same_count("advantages", len(advantages), "prompts", len(prompts))
+        flat_prompts: list[Sequence[int]] = []
+        completions: list[Sequence[int]] = []
+        logprobs: list[Values] = []
+        spread: list[Any] = []
+        for index, (prompt, group) in enumerate(zip(prompts, samples, strict=True)):
+            _same_count(
+                f"advantages of prompt {index}", len(advantages[index]), "samples", len(group)
+            )
+            if keep is not None and not keep[index]:
+                continue
+            for sample, advantage in zip(group, advantages[index], strict=True):
+                flat_prompts.append(prompt)
+                completions.append(sample.tokens)
+                logprobs.append(sample.logprobs)
+                spread.append(np.full(len(sample.tokens), advantage, dtype=np.float32))
+        return cls.from_completions(flat_prompts, completions, logprobs=logprobs, advantages=spread)
+
+    def with_values(self, name: str, rows: "Sequence[Values]") -> "Batch":
+        """This batch with further per-token values (`ref_logprobs`, `weights`, …).
+
+        Raises:
+            BatchShapeError: a row has another length than its tokens.
+        """
+        import numpy as np
+
+        packed = [np.asarray(row, dtype=np.float32).reshape(-1) for row in rows]
+        self._check(name, [len(row) for row in packed])
+        other = object.__new__(Batch)
+        other._lengths, other._tokens = self._lengths, self._tokens
+        other._per_token = {**self._per_token, name: _pack(packed, np.float32)}
+        return other
+
+    def arrays(self, names: Sequence[str] | None = None) -> "Arrays":
+        """The packed arrays; only these per-token ones where `names` is given.
+
+        Raises:
+            BatchShapeError: one of `names` is not in the batch.
+        """
+        wanted = list(self._per_token) if names is None else names
+        missing = sorted(set(wanted) - set(self._per_token))
+        if missing:
+            raise BatchShapeError(
+                f"the loss needs {', '.join(missing)}; the batch has "
+                f"{', '.join(sorted(self._per_token)) or 'no per-token values'}"
+            )
+        chosen = {name: self._per_token[name] for name in wanted}
+        return {"tokens": self._tokens, "lengths": self._lengths, **chosen}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [int(length) for length in self._lengths]
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def _check(self, name: str, lengths: Sequence[int]) -> None:
+        _same_count(name, len(lengths), "token rows", len(self._lengths))
+        for row, (length, tokens) in enumerate(zip(lengths, self._lengths, strict=True)):
+            if length != tokens:
+                raise BatchShapeError(
+                    f"{name}: row {row} has {length} values and {tokens} tokens: give every token "
+                    "a value, unused ones 0",
+                    array=name,
+                    row=row,
+                )
+
+
+def split_rows(values: Any, lengths: Sequence[int]) -> list[Any]:
+    """A packed array as its rows."""
+    import numpy as np
+
+    return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+
+def _pack(rows: "Sequence[npt.NDArray[Any]]", dtype: "type[np.generic]") -> Any:
+    import numpy as np
+
+    return np.concatenate(rows).astype(dtype) if rows else np.empty(0, dtype=dtype)
+
+
+def _same_count(what: str, count: int, other: str, wanted: int) -> None:
+    if count != wanted:
+        raise BatchShapeError(f"{count} {what} for {wanted} {other}: one for each is needed")

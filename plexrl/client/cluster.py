@@ -1,0 +1,141 @@
+"""A connection to a cluster."""
+
+import os
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from plexrl.client import requests
+from plexrl.client.job import Job
+from plexrl.client.transport import Call, Transport
+from plexrl.errors import AuthenticationError
+
+if TYPE_CHECKING:
+    from plexrl.cluster.embedded import EmbeddedCluster
+
+Plain = dict[str, Any]
+
+PATIENCE_S = 120.0
+"""How long a cluster may be silent before a request is given up."""
+
+
+class Cluster:
+    """A cluster, as one API key sees it. Safe for use by several threads."""
+
+    def __init__(self, transport: Transport, embedded: "EmbeddedCluster | None" = None) -> None:
+        self._transport = transport
+        self._embedded = embedded
+
+    @property
+    def url(self) -> str:
+        """The router's URL."""
+        return self._transport.url
+
+    @property
+    def api_key(self) -> str:
+        """The key in use."""
+        return self._transport.api_key
+
+    def create_job(
+        self,
+        name: str,
+        *,
+        tenant: str | None = None,
+        job_id: str | None = None,
+        controller_timeout_s: float = 60.0,
+        reattach_timeout_s: float = 300.0,
+    ) -> Job:
+        """Submit a job; this process is its controller and keeps it alive by heartbeats."""
+        call = requests.create_job(name, job_id, tenant, controller_timeout_s, reattach_timeout_s)
+        view = self._transport.request(call).json()
+        return Job(
+            self._transport,
+            {**view, "controller_timeout_s": controller_timeout_s},
+            heartbeat=True,
+        )
+
+    def attach_job(self, job: str, *, heartbeat: bool = True) -> Job:
+        """Become the controller of a job whose former one is gone; its deployments are as they
+        were, under the same names. Without `heartbeat` the job is only looked at."""
+        view = self._get(f"/v1/jobs/{quote(job)}")
+        if heartbeat:
+            self._transport.request(Call(method="POST", path=f"/v1/jobs/{quote(job)}/heartbeat"))
+        return Job(self._transport, view, heartbeat=heartbeat)
+
+    def jobs(self) -> list[Plain]:
+        """All jobs the key may see."""
+        return list(self._get("/v1/jobs")["jobs"])
+
+    def nodes(self) -> list[Plain]:
+        """All nodes."""
+        return list(self._get("/v1/nodes")["nodes"])
+
+    def groups(self) -> list[Plain]:
+        """All node groups (operator only)."""
+        return list(self._get("/v1/groups")["groups"])
+
+    def status(self) -> Plain:
+        """The cluster in a few numbers."""
+        return self._get("/v1/status")
+
+    def operations(
+        self, *, job: str | None = None, after: int = 0, limit: int = 1000
+    ) -> list[Plain]:
+        """Finished operations behind index `after`, oldest first, the cluster's own included."""
+        query: Plain = {"after": after, "limit": limit}
+        if job is not None:
+            query["job"] = job
+        call = Call(method="GET", path="/v1/operations", query=query)
+        return list(self._transport.request(call).json()["operations"])
+
+    def tenants(self) -> list[str]:
+        """All tenants (operator only)."""
+        return list(self._get("/v1/tenants")["tenants"])
+
+    def create_tenant(self, name: str) -> str:
+        """Create a tenant (operator only); returns its API key, which is shown only now."""
+        call = Call(method="POST", path="/v1/tenants", json={"name": name})
+        return str(self._transport.request(call).json()["api_key"])
+
+    def close(self) -> None:
+        """Close the connection, and the embedded cluster if there is one."""
+        self._transport.close()
+        if self._embedded is not None:
+            self._embedded.close()
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _get(self, path: str) -> Plain:
+        return dict(self._transport.request(Call(method="GET", path=path)).json())
+
+
+def connect(
+    url: str | None = None, api_key: str | None = None, *, timeout_s: float = PATIENCE_S
+) -> Cluster:
+    """Connect to a cluster: to `url`, else to `PLEXRL_URL`, else to an embedded one started now.
+
+    The key is `api_key`, else `PLEXRL_API_KEY`. An embedded cluster ends with the connection.
+
+    Raises:
+        AuthenticationError: there is a URL and no key.
+    """
+    embedded = None
+    url = url or os.environ.get("PLEXRL_URL")
+    api_key = api_key or os.environ.get("PLEXRL_API_KEY")
+    if url is None:
+        from plexrl.cluster.embedded import start_embedded
+
+        embedded = start_embedded()
+        url, api_key = embedded.url, embedded.api_key
+    if not api_key:
+        raise AuthenticationError(f"there is no API key for {url}: set PLEXRL_API_KEY")
+    return Cluster(Transport(url, api_key, timeout_s), embedded)

@@ -1,0 +1,159 @@
+"""Results that are yet to come."""
+
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from urllib.parse import quote
+
+from plexrl.client.results import Decoder
+from plexrl.client.transport import AsyncTransport, Call, Transport
+from plexrl.errors import DeadlineExceededError
+
+if TYPE_CHECKING:
+    import httpx
+
+ResultT = TypeVar("ResultT")
+
+POLL_S = 25.0
+"""How long the router holds a poll."""
+
+View = dict[str, Any]
+
+
+def poll_call(operation: str, wait_s: float) -> Call:
+    """The request that waits for an operation's result."""
+    return Call(
+        method="GET",
+        path=f"/v1/operations/{quote(operation, safe='')}",
+        query={"wait_s": wait_s},
+        read_timeout_s=wait_s + 60.0,
+    )
+
+
+class Pending:
+    """One operation's last known view; shared by both kinds of future."""
+
+    def __init__(self, view: View, decoder: Decoder) -> None:
+        self.operation: str = view["operation"]
+        self.view = view
+        self._decoder = decoder
+
+    def take(self, response: "httpx.Response") -> tuple[bool, Any]:
+        """(is finished, result) of a poll's answer."""
+        if response.status_code == 202:
+            self.view = response.json()
+            return False, None
+        from plexrl.wire.tensors import decode_body
+
+        params, arrays = decode_body(response.content)
+        self.view = params["operation"]
+        return True, self._decoder(params["result"], arrays)
+
+
+class Future(Generic[ResultT]):
+    """The result of an operation that was accepted. For one thread at a time."""
+
+    def __init__(self, transport: Transport, view: View, decoder: Decoder) -> None:
+        self._transport = transport
+        self._pending = Pending(view, decoder)
+        self._result: ResultT | None = None
+        self._error: Exception | None = None
+        self._is_done = False
+
+    @property
+    def operation(self) -> str:
+        """The operation's id."""
+        return self._pending.operation
+
+    def result(self, timeout_s: float | None = None) -> ResultT:
+        """Wait for the result.
+
+        Raises:
+            PlexRLError: the operation failed; the error is its own.
+            DeadlineExceededError: it is not finished after `timeout_s` seconds; ask again later.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._is_done:
+            left_s = POLL_S if deadline is None else max(0.0, deadline - time.monotonic())
+            self._poll(min(POLL_S, left_s))
+            if not self._is_done and deadline is not None and time.monotonic() >= deadline:
+                raise DeadlineExceededError(
+                    f"operation {self.operation!r} is not finished after {timeout_s:g} s: "
+                    f"{self.explain()}"
+                )
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def done(self) -> bool:
+        """Whether the result, or the operation's error, is there."""
+        if not self._is_done:
+            self._poll(0.0)
+        return self._is_done
+
+    def cancel(self) -> None:
+        """Take the operation back if it has not begun; end a running generation with what it has.
+
+        Raises:
+            ConflictError: it is running and cannot be ended.
+        """
+        path = f"/v1/operations/{quote(self.operation, safe='')}"
+        self._pending.view = self._transport.request(Call(method="DELETE", path=path)).json()
+
+    def explain(self) -> str:
+        """Why it was not finished when last asked, and until when by estimate."""
+        return explanation_text(self._pending.view)
+
+    def status(self) -> View:
+        """All that is known of the operation."""
+        self.done()
+        return dict(self._pending.view)
+
+    def _poll(self, wait_s: float) -> None:
+        from plexrl.errors import ConnectionLostError, PlexRLError
+
+        try:
+            response = self._transport.request(poll_call(self.operation, wait_s))
+        except ConnectionLostError:
+            raise
+        except PlexRLError as error:
+            self._is_done, self._error = True, error
+            return
+        self._is_done, self._result = self._pending.take(response)
+
+
+class AsyncFuture(Generic[ResultT]):
+    """The result of an operation that was accepted: `await` it."""
+
+    def __init__(self, transport: AsyncTransport, view: View, decoder: Decoder) -> None:
+        self._transport = transport
+        self._pending = Pending(view, decoder)
+
+    @property
+    def operation(self) -> str:
+        """The operation's id."""
+        return self._pending.operation
+
+    async def result(self) -> ResultT:
+        """Wait for the result. Raises the operation's own error."""
+        while True:
+            response = await self._transport.request(poll_call(self.operation, POLL_S))
+            is_finished, result = self._pending.take(response)
+            if is_finished:
+                return result  # type: ignore[no-any-return]
+
+    def explain(self) -> str:
+        """Why it was not finished when last asked, and until when by estimate."""
+        return explanation_text(self._pending.view)
+
+    def __await__(self) -> Generator[Any, None, ResultT]:
+        return self.result().__await__()
+
+
+def explanation_text(view: View) -> str:
+    """An operation's explanation in one line."""
+    found = view.get("explanation")
+    if not found:
+        return str(view["state"])
+    eta = "" if found["eta_s"] is None else f", about {found['eta_s']:.1f} s"
+    return f"{view['state']}: {found['reason']}{eta}"

@@ -1,0 +1,278 @@
+"""A job and its deployments, for a blocking controller."""
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from plexrl.client import requests
+from plexrl.client.futures import Future
+from plexrl.client.requests import Submission
+from plexrl.client.results import (
+    Chunk,
+    ForwardResult,
+    GenerateResult,
+    StepResult,
+    TrainResult,
+)
+from plexrl.client.transport import Call, Transport
+from plexrl.errors import ConnectionLostError, JobEndedError, PlexRLError
+from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
+
+if TYPE_CHECKING:
+    from plexrl.client.batch import Batch
+    from plexrl.model_spec import ModelSpec
+    from plexrl.tokenizer import Tokenizer
+
+LOG = logging.getLogger(__name__)
+
+MICRO_BATCH_TOKENS = 16_384
+Plain = dict[str, Any]
+
+
+class Deployment:
+    """One logical model of a job; its operations run in the order of submission."""
+
+    def __init__(self, transport: Transport, deployment: str) -> None:
+        self._transport = transport
+        self.deployment = deployment
+        """`<job>/<name>`."""
+        self._submitting = threading.Lock()
+
+    def barrier(self) -> Future[Plain]:
+        """Finished when everything submitted before it is."""
+        return self._submit(requests.barrier(self.deployment))
+
+    def load_checkpoint(self, name: str, *, job: str | None = None) -> Future[Plain]:
+        """Restore a checkpoint of this job, or of another one of the tenant's."""
+        return self._submit(requests.load_checkpoint(self.deployment, name, job))
+
+    def status(self) -> Plain:
+        """Where it runs and where its state lies."""
+        job, _, name = self.deployment.rpartition("/")
+        path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}"
+        return dict(self._transport.request(Call(method="GET", path=path)).json())
+
+    def tokenizer(self) -> "Tokenizer":
+        """The model's tokenizer. Needs the `tokenizers` library (`plexrl[text]`)."""
+        from plexrl.tokenizer import Tokenizer
+
+        job, _, name = self.deployment.rpartition("/")
+        path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/tokenizer"
+        return Tokenizer(self._transport.request(Call(method="GET", path=path)).text)
+
+    def _submit(self, submission: Submission) -> Future[Any]:
+        # One at a time, so that the order of calls is the order of submissions.
+        with self._submitting:
+            view = self._transport.request(submission.call).json()
+        return Future(self._transport, view, submission.decoder)
+
+
+class TrainDeployment(Deployment):
+    """A model that learns."""
+
+    def forward(
+        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> Future[ForwardResult]:
+        """Logprobs of every token given those before it."""
+        return self._submit(requests.forward(self.deployment, batch, micro_batch_tokens))
+
+    def forward_backward(
+        self,
+        batch: "Batch",
+        loss: LossSpec,
+        *,
+        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+    ) -> Future[TrainResult]:
+        """Add the gradients of `loss` to those that wait for a step."""
+        return self._submit(
+            requests.forward_backward(self.deployment, batch, loss, micro_batch_tokens)
+        )
+
+    def optim_step(self, params: AdamParams | None = None, **fields: float) -> Future[StepResult]:
+        """One AdamW step with the gradients that wait: `optim_step(learning_rate=1e-4)`."""
+        return self._submit(requests.optim_step(self.deployment, params or AdamParams(**fields)))
+
+    def save_checkpoint(self, name: str, *, overwrite: bool = False) -> Future[Plain]:
+        """Write parameters and optimizer state; `transformers` loads the directory as it is."""
+        return self._submit(requests.save_checkpoint(self.deployment, name, overwrite=overwrite))
+
+
+class RolloutDeployment(Deployment):
+    """A model that generates."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> Future[GenerateResult]:
+        """`n` samples of every prompt."""
+        return self._submit(
+            requests.generate(
+                self.deployment, prompts, n, sampling or SamplingParams(), stream=False
+            )
+        )
+
+    def generate_stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> Iterator[Chunk | GenerateResult]:
+        """Tokens as they are drawn, then the whole result.
+
+        A router that goes away in between is waited for; no chunk is given twice.
+        """
+        future = self._submit(
+            requests.generate(
+                self.deployment, prompts, n, sampling or SamplingParams(), stream=True
+            )
+        )
+        path = f"/v1/operations/{quote(future.operation, safe='')}/stream"
+        seen = 0
+        while not future.done():
+            call = Call(method="GET", path=path, query={"after": seen})
+            try:
+                for line in self._transport.lines(call):
+                    chunk = json.loads(line)
+                    if chunk.get("done"):
+                        break
+                    seen = chunk["index"] + 1
+                    prompt, sample = divmod(chunk["sample"], n)
+                    yield Chunk(prompt, sample, chunk["tokens"], chunk["logprobs"])
+            except ConnectionLostError as error:
+                LOG.info("the stream broke (%s); taking it up again", error)
+        yield future.result()
+
+    def sync_weights(self, source: TrainDeployment) -> Future[Plain]:
+        """Take over the trainer's weights as they are after what was submitted to it before."""
+        return self._submit(requests.sync_weights(self.deployment, source.deployment))
+
+
+class Job:
+    """A job of this controller. As a context manager it ends the job when the block does."""
+
+    def __init__(self, transport: Transport, view: Plain, *, heartbeat: bool) -> None:
+        self._transport = transport
+        self.job: str = view["job"]
+        self.name: str = view["name"]
+        self._ended = threading.Event()
+        self._path = f"/v1/jobs/{quote(self.job)}"
+        if heartbeat:
+            # A third of the shortest useful timeout: two beats may be lost.
+            period_s = min(20.0, float(view.get("controller_timeout_s", 60.0)) / 3)
+            beating = threading.Thread(target=self._beat, args=(period_s,), daemon=True)
+            beating.start()
+
+    def train_deployment(
+        self,
+        name: str,
+        model: "ModelSpec",
+        *,
+        workers: int = 1,
+        exclusive: bool = False,
+        backend: str | None = None,
+        max_sequence_tokens: int = 512,
+    ) -> TrainDeployment:
+        """Create (or take up again) a model that learns, on `workers` GPUs.
+
+        Raises:
+            ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
+        """
+        options = {
+            "workers": workers,
+            "exclusive": exclusive,
+            "backend": backend,
+            "max_sequence_tokens": max_sequence_tokens,
+        }
+        return TrainDeployment(self._transport, self._deploy(name, "train", model, options))
+
+    def rollout_deployment(
+        self,
+        name: str,
+        model: "ModelSpec",
+        *,
+        backend: str | None = None,
+        max_sequence_tokens: int = 512,
+        max_concurrent_samples: int = 256,
+    ) -> RolloutDeployment:
+        """Create (or take up again) a model that generates, on a GPU of its own.
+
+        Raises:
+            ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
+        """
+        options = {
+            "backend": backend,
+            "max_sequence_tokens": max_sequence_tokens,
+            "max_concurrent_samples": max_concurrent_samples,
+        }
+        return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Add a row to the job's metrics."""
+        body = {"step": step, "values": {name: float(value) for name, value in values.items()}}
+        self._transport.request(Call(method="POST", path=f"{self._path}/metrics", json=body))
+
+    def metrics(self, after: int = 0) -> list[Plain]:
+        """Rows of the job's metrics behind row `after`."""
+        call = Call(method="GET", path=f"{self._path}/metrics", query={"after": after})
+        return list(self._transport.request(call).json()["rows"])
+
+    def logs(self, deployment: str | None = None, lines: int = 100) -> list[Plain]:
+        """The ends of its workers' logs."""
+        query: Plain = {"lines": lines}
+        if deployment is not None:
+            query["deployment"] = deployment
+        call = Call(method="GET", path=f"{self._path}/logs", query=query)
+        return list(self._transport.request(call).json()["logs"])
+
+    def status(self) -> Plain:
+        """The job as the scheduler sees it."""
+        return dict(self._transport.request(Call(method="GET", path=self._path)).json())
+
+    def finish(self, outcome: str = "completed", reason: str = "") -> None:
+        """End the job: `completed`, `failed` or `cancelled`. A job that ended stays as it is."""
+        self._ended.set()
+        body = {"outcome": outcome, "reason": reason}
+        self._transport.request(Call(method="POST", path=f"{self._path}/finish", json=body))
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.finish()
+            return
+        interrupted = isinstance(error, KeyboardInterrupt)
+        try:
+            self.finish(
+                "cancelled" if interrupted else "failed", f"{type(error).__name__}: {error}"
+            )
+        except PlexRLError as second:
+            # The block's own error is the one to show.
+            LOG.warning("the job could not be ended: %s", second)
+
+    def _deploy(self, name: str, kind: str, model: "ModelSpec", options: Plain) -> str:
+        call = requests.create_deployment(self.job, name, kind, model, options)
+        return str(self._transport.request(call).json()["deployment"])
+
+    def _beat(self, period_s: float) -> None:
+        call = Call(method="POST", path=f"{self._path}/heartbeat")
+        while not self._ended.wait(period_s):
+            try:
+                self._transport.request(call)
+            except JobEndedError:
+                return
+            except PlexRLError as error:
+                LOG.warning("a heartbeat of %s failed: %s", self.job, error)

@@ -1,0 +1,175 @@
+"""What the SDK asks for, as plain requests: no I/O, so blocking and async clients share it."""
+
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import msgspec
+
+from plexrl.client import results
+from plexrl.client.transport import Call
+from plexrl.wire.operations import (
+    LOSS_INPUTS,
+    AdamParams,
+    BarrierParams,
+    CheckpointParams,
+    ForwardBackwardParams,
+    ForwardParams,
+    GenerateParams,
+    LossSpec,
+    OperationKind,
+    SamplingParams,
+    SyncWeightsParams,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from plexrl.client.batch import Batch
+    from plexrl.model_spec import ModelSpec
+    from plexrl.wire.tensors import Arrays
+
+JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request for an operation, and how to read its result."""
+
+    call: Call
+    decoder: results.Decoder
+
+
+def new_operation(job: str) -> str:
+    """An id nobody else has."""
+    return f"{job}:{uuid.uuid4().hex}"
+
+
+def submission(
+    deployment: str,
+    kind: OperationKind,
+    params: Any,
+    decoder: results.Decoder,
+    arrays: "Arrays | None" = None,
+) -> Submission:
+    """An operation on `<job>/<name>`."""
+    job, _, name = deployment.rpartition("/")
+    plain = msgspec.to_builtins(params)
+    if arrays is None:
+        content, content_type = msgspec.json.encode(plain), JSON
+    else:
+        from plexrl.wire.tensors import MEDIA_TYPE, encode_body
+
+        content, content_type = encode_body(plain, arrays), MEDIA_TYPE
+    return Submission(
+        Call(
+            method="POST",
+            path=f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/operations/{kind.value}",
+            query={"operation": new_operation(job)},
+            content=content,
+            content_type=content_type,
+        ),
+        decoder,
+    )
+
+
+def forward(deployment: str, batch: "Batch", micro_batch_tokens: int) -> Submission:
+    """Logprobs of every token."""
+    return submission(
+        deployment,
+        OperationKind.FORWARD,
+        ForwardParams(micro_batch_tokens=micro_batch_tokens),
+        results.forward_decoder(batch.lengths),
+        batch.arrays(()),
+    )
+
+
+def forward_backward(
+    deployment: str, batch: "Batch", loss: LossSpec, micro_batch_tokens: int
+) -> Submission:
+    """Gradients of a loss, added to those that wait."""
+    names = [*LOSS_INPUTS[loss.name], *(["ref_logprobs"] if loss.kl_coef > 0 else [])]
+    return submission(
+        deployment,
+        OperationKind.FORWARD_BACKWARD,
+        ForwardBackwardParams(loss=loss, micro_batch_tokens=micro_batch_tokens),
+        results.train_decoder(batch.lengths),
+        batch.arrays(names),
+    )
+
+
+def optim_step(deployment: str, params: AdamParams) -> Submission:
+    """One step with the gradients that wait."""
+    return submission(deployment, OperationKind.OPTIM_STEP, params, results.decode_step)
+
+
+def generate(
+    deployment: str,
+    prompts: "Sequence[Sequence[int]]",
+    n: int,
+    sampling: SamplingParams,
+    *,
+    stream: bool,
+) -> Submission:
+    """Samples of prompts."""
+    from plexrl.client.batch import Batch
+
+    return submission(
+        deployment,
+        OperationKind.GENERATE,
+        GenerateParams(samples_per_prompt=n, sampling=sampling, stream=stream),
+        results.generate_decoder(n),
+        Batch(prompts).arrays(()),
+    )
+
+
+def sync_weights(deployment: str, source: str) -> Submission:
+    """Bring a rollout deployment to its trainer's weights."""
+    params = SyncWeightsParams(source=source)
+    return submission(deployment, OperationKind.SYNC_WEIGHTS, params, results.decode_plain)
+
+
+def save_checkpoint(deployment: str, name: str, *, overwrite: bool) -> Submission:
+    """Write a checkpoint."""
+    params = CheckpointParams(name=name, overwrite=overwrite)
+    return submission(deployment, OperationKind.SAVE_CHECKPOINT, params, results.decode_plain)
+
+
+def load_checkpoint(
+    deployment: str, name: str, job: str | None, *, optimizer: bool = True
+) -> Submission:
+    """Restore a checkpoint."""
+    params = CheckpointParams(name=name, job=job, optimizer=optimizer)
+    return submission(deployment, OperationKind.LOAD_CHECKPOINT, params, results.decode_plain)
+
+
+def barrier(deployment: str) -> Submission:
+    """Nothing, in its turn."""
+    return submission(deployment, OperationKind.BARRIER, BarrierParams(), results.decode_plain)
+
+
+def create_job(
+    name: str,
+    job_id: str | None,
+    tenant: str | None,
+    controller_timeout_s: float,
+    reattach_timeout_s: float,
+) -> Call:
+    """Submit a job."""
+    body = {
+        "job": job_id or f"{name}-{uuid.uuid4().hex[:8]}",
+        "name": name,
+        "tenant": tenant,
+        "controller_timeout_s": controller_timeout_s,
+        "reattach_timeout_s": reattach_timeout_s,
+    }
+    return Call(method="POST", path="/v1/jobs", json=body)
+
+
+def create_deployment(
+    job: str, name: str, kind: str, model: "ModelSpec", options: dict[str, Any]
+) -> Call:
+    """Create a deployment."""
+    body = {"name": name, "kind": kind, "model": msgspec.to_builtins(model), **options}
+    return Call(method="POST", path=f"/v1/jobs/{quote(job)}/deployments", json=body)

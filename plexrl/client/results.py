@@ -1,0 +1,126 @@
+"""What operations answer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from plexrl.client.batch import split_rows
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from plexrl.wire.tensors import Arrays
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One generated sample."""
+
+    tokens: list[int]
+    logprobs: "npt.NDArray[np.float32]"
+    """Of each token under the model itself, before temperature and truncation."""
+    finish_reason: str
+    """`stop`, `length` or `abort`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """All samples of a `generate`."""
+
+    samples: list[list[Sample]]
+    """`[prompts][samples]`."""
+    weights_seq: int
+    """Version of the weights that drew them: mutations applied to the rollout deployment."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """Logprobs of a `forward`."""
+
+    logprobs: list[Any]
+    """For each row float32 `[tokens]`; entry 0 is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a `forward_backward` measured."""
+
+    metrics: dict[str, float]
+    """`loss`, `tokens`, and means over tokens of what the loss reports."""
+    logprobs: list[Any]
+    """For each row float32 `[tokens]`, before the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an `optim_step` measured."""
+
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some tokens of a streamed generation."""
+
+    prompt: int
+    sample: int
+    tokens: list[int]
+    logprobs: list[float]
+
+
+Decoder = Callable[[Mapping[str, Any], "Arrays"], Any]
+"""From the small result and the arrays to what the caller gets."""
+
+
+def generate_decoder(samples_per_prompt: int) -> Decoder:
+    """Decodes a `generate` result."""
+
+    def decode(result: Mapping[str, Any], arrays: "Arrays") -> GenerateResult:
+        lengths = arrays["lengths"].tolist()
+        tokens = split_rows(arrays["tokens"], lengths)
+        logprobs = split_rows(arrays["logprobs"], lengths)
+        flat = [
+            Sample(t.tolist(), p, FINISH_REASONS[code])
+            for t, p, code in zip(tokens, logprobs, arrays["finish"].tolist(), strict=True)
+        ]
+        groups = [
+            flat[start : start + samples_per_prompt]
+            for start in range(0, len(flat), samples_per_prompt)
+        ]
+        return GenerateResult(groups, int(result["weights_seq"]))
+
+    return decode
+
+
+def forward_decoder(lengths: list[int]) -> Decoder:
+    """Decodes a `forward` result."""
+
+    def decode(result: Mapping[str, Any], arrays: "Arrays") -> ForwardResult:
+        del result
+        return ForwardResult(split_rows(arrays["logprobs"], lengths))
+
+    return decode
+
+
+def train_decoder(lengths: list[int]) -> Decoder:
+    """Decodes a `forward_backward` result."""
+
+    def decode(result: Mapping[str, Any], arrays: "Arrays") -> TrainResult:
+        return TrainResult(dict(result["metrics"]), split_rows(arrays["logprobs"], lengths))
+
+    return decode
+
+
+def decode_step(result: Mapping[str, Any], arrays: "Arrays") -> StepResult:
+    """Decodes an `optim_step` result."""
+    del arrays
+    return StepResult(dict(result["metrics"]))
+
+
+def decode_plain(result: Mapping[str, Any], arrays: "Arrays") -> dict[str, Any]:
+    """Decodes results that are small values only."""
+    del arrays
+    return dict(result)

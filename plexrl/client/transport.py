@@ -1,0 +1,203 @@
+"""HTTP with patience: requests are repeated until there is an answer or no hope.
+
+Every request is safe to repeat: it names its job, deployment or operation by an id that the client
+chose, and the router answers a repetition as it answered the first.
+"""
+
+import asyncio
+import json
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from plexrl.errors import ConnectionLostError, PlexRLError, from_wire
+
+if TYPE_CHECKING:
+    import httpx
+
+BACKOFF_S = 0.05
+BACKOFF_S_MAX = 2.0
+CONNECT_TIMEOUT_S = 10.0
+RETRIED = frozenset({429, 502, 503, 504})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request."""
+
+    method: str
+    path: str
+    query: dict[str, Any] = field(default_factory=dict)
+    json: Any = None
+    content: bytes | None = None
+    content_type: str | None = None
+    read_timeout_s: float = 60.0
+
+
+class Patience:
+    """When to try again, and when to give up."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._backoff_s = BACKOFF_S
+
+    def pause_s(self, error: PlexRLError) -> float:
+        """Seconds to wait before the next try.
+
+        Raises:
+            PlexRLError: `error`, where there is no time left.
+        """
+        asked = error.details.get("retry_after_s")
+        pause_s = self._backoff_s * random.uniform(0.5, 1.0)
+        if isinstance(asked, int | float):
+            pause_s = max(pause_s, float(asked))
+        self._backoff_s = min(2 * self._backoff_s, BACKOFF_S_MAX)
+        if time.monotonic() + pause_s > self._deadline:
+            raise error
+        return pause_s
+
+
+class Transport:
+    """Blocking requests to one cluster. Safe for use by several threads."""
+
+    def __init__(self, url: str, api_key: str, timeout_s: float) -> None:
+        import httpx
+
+        self.url = url.rstrip("/")
+        self.api_key = api_key
+        self.timeout_s = timeout_s
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers=_headers(api_key),
+            limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
+        )
+
+    def request(self, call: Call) -> "httpx.Response":
+        """The answer to `call`, if it is a good one.
+
+        Raises:
+            PlexRLError: the cluster refused it.
+            ConnectionLostError: no cluster answered for `timeout_s` seconds.
+        """
+        patience = Patience(self.timeout_s)
+        while True:
+            error = self._try(call)
+            if not isinstance(error, PlexRLError):
+                return error
+            time.sleep(patience.pause_s(error))
+
+    def _try(self, call: Call) -> "httpx.Response | PlexRLError":
+        import httpx
+
+        try:
+            response = self._client.send(_build(self._client, call))
+        except httpx.TransportError as error:
+            return _lost(self.url, error)
+        return checked(response)
+
+    def lines(self, call: Call) -> Any:
+        """The lines of a streamed answer, as they come. Raises as `request`, but tries once."""
+        import httpx
+
+        try:
+            with self._client.stream(
+                call.method, call.path, params=call.query, timeout=_timeout(call)
+            ) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    raise error_of(response)
+                yield from response.iter_lines()
+        except httpx.TransportError as error:
+            raise _lost(self.url, error) from error
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
+
+
+class AsyncTransport:
+    """As `Transport`, for one event loop."""
+
+    def __init__(self, url: str, api_key: str, timeout_s: float) -> None:
+        import httpx
+
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers=_headers(api_key),
+            limits=httpx.Limits(max_connections=2048, max_keepalive_connections=256),
+        )
+
+    async def request(self, call: Call) -> "httpx.Response":
+        """The answer to `call`, if it is a good one. Raises as `Transport.request`."""
+        import httpx
+
+        patience = Patience(self.timeout_s)
+        while True:
+            try:
+                response = checked(await self._client.send(_build(self._client, call)))
+            except httpx.TransportError as error:
+                response = _lost(self.url, error)
+            if not isinstance(response, PlexRLError):
+                return response
+            await asyncio.sleep(patience.pause_s(response))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+
+def checked(response: "httpx.Response") -> "httpx.Response | PlexRLError":
+    """A good response as it is; an error worth another try is returned, any other raised."""
+    if response.status_code < 400:
+        return response
+    error = error_of(response)
+    if response.status_code not in RETRIED or error.code == "deadline_exceeded":
+        raise error
+    after = response.headers.get("retry-after", "")
+    if after.isdigit():
+        error.details.setdefault("retry_after_s", float(after))
+    return error
+
+
+def error_of(response: "httpx.Response") -> PlexRLError:
+    """The typed error of a bad response."""
+    try:
+        body = json.loads(response.content)["error"]
+    except (ValueError, KeyError, TypeError):
+        text = response.text[:200]
+        return PlexRLError(f"HTTP {response.status_code} from {response.url}: {text}")
+    return from_wire(body)
+
+
+def _headers(api_key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"}
+
+
+def _timeout(call: Call) -> "httpx.Timeout":
+    import httpx
+
+    return httpx.Timeout(call.read_timeout_s, connect=CONNECT_TIMEOUT_S)
+
+
+def _build(client: "httpx.Client | httpx.AsyncClient", call: Call) -> "httpx.Request":
+    headers = {} if call.content_type is None else {"content-type": call.content_type}
+    return client.build_request(
+        call.method,
+        call.path,
+        params=call.query,
+        json=call.json,
+        content=call.content,
+        headers=headers,
+        timeout=_timeout(call),
+    )
+
+
+def _lost(url: str, error: Exception) -> ConnectionLostError:
+    return ConnectionLostError(
+        f"no answer from {url} ({type(error).__name__}: {error}): is the cluster up, and the URL "
+        "right?"
+    )

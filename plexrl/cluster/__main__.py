@@ -1,0 +1,42 @@
+"""A supervisor without a terminal: `python -m plexrl.cluster --data-dir DIR`.
+
+Prints one JSON line with the URL and the operator's key, and ends with its parent.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from plexrl.cluster.config import ClusterOptions
+from plexrl.cluster.lifeline import die_with_parent
+from plexrl.cluster.supervisor import Endpoint, run_cluster
+from plexrl.errors import PlexRLError
+
+NUMBERS = (
+    *("nodes", "gpus-per-node", "gpu-memory-bytes", "host-memory-bytes", "nvme-bytes"),
+    *("port", "journal-bytes-max"),
+)
+
+
+def main() -> None:
+    """Run until a signal, or until the parent is gone."""
+    parser = argparse.ArgumentParser(prog="python -m plexrl.cluster", description=__doc__)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--policy")
+    for name in NUMBERS:
+        parser.add_argument(f"--{name}", type=int)
+    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    die_with_parent()
+
+    def ready(endpoint: Endpoint) -> None:
+        sys.stdout.write(endpoint.to_json() + "\n")
+        sys.stdout.flush()
+
+    try:
+        run_cluster(ClusterOptions(**given), ready)
+    except PlexRLError as error:
+        sys.exit(f"plexrl: {error.message}")
+
+
+if __name__ == "__main__":
+    main()

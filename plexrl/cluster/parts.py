@@ -1,0 +1,127 @@
+"""The processes of an embedded cluster: their folders, configurations and order."""
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plexrl.cluster.config import ClusterOptions
+
+SHARED_MEMORY = Path("/dev/shm")
+TEMPORARY = Path("/tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process: `python -m <module> --config <file>`."""
+
+    name: str
+    module: str
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where an embedded cluster keeps its things."""
+
+    data: Path
+    run: Path
+    """Sockets and configurations; a short path, since socket paths are."""
+    shared_memory: Path
+    """Host tiers."""
+
+    @classmethod
+    def of(cls, data_dir: Path) -> "Folders":
+        """Named after the data directory, so that what a killed cluster left can be found."""
+        data = data_dir.resolve()
+        tag = hashlib.sha256(str(data).encode()).hexdigest()[:10]
+        memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else TEMPORARY
+        return cls(data, TEMPORARY / f"plexrl-{tag}", memory / f"plexrl-{tag}")
+
+    def make(self) -> None:
+        """Make all of them; what a killed cluster left of the sockets is removed."""
+        shutil.rmtree(self.run, ignore_errors=True)
+        for folder in (self.data, self.run, self.shared_memory, self.data / "logs"):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def remove(self) -> None:
+        """Remove what must not outlive the cluster."""
+        shutil.rmtree(self.run, ignore_errors=True)
+        shutil.rmtree(self.shared_memory, ignore_errors=True)
+
+
+def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int) -> list[Part]:
+    """All processes, in the order of their start; they end in the opposite order."""
+    scheduler_socket = str(folders.run / "scheduler.sock")
+    found = [
+        Part(
+            "scheduler",
+            "plexrl.scheduler",
+            {
+                "listen": scheduler_socket,
+                "journal": str(folders.data / "journal.sqlite"),
+                "journal_bytes_max": options.journal_bytes_max,
+                "policy": options.policy,
+                "operator_key_digest": key_digest,
+            },
+        )
+    ]
+    for index in range(options.nodes):
+        node = f"node{index}"
+        run = folders.run / node
+        run.mkdir(exist_ok=True, mode=0o700)
+        socket = str(run / "sm.sock")
+        found.append(
+            Part(
+                f"statemanager-{node}",
+                "plexrl.statemanager",
+                {
+                    "node": node,
+                    "listen": socket,
+                    "host_dir": str(folders.shared_memory / node),
+                    "host_bytes": options.host_memory_bytes,
+                    "nvme_dir": str(folders.data / "nodes" / node / "nvme"),
+                    "nvme_bytes": options.nvme_bytes,
+                },
+            )
+        )
+        found.append(
+            Part(
+                f"agent-{node}",
+                "plexrl.worker",
+                {
+                    "node": node,
+                    "scheduler": scheduler_socket,
+                    "statemanager": socket,
+                    "gpus": options.gpus_per_node,
+                    "gpu_memory_bytes": options.gpu_memory_bytes,
+                    "host_memory_bytes": options.host_memory_bytes,
+                    "run_dir": str(run),
+                    "rendezvous_dir": str(folders.run),
+                    "data_dir": str(folders.data),
+                },
+            )
+        )
+    found.append(
+        Part(
+            "router",
+            "plexrl.router",
+            {
+                "router": "router0",
+                "scheduler": scheduler_socket,
+                "host": options.host,
+                "port": port,
+                "data_dir": str(folders.data),
+            },
+        )
+    )
+    return found
+
+
+def write_config(part: Part, folders: Folders) -> Path:
+    """The part's configuration file."""
+    path = folders.run / f"{part.name}.json"
+    path.write_text(json.dumps(part.config, indent=1))
+    return path

@@ -1,0 +1,170 @@
+"""What client and daemon say to each other over the Unix socket.
+
+A message is a frame (`plexrl.wire.framing`). Descriptors follow their frame, each on a byte of its
+own, and the frame says how many; so the stream stays in step whatever becomes of the request.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plexrl.errors import ConnectionLostError, PlexRLError, from_wire
+from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.wire.codec import Codec
+from plexrl.wire.framing import recv_frame, send_frame
+
+DESCRIPTORS_MAX = 1024
+"""Descriptors that one message may carry: far more than a node has ranks."""
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Base of all requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register(Request):
+    """Make this connection the rank's; the arena's descriptor comes along."""
+
+    deployment: str
+    rank: int
+    world_size: int
+    group: str
+    token: int
+    slices: tuple[StateSlice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save(Request):
+    """Store `parts` of the arena as version `seq`."""
+
+    seq: int
+    keep_seq: int
+    token: int
+    parts: tuple[StatePart, ...]
+    meta_json: str
+    same_as: str | None
+    """Stamp of the stored version that the arena is known to equal; absent: of none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(Request):
+    """Bring version `seq` into the arena."""
+
+    seq: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish(Request):
+    """Store parameters and buffers as the published version `seq`."""
+
+    seq: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenPublished(Request):
+    """Descriptors of a published version's shards, one each; held in place for the connection."""
+
+    source: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage(Request):
+    """Who holds how much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release(Request):
+    """Drop everything kept for a deployment."""
+
+    deployment: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedShard:
+    """One rank's part of a published version, in the file whose descriptor has the same index."""
+
+    slices: tuple[StateSlice, ...]
+    """`arena_offset` counts from the start of the file."""
+    file_bytes: int
+
+
+REQUESTS: Codec[Request] = Codec(Register, Save, Load, Publish, OpenPublished, Usage, Release)
+
+
+def send_request(connection: socket.socket, request: Request, fds: Sequence[int] = ()) -> None:
+    """Send one request."""
+    _send(connection, {"request": REQUESTS.to_plain(request)}, fds)
+
+
+def recv_request(connection: socket.socket) -> tuple[Any, list[int]]:
+    """The next request, not yet decoded, and its descriptors, which the caller must close.
+
+    Raises:
+        ConnectionLostError: the client closed.
+        PayloadTooLargeError: the client is beyond a bound; the connection cannot be used further.
+    """
+    header, fds = _recv(connection)
+    return header.get("request"), fds
+
+
+def send_answer(connection: socket.socket, answer: Answer, fds: Sequence[int] = ()) -> None:
+    """Send what came of a request."""
+    _send(connection, {"result": answer}, fds)
+
+
+def send_error(connection: socket.socket, error: PlexRLError) -> None:
+    """Send that a request was refused."""
+    _send(connection, {"error": error.to_wire()}, ())
+
+
+def recv_answer(connection: socket.socket) -> tuple[Answer, list[int]]:
+    """The answer to the last request, and its descriptors, which the caller must close.
+
+    Raises:
+        PlexRLError: what the daemon raised.
+        ConnectionLostError: the daemon closed.
+    """
+    header, fds = _recv(connection)
+    if "error" in header:
+        raise from_wire(header["error"])
+    result: Answer = header["result"]
+    return result, fds
+
+
+def _send(connection: socket.socket, header: dict[str, Any], fds: Sequence[int]) -> None:
+    send_frame(connection, {**header, "fds": len(fds)})
+    for fd in fds:
+        socket.send_fds(connection, [b"\0"], [fd])
+
+
+def _recv(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    # Nothing bulky travels on this socket, so no message has a payload.
+    header, _ = recv_frame(connection, payload_bytes_max=0)
+    count = header.get("fds", 0)
+    if not isinstance(count, int) or not 0 <= count <= DESCRIPTORS_MAX:
+        raise ConnectionLostError(f"a message announced {count!r} descriptors")
+    fds: list[int] = []
+    try:
+        for _ in range(count):
+            _, received, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            if not received:
+                raise ConnectionLostError("the peer closed before its descriptors came")
+            fds += received
+    except BaseException:
+        close_all(fds)
+        raise
+    return header, fds
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors that came with a message."""
+    for fd in fds:
+        os.close(fd)
