@@ -113,9 +113,7 @@ class Controller:
             rewards.std(1, keepdims=True) + 1e-4
         )
         # A group whose samples all scored alike teaches nothing; leave its tokens out.
-        batch = plexrl.Batch.from_samples(
-            prompts, samples, advantages, keep=rewards.std(1) > 0.0
-        )
+        batch = plexrl.Batch.from_samples(prompts, samples, advantages, keep=rewards.std(1) > 0.0)
         if len(batch):
             warm_in = min(1.0, (step + 1) / 10)
             decay = 1.0 - 0.9 * step / self.options.steps
@@ -142,7 +140,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2, help="GPUs of the actor")
-    parser.add_argument("--exclusive", action="store_true", help="share the actor's GPUs with nobody")
+    parser.add_argument(
+        "--exclusive", action="store_true", help="share the actor's GPUs with nobody"
+    )
     parser.add_argument("--name", default=None, help="job name; default: the task's")
     options = parser.parse_args()
     with plexrl.connect() as cluster, cluster.create_job(options.name or options.task) as job:

@@ -22,13 +22,13 @@ class ControllerPlan:
 
 
 def example_path() -> Path:
-    """The controller's script: in the installed package, else in the repository's `examples/`.
+    """The controller's script: in the clone's `examples/`, else where the package installed it.
 
     Raises:
         NotFoundError: the package was installed without its examples.
     """
-    here = Path(__file__).parent
-    for folder in (here / "_examples", here.parent.parent / "examples"):
+    clone = Path(__file__).parent.parent.parent
+    for folder in (clone / "examples", Path(sys.prefix) / "share" / "plexrl" / "examples"):
         if (folder / EXAMPLE).is_file():
             return folder / EXAMPLE
     raise NotFoundError(f"{EXAMPLE} is not installed: run the demo from a clone of the repository")

@@ -1,0 +1,65 @@
+"""What the commands share: which cluster is meant, and how its answers are shown."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plexrl.errors import ConnectionLostError
+
+if TYPE_CHECKING:
+    from plexrl.client import Cluster
+
+DATA_DIR = Path("~/.plexrl")
+PATIENCE_S = 5.0
+"""A person at a terminal would rather hear that nobody answers."""
+
+
+def data_dir_option(path: Path) -> Path:
+    """The data directory with `~` resolved."""
+    return path.expanduser()
+
+
+def open_cluster(url: str | None, api_key: str | None, data_dir: Path) -> "Cluster":
+    """The cluster at `url`, or the local one that runs on `data_dir`.
+
+    Raises:
+        ConnectionLostError: no URL was given and no local cluster runs.
+    """
+    from plexrl.client import connect
+    from plexrl.cluster.supervisor import read_endpoint
+
+    if url is None:
+        folder = data_dir_option(data_dir)
+        endpoint = read_endpoint(folder)
+        if endpoint is None:
+            raise ConnectionLostError(
+                f"no cluster runs on {folder}: start one with `plexrl up`, or set PLEXRL_URL"
+            )
+        url, api_key = endpoint.url, api_key or endpoint.api_key
+    return connect(url, api_key, timeout_s=PATIENCE_S)
+
+
+class Output:
+    """Prints tables for people, JSON for programs."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def table(
+        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], found: Any
+    ) -> None:
+        """`rows` as a table, or `found` as JSON."""
+        if self._as_json:
+            sys.stdout.write(json.dumps(found) + "\n")
+            return
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column)
+        for row in rows:
+            table.add_row(*("" if value is None else str(value) for value in row))
+        Console().print(table)
