@@ -8,11 +8,13 @@ import threading
 from pathlib import Path
 
 from plexrl.cluster.process import load_config, print_ready, remove_socket, run_until_signal
-from plexrl.errors import PlexRLError
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.server import Server
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.tier import Tier
+
+LOG = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -20,30 +22,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m plexrl.statemanager", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     config = load_config(parser.parse_args().config, StateManagerConfig)
-    store = Store(
-        Tier("host", Path(config.host_dir), persistent=False),
-        config.host_bytes,
-        Tier("nvme", Path(config.nvme_dir), persistent=True),
-        config.nvme_bytes,
-    )
+    # The tiers are locked by their process, so whoever gets past here may take over the socket.
+    host = Tier(TierName.HOST, Path(config.host_dir))
+    nvme = Tier(TierName.NVME, Path(config.nvme_dir))
+    store = Store(host, config.host_bytes, nvme, config.nvme_bytes)
 
     async def serve(stop: asyncio.Event) -> None:
         remove_socket(config.listen)
         server = Server(config, store)
-        thread = threading.Thread(target=server.serve, daemon=True)
-        thread.start()
+        threading.Thread(target=server.serve, daemon=True).start()
         print_ready(listen=config.listen)
         await stop.wait()
         server.close()
         remove_socket(config.listen)
 
     run_until_signal(serve)
-    if config.persist_on_exit:
-        try:
-            store.spill_all()
-        except PlexRLError as error:
-            logging.getLogger(__name__).error("not all state could be kept: %s", error)
-            return
+    left = store.persist() if config.persist_on_exit else []
+    if left:
+        # They are complete where they are, and a daemon that starts on this directory finds them.
+        LOG.error("no room on NVMe; left in %s: %s", config.host_dir, ", ".join(left))
+        return
     shutil.rmtree(config.host_dir, ignore_errors=True)
 
 

@@ -1,29 +1,57 @@
 """What a worker calls: blocking moves of its own state.
 
 When a call returns, the tensors are where it says and safe to use (PlexRL §5.3). A daemon that was
-restarted meanwhile is connected to again and told of the arena, and the request is repeated; every
-request names its version, so repeating one changes nothing.
+restarted meanwhile is connected to again and told of the arena, and the request is repeated. That
+changes nothing twice: every request names its version, and the arena is given back only by the
+client and only once it knows that the version is whole.
 """
 
 import mmap
-import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from plexrl.errors import ConnectionLostError, InvalidRequestError, UnavailableError, from_wire
+from plexrl.errors import (
+    ConnectionLostError,
+    CorruptStateError,
+    InvalidRequestError,
+    PlexRLError,
+    StateLostError,
+    UnavailableError,
+)
 from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.boxes import Transfer, plan_pull
-from plexrl.statemanager.keys import DTYPE_BYTES, StatePart, StateSlice
-from plexrl.wire.framing import recv_frame, send_frame
+from plexrl.statemanager.boxes import plan_pull
+from plexrl.statemanager.copy import Bytes, copy_box
+from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.statemanager.protocol import (
+    Answer,
+    Load,
+    OpenPublished,
+    Publish,
+    PublishedShard,
+    Register,
+    Release,
+    Request,
+    Save,
+    Usage,
+    close_all,
+    recv_answer,
+    send_request,
+)
 
-RECONNECT_S = 0.1
+RECONNECT_S = 0.05
+
+_Shard = tuple[tuple[StateSlice, ...], Bytes]
+"""A published shard's slices, and the mapped file that they lie in."""
+
+AnyT = TypeVar("AnyT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +59,10 @@ class MoveReport:
     """What a move did."""
 
     bytes_moved: int
+    """0 for a version that was stored already and is unchanged."""
     seconds: float
     tier: str
-    """Where the bytes lie now (for a load: lay)."""
+    """Where the bytes lie now (for a load: lay): `host` or `nvme`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +85,7 @@ class StateManagerClient:
         world_size: int,
         timeout_s: float = 600.0,
     ) -> None:
+        """`timeout_s` bounds each call, the wait for a restarting daemon included."""
         self._path = socket_path
         self._deployment = deployment
         self._rank = rank
@@ -63,7 +93,9 @@ class StateManagerClient:
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
         self._arena: Arena | None = None
-        self._registration: dict[str, Any] = {}
+        self._registration: Register | None = None
+        self._held: tuple[int, str] | None = None
+        """Seq and stamp of the stored version that the arena equals while it has that seq."""
 
     def register(
         self, arena: Arena, slices: Sequence[StateSlice], *, group: str, token: int
@@ -72,21 +104,25 @@ class StateManagerClient:
 
         Raises:
             StaleTokenError: the group's lock has been granted to another since.
+            InvalidRequestError: a slice does not lie in the arena.
         """
+        self._held = None
         self._arena = arena
-        self._registration = {
-            "method": "register",
-            "deployment": self._deployment,
-            "rank": self._rank,
-            "world_size": self._world_size,
-            "group": group,
-            "token": token,
-            "slices": msgspec.to_builtins(tuple(slices)),
-        }
-        if self._socket is None:
-            self._call({"method": "usage"})
-        else:
-            self._register_arena()
+        self._registration = Register(
+            deployment=self._deployment,
+            rank=self._rank,
+            world_size=self._world_size,
+            group=group,
+            token=token,
+            slices=tuple(slices),
+        )
+        try:
+            self._call(self._registration, (arena.fd,))
+        except PlexRLError:
+            # A registration that was refused must not be repeated on every new connection.
+            self._arena = self._registration = None
+            self.close()
+            raise
 
     def offload(
         self,
@@ -99,13 +135,19 @@ class StateManagerClient:
     ) -> MoveReport:
         """Store `parts` as version `seq` and give the arena's memory back.
 
-        Versions other than `seq` and `keep_seq` are dropped once this one is whole.
+        Versions other than `seq` and `keep_seq` are dropped once this one is whole. An arena that
+        was loaded from or saved as version `seq` is taken to be unchanged: nothing is copied.
 
         Raises:
             StateTierFullError: no tier has room; the arena is as it was.
             StaleTokenError: the group's lock has been granted to another since.
+            UnavailableError: the daemon did not come back in time; the arena is as it was.
         """
-        return self._save("offload", seq, keep_seq, token, parts, meta)
+        report = self._save(seq, keep_seq, token, parts, meta)
+        assert self._arena is not None, "a save without an arena is refused"
+        self._arena.discard()
+        self._held = None
+        return report
 
     def snapshot(
         self,
@@ -117,17 +159,27 @@ class StateManagerClient:
         meta: Mapping[str, object] | None = None,
     ) -> MoveReport:
         """As `offload`, but the arena keeps its contents."""
-        return self._save("snapshot", seq, keep_seq, token, parts, meta)
+        return self._save(seq, keep_seq, token, parts, meta)
 
     def load(self, *, seq: int, token: int) -> LoadReport:
         """Bring version `seq` of this shard into the arena; it stays stored as well.
 
         Raises:
             StateLostError: there is no such version.
-            CorruptStateError: it is damaged; the arena holds nothing of it.
+            CorruptStateError: it is damaged; the arena holds nothing.
+            InvalidRequestError: it was taken from an arena of another layout.
             StaleTokenError: the group's lock has been granted to another since.
+            UnavailableError: the daemon did not come back in time; the arena's contents are
+                undefined.
         """
-        answer = self._call({"method": "load", "seq": seq, "token": token})
+        self._held = None
+        try:
+            answer = self._call(Load(seq=seq, token=token))
+        except CorruptStateError:
+            if self._arena is not None:
+                self._arena.discard()
+            raise
+        self._held = (seq, answer["stamp"])
         return LoadReport(
             bytes_moved=answer["bytes_moved"],
             seconds=answer["seconds"],
@@ -137,9 +189,13 @@ class StateManagerClient:
         )
 
     def publish(self, *, seq: int, token: int) -> MoveReport:
-        """Put this shard's parameters and buffers where other deployments can pull them."""
-        answer = self._call({"method": "publish", "seq": seq, "token": token})
-        return msgspec.convert(answer, MoveReport)
+        """Put this shard's parameters and buffers where other deployments can pull them.
+
+        Raises:
+            StateTierFullError: no tier has room.
+            StaleTokenError: the group's lock has been granted to another since.
+        """
+        return msgspec.convert(self._call(Publish(seq=seq, token=token)), MoveReport)
 
     def pull(
         self, *, sources: Sequence[str], source: str, seq: int, wants: Sequence[StateSlice]
@@ -147,21 +203,37 @@ class StateManagerClient:
         """Fill the wanted slices of the registered arena from a published version.
 
         Every byte that is wanted is copied once, and no other. `sources` are the sockets of the
-        StateManagers that hold shards of it.
+        StateManagers that hold shards of it; the version stays where it is for as long as this
+        takes.
 
         Raises:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
+            UnavailableError: a source cannot be reached.
         """
         if self._arena is None:
             raise InvalidRequestError("register an arena before pulling into it")
         started = time.perf_counter()
-        shards: list[tuple[tuple[StateSlice, ...], npt.NDArray[np.uint8]]] = []
-        for path in sources:
-            shards += _open_published(path, source, seq, self._timeout_s)
-        transfers = plan_pull(wants, [slices for slices, _ in shards])
-        target = np.frombuffer(self._arena.buffer, dtype=np.uint8)
-        for transfer in transfers:
-            _copy(transfer, shards[transfer.shard][1], target)
+        self._held = None
+        request = OpenPublished(source=source, seq=seq)
+        with ExitStack() as open_sources:
+            shards: list[_Shard] = []
+            for path in dict.fromkeys(sources):
+                connection, held = _until_reached(
+                    path,
+                    self._timeout_s,
+                    partial(_open_published, path, self._timeout_s, request),
+                )
+                open_sources.enter_context(connection)
+                shards += held
+            if not shards:
+                raise StateLostError(
+                    f"no StateManager of {sorted(set(sources))} has version {seq} of {source!r} "
+                    "published: publish the weights again"
+                )
+            transfers = plan_pull(wants, [slices for slices, _ in shards])
+            target = np.frombuffer(self._arena.buffer, dtype=np.uint8)
+            for transfer in transfers:
+                copy_box(transfer, shards[transfer.shard][1], target)
         return MoveReport(
             bytes_moved=sum(transfer.nbytes for transfer in transfers),
             seconds=time.perf_counter() - started,
@@ -170,11 +242,11 @@ class StateManagerClient:
 
     def usage(self) -> dict[str, Any]:
         """The node's tiers, versions and arenas, in bytes."""
-        return self._call({"method": "usage"})
+        return self._call(Usage())
 
     def release(self, deployment: str) -> None:
-        """Drop every version kept for a deployment."""
-        self._call({"method": "release", "deployment": deployment})
+        """Drop every version and registration of a deployment."""
+        self._call(Release(deployment=deployment))
 
     def close(self) -> None:
         """End the connection; the daemon forgets the arena, not the versions."""
@@ -184,53 +256,70 @@ class StateManagerClient:
 
     def _save(
         self,
-        method: str,
         seq: int,
         keep_seq: int,
         token: int,
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None,
     ) -> MoveReport:
+        same_as = self._held[1] if self._held is not None and self._held[0] == seq else None
         answer = self._call(
-            {
-                "method": method,
-                "seq": seq,
-                "keep_seq": keep_seq,
-                "token": token,
-                "parts": sorted(part.value for part in parts),
-                "meta": dict(meta or {}),
-            }
+            Save(
+                seq=seq,
+                keep_seq=keep_seq,
+                token=token,
+                parts=tuple(sorted(parts)),
+                meta_json=msgspec.json.encode(dict(meta or {}), order="sorted").decode(),
+                same_as=same_as,
+            )
         )
-        return msgspec.convert(answer, MoveReport)
+        self._held = (seq, answer["stamp"])
+        return MoveReport(
+            bytes_moved=answer["bytes_moved"], seconds=answer["seconds"], tier=answer["tier"]
+        )
 
-    def _call(self, header: dict[str, Any]) -> dict[str, Any]:
-        deadline = time.monotonic() + self._timeout_s
-        while True:
+    def _call(self, request: Request, fds: Sequence[int] = ()) -> Answer:
+        """The answer to a request, over as many connections as it takes."""
+        if isinstance(request, Save | Load | Publish) and self._registration is not None:
+            # A later connection registers under the newest grant this rank was given.
+            token = max(request.token, self._registration.token)
+            self._registration = replace(self._registration, token=token)
+
+        def attempt() -> Answer:
             try:
-                connection = self._connected()
-                send_frame(connection, header)
-                return _result(connection)
-            except (ConnectionLostError, OSError) as error:
+                connection = self._connected(is_registering=isinstance(request, Register))
+                answer, _ = _exchange(connection, request, fds)
+                return answer
+            except (ConnectionLostError, OSError):
                 self.close()
-                if time.monotonic() > deadline:
-                    raise UnavailableError(
-                        f"the StateManager at {self._path} cannot be reached ({error}): see its log"
-                    ) from error
-                time.sleep(RECONNECT_S)
+                raise
 
-    def _connected(self) -> socket.socket:
+        return _until_reached(self._path, self._timeout_s, attempt)
+
+    def _connected(self, *, is_registering: bool) -> socket.socket:
         if self._socket is None:
             self._socket = _connect(self._path, self._timeout_s)
-            if self._arena is not None:
-                self._register_arena()
+            if self._arena is not None and self._registration is not None and not is_registering:
+                try:
+                    _exchange(self._socket, self._registration, (self._arena.fd,))
+                except PlexRLError:
+                    self.close()
+                    raise
         return self._socket
 
-    def _register_arena(self) -> None:
-        assert self._socket is not None
-        assert self._arena is not None
-        send_frame(self._socket, self._registration)
-        socket.send_fds(self._socket, [b"\0"], [self._arena.fd])
-        _result(self._socket)
+
+def _until_reached(path: str, timeout_s: float, attempt: Callable[[], AnyT]) -> AnyT:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return attempt()
+        except (ConnectionLostError, OSError) as error:
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"the StateManager at {path} cannot be reached ({error}): see its log",
+                    statemanager=path,
+                ) from error
+            time.sleep(RECONNECT_S)
 
 
 def _connect(path: str, timeout_s: float) -> socket.socket:
@@ -244,52 +333,35 @@ def _connect(path: str, timeout_s: float) -> socket.socket:
     return connection
 
 
-def _result(connection: socket.socket) -> dict[str, Any]:
-    header, _ = recv_frame(connection)
-    if "error" in header:
-        raise from_wire(header["error"])
-    result: dict[str, Any] = header["result"]
-    return result
+def _exchange(
+    connection: socket.socket, request: Request, fds: Sequence[int] = ()
+) -> tuple[Answer, list[int]]:
+    # A daemon that refuses a connection says why and closes it, maybe before anything is sent.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        send_request(connection, request, fds)
+    return recv_answer(connection)
 
 
 def _open_published(
-    path: str, source: str, seq: int, timeout_s: float
-) -> list[tuple[tuple[StateSlice, ...], npt.NDArray[np.uint8]]]:
-    """The shards of a published version that the StateManager at `path` has, mapped."""
-    shards: list[tuple[tuple[StateSlice, ...], npt.NDArray[np.uint8]]] = []
-    with _connect(path, timeout_s) as connection:
-        send_frame(connection, {"method": "open_published", "source": source, "seq": seq})
-        while True:
-            header, payload = recv_frame(connection)
-            if "error" in header:
-                raise from_wire(header["error"])
-            if "shard" not in header:
-                return shards
-            _, fds, _, _ = socket.recv_fds(connection, 1, 1)
-            slices = msgspec.msgpack.decode(payload, type=tuple[StateSlice, ...])
-            try:
-                shards.append((slices, _map(fds[0], int(header["nbytes"]))))
-            finally:
-                os.close(fds[0])
+    path: str, timeout_s: float, request: OpenPublished
+) -> tuple[socket.socket, list[_Shard]]:
+    """The shards that the StateManager at `path` has, mapped, and the connection that keeps them
+    in place."""
+    connection = _connect(path, timeout_s)
+    try:
+        answer, fds = _exchange(connection, request)
+    except BaseException:
+        connection.close()
+        raise
+    try:
+        shards = msgspec.convert(answer["shards"], tuple[PublishedShard, ...])
+        return connection, [
+            (shard.slices, _map(fd, shard.file_bytes))
+            for shard, fd in zip(shards, fds, strict=True)
+        ]
+    finally:
+        close_all(fds)
 
 
-def _map(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    if nbytes == 0:
-        return np.empty(0, dtype=np.uint8)
+def _map(fd: int, nbytes: int) -> Bytes:
     return np.frombuffer(mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ), dtype=np.uint8)
-
-
-def _copy(transfer: Transfer, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
-    """Copy one box between two row-major slices."""
-    box = transfer.box
-    views = []
-    for piece, memory in ((transfer.source, source), (transfer.target, target)):
-        flat = memory[piece.arena_offset : piece.arena_offset + piece.nbytes]
-        # Elements are only moved, so an unsigned integer of their size stands for any dtype.
-        whole = flat.view(f"u{DTYPE_BYTES[piece.dtype]}").reshape(piece.shape)
-        window = tuple(
-            slice(start - origin, start - origin + extent)
-            for start, origin, extent in zip(box.offset, piece.offset, box.shape, strict=True)
-        )
-        views.append(whole[window])
-    np.copyto(views[1], views[0])

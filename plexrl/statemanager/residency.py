@@ -1,36 +1,117 @@
-"""What leaves the host tier when room is needed. Pure: no files, no clock."""
+"""Where a new version goes, and what gives way to it. Pure: no files, no clock.
 
-from collections.abc import Iterable
+The host tier comes first, because everything is loaded from it at memory speed. Room in it is made
+by dropping what the new version supersedes, then by spilling what was used longest ago to NVMe. A
+version that is in use keeps its room until its users are done, so counting on it could only wait;
+it is never chosen.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class TierName(StrEnum):
+    HOST = "host"
+    NVME = "nvme"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
-    """A version in the host tier, as the choice sees it."""
+    """A stored version, as the choice sees it."""
 
     name: str
+    tier: TierName
     nbytes: int
     last_use: int
     """Larger is more recent."""
-    pinned: bool = False
-    """Being read or written: cannot leave now."""
+    in_use: bool = False
+    superseded: bool = False
+    """Of no use once the new version is whole, nor before: another complete one is kept."""
 
 
-def choose_spills(
-    residents: Iterable[Resident], used_bytes: int, needed_bytes: int, bytes_max: int
-) -> list[str] | None:
-    """Names to move out, in order, so that `needed_bytes` more fit; None where nothing helps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """A tier's bytes."""
 
-    Least recently used first, no more than needed. `used_bytes` may exceed what `residents` add up
-    to: room that is reserved for versions still being written cannot be freed.
+    used_bytes: int
+    """Including versions in use, and room promised to versions that are still being written."""
+    bytes_max: int
+
+    @property
+    def free_bytes(self) -> int:
+        return self.bytes_max - self.used_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What to do, in this order: drop, spill, write the new version to `tier`."""
+
+    tier: TierName
+    drop: tuple[str, ...] = ()
+    spill: tuple[str, ...] = ()
+    """From host to NVMe, where there is room for them once `drop` is done."""
+
+
+def place(
+    needed_bytes: int, residents: Iterable[Resident], host: Room, nvme: Room
+) -> Placement | None:
+    """Where `needed_bytes` more can go; None where no tier can take them.
+
+    Gives up no more than the host tier needs: nothing if there is room, superseded versions before
+    spilled ones, the least recently used first, and nothing whose going makes no difference.
     """
-    excess = used_bytes + needed_bytes - bytes_max
-    chosen: list[str] = []
-    for resident in sorted(residents, key=lambda r: (r.last_use, r.name)):
+    if needed_bytes <= host.free_bytes:
+        return Placement(tier=TierName.HOST)
+    free_to_go = sorted(
+        (r for r in residents if not r.in_use and r.nbytes > 0), key=lambda r: (r.last_use, r.name)
+    )
+    stale = [r for r in free_to_go if r.superseded]
+    stale_in_host = [r for r in stale if r.tier == TierName.HOST]
+    dropped = _oldest_that_free(stale_in_host, needed_bytes - host.free_bytes)
+    if dropped is not None:
+        return Placement(tier=TierName.HOST, drop=_names(dropped))
+
+    # Past this point room is short on the node, so nothing superseded stays in either tier.
+    excess = needed_bytes - host.free_bytes - _total(stale_in_host)
+    nvme_free = nvme.free_bytes + _total(stale) - _total(stale_in_host)
+    kept = [r for r in free_to_go if r.tier == TierName.HOST and not r.superseded]
+    spilled = _oldest_that_free(kept, excess, nvme_free)
+    if spilled is not None:
+        return Placement(tier=TierName.HOST, drop=_names(stale), spill=_names(spilled))
+    if needed_bytes <= nvme_free:
+        return Placement(tier=TierName.NVME, drop=_names(stale))
+    return None
+
+
+def _oldest_that_free(
+    candidates: Sequence[Resident], excess: int, room: int | None = None
+) -> list[Resident] | None:
+    """The oldest candidates that free `excess` bytes, without those that need not go.
+
+    `room` is what they may come to together (absent: anything); one too large for it is passed
+    over. None where they do not free enough.
+    """
+    chosen: list[Resident] = []
+    for resident in candidates:
         if excess <= 0:
             break
-        if resident.pinned or resident.nbytes == 0:
+        if room is not None and resident.nbytes > room - _total(chosen):
             continue
-        chosen.append(resident.name)
+        chosen.append(resident)
         excess -= resident.nbytes
-    return chosen if excess <= 0 else None
+    if excess > 0:
+        return None
+    for resident in reversed(list(chosen)):
+        if resident.nbytes <= -excess:
+            chosen.remove(resident)
+            excess += resident.nbytes
+    return chosen
+
+
+def _total(residents: Iterable[Resident]) -> int:
+    return sum(resident.nbytes for resident in residents)
+
+
+def _names(residents: Iterable[Resident]) -> tuple[str, ...]:
+    return tuple(resident.name for resident in residents)

@@ -1,181 +1,336 @@
 """All versions a node holds, over its two tiers; the only place that knows where state lies.
 
-Laws: a version is readable from the moment its manifest stands in a tier until it is dropped; the
-host tier never holds more than its bound, counting what is still being written; a version in use
-is neither moved nor dropped; a version is in one tier, but for the moment of its move.
+Laws:
+
+- A version is stored from the moment its file has its name until it is dropped or replaced.
+- A tier never holds more than its bound, counting what is being written and what is still read.
+- A file is deleted only when nobody uses it; who began to use a version keeps these very bytes.
+- A version is in one tier, but for the moment of its move; after a crash in that moment the copy of
+  the higher ordinal counts, and of equal ones the host's.
+
+Room is made by one thread at a time (`_room`), which may hold it through a spill; everything else
+takes `_lock`, which is never held during I/O on data.
 """
 
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from plexrl.errors import StateLostError, StateTierFullError
-from plexrl.statemanager.residency import Resident, choose_spills
-from plexrl.statemanager.tier import Bytes, Tier
-from plexrl.statemanager.versions import Extent, Manifest, VersionKind
+from plexrl.errors import PlexRLError, StateLostError, StateTierFullError
+from plexrl.statemanager.residency import Resident, Room, TierName, place
+from plexrl.statemanager.tier import Tier, VersionFile
+from plexrl.statemanager.versions import Manifest, VersionKind
 
 
-@dataclass(slots=True)
-class _Stored:
-    manifest: Manifest
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """One file of one version. A retired one is no longer what its version's name means."""
+
+    file: VersionFile
     tier: Tier
     last_use: int
     users: int = 0
-    doomed: bool = False
+    retired: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredVersion:
+    """A version and where it lies now."""
+
+    manifest: Manifest
+    tier: TierName
+    nbytes: int
+    """Of its file."""
 
 
 class Store:
     """Thread-safe. `host` is filled first and spills to `nvme`."""
 
     def __init__(self, host: Tier, host_bytes: int, nvme: Tier, nvme_bytes: int) -> None:
-        self._host, self._host_max = host, host_bytes
-        self._nvme, self._nvme_max = nvme, nvme_bytes
-        self._lock = threading.RLock()
-        self._versions: dict[str, _Stored] = {}
-        self._reserved: dict[str, int] = {host.name: 0, nvme.name: 0}
-        self._uses = 0
-        for tier in (nvme, host):
-            for manifest in tier.recover():
-                # A version in both tiers was caught in its move: the host's copy is the quick one.
-                if manifest.name in self._versions:
-                    self._versions[manifest.name].tier.remove(manifest)
-                self._versions[manifest.name] = _Stored(manifest, tier, self._next_use())
+        self._tiers = {TierName.HOST: host, TierName.NVME: nvme}
+        self._bytes_max = {TierName.HOST: host_bytes, TierName.NVME: nvme_bytes}
+        self._used_bytes = {TierName.HOST: 0, TierName.NVME: 0}
+        self._room = threading.Lock()
+        self._lock = threading.Lock()
+        self._current: dict[str, _Copy] = {}
+        self._clock = 0
+        self._recover()
 
-    def put(self, manifest: Manifest, source: Bytes, extents: Sequence[Extent]) -> str:
-        """Store a version, making room first; returns the tier's name.
+    def put(
+        self, manifest: Manifest, source_fd: int, superseded: Iterable[str] = ()
+    ) -> StoredVersion:
+        """Store a version from the arena behind `source_fd`; a version of its name is replaced.
 
-        A version of the same name that is there already is replaced.
+        `superseded` names versions that may be dropped if room is short.
 
         Raises:
             StateTierFullError: no tier has room, whatever is moved.
         """
-        tier = self._make_room(manifest)
-        try:
-            stored = tier.write(manifest, source, extents)
-        except BaseException:
-            with self._lock:
-                self._reserved[tier.name] -= manifest.nbytes
-            raise
         with self._lock:
-            self._reserved[tier.name] -= manifest.nbytes
-            former = self._versions.get(manifest.name)
-            if former is not None and former.tier is not tier:
-                former.tier.remove(former.manifest)
-            self._versions[manifest.name] = _Stored(stored, tier, self._next_use())
-        return tier.name
+            self._clock += 1
+            manifest = replace(manifest, ordinal=self._clock, stamp=uuid.uuid4().hex)
+        planned = self._tiers[TierName.HOST].plan(manifest)
+        tier = self._make_room(planned, superseded)
+        try:
+            file = self._write_reserved(tier, planned, source_fd)
+        except StateTierFullError:
+            if tier.name == TierName.NVME:
+                raise
+            # The memory file system is fuller than our bound; others may be using it.
+            tier = self._make_room_in_nvme(planned)
+            file = self._write_reserved(tier, planned, source_fd)
+        with self._lock:
+            self._install(_Copy(file, tier, last_use=manifest.ordinal))
+        return StoredVersion(manifest=file.manifest, tier=tier.name, nbytes=file.nbytes)
 
     @contextmanager
-    def reading(self, name: str, what: str) -> Iterator[tuple[Manifest, Tier]]:
+    def lease(self, name: str, description: str) -> Iterator[tuple[VersionFile, Tier]]:
         """The version of that name, held in place while the block runs.
 
         Raises:
-            StateLostError: there is no such version; `what` says which in words.
+            StateLostError: there is no such version; `description` says which in words.
         """
-        with self._lock:
-            stored = self._versions.get(name)
-            if stored is None or stored.doomed:
-                raise StateLostError(f"{what} is not on this node: restore a checkpoint")
-            stored.users += 1
-            stored.last_use = self._next_use()
+        copy = self._begin_use(name, description)
         try:
-            yield stored.manifest, stored.tier
+            yield copy.file, copy.tier
         finally:
-            with self._lock:
-                stored.users -= 1
-                if stored.doomed and stored.users == 0:
-                    self._remove(stored)
+            self._end_use(copy)
 
-    def find(self, wanted: Callable[[Manifest], bool]) -> list[Manifest]:
+    @contextmanager
+    def lease_in_memory(self, name: str, description: str) -> Iterator[tuple[VersionFile, Tier]]:
+        """As `lease`, with the version brought into the host tier first.
+
+        Raises:
+            StateLostError: there is no such version.
+            CorruptStateError: it was spilled and is damaged.
+            StateTierFullError: the host tier cannot take it.
+        """
+        while True:
+            copy = self._begin_use(name, description)
+            try:
+                if copy.tier.name == TierName.HOST:
+                    yield copy.file, copy.tier
+                    return
+                self._promote(copy)
+            finally:
+                self._end_use(copy)
+
+    def find(self, wanted: Callable[[Manifest], bool]) -> list[StoredVersion]:
         """Every version for which `wanted` holds, by name."""
         with self._lock:
             return [
-                self._versions[name].manifest
-                for name in sorted(self._versions)
-                if wanted(self._versions[name].manifest) and not self._versions[name].doomed
+                StoredVersion(
+                    manifest=copy.file.manifest, tier=copy.tier.name, nbytes=copy.file.nbytes
+                )
+                for _, copy in sorted(self._current.items())
+                if wanted(copy.file.manifest)
             ]
 
-    def drop(self, manifests: Sequence[Manifest]) -> None:
-        """Give versions up; one in use goes when its last user has finished."""
+    def drop(self, names: Iterable[str]) -> None:
+        """Give versions up; a file in use goes when its last user is done."""
         with self._lock:
-            for manifest in manifests:
-                stored = self._versions.get(manifest.name)
-                if stored is None:
+            self._drop(names)
+
+    def touch(self, name: str) -> None:
+        """Count the version as used now."""
+        with self._lock:
+            if name in self._current:
+                self._clock += 1
+                self._current[name].last_use = self._clock
+
+    def used_bytes(self, tier: TierName) -> int:
+        """Bytes in a tier, those being written or still read included."""
+        with self._lock:
+            return self._used_bytes[tier]
+
+    def persist(self) -> list[str]:
+        """Move every loadable version to the NVMe tier, the newest first (a clean exit).
+
+        Returns the names of those that could not be kept there; they stay where they are.
+        """
+        left = []
+        with self._room:
+            found = self.find(lambda manifest: manifest.kind == VersionKind.STATE)
+            for version in sorted(found, key=lambda v: v.manifest.seq, reverse=True):
+                if version.tier == TierName.NVME:
                     continue
-                stored.doomed = True
-                if stored.users == 0:
-                    self._remove(stored)
+                try:
+                    self._spill(version.manifest.name)
+                except PlexRLError:
+                    left.append(version.manifest.name)
+        return left
 
-    def used_bytes(self, tier_name: str) -> int:
-        """Bytes in a tier, those being written included."""
-        with self._lock:
-            stored = sum(
-                stored.manifest.nbytes
-                for stored in self._versions.values()
-                if stored.tier.name == tier_name
-            )
-            return stored + self._reserved[tier_name]
+    def _recover(self) -> None:
+        for tier in (self._tiers[TierName.HOST], self._tiers[TierName.NVME]):
+            for file in tier.recover():
+                ordinal = file.manifest.ordinal
+                self._clock = max(self._clock, ordinal)
+                self._used_bytes[tier.name] += file.nbytes
+                former = self._current.get(file.manifest.name)
+                if former is not None and former.file.manifest.ordinal >= ordinal:
+                    self._delete(_Copy(file, tier, last_use=ordinal))
+                else:
+                    self._install(_Copy(file, tier, last_use=ordinal))
 
-    def spill_all(self) -> None:
-        """Move every loadable version to the NVMe tier (a clean exit). The rest is dropped."""
-        with self._lock:
-            for stored in list(self._versions.values()):
-                if stored.tier is self._host and stored.manifest.kind == VersionKind.STATE:
-                    self._spill(stored)
-
-    def _make_room(self, manifest: Manifest) -> Tier:
-        with self._lock:
-            needed = manifest.nbytes
-            if needed <= self._host_max:
-                residents = [
-                    Resident(
-                        name=name,
-                        nbytes=stored.manifest.nbytes,
-                        last_use=stored.last_use,
-                        pinned=stored.users > 0,
+    def _make_room(self, planned: VersionFile, superseded: Iterable[str]) -> Tier:
+        """Reserve the file's bytes in a tier, after moving what must go."""
+        superseded = frozenset(superseded)
+        with self._room:
+            while True:
+                with self._lock:
+                    rooms = {
+                        name: Room(used_bytes=used, bytes_max=self._bytes_max[name])
+                        for name, used in self._used_bytes.items()
+                    }
+                    placement = place(
+                        planned.nbytes,
+                        self._residents(superseded),
+                        rooms[TierName.HOST],
+                        rooms[TierName.NVME],
                     )
-                    for name, stored in self._versions.items()
-                    if stored.tier is self._host
-                ]
-                used = self.used_bytes(self._host.name)
-                names = choose_spills(residents, used, needed, self._host_max)
-                if names is not None:
-                    for name in names:
-                        self._spill(self._versions[name])
-                    self._reserved[self._host.name] += needed
-                    return self._host
-            used = self.used_bytes(self._nvme.name)
-            if used + needed > self._nvme_max:
-                raise StateTierFullError(
-                    f"version {manifest.seq} of {manifest.deployment!r} has {needed} bytes; the "
-                    f"host tier (bound {self._host_max}) cannot make room and the NVMe tier holds "
-                    f"{used} of {self._nvme_max}: end a job or raise a bound; the state stays "
-                    "where it was",
-                    needed_bytes=needed,
-                )
-            self._reserved[self._nvme.name] += needed
-            return self._nvme
+                    if placement is None:
+                        raise self._full(planned)
+                    self._drop(placement.drop)
+                    if not placement.spill:
+                        self._used_bytes[placement.tier] += planned.nbytes
+                        return self._tiers[placement.tier]
+                # Room cannot shrink meanwhile, since who takes room holds `_room`; but a spilled
+                # version may have gained a reader, so what is needed is looked at again.
+                for name in placement.spill:
+                    self._spill(name)
 
-    def _spill(self, stored: _Stored) -> None:
-        """Move one version from host to NVMe; the lock is held, so nobody can begin to use it."""
-        manifest = stored.manifest
-        used = self.used_bytes(self._nvme.name)
-        if used + manifest.nbytes > self._nvme_max:
-            raise StateTierFullError(
-                f"the NVMe tier holds {used} of {self._nvme_max} bytes; {manifest.nbytes} more do "
-                "not fit: end a job or raise the bound; the state stays where it was",
-                needed_bytes=manifest.nbytes,
+    def _make_room_in_nvme(self, planned: VersionFile) -> Tier:
+        with self._room, self._lock:
+            free = self._bytes_max[TierName.NVME] - self._used_bytes[TierName.NVME]
+            if planned.nbytes > free:
+                raise self._full(planned)
+            self._used_bytes[TierName.NVME] += planned.nbytes
+            return self._tiers[TierName.NVME]
+
+    def _write_reserved(self, tier: Tier, planned: VersionFile, source_fd: int) -> VersionFile:
+        try:
+            file = tier.plan(planned.manifest)
+            return tier.write(file, source_fd, planned.manifest.extents)
+        except BaseException:
+            self._give_back(tier, planned.nbytes)
+            raise
+
+    def _spill(self, name: str) -> None:
+        """Move a version from host to NVMe; `_room` is held."""
+        with self._lock:
+            copy = self._current.get(name)
+            if copy is None or copy.tier.name == TierName.NVME:
+                return
+            free = self._bytes_max[TierName.NVME] - self._used_bytes[TierName.NVME]
+            if copy.file.nbytes > free:
+                raise self._full(copy.file)
+            self._used_bytes[TierName.NVME] += copy.file.nbytes
+            copy.users += 1
+        nvme = self._tiers[TierName.NVME]
+        try:
+            source_fd = copy.tier.open(copy.file)
+            try:
+                planned = nvme.plan(copy.file.manifest)
+                file = nvme.write(planned, source_fd, copy.file.data_extent)
+            finally:
+                os.close(source_fd)
+        except BaseException:
+            self._give_back(nvme, copy.file.nbytes)
+            self._end_use(copy)
+            raise
+        self._replace(copy, _Copy(file, nvme, last_use=copy.last_use))
+
+    def _promote(self, copy: _Copy) -> None:
+        """Bring a version in use from NVMe to host."""
+        host = self._tiers[TierName.HOST]
+        planned = host.plan(copy.file.manifest)
+        tier = self._make_room(planned, ())
+        if tier is not host:
+            self._give_back(tier, planned.nbytes)
+            raise self._full(planned)
+        try:
+            file = host.write_from(planned, copy.tier, copy.file)
+        except BaseException:
+            self._give_back(host, planned.nbytes)
+            raise
+        with self._lock:
+            copy.users += 1
+        self._replace(copy, _Copy(file, host, last_use=copy.last_use))
+
+    def _replace(self, copy: _Copy, moved: _Copy) -> None:
+        """End a use of `copy`, and let its version be `moved` unless it is gone meanwhile."""
+        with self._lock:
+            if copy.retired:
+                self._delete(moved)
+            else:
+                self._install(moved)
+            self._finish(copy)
+
+    def _begin_use(self, name: str, description: str) -> _Copy:
+        with self._lock:
+            copy = self._current.get(name)
+            if copy is None:
+                raise StateLostError(f"{description} is not on this node: restore a checkpoint")
+            copy.users += 1
+            self._clock += 1
+            copy.last_use = self._clock
+            return copy
+
+    def _end_use(self, copy: _Copy) -> None:
+        with self._lock:
+            self._finish(copy)
+
+    def _give_back(self, tier: Tier, nbytes: int) -> None:
+        with self._lock:
+            self._used_bytes[tier.name] -= nbytes
+
+    def _residents(self, superseded: frozenset[str]) -> list[Resident]:
+        return [
+            Resident(
+                name=name,
+                tier=copy.tier.name,
+                nbytes=copy.file.nbytes,
+                last_use=copy.last_use,
+                in_use=copy.users > 0,
+                superseded=name in superseded,
             )
-        whole = (Extent(arena_offset=0, file_offset=0, nbytes=manifest.nbytes),)
-        moved = self._nvme.write(manifest, self._host.map(manifest), whole)
-        self._host.remove(manifest)
-        stored.manifest, stored.tier = moved, self._nvme
+            for name, copy in self._current.items()
+        ]
 
-    def _remove(self, stored: _Stored) -> None:
-        if self._versions.get(stored.manifest.name) is stored:
-            del self._versions[stored.manifest.name]
-            stored.tier.remove(stored.manifest)
+    # The following hold `_lock` already.
 
-    def _next_use(self) -> int:
-        self._uses += 1
-        return self._uses
+    def _install(self, copy: _Copy) -> None:
+        """Let the copy be what its version's name means."""
+        name = copy.file.manifest.name
+        self._drop([name])
+        self._current[name] = copy
+
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            copy = self._current.pop(name, None)
+            if copy is not None:
+                copy.retired = True
+                if copy.users == 0:
+                    self._delete(copy)
+
+    def _finish(self, copy: _Copy) -> None:
+        copy.users -= 1
+        if copy.retired and copy.users == 0:
+            self._delete(copy)
+
+    def _delete(self, copy: _Copy) -> None:
+        copy.tier.remove(copy.file)
+        self._used_bytes[copy.tier.name] -= copy.file.nbytes
+
+    def _full(self, file: VersionFile) -> StateTierFullError:
+        host, nvme = TierName.HOST, TierName.NVME
+        return StateTierFullError(
+            f"{file.manifest.description} needs {file.nbytes} bytes; the host tier holds "
+            f"{self._used_bytes[host]} of {self._bytes_max[host]} and the NVMe tier "
+            f"{self._used_bytes[nvme]} of {self._bytes_max[nvme]}, and what they hold cannot make "
+            "way: end a job or raise a bound; the state stays where it was",
+            needed_bytes=file.nbytes,
+        )

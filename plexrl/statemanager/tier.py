@@ -1,242 +1,316 @@
-"""One tier: a directory of versions, each a data file and the manifest that makes it count.
+"""One tier: a directory with one file per version.
 
 The same class serves both tiers. The host tier is a directory on a memory file system, so that what
-lies there outlives the daemon; the NVMe tier bypasses the page cache, checks digests and is synced
-before it is published. Data is written under a temporary name and renamed, the manifest after it: a
-version without its manifest does not exist.
+lies there outlives the daemon. The NVMe tier is persistent: it bypasses the page cache, keeps
+digests and verifies them, and is synced before a file gets its name.
 """
 
 import errno
+import fcntl
 import logging
-import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import msgspec
-import numpy as np
 import xxhash
 
-from plexrl.errors import CorruptStateError, StateTierFullError, StorageError
-from plexrl.statemanager.versions import Extent, Manifest, manifest_from_json
+from plexrl.errors import (
+    ConflictError,
+    CorruptStateError,
+    PlexRLError,
+    StateTierFullError,
+    StorageError,
+)
+from plexrl.statemanager.copy import gather, page_aligned_block, scatter, write_all
+from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.versions import (
+    PAGE_BYTES,
+    Extent,
+    Manifest,
+    decode_header,
+    encode_header,
+    padded,
+)
 
 LOG = logging.getLogger(__name__)
 
-Bytes = np.ndarray[tuple[Any, ...], np.dtype[np.uint8]]
+CACHED_BLOCK_BYTES = 256 << 10
+"""Fits the second-level cache beside whatever else the core does."""
+DIRECT_BLOCK_BYTES = 4 << 20
+"""Saturates one NVMe drive at queue depth 1."""
 
-BLOCK_BYTES = 4 << 20
-ALIGNMENT = 4096
+_SUFFIX = ".version"
+_PART_SUFFIX = ".part"
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionFile:
+    """A whole version in a tier."""
+
+    manifest: Manifest
+    path: Path
+    data_offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole file."""
+        return self.data_offset + padded(self.manifest.nbytes)
+
+    @property
+    def data_extent(self) -> tuple[Extent, ...]:
+        """The data in one piece, as something to copy from or to."""
+        whole = Extent(arena_offset=self.data_offset, file_offset=0, nbytes=self.manifest.nbytes)
+        return (whole,) if self.manifest.nbytes else ()
 
 
 class Tier:
-    """Versions under one directory. Callers see to it that a version is not read and removed at
-    once, and that each is written by one thread."""
+    """Versions under one directory, which one process at a time may use.
 
-    def __init__(self, name: str, directory: Path, *, persistent: bool) -> None:
+    Callers see to it that a file is not removed while it is read.
+    """
+
+    def __init__(self, name: TierName, directory: Path) -> None:
         self.name = name
         self.directory = directory
-        self._persistent = persistent
+        self._persistent = name == TierName.NVME
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock_fd)
+            raise ConflictError(
+                f"{directory} is in use by another StateManager: give each a directory of its own"
+            ) from error
 
-    def recover(self) -> Iterator[Manifest]:
-        """The complete versions found in the directory; what is torn is deleted."""
-        complete: set[str] = set()
-        for path in sorted(self.directory.glob("*.json")):
+    def close(self) -> None:
+        """Let another process use the directory."""
+        os.close(self._lock_fd)
+
+    def recover(self) -> Iterator[VersionFile]:
+        """The versions in the directory; what was not finished is deleted.
+
+        A version that lost its tail since is kept: loading it says so.
+        """
+        for path in sorted(self.directory.glob(f"*{_PART_SUFFIX}")):
+            path.unlink()
+        for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
             try:
-                manifest = manifest_from_json(path.read_bytes())
-            except (OSError, msgspec.MsgspecError) as error:
-                LOG.warning("%s is no manifest (%s); removed", path, error)
+                manifest, data_offset = decode_header(_read_header(path))
+            except (OSError, CorruptStateError) as error:
+                LOG.warning("%s is no version any more (%s); removed", path, error)
+                path.unlink(missing_ok=True)
                 continue
-            try:
-                if self._data(manifest).stat().st_size < manifest.nbytes:
-                    continue
-            except FileNotFoundError:
-                continue
-            complete |= {path.name, self._data(manifest).name}
-            yield manifest
-        for path in self.directory.iterdir():
-            if path.name not in complete:
-                path.unlink()
+            yield VersionFile(manifest=manifest, path=path, data_offset=data_offset)
 
-    def write(self, manifest: Manifest, source: Bytes, extents: Sequence[Extent]) -> Manifest:
-        """Store the version: file bytes at `file_offset` come from `source` at `arena_offset`.
+    def plan(self, manifest: Manifest) -> VersionFile:
+        """The file that `write` will make of `manifest`; its digest is still open."""
+        path = self.directory / f"{manifest.file_name}{_SUFFIX}"
+        return VersionFile(manifest=manifest, path=path, data_offset=len(encode_header(manifest)))
 
-        Returns the manifest as stored (with its digest where the tier has one).
+    def write(self, file: VersionFile, source_fd: int, extents: Sequence[Extent]) -> VersionFile:
+        """Store a planned version, its data from where `extents` lie in the source.
 
         Raises:
             StateTierFullError: the file system has no room; nothing is left behind.
-            StorageError: it cannot be written.
+            StorageError: it cannot be written; nothing is left behind.
         """
-        part = self._data(manifest).with_suffix(".part")
-        try:
-            if self._persistent:
-                manifest = self._write_direct(part, manifest, source, extents)
-            else:
-                self._write_mapped(part, manifest, source, extents)
-            part.rename(self._data(manifest))
-            self._publish(manifest)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise self._translate(error) from error
-        return manifest
 
-    def map(self, manifest: Manifest) -> Bytes:
-        """The version's bytes, read-only, mapped from the file."""
-        if manifest.nbytes == 0:
-            return np.empty(0, dtype=np.uint8)
-        try:
-            with self._data(manifest).open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise self._corrupt(manifest, str(error)) from error
-        if len(mapped) < manifest.nbytes:
-            raise self._corrupt(manifest, f"{len(mapped)} of {manifest.nbytes} bytes are there")
-        return np.frombuffer(mapped, dtype=np.uint8)[: manifest.nbytes]
+        def fill(fd: int) -> Manifest:
+            if not self._persistent:
+                block = page_aligned_block(CACHED_BLOCK_BYTES)
+                for start, count in gather(source_fd, extents, file.manifest.nbytes, block):
+                    write_all(fd, block[:count], file.data_offset + start)
+                return file.manifest
+            return self._fill_direct(fd, file, source_fd, extents)
 
-    def read(self, manifest: Manifest) -> Bytes:
-        """The version's bytes, verified where the tier keeps digests.
+        return self._create(file, fill)
+
+    def write_from(self, file: VersionFile, tier: "Tier", source: VersionFile) -> VersionFile:
+        """Store a planned version from another tier's file of it, verified there. Raises as both
+        `write` and `read` do."""
+
+        def fill(fd: int) -> Manifest:
+            tier.read(source, fd, file.data_extent)
+            return file.manifest
+
+        return self._create(file, fill)
+
+    def read(self, file: VersionFile, target_fd: int, extents: Sequence[Extent]) -> None:
+        """Write a version's data to where `extents` lie in the target.
 
         Raises:
-            CorruptStateError: bytes are missing or are not those that were written.
+            CorruptStateError: bytes are missing or not those that were written; the target holds
+                some of them.
         """
-        if not self._persistent:
-            return self.map(manifest)
-        buffer = _aligned(manifest.nbytes)
+        manifest = file.manifest
+        digest = xxhash.xxh3_128() if self._persistent else None
+        block = page_aligned_block(DIRECT_BLOCK_BYTES if self._persistent else CACHED_BLOCK_BYTES)
+        starts = [extent.file_offset for extent in extents]
+        fd = self._open(file)
         try:
-            with _open_direct(self._data(manifest), os.O_RDONLY) as fd:
-                _read_all(fd, buffer)
-        except OSError as error:
-            raise self._corrupt(manifest, str(error)) from error
-        found = buffer[: manifest.nbytes]
-        if digest(found) != manifest.digest:
+            for start in range(0, manifest.nbytes, len(block)):
+                count = min(len(block), manifest.nbytes - start)
+                self._read_block(fd, file, start, block[: padded(count)], count)
+                if digest is not None:
+                    digest.update(block[:count])
+                scatter(target_fd, extents, starts, start, block[:count])
+        finally:
+            os.close(fd)
+        if digest is not None and digest.hexdigest() != manifest.digest:
             raise self._corrupt(manifest, "its digest does not match")
-        return found
 
-    def open(self, manifest: Manifest) -> int:
-        """A descriptor of the version's file; it stays readable when the version is removed."""
+    def open(self, file: VersionFile) -> int:
+        """A read-only descriptor of the version's file."""
         try:
-            return os.open(self._data(manifest), os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise self._corrupt(manifest, str(error)) from error
+            raise self._corrupt(file.manifest, str(error)) from error
 
-    def remove(self, manifest: Manifest) -> None:
-        """Forget the version; its manifest goes first."""
-        self._manifest(manifest).unlink(missing_ok=True)
-        self._data(manifest).unlink(missing_ok=True)
+    def remove(self, file: VersionFile) -> None:
+        """Delete a version."""
+        file.path.unlink(missing_ok=True)
 
-    def _write_mapped(
-        self, path: Path, manifest: Manifest, source: Bytes, extents: Sequence[Extent]
-    ) -> None:
-        with path.open("w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, manifest.nbytes))
-            mapped = mmap.mmap(file.fileno(), 0)
-            gather(np.frombuffer(mapped, dtype=np.uint8), source, extents)
-
-    def _write_direct(
-        self, path: Path, manifest: Manifest, source: Bytes, extents: Sequence[Extent]
-    ) -> Manifest:
-        buffer = _aligned(manifest.nbytes)
-        gather(buffer, source, extents)
-        with _open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
-            for start in range(0, len(buffer), BLOCK_BYTES):
-                block = buffer[start : start + BLOCK_BYTES]
-                if os.pwrite(fd, block.data, start) != len(block):
-                    raise OSError(errno.ENOSPC, "short write")
-            os.fsync(fd)
-        return manifest.with_digest(digest(buffer[: manifest.nbytes]))
-
-    def _publish(self, manifest: Manifest) -> None:
-        target = self._manifest(manifest)
-        part = target.with_suffix(".json-part")
-        with part.open("wb") as file:
-            file.write(manifest.to_json())
-            if self._persistent:
-                file.flush()
-                os.fsync(file.fileno())
-        part.rename(target)
-        if self._persistent:
-            fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+    def _create(self, file: VersionFile, fill: Callable[[int], Manifest]) -> VersionFile:
+        part = file.path.with_suffix(_PART_SUFFIX)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        try:
+            fd = _open_direct(part, flags) if self._persistent else _open(part, flags)
             try:
-                os.fsync(fd)
+                manifest = fill(fd)
+                _write_header(fd, encode_header(manifest))
+                if self._persistent:
+                    os.fsync(fd)
             finally:
                 os.close(fd)
+            part.rename(file.path)
+            if self._persistent:
+                os.fsync(self._lock_fd)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise self._refused(error) from error
+        except PlexRLError:
+            part.unlink(missing_ok=True)
+            raise
+        return replace(file, manifest=manifest)
 
-    def _data(self, manifest: Manifest) -> Path:
-        return self.directory / f"{manifest.name}.bin"
+    def _fill_direct(
+        self, fd: int, file: VersionFile, source_fd: int, extents: Sequence[Extent]
+    ) -> Manifest:
+        manifest = file.manifest
+        _reserve(fd, file.nbytes)
+        digest = xxhash.xxh3_128()
+        block = page_aligned_block(DIRECT_BLOCK_BYTES)
+        for start, count in gather(source_fd, extents, manifest.nbytes, block):
+            digest.update(block[:count])
+            end = padded(count)
+            block[count:end] = bytes(end - count)
+            _write_direct(fd, block[:end], file.data_offset + start)
+        return replace(manifest, digest=digest.hexdigest())
 
-    def _manifest(self, manifest: Manifest) -> Path:
-        return self.directory / f"{manifest.name}.json"
+    def _open(self, file: VersionFile) -> int:
+        if not self._persistent:
+            return self.open(file)
+        try:
+            return _open_direct(file.path, os.O_RDONLY)
+        except OSError as error:
+            raise self._corrupt(file.manifest, str(error)) from error
 
-    def _translate(self, error: OSError) -> StorageError:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+    def _read_block(
+        self, fd: int, file: VersionFile, start: int, block: memoryview, count: int
+    ) -> None:
+        """Fill the first `count` bytes of `block` with the data from `start` on."""
+        filled = 0
+        while filled < count:
+            try:
+                got = os.preadv(fd, [block[filled:]], file.data_offset + start + filled)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _bypasses_cache(fd):
+                    raise self._corrupt(file.manifest, str(error)) from error
+                _use_cache(fd)
+                continue
+            if got == 0:
+                end = start + filled
+                why = f"its data ends after {end} of {file.manifest.nbytes} bytes"
+                raise self._corrupt(file.manifest, why)
+            filled += got
+
+    def _refused(self, error: OSError) -> StorageError:
+        if error.errno in _NO_SPACE:
             return StateTierFullError(
-                f"the {self.name} tier {self.directory} has no room on its file system: free space "
-                "there or lower the tier's bound; the state stays where it was",
-                tier=self.name,
+                f"the {self.name} tier {self.directory} has no room on its file system ({error}): "
+                "free space there or lower the tier's bound; the state stays where it was",
+                tier=self.name.value,
             )
-        return StorageError(f"the {self.name} tier {self.directory} cannot be written: {error}")
+        return StorageError(
+            f"the {self.name} tier {self.directory} cannot be written ({error}): mend the file "
+            "system; the state stays where it was",
+            tier=self.name.value,
+        )
 
     def _corrupt(self, manifest: Manifest, why: str) -> CorruptStateError:
         return CorruptStateError(
-            f"version {manifest.seq} of {manifest.deployment!r} rank {manifest.rank} in the "
-            f"{self.name} tier is damaged ({why}): restore a checkpoint",
+            f"{manifest.description} in the {self.name} tier is damaged ({why}): restore a "
+            "checkpoint",
             deployment=manifest.deployment,
+            rank=manifest.rank,
             seq=manifest.seq,
         )
 
 
-def gather(target: Bytes, source: Bytes, extents: Sequence[Extent]) -> None:
-    """Copy every extent from the arena's layout to the file's."""
-    for extent in extents:
-        np.copyto(
-            target[extent.file_offset : extent.file_offset + extent.nbytes],
-            source[extent.arena_offset : extent.arena_offset + extent.nbytes],
-        )
+def _read_header(path: Path) -> bytes:
+    with path.open("rb") as file:
+        start = file.read(PAGE_BYTES)
+        # The header's length stands in its first page.
+        length = int.from_bytes(start[8:16], "little")
+        return start + file.read(min(length, path.stat().st_size))
 
 
-def scatter(target: Bytes, source: Bytes, extents: Sequence[Extent]) -> None:
-    """Copy every extent from the file's layout to the arena's."""
-    for extent in extents:
-        np.copyto(
-            target[extent.arena_offset : extent.arena_offset + extent.nbytes],
-            source[extent.file_offset : extent.file_offset + extent.nbytes],
-        )
+def _write_header(fd: int, header: bytes) -> None:
+    block = page_aligned_block(len(header))
+    block[:] = header
+    _write_direct(fd, block, 0)
 
 
-def digest(data: Bytes) -> str:
-    """Hex xxh3-128."""
-    return xxhash.xxh3_128_hexdigest(data.data)
+def _write_direct(fd: int, block: memoryview, offset: int) -> None:
+    try:
+        write_all(fd, block, offset)
+    except OSError as error:
+        # Some file systems take O_DIRECT at open and refuse it, or our alignment, later.
+        if error.errno != errno.EINVAL or not _bypasses_cache(fd):
+            raise
+        _use_cache(fd)
+        write_all(fd, block, offset)
 
 
-class _open_direct:
-    """A descriptor that bypasses the page cache where the file system allows it."""
-
-    def __init__(self, path: Path, flags: int) -> None:
-        try:
-            self._fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-    def __enter__(self) -> int:
-        return self._fd
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+def _reserve(fd: int, nbytes: int) -> None:
+    """Have the file system set the space aside now, where it can."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF):
+            raise
 
 
-def _aligned(nbytes: int) -> Bytes:
-    """Zeroed memory for direct I/O: page-aligned, a whole number of blocks."""
-    size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
-    return np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+def _open(path: Path, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
-def _read_all(fd: int, buffer: Bytes) -> None:
-    start = 0
-    while start < len(buffer):
-        count = os.preadv(fd, [buffer.data[start : start + BLOCK_BYTES]], start)
-        if count == 0:
-            raise OSError(errno.EIO, f"the file ends after {start} of {len(buffer)} bytes")
-        start += count
+def _open_direct(path: Path, flags: int) -> int:
+    """A descriptor that bypasses the page cache, where the file system allows it."""
+    try:
+        return _open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return _open(path, flags)
+
+
+def _bypasses_cache(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def _use_cache(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)

@@ -1,13 +1,29 @@
-"""Versions of a shard: what one rank's state was after a given operation, and its file's layout."""
+"""Versions of a shard: what one rank's state was after a given operation, and its file's format.
 
+    magic | u64 bytes of JSON | u64 xxh3 of JSON | manifest as JSON | zeros | data
+
+The data starts on a page boundary and is as long as its manifest says. A file is written under
+another name and renamed when it is whole, so a file that bears a version's name is that version.
+"""
+
+import struct
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from urllib.parse import quote
 
 import msgspec
+import xxhash
 
+from plexrl.errors import CorruptStateError
 from plexrl.statemanager.keys import ARENA_ALIGNMENT, StatePart, StateSlice
+
+MAGIC = b"PLEXRLS1"
+PAGE_BYTES = 4096
+
+_HEAD = struct.Struct("<8sQQ")
+_NAME_LENGTH_MAX = 96
 
 
 class VersionKind(StrEnum):
@@ -21,16 +37,17 @@ class VersionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """A run of bytes that lies in one piece both in the arena and in the version's file."""
+    """A run of bytes that lies in one piece both in the arena and in the version's data."""
 
     arena_offset: int
     file_offset: int
+    """From the start of the data."""
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """One complete version of one shard. It is written after the bytes: no manifest, no version."""
+    """One complete version of one shard."""
 
     deployment: str
     rank: int
@@ -42,30 +59,64 @@ class Manifest:
     slices: tuple[StateSlice, ...]
     """As in the arena they were taken from."""
     extents: tuple[Extent, ...]
+    """In file order; between them lie fewer than `ARENA_ALIGNMENT` bytes of nothing."""
     nbytes: int
-    digest: str = ""
-    """Hex xxh3-128 of the file's `nbytes` bytes; absent where the tier needs none."""
+    """Of the data."""
+    ordinal: int = 0
+    """Counts the versions that this node ever stored: of two of the same name the higher counts."""
+    stamp: str = ""
+    """Unique to these bytes: says that an arena which held them still does."""
+    digest: str = "0" * 32
+    """Hex xxh3-128 of the data; zeros in the host tier, which needs none."""
 
     @property
     def name(self) -> str:
-        """Unique among all versions of a node, and a safe file name."""
-        return f"{quote(self.deployment, safe='')}.{self.rank}.{self.kind}.{self.seq}"
+        """The same for every attempt at storing this version."""
+        return f"{self.deployment}.{self.rank}.{self.kind}.{self.seq}"
 
-    def with_digest(self, digest: str) -> "Manifest":
-        """The same version with its bytes' digest."""
-        return replace(self, digest=digest)
+    @property
+    def file_name(self) -> str:
+        """Of this attempt; readable as far as a file name may be long."""
+        deployment = quote(self.deployment, safe="")[:_NAME_LENGTH_MAX]
+        return f"{deployment}.{self.rank}.{self.kind}.{self.seq}.{self.ordinal}"
 
-    def to_json(self) -> bytes:
-        return msgspec.json.encode(self)
+    @property
+    def description(self) -> str:
+        """For messages."""
+        what = "published version" if self.kind == VersionKind.PUBLISHED else "version"
+        return f"{what} {self.seq} of {self.deployment!r} rank {self.rank}"
 
 
-def manifest_from_json(text: bytes) -> Manifest:
-    """Raises `msgspec.MsgspecError` for what `to_json` did not make."""
-    return msgspec.json.decode(text, type=Manifest)
+def padded(nbytes: int, alignment: int = PAGE_BYTES) -> int:
+    """`nbytes` rounded up."""
+    return -(-nbytes // alignment) * alignment
+
+
+def encode_header(manifest: Manifest) -> bytes:
+    """Everything in front of the data; as long for one digest as for another."""
+    text = msgspec.json.encode(manifest)
+    head = _HEAD.pack(MAGIC, len(text), xxhash.xxh3_64_intdigest(text)) + text
+    return head.ljust(padded(len(head)), b"\0")
+
+
+def decode_header(start: bytes) -> tuple[Manifest, int]:
+    """The manifest that a file beginning with `start` bears, and where its data begins.
+
+    Raises:
+        CorruptStateError: `encode_header` did not make this.
+    """
+    try:
+        magic, length, checksum = _HEAD.unpack_from(start)
+        text = start[_HEAD.size : _HEAD.size + length]
+        if magic != MAGIC or len(text) < length or xxhash.xxh3_64_intdigest(text) != checksum:
+            raise CorruptStateError("the header is damaged: restore a checkpoint")
+        return msgspec.json.decode(text, type=Manifest), padded(_HEAD.size + length)
+    except (struct.error, msgspec.MsgspecError) as error:
+        raise CorruptStateError(f"the header is damaged ({error}): restore a checkpoint") from error
 
 
 def lay_out(slices: Sequence[StateSlice]) -> tuple[tuple[Extent, ...], int]:
-    """Extents for a file that holds `slices`, and its size in bytes.
+    """Extents for a file that holds `slices`, and the size of its data.
 
     Slices that follow each other in the arena up to alignment make one extent, so that a move is a
     few long copies whatever the number of tensors.
@@ -81,26 +132,22 @@ def lay_out(slices: Sequence[StateSlice]) -> tuple[tuple[Extent, ...], int]:
             nbytes = piece.arena_offset + piece.nbytes - last.arena_offset
             extents[-1] = replace(last, nbytes=nbytes)
         else:
-            size = -(-size // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
+            start = padded(size, ARENA_ALIGNMENT)
             extents.append(
-                Extent(arena_offset=piece.arena_offset, file_offset=size, nbytes=piece.nbytes)
+                Extent(arena_offset=piece.arena_offset, file_offset=start, nbytes=piece.nbytes)
             )
         size = extents[-1].file_offset + extents[-1].nbytes
     return tuple(extents), size
 
 
-def slices_in_file(manifest: Manifest) -> tuple[StateSlice, ...]:
-    """The version's slices, their `arena_offset` replaced by the place in the file."""
+def slices_in_file(manifest: Manifest, data_offset: int) -> tuple[StateSlice, ...]:
+    """The version's slices, each `arena_offset` replaced by the place in the file."""
+    starts = [extent.arena_offset for extent in manifest.extents]
     found = []
     for piece in manifest.slices:
-        if piece.nbytes == 0:
-            found.append(piece)
-            continue
-        home = next(
-            extent
-            for extent in manifest.extents
-            if extent.arena_offset <= piece.arena_offset < extent.arena_offset + extent.nbytes
-        )
-        place = home.file_offset + piece.arena_offset - home.arena_offset
+        place = 0
+        if piece.nbytes:
+            home = manifest.extents[bisect_right(starts, piece.arena_offset) - 1]
+            place = data_offset + home.file_offset + piece.arena_offset - home.arena_offset
         found.append(replace(piece, arena_offset=place))
     return tuple(found)

@@ -1,0 +1,120 @@
+"""Arenas that workers handed to the daemon: one for each rank of each deployment."""
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from plexrl.errors import ConflictError, InvalidRequestError
+from plexrl.statemanager.arena import resident_bytes
+from plexrl.statemanager.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StateSlice
+
+Shard = tuple[str, int]
+"""Deployment and rank."""
+
+
+@dataclass(slots=True, eq=False)
+class Registration:
+    """One rank's arena. Its descriptor is the daemon's own and lives until the registration ends;
+    `in_move` keeps it from being closed, and its number from being reused, under a move."""
+
+    deployment: str
+    rank: int
+    world_size: int
+    group: str
+    slices: tuple[StateSlice, ...]
+    fd: int
+    in_move: threading.Lock = field(default_factory=threading.Lock)
+    ended: bool = False
+
+    @property
+    def shard(self) -> Shard:
+        return (self.deployment, self.rank)
+
+    @contextmanager
+    def moving(self) -> Iterator[int]:
+        """The arena's descriptor, for one move at a time.
+
+        Raises:
+            ConflictError: another process has registered this rank.
+        """
+        with self.in_move:
+            if self.ended:
+                raise ConflictError(
+                    f"rank {self.rank} of {self.deployment!r} was registered by another process or "
+                    "released: only one may move its state",
+                    deployment=self.deployment,
+                    rank=self.rank,
+                )
+            yield self.fd
+
+
+class Registry:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._registrations: dict[Shard, Registration] = {}
+
+    def add(self, registration: Registration) -> None:
+        """Take in an arena; the rank's former one is ended once its move is over."""
+        with self._lock:
+            former = self._registrations.get(registration.shard)
+            self._registrations[registration.shard] = registration
+        if former is not None:
+            self._end(former)
+
+    def remove(self, registration: Registration) -> None:
+        """End a registration; no effect on one that took its place."""
+        with self._lock:
+            if self._registrations.get(registration.shard) is registration:
+                del self._registrations[registration.shard]
+        self._end(registration)
+
+    def remove_deployment(self, deployment: str) -> None:
+        """End every registration of a deployment."""
+        with self._lock:
+            own = [r for shard, r in self._registrations.items() if shard[0] == deployment]
+        for registration in own:
+            self.remove(registration)
+
+    def resident_bytes(self) -> dict[Shard, int]:
+        """Memory that each arena occupies now."""
+        with self._lock:
+            found = sorted(self._registrations.items())
+            # Only `_end` closes, and it takes this lock too.
+            return {shard: resident_bytes(r.fd) for shard, r in found if not r.ended}
+
+    def _end(self, registration: Registration) -> None:
+        with registration.in_move, self._lock:
+            if not registration.ended:
+                registration.ended = True
+                os.close(registration.fd)
+
+
+def check_slices(slices: Sequence[StateSlice], arena_bytes: int) -> None:
+    """Refuse slices that cannot lie in an arena of `arena_bytes`.
+
+    Raises:
+        InvalidRequestError: one reaches out of the arena or of its tensor, is not aligned, or has
+            an unknown dtype.
+    """
+    for piece in slices:
+        name = piece.key.name
+        if piece.dtype not in DTYPE_BYTES:
+            raise InvalidRequestError(f"slice {name!r} has unknown dtype {piece.dtype!r}")
+        if not len(piece.offset) == len(piece.shape) == len(piece.global_shape):
+            raise InvalidRequestError(f"slice {name!r} mixes numbers of dimensions")
+        box = zip(piece.offset, piece.shape, piece.global_shape, strict=True)
+        if any(start < 0 or extent < 0 or start + extent > whole for start, extent, whole in box):
+            raise InvalidRequestError(f"slice {name!r} reaches out of its tensor")
+        if piece.arena_offset < 0 or piece.arena_offset % ARENA_ALIGNMENT:
+            raise InvalidRequestError(
+                f"slice {name!r} lies at {piece.arena_offset}, not a multiple of {ARENA_ALIGNMENT}"
+            )
+        if piece.arena_offset + piece.nbytes > arena_bytes:
+            end = piece.arena_offset + piece.nbytes
+            raise InvalidRequestError(
+                f"slice {name!r} reaches to byte {end} of an arena of {arena_bytes}"
+            )

@@ -1,0 +1,244 @@
+"""A real daemon in a process of its own, over a real socket, memory file system and disk."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.client import StateManagerClient
+from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+
+DEADLINE_S = 20.0
+POLL_S = 0.005
+MIB = 1 << 20
+ALL_PARTS = frozenset({StatePart.PARAMETER, StatePart.OPTIMIZER})
+
+
+class Daemon:
+    """One StateManager process; can be killed, ended and started again on the same directories."""
+
+    def __init__(self, config: StateManagerConfig) -> None:
+        self.config = config
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, *, file_bytes_max: int | None = None) -> None:
+        """Return when it serves. `file_bytes_max`: no file of it can grow beyond this."""
+        path = Path(self.config.nvme_dir).parent / "config.json"
+        path.write_bytes(msgspec.json.encode(self.config))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "plexrl.statemanager", "--config", str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert self.process.stdout is not None
+        ready = self.process.stdout.readline()
+        assert ready, self.process.communicate()[1]
+        assert json.loads(ready)["ready"]
+        if file_bytes_max is not None:
+            bounds = (file_bytes_max, file_bytes_max)
+            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, bounds)
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self._end(signal.SIGKILL)
+
+    def terminate(self) -> str:
+        """End it cleanly; returns its log."""
+        log, status = self._end(signal.SIGTERM)
+        assert status == 0, log
+        return log
+
+    def _end(self, sig: signal.Signals) -> tuple[str, int]:
+        assert self.process is not None
+        self.process.send_signal(sig)
+        _, log = self.process.communicate(timeout=DEADLINE_S)
+        status = self.process.returncode
+        self.process = None
+        return log, status
+
+    def clean_up(self) -> None:
+        """Leave nothing behind."""
+        if self.process is not None:
+            self.kill()
+        shutil.rmtree(self.config.host_dir, ignore_errors=True)
+
+    def descriptors(self) -> list[str]:
+        """What the process has open, by name: sockets and files alike."""
+        links = Path(f"/proc/{self.pid}/fd").iterdir()
+        return sorted(str(link.readlink()) for link in links)
+
+    def host_files(self) -> list[Path]:
+        """Files in the host tier's directory, versions and leftovers."""
+        directory = Path(self.config.host_dir)
+        return sorted(directory.glob("*.version")) + sorted(directory.glob("*.part"))
+
+    def nvme_files(self) -> list[Path]:
+        return sorted(Path(self.config.nvme_dir).iterdir())
+
+
+StartDaemon = Callable[..., Daemon]
+
+
+@pytest.fixture
+def start_daemon(tmp_path: Path) -> Iterator[StartDaemon]:
+    """Starts daemons with the given config fields changed; ends them all."""
+    daemons: list[Daemon] = []
+    # A socket's path may have 107 bytes, which pytest's own directories can exceed.
+    run_dir = Path(tempfile.mkdtemp(prefix="plexrl-"))
+
+    def start(*, file_bytes_max: int | None = None, **changes: Any) -> Daemon:
+        node = f"node{len(daemons)}"
+        (tmp_path / node).mkdir()
+        fields: dict[str, Any] = {
+            "node": node,
+            "listen": str(run_dir / f"{node}.sock"),
+            "host_dir": tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm"),
+            "host_bytes": 256 * MIB,
+            "nvme_dir": str(tmp_path / node / "nvme"),
+            "nvme_bytes": 256 * MIB,
+        }
+        daemon = Daemon(StateManagerConfig(**{**fields, **changes}))
+        daemons.append(daemon)
+        daemon.start(file_bytes_max=file_bytes_max)
+        return daemon
+
+    yield start
+    for daemon in daemons:
+        daemon.clean_up()
+    shutil.rmtree(run_dir)
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon) -> Daemon:
+    """One with room for everything."""
+    return start_daemon()
+
+
+class Shard:
+    """One rank as a worker has it: an arena with a parameter and its optimizer state, and a
+    client."""
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        *,
+        deployment: str = "job/actor",
+        rank: int = 0,
+        world_size: int = 1,
+        elements: int = 64 * 1024,
+        token: int = 1,
+        group: str = "g",
+        timeout_s: float = DEADLINE_S,
+    ) -> None:
+        self.token, self.group = token, group
+        self.slices = tuple(
+            StateSlice(
+                key=StateKey(part=part, name=name),
+                dtype="F32",
+                global_shape=(world_size * elements,),
+                offset=(rank * elements,),
+                shape=(elements,),
+                arena_offset=index * elements * 4,
+            )
+            for index, (part, name) in enumerate(
+                ((StatePart.PARAMETER, "w"), (StatePart.OPTIMIZER, "w/exp_avg"))
+            )
+        )
+        self.arena = Arena(2 * elements * 4, name=f"test{rank}")
+        self.client = StateManagerClient(
+            daemon.config.listen,
+            deployment=deployment,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=timeout_s,
+        )
+        self.contents: npt.NDArray[np.uint8] = np.frombuffer(self.arena.buffer, dtype=np.uint8)
+
+    def register(self) -> None:
+        self.client.register(self.arena, self.slices, group=self.group, token=self.token)
+
+    def fill(self, seed: int) -> npt.NDArray[np.uint8]:
+        """Make the arena what version `seed` should be; returns a copy."""
+        np.copyto(self.contents, self.version(seed))
+        return self.contents.copy()
+
+    def version(self, seed: int) -> npt.NDArray[np.uint8]:
+        """Bits of version `seed`: arbitrary, and never those of another version."""
+        return np.random.default_rng(seed).integers(0, 256, self.contents.size, dtype=np.uint8)
+
+    def offload(self, seq: int, *, keep_seq: int = 0, **fields: Any) -> Any:
+        fields = {"token": self.token, "parts": ALL_PARTS, **fields}
+        return self.client.offload(seq=seq, keep_seq=keep_seq, **fields)
+
+    def snapshot(self, seq: int, *, keep_seq: int = 0, **fields: Any) -> Any:
+        fields = {"token": self.token, "parts": ALL_PARTS, **fields}
+        return self.client.snapshot(seq=seq, keep_seq=keep_seq, **fields)
+
+    def load(self, seq: int) -> Any:
+        return self.client.load(seq=seq, token=self.token)
+
+    def close(self) -> None:
+        self.client.close()
+        self.arena.close()
+
+
+MakeShard = Callable[..., Shard]
+
+
+@pytest.fixture
+def make_shard() -> Iterator[MakeShard]:
+    """Makes registered shards of a daemon; closes them."""
+    shards: list[Shard] = []
+
+    def make(daemon: Daemon, *, registered: bool = True, **fields: Any) -> Shard:
+        shard = Shard(daemon, **fields)
+        shards.append(shard)
+        if registered:
+            shard.register()
+        return shard
+
+    yield make
+    for shard in shards:
+        shard.close()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Return once `holds()`; fail when it does not in time."""
+    pause = threading.Event()
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        if holds():
+            return
+        pause.wait(POLL_S)
+    pytest.fail("it did not come to hold in time")
+
+
+def run_together(*calls: Callable[[], object]) -> None:
+    """Run the calls at once, each on a thread, and raise what the first of them raised."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for future in [pool.submit(call) for call in calls]:
+            future.result(timeout=DEADLINE_S)
