@@ -23,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m plexrl.cluster", description=__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--policy")
+    parser.add_argument("--pin-workers", type=lambda text: text == "True")
     for name in NUMBERS:
         parser.add_argument(f"--{name}", type=int)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}

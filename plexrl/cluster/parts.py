@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,7 @@ def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int)
                     "run_dir": str(run),
                     "rendezvous_dir": str(folders.run),
                     "data_dir": str(folders.data),
+                    "cores": _cores(options, index),
                 },
             )
         )
@@ -118,6 +120,15 @@ def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int)
         )
     )
     return found
+
+
+def _cores(options: ClusterOptions, node: int) -> list[int]:
+    """A virtual node's share of the machine's cores; none where workers are not bound."""
+    if not options.pin_workers:
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    first, last = (at * len(cores) // options.nodes for at in (node, node + 1))
+    return cores[first : max(last, first + 1)]
 
 
 def write_config(part: Part, folders: Folders) -> Path:

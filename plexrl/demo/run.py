@@ -53,7 +53,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     options.out.mkdir(parents=True, exist_ok=True)
     console.print("Starting the cluster: router, scheduler, StateManager, node agent …")
     with TemporaryDirectory(prefix="plexrl-demo-") as scratch:
-        embedded = start_embedded(gpus_per_node=options.workers + len(TASKS))
+        embedded = start_embedded(gpus_per_node=options.workers + len(TASKS), pin_workers=True)
         try:
             with plexrl.connect(embedded.url, embedded.api_key) as cluster:
                 plans = [

@@ -16,7 +16,7 @@ from typing import Any
 from plexrl.errors import ConnectionLostError, DeadlineExceededError, PlexRLError
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.wire.rpc import Peer
-from plexrl.worker.config import AgentConfig, WorkerConfig
+from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
 from plexrl.worker.launcher import Launcher, WorkerProcess
 
 LOG = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class Agent:
         command = params["command"]
         mine = [rank for rank in command["ranks"] if rank["node"] == self._config.node]
         for rank in mine:
-            self._in_background(self._start_worker(self._worker_config(command, rank["rank"])))
+            self._in_background(self._start_worker(self._worker_config(command, rank)))
         return {}
 
     async def _stop(self, peer: Peer, params: Plain) -> Plain:
@@ -186,8 +186,9 @@ class Agent:
 
     # Workers
 
-    def _worker_config(self, command: Plain, rank: int) -> WorkerConfig:
+    def _worker_config(self, command: Plain, placement: Plain) -> WorkerConfig:
         config = self._config
+        rank = int(placement["rank"])
         deployment, incarnation = command["deployment"], command["incarnation"]
         job, _, name = deployment.rpartition("/")
         # Unix socket paths are short, so the deployment is named by a hash of its own.
@@ -207,6 +208,7 @@ class Agent:
             spec_json=command["spec_json"],
             log_path=f"{config.data_dir}/logs/{job}/{name}-{rank}.log",
             threads=config.threads,
+            cores=cores_of_gpu(config.cores, int(placement["gpu"]), config.gpus),
         )
 
     async def _start_worker(self, config: WorkerConfig) -> None:

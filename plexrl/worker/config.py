@@ -27,6 +27,8 @@ class AgentConfig:
     """For logs and checkpoints."""
     threads: int = 1
     """Compute threads of a worker; more than its share of cores slows everybody."""
+    cores: tuple[int, ...] = ()
+    """Processor cores dealt out to the virtual GPUs, each worker bound to its GPU's; none: unbound."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.threads < 1:
@@ -53,3 +55,12 @@ class WorkerConfig:
     spec_json: str
     log_path: str
     threads: int
+    cores: tuple[int, ...] = ()
+    """Bound to these; none: unbound."""
+
+
+def cores_of_gpu(cores: tuple[int, ...], gpu: int, gpus: int) -> tuple[int, ...]:
+    """A virtual GPU's share of a node's cores: neighbours share one where there are too few."""
+    first = gpu * len(cores) // gpus
+    last = (gpu + 1) * len(cores) // gpus
+    return cores[first : max(last, first + 1)]

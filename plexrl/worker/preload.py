@@ -1,5 +1,7 @@
 """What the fork server imports once, so that a worker starts in a fraction of a second."""
 
+import gc
+
 import torch
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
@@ -11,3 +13,8 @@ import plexrl.worker.fsdp
 import plexrl.worker.process
 
 __all__ = ["plexrl", "torch", "transformers"]
+
+# What is imported stays for good. Left to the collector it would be walked at every offload, and
+# every walk would copy the pages that workers share with the fork server.
+gc.collect()
+gc.freeze()

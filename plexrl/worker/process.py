@@ -29,6 +29,7 @@ from plexrl.worker.server import Connection, Request, Server
 
 LOG = logging.getLogger(__name__)
 
+NICENESS = 10
 CHUNKS_MAX = 100_000
 """Stream chunks kept of one generation for routers that ask again."""
 
@@ -233,6 +234,10 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
         format=f"%(asctime)s %(levelname)s rank {config.rank}: %(message)s",
         force=True,
     )
+    # On a node whose cores are also the control plane's, a computation must not hold up a message.
+    os.nice(NICENESS)
+    if config.cores:
+        os.sched_setaffinity(0, config.cores)
     import torch
 
     torch.set_num_threads(config.threads)
