@@ -1,0 +1,222 @@
+"""Every bad request gets a typed error that says what to do, and the cluster goes on."""
+
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+import plexrl
+from plexrl import errors
+from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
+from plexrl.statemanager import Arena, StateManagerClient
+from tests.cluster.tools import VOCABULARY, some_batch
+
+MODEL = plexrl.tiny_qwen2(VOCABULARY)
+
+
+def test_an_unknown_deployment_is_named(embedded: EmbeddedCluster, job: plexrl.Job) -> None:
+    response = httpx.post(
+        f"{embedded.url}/v1/jobs/{job.job}/deployments/nobody/operations/barrier",
+        params={"operation": f"{job.job}:1"},
+        headers={"Authorization": f"Bearer {embedded.api_key}"},
+    )
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "unknown_deployment"
+    assert "nobody" in response.json()["error"]["message"]
+
+
+def test_rows_of_unequal_values_are_refused_before_anything_is_sent() -> None:
+    with pytest.raises(errors.BatchShapeError, match="row 1 has 2 values and 3 tokens"):
+        plexrl.Batch([[3, 4], [5, 6, 7]], {"mask": [[1, 1], [1, 1]]})
+
+
+def test_a_loss_without_its_inputs_is_refused(job: plexrl.Job) -> None:
+    actor = job.train_deployment("actor", MODEL)
+    with pytest.raises(errors.BatchShapeError, match="advantages"):
+        actor.forward_backward(plexrl.Batch([[3, 4]]), plexrl.losses.grpo())
+
+
+def test_tokens_outside_the_vocabulary_are_placed(job: plexrl.Job) -> None:
+    actor = job.train_deployment("actor", MODEL)
+    batch = plexrl.Batch([[3, 4], [5, 99, 6]], {"mask": [[0, 1], [0, 1, 1]]})
+    with pytest.raises(errors.TokenRangeError, match="row 1 has token 99 at position 1"):
+        actor.forward_backward(batch, plexrl.losses.cross_entropy())
+
+
+def test_values_that_are_not_numbers_are_placed(job: plexrl.Job) -> None:
+    actor = job.train_deployment("actor", MODEL)
+    batch = plexrl.Batch([[3, 4], [5, 6]], {"weights": [[0, 1], [0, np.nan]]})
+    with pytest.raises(errors.NonFiniteInputError, match="row 1 at position 1"):
+        actor.forward_backward(batch, plexrl.losses.custom())
+
+
+def test_a_gradient_that_is_not_finite_is_dropped_and_training_goes_on(job: plexrl.Job) -> None:
+    actor = job.train_deployment("actor", MODEL, workers=2)
+    huge = plexrl.Batch([[3, 4, 5]], {"weights": [[0, 3e38, 3e38]]})
+    actor.forward_backward(huge, plexrl.losses.custom()).result()
+    with pytest.raises(errors.NonFiniteGradientError, match="dropped"):
+        actor.optim_step(learning_rate=0.1).result()
+    actor.forward_backward(some_batch(1), plexrl.losses.grpo())
+    assert actor.optim_step(learning_rate=1e-3).result().metrics["grad_norm"] < 1e3
+    assert actor.status()["incarnation"] == 1
+
+
+def test_a_prompt_too_long_for_the_deployment_is_refused(job: plexrl.Job) -> None:
+    rollout = job.rollout_deployment("rollout", MODEL, max_sequence_tokens=16)
+    with pytest.raises(errors.BatchShapeError, match="max_sequence_tokens is 16"):
+        rollout.generate([[3] * 16])
+
+
+def test_a_model_that_fits_no_gpu_is_refused_with_the_workers_it_needs(job: plexrl.Job) -> None:
+    huge = plexrl.tiny_qwen2(VOCABULARY, hidden=4096, layers=4)
+    with pytest.raises(errors.ModelDoesNotFitError, match="ask for at least"):
+        job.train_deployment("huge", huge)
+
+
+def test_more_workers_than_gpus_are_refused(job: plexrl.Job) -> None:
+    with pytest.raises(errors.CapacityError, match="asks for 99 GPUs; the cluster has 8"):
+        job.train_deployment("wide", MODEL, workers=99)
+
+
+def test_an_unknown_architecture_or_backend_is_refused(job: plexrl.Job) -> None:
+    with pytest.raises(errors.InvalidRequestError, match="not supported"):
+        job.train_deployment("a", plexrl.ModelSpec(architecture="rnn", config_json="{}"))
+    with pytest.raises(errors.InvalidRequestError, match="no backend 'jax'"):
+        job.train_deployment("b", MODEL, backend="jax")
+
+
+def test_an_id_used_for_two_things_is_a_conflict(
+    embedded: EmbeddedCluster, job: plexrl.Job
+) -> None:
+    actor = job.train_deployment("actor", MODEL)
+    url = f"{embedded.url}/v1/jobs/{job.job}/deployments/actor/operations"
+    with httpx.Client(headers={"Authorization": f"Bearer {embedded.api_key}"}) as client:
+        query = {"operation": f"{job.job}:same"}
+        first = client.post(f"{url}/barrier", params=query, json={})
+        again = client.post(f"{url}/barrier", params=query, json={})
+        other = client.post(f"{url}/optim_step", params=query, json={"learning_rate": 0.1})
+    assert first.status_code == again.status_code == 202
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "conflict")
+    actor.barrier().result()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "code"),
+    [
+        ("dance", {}, "invalid_request"),
+        ("optim_step", {"learning_rate": "fast"}, "invalid_request"),
+        ("optim_step", {"learning_rate": 0.1, "momentum": 1}, "invalid_request"),
+        ("optim_step", {"learning_rate": -1.0}, "invalid_request"),
+        ("forward", {}, "batch_shape"),
+        ("save_checkpoint", {"name": "../../etc"}, "invalid_request"),
+        ("generate", {}, "invalid_request"),
+    ],
+)
+def test_malformed_operations_have_stable_codes(
+    embedded: EmbeddedCluster, job: plexrl.Job, kind: str, body: dict[str, object], code: str
+) -> None:
+    job.train_deployment("actor", MODEL)
+    response = httpx.post(
+        f"{embedded.url}/v1/jobs/{job.job}/deployments/actor/operations/{kind}",
+        params={"operation": f"{job.job}:bad"},
+        json=body,
+        headers={"Authorization": f"Bearer {embedded.api_key}"},
+    )
+    assert (response.status_code, response.json()["error"]["code"]) == (400, code)
+
+
+def test_a_body_that_is_no_safetensors_is_refused(
+    embedded: EmbeddedCluster, job: plexrl.Job
+) -> None:
+    job.train_deployment("actor", MODEL)
+    response = httpx.post(
+        f"{embedded.url}/v1/jobs/{job.job}/deployments/actor/operations/forward",
+        params={"operation": f"{job.job}:garbage"},
+        content=b"\xff" * 64,
+        headers={
+            "Authorization": f"Bearer {embedded.api_key}",
+            "Content-Type": "application/vnd.plexrl.safetensors",
+        },
+    )
+    assert response.status_code == 400
+    assert "safetensors" in response.json()["error"]["message"]
+
+
+def test_a_key_that_is_missing_or_wrong_is_refused(embedded: EmbeddedCluster) -> None:
+    assert httpx.get(f"{embedded.url}/v1/jobs").status_code == 401
+    with (
+        plexrl.connect(embedded.url, "plx-wrong") as stranger,
+        pytest.raises(errors.AuthenticationError, match="unknown"),
+    ):
+        stranger.jobs()
+
+
+def test_a_tenant_sees_and_touches_nothing_of_anothers(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster, job: plexrl.Job
+) -> None:
+    key = cluster.create_tenant(f"tenant-{job.job}")
+    with plexrl.connect(embedded.url, key) as stranger:
+        assert stranger.jobs() == []
+        with pytest.raises(errors.UnknownJobError):
+            stranger.attach_job(job.job)
+        with pytest.raises(errors.PermissionDeniedError):
+            stranger.create_tenant("more")
+
+
+def test_a_checkpoint_is_neither_overwritten_nor_invented(job: plexrl.Job) -> None:
+    actor = job.train_deployment("actor", MODEL, workers=2)
+    actor.save_checkpoint("one").result()
+    with pytest.raises(errors.CheckpointExistsError, match="overwrite"):
+        actor.save_checkpoint("one").result()
+    with pytest.raises(errors.CheckpointNotFoundError, match="two"):
+        actor.load_checkpoint("two").result()
+    actor.save_checkpoint("one", overwrite=True).result()
+    assert actor.status()["incarnation"] == 1
+
+
+def test_an_ended_job_takes_no_more(cluster: plexrl.Cluster) -> None:
+    with cluster.create_job("short") as job:
+        actor = job.train_deployment("actor", MODEL)
+    with pytest.raises(errors.JobEndedError, match="completed"):
+        actor.barrier()
+
+
+def test_a_second_writer_with_a_stale_token_is_refused(
+    cluster: plexrl.Cluster, job: plexrl.Job
+) -> None:
+    actor = job.train_deployment("actor", MODEL)
+    actor.barrier().result()
+    group = next(g for g in cluster.groups() if g["group"] == actor.status()["group"])
+    client = StateManagerClient(
+        cluster.nodes()[0]["statemanager"], deployment="intruder", rank=0, world_size=1
+    )
+    arena = Arena(4096)
+    try:
+        with pytest.raises(errors.StaleTokenError, match="stale"):
+            client.register(arena, (), group=group["group"], token=group["token"] - 1)
+    finally:
+        client.close()
+        arena.close()
+    actor.barrier().result()
+
+
+def test_a_full_journal_refuses_with_the_mend_and_the_cluster_goes_on(tmp_path: Path) -> None:
+    small = start_embedded(tmp_path / "data", gpus_per_node=1, journal_bytes_max=65_536)
+    try:
+        with plexrl.connect(small.url, small.api_key, timeout_s=5) as cluster:
+            with pytest.raises(errors.JournalFullError, match="free disk space"):
+                for index in range(2000):
+                    cluster.create_job("j" * 90, job_id=f"job-{index}")
+            accepted = len(cluster.jobs())
+            assert accepted > 10
+            assert cluster.status()["jobs_total"] == accepted
+    finally:
+        small.close()
+    roomy = start_embedded(tmp_path / "data", gpus_per_node=1)
+    try:
+        with plexrl.connect(roomy.url, roomy.api_key) as cluster:
+            assert cluster.status()["jobs_total"] == accepted
+            cluster.create_job("after").finish()
+    finally:
+        roomy.close()

@@ -1,0 +1,122 @@
+"""A cluster that ends leaves nothing behind, however it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import plexrl
+from plexrl.cluster.embedded import start_embedded
+from plexrl.cluster.parts import Folders
+from plexrl.errors import UnavailableError
+from tests.cluster.tools import VOCABULARY, some_batch, wait_until
+
+MODEL = plexrl.tiny_qwen2(VOCABULARY)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_every_process_and_removes_every_file(
+    tmp_path: Path, sig: signal.Signals
+) -> None:
+    running = start_embedded(tmp_path, gpus_per_node=2)
+    folders = Folders.of(tmp_path)
+    with plexrl.connect(running.url, running.api_key) as cluster:
+        actor = cluster.create_job("cut-off").train_deployment("actor", MODEL, workers=2)
+        actor.forward_backward(some_batch(1), plexrl.losses.grpo()).result()
+    children = psutil.Process(running.pid).children(recursive=True)
+    assert len(children) >= 7, "router, scheduler, StateManager, agent, fork server, two workers"
+    os.kill(running.pid, sig)
+    running.close()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
+    assert not folders.run.exists()
+    assert not folders.shared_memory.exists()
+    assert not (tmp_path / "cluster.json").exists()
+
+
+def test_a_killed_supervisor_takes_its_processes_along_and_the_next_one_cleans_up(
+    tmp_path: Path,
+) -> None:
+    running = start_embedded(tmp_path, gpus_per_node=1)
+    children = psutil.Process(running.pid).children(recursive=True)
+    os.kill(running.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+    again = start_embedded(tmp_path, gpus_per_node=1)
+    with plexrl.connect(again.url, again.api_key) as cluster:
+        assert cluster.status()["nodes"] == 1
+    again.close()
+    assert not Folders.of(tmp_path).shared_memory.exists()
+    running.close()
+
+
+def test_a_restart_on_the_same_data_goes_on_with_the_jobs_it_had(tmp_path: Path) -> None:
+    first = start_embedded(tmp_path, gpus_per_node=2)
+    with plexrl.connect(first.url, first.api_key) as cluster:
+        actor = cluster.create_job("long", job_id="long").train_deployment(
+            "actor", MODEL, workers=2
+        )
+        for step in range(3):
+            actor.forward_backward(some_batch(step), plexrl.losses.grpo())
+            actor.optim_step(learning_rate=1e-2).result()
+        want = actor.forward(some_batch(9)).result().logprobs
+    first.close()
+    second = start_embedded(tmp_path, gpus_per_node=2)
+    try:
+        with (
+            plexrl.connect(second.url, second.api_key) as cluster,
+            cluster.attach_job("long") as job,
+        ):
+            actor = job.train_deployment("actor", MODEL, workers=2)
+            got = actor.forward(some_batch(9)).result(60).logprobs
+    finally:
+        second.close()
+    assert all((a == b).all() for a, b in zip(want, got, strict=True))
+
+
+def test_two_clusters_on_one_data_directory_are_refused(tmp_path: Path) -> None:
+    running = start_embedded(tmp_path, gpus_per_node=1)
+    try:
+        with pytest.raises(UnavailableError):
+            start_embedded(tmp_path, gpus_per_node=1)
+    finally:
+        running.close()
+
+
+def test_the_command_line_shows_the_running_cluster(tmp_path: Path) -> None:
+    running = start_embedded(tmp_path, gpus_per_node=3)
+
+    def cli(*words: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-m", "plexrl.cli.app", *words, "--data-dir", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    try:
+        with plexrl.connect(running.url, running.api_key) as cluster:
+            job = cluster.create_job("shown", job_id="shown")
+            job.train_deployment("actor", MODEL).barrier().result()
+            assert json.loads(cli("status", "--json").stdout)["gpus"] == 3
+            assert json.loads(cli("nodes", "--json").stdout)[0]["gpus_reserved"] == 1
+            assert json.loads(cli("jobs", "--json").stdout)[0]["job"] == "shown"
+            assert "actor" in cli("jobs", "shown").stdout
+            assert "is ready" in json.loads(cli("logs", "shown", "--json").stdout)[0]["text"]
+            missing = cli("jobs", "nobody", "--json")
+            assert missing.returncode == 1
+            assert json.loads(missing.stdout)["error"]["code"] == "unknown_job"
+            job.finish()
+            wait_until(
+                lambda: cluster.nodes()[0]["gpus_reserved"] == 0, "an ended job keeps its GPU"
+            )
+    finally:
+        running.close()
+    gone = cli("status")
+    assert gone.returncode == 1
+    assert "plexrl up" in gone.stderr

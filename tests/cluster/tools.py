@@ -1,0 +1,64 @@
+"""What the whole-cluster tests do to a cluster, and look at."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+import plexrl
+from plexrl.cluster.embedded import EmbeddedCluster
+
+VOCABULARY = "0123456789sr="
+DEADLINE_S = 60.0
+
+
+def wait_until(what: Callable[[], bool], message: str) -> None:
+    """Poll until `what` holds; fails after the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.02)
+
+
+def process_of(embedded: EmbeddedCluster, module: str) -> psutil.Process:
+    """The process of one part, by the module it runs."""
+    for process in psutil.Process(embedded.pid).children(recursive=True):
+        if f"-m {module} " in " ".join(process.cmdline()):
+            return process
+    raise AssertionError(f"no process runs {module}")
+
+
+def kill_worker(deployment: plexrl.TrainDeployment | plexrl.RolloutDeployment, rank: int) -> None:
+    """`kill -9` the process of one rank: the one that listens on its socket."""
+    address = deployment.status()["ranks"][rank]["address"]
+    for process in psutil.process_iter():
+        try:
+            if any(c.laddr == address for c in process.net_connections(kind="unix")):
+                os.kill(process.pid, signal.SIGKILL)
+                return
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    raise AssertionError(f"nobody listens on {address}")
+
+
+def some_batch(seed: int, rows: int = 12) -> plexrl.Batch:
+    """A batch of random rows for a policy loss."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, 16, 5).tolist() for _ in range(rows)]
+    completions = [rng.integers(3, 16, int(rng.integers(2, 7))).tolist() for _ in range(rows)]
+    return plexrl.Batch.from_completions(
+        prompts,
+        completions,
+        logprobs=[rng.normal(-2.5, 0.1, len(row)) for row in completions],
+        advantages=[np.full(len(row), rng.normal()) for row in completions],
+    )
+
+
+def checkpoint_weights(actor: plexrl.TrainDeployment, name: str = "end") -> bytes:
+    """The bytes of the deployment's weights as a checkpoint has them."""
+    path = Path(actor.save_checkpoint(name).result(60)["path"])
+    return (path / "model.safetensors").read_bytes()
