@@ -125,10 +125,13 @@ def test_a_daemon_killed_at_any_moment_of_an_offload_leaves_nothing_torn(
     daemon = start_daemon(host_bytes=host_versions * (state + MIB), nvme_bytes=8 * state)
     shard = make_shard(daemon, elements=elements)
     shard.fill(1)
-    typical_s = shard.offload(1).seconds
+    shard.offload(1)
+    shard.fill(2)
+    # The second one spills the first, where it has to, as all later ones will.
+    typical_s = shard.offload(2, keep_seq=1).seconds
     seconds_of_kill = []
     with ThreadPoolExecutor(1) as pool:
-        for seq in range(2, 2 + KILLS // 2):
+        for seq in range(3, 3 + KILLS // 2):
             expected = shard.fill(seq)
             seconds_of_kill.append(chance.uniform(0, 1.5 * typical_s))
             killer = threading.Timer(seconds_of_kill[-1], daemon.kill)
