@@ -155,9 +155,12 @@ def drop_log(context: Context, deployment: Deployment) -> None:
     deployment.replaying.clear()
 
 
-def finish_move(context: Context, operation: Operation, now: float, compute_s: float) -> None:
-    """Record a completed internal move."""
+def finish_move(
+    context: Context, operation: Operation, now: float, *, result_json: str, compute_s: float
+) -> None:
+    """Record a completed internal move and what it measured."""
     operation.state = OperationState.FINISHED
+    operation.result_json = result_json
     operation.compute_s = compute_s
     _into_history(context, operation, now)
 

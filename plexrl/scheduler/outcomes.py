@@ -29,7 +29,7 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
     deployment.failures = 0
     deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
     if deployment.moving is not None and deployment.moving.operation == event.operation:
-        _move_finished(context, group, deployment, operation, now, event.compute_s)
+        _move_finished(context, group, deployment, operation, event, now)
     else:
         command = deployment.running.pop(event.operation)
         if command.replay:
@@ -103,12 +103,14 @@ def _move_finished(
     group: Group,
     deployment: Deployment,
     operation: Operation,
+    event: OperationFinished,
     now: float,
-    compute_s: float,
 ) -> None:
     deployment.moving = None
     began_at = operation.started_at if operation.started_at is not None else now
-    finish_move(context, operation, now, compute_s)
+    finish_move(
+        context, operation, now, result_json=event.result_json, compute_s=event.compute_s
+    )
     match operation.kind:
         case OperationKind.LOAD:
             deployment.residency = Residency.DEVICE
