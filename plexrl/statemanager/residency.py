@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+SUMS_MAX = 4096
+
 
 class TierName(StrEnum):
     HOST = "host"
@@ -76,7 +78,7 @@ def place(
     excess = needed_bytes - host.free_bytes - _total(stale_in_host)
     nvme_free = nvme.free_bytes + _total(stale) - _total(stale_in_host)
     kept = [r for r in free_to_go if r.tier == TierName.HOST and not r.superseded]
-    spilled = _oldest_that_free(kept, excess, nvme_free)
+    spilled = _oldest_that_free(kept, excess, nvme_free) or _any_that_free(kept, excess, nvme_free)
     if spilled is not None:
         return Placement(tier=TierName.HOST, drop=_names(stale), spill=_names(spilled))
     if needed_bytes <= nvme_free:
@@ -107,6 +109,25 @@ def _oldest_that_free(
             chosen.remove(resident)
             excess += resident.nbytes
     return chosen
+
+
+def _any_that_free(candidates: Sequence[Resident], excess: int, room: int) -> list[Resident] | None:
+    """Some candidates that free `excess` bytes and come to no more than `room`, where any do.
+
+    For when the oldest are too large together: walks all sums that a choice can come to, which are
+    few, because the shards of a deployment are of one size. Looks at `SUMS_MAX` of them at most.
+    """
+    reached: dict[int, list[Resident]] = {0: []}
+    for resident in candidates:
+        for nbytes, chosen in list(reached.items()):
+            larger = nbytes + resident.nbytes
+            if larger > room or larger in reached:
+                continue
+            if larger >= excess:
+                return _oldest_that_free([*chosen, resident], excess)
+            if len(reached) < SUMS_MAX:
+                reached[larger] = [*chosen, resident]
+    return None
 
 
 def _total(residents: Iterable[Resident]) -> int:

@@ -154,12 +154,12 @@ class Session:
         with own.moving() as arena_fd:
             self._fencing.admit(own.group, request.token)
             wanted = _manifest(own, VersionKind.STATE, request.seq, (), "")
-            with self._store.lease(wanted.name, wanted.description) as (file, tier):
-                manifest = file.manifest
+            with self._store.lease(wanted.name, wanted.description) as lease:
+                manifest = lease.file.manifest
                 _check_fits(manifest, own)
-                tier.read(file, arena_fd, manifest.extents)
+                lease.read(arena_fd, manifest.extents)
                 return {
-                    **_report(manifest.nbytes, started, tier.name),
+                    **_report(manifest.nbytes, started, lease.tier.name),
                     "parts": [part.value for part in manifest.parts],
                     "meta": json.loads(manifest.meta_json),
                     "stamp": manifest.stamp,
@@ -195,14 +195,17 @@ class Session:
         try:
             for version in found:
                 # The mapping of a file on NVMe could not be verified, so it comes to memory first.
-                lease = self._store.lease_in_memory(
-                    version.manifest.name, version.manifest.description
+                manifest = version.manifest
+                lease = self._leases.enter_context(
+                    self._store.lease_in_memory(manifest.name, manifest.description)
                 )
-                file, tier = self._leases.enter_context(lease)
-                fds.append(tier.open(file))
-                slices = slices_in_file(file.manifest, file.data_offset)
-                size = file.data_offset + file.manifest.nbytes
-                shards.append(PublishedShard(slices=slices, file_bytes=size))
+                fds.append(os.dup(lease.fd))
+                shards.append(
+                    PublishedShard(
+                        slices=slices_in_file(lease.file.manifest, lease.file.data_offset),
+                        file_bytes=lease.file.data_offset + lease.file.manifest.nbytes,
+                    )
+                )
         except BaseException:
             close_all(fds)
             raise

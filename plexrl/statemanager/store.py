@@ -4,7 +4,8 @@ Laws:
 
 - A version is stored from the moment its file has its name until it is dropped or replaced.
 - A tier never holds more than its bound, counting what is being written and what is still read.
-- A file is deleted only when nobody uses it; who began to use a version keeps these very bytes.
+- Who began to use a version keeps these very bytes, whatever becomes of it. A dropped version loses
+  its name at once, so no crash brings it back; its bytes count until its last user is done.
 - A version is in one tier, but for the moment of its move; after a crash in that moment the copy of
   the higher ordinal counts, and of equal ones the host's.
 
@@ -15,14 +16,14 @@ takes `_lock`, which is never held during I/O on data.
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from plexrl.errors import PlexRLError, StateLostError, StateTierFullError
 from plexrl.statemanager.residency import Resident, Room, TierName, place
 from plexrl.statemanager.tier import Tier, VersionFile
-from plexrl.statemanager.versions import Manifest, VersionKind
+from plexrl.statemanager.versions import Extent, Manifest, VersionKind
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,20 @@ class _Copy:
     last_use: int
     users: int = 0
     retired: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A version that its user can read for as long as the lease lasts."""
+
+    file: VersionFile
+    tier: Tier
+    fd: int
+    """Of the file, read-only."""
+
+    def read(self, target_fd: int, extents: Sequence[Extent]) -> None:
+        """As `Tier.read`."""
+        self.tier.read(self.file, self.fd, target_fd, extents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +102,21 @@ class Store:
         return StoredVersion(manifest=file.manifest, tier=tier.name, nbytes=file.nbytes)
 
     @contextmanager
-    def lease(self, name: str, description: str) -> Iterator[tuple[VersionFile, Tier]]:
-        """The version of that name, held in place while the block runs.
+    def lease(self, name: str, description: str) -> Iterator[Lease]:
+        """The version of that name, to read while the block runs.
 
         Raises:
             StateLostError: there is no such version; `description` says which in words.
+            CorruptStateError: its file is gone.
         """
-        copy = self._begin_use(name, description)
+        copy, fd = self._begin_use(name, description)
         try:
-            yield copy.file, copy.tier
+            yield Lease(file=copy.file, tier=copy.tier, fd=fd)
         finally:
-            self._end_use(copy)
+            self._end_use(copy, fd)
 
     @contextmanager
-    def lease_in_memory(self, name: str, description: str) -> Iterator[tuple[VersionFile, Tier]]:
+    def lease_in_memory(self, name: str, description: str) -> Iterator[Lease]:
         """As `lease`, with the version brought into the host tier first.
 
         Raises:
@@ -109,14 +125,14 @@ class Store:
             StateTierFullError: the host tier cannot take it.
         """
         while True:
-            copy = self._begin_use(name, description)
+            copy, fd = self._begin_use(name, description)
             try:
                 if copy.tier.name == TierName.HOST:
-                    yield copy.file, copy.tier
+                    yield Lease(file=copy.file, tier=copy.tier, fd=fd)
                     return
-                self._promote(copy)
+                self._promote(copy, fd)
             finally:
-                self._end_use(copy)
+                self._end_use(copy, fd)
 
     def find(self, wanted: Callable[[Manifest], bool]) -> list[StoredVersion]:
         """Every version for which `wanted` holds, by name."""
@@ -171,7 +187,7 @@ class Store:
                 self._used_bytes[tier.name] += file.nbytes
                 former = self._current.get(file.manifest.name)
                 if former is not None and former.file.manifest.ordinal >= ordinal:
-                    self._delete(_Copy(file, tier, last_use=ordinal))
+                    self._retire(_Copy(file, tier, last_use=ordinal))
                 else:
                     self._install(_Copy(file, tier, last_use=ordinal))
 
@@ -227,23 +243,20 @@ class Store:
             free = self._bytes_max[TierName.NVME] - self._used_bytes[TierName.NVME]
             if copy.file.nbytes > free:
                 raise self._full(copy.file)
+            fd = self._use(copy)
             self._used_bytes[TierName.NVME] += copy.file.nbytes
-            copy.users += 1
         nvme = self._tiers[TierName.NVME]
         try:
-            source_fd = copy.tier.open(copy.file)
-            try:
-                planned = nvme.plan(copy.file.manifest)
-                file = nvme.write(planned, source_fd, copy.file.data_extent)
-            finally:
-                os.close(source_fd)
+            planned = nvme.plan(copy.file.manifest)
+            file = nvme.write(planned, fd, copy.file.data_extent)
+            self._replace(copy, _Copy(file, nvme, last_use=copy.last_use))
         except BaseException:
             self._give_back(nvme, copy.file.nbytes)
-            self._end_use(copy)
             raise
-        self._replace(copy, _Copy(file, nvme, last_use=copy.last_use))
+        finally:
+            self._end_use(copy, fd)
 
-    def _promote(self, copy: _Copy) -> None:
+    def _promote(self, copy: _Copy, fd: int) -> None:
         """Bring a version in use from NVMe to host."""
         host = self._tiers[TierName.HOST]
         planned = host.plan(copy.file.manifest)
@@ -252,36 +265,36 @@ class Store:
             self._give_back(tier, planned.nbytes)
             raise self._full(planned)
         try:
-            file = host.write_from(planned, copy.tier, copy.file)
+            file = host.write_from(planned, copy.tier, copy.file, fd)
         except BaseException:
             self._give_back(host, planned.nbytes)
             raise
-        with self._lock:
-            copy.users += 1
         self._replace(copy, _Copy(file, host, last_use=copy.last_use))
 
     def _replace(self, copy: _Copy, moved: _Copy) -> None:
-        """End a use of `copy`, and let its version be `moved` unless it is gone meanwhile."""
+        """Let the version of `copy` be `moved`, unless it was dropped or replaced meanwhile."""
         with self._lock:
             if copy.retired:
-                self._delete(moved)
+                self._retire(moved)
             else:
                 self._install(moved)
-            self._finish(copy)
 
-    def _begin_use(self, name: str, description: str) -> _Copy:
+    def _begin_use(self, name: str, description: str) -> tuple[_Copy, int]:
         with self._lock:
             copy = self._current.get(name)
             if copy is None:
                 raise StateLostError(f"{description} is not on this node: restore a checkpoint")
-            copy.users += 1
+            fd = self._use(copy)
             self._clock += 1
             copy.last_use = self._clock
-            return copy
+            return copy, fd
 
-    def _end_use(self, copy: _Copy) -> None:
+    def _end_use(self, copy: _Copy, fd: int) -> None:
+        os.close(fd)
         with self._lock:
-            self._finish(copy)
+            copy.users -= 1
+            if copy.retired and copy.users == 0:
+                self._used_bytes[copy.tier.name] -= copy.file.nbytes
 
     def _give_back(self, tier: Tier, nbytes: int) -> None:
         with self._lock:
@@ -312,18 +325,19 @@ class Store:
         for name in names:
             copy = self._current.pop(name, None)
             if copy is not None:
-                copy.retired = True
-                if copy.users == 0:
-                    self._delete(copy)
+                self._retire(copy)
 
-    def _finish(self, copy: _Copy) -> None:
-        copy.users -= 1
-        if copy.retired and copy.users == 0:
-            self._delete(copy)
+    def _use(self, copy: _Copy) -> int:
+        """Begin a use; returns the descriptor to read from, which stays good when the name goes."""
+        fd = copy.tier.open(copy.file)
+        copy.users += 1
+        return fd
 
-    def _delete(self, copy: _Copy) -> None:
+    def _retire(self, copy: _Copy) -> None:
+        copy.retired = True
         copy.tier.remove(copy.file)
-        self._used_bytes[copy.tier.name] -= copy.file.nbytes
+        if copy.users == 0:
+            self._used_bytes[copy.tier.name] -= copy.file.nbytes
 
     def _full(self, file: VersionFile) -> StateTierFullError:
         host, nvme = TierName.HOST, TierName.NVME

@@ -66,10 +66,7 @@ class VersionFile:
 
 
 class Tier:
-    """Versions under one directory, which one process at a time may use.
-
-    Callers see to it that a file is not removed while it is read.
-    """
+    """Versions under one directory, which one process at a time may use."""
 
     def __init__(self, name: TierName, directory: Path) -> None:
         self.name = name
@@ -128,18 +125,20 @@ class Tier:
 
         return self._create(file, fill)
 
-    def write_from(self, file: VersionFile, tier: "Tier", source: VersionFile) -> VersionFile:
+    def write_from(
+        self, file: VersionFile, tier: "Tier", source: VersionFile, source_fd: int
+    ) -> VersionFile:
         """Store a planned version from another tier's file of it, verified there. Raises as both
         `write` and `read` do."""
 
         def fill(fd: int) -> Manifest:
-            tier.read(source, fd, file.data_extent)
+            tier.read(source, source_fd, fd, file.data_extent)
             return file.manifest
 
         return self._create(file, fill)
 
-    def read(self, file: VersionFile, target_fd: int, extents: Sequence[Extent]) -> None:
-        """Write a version's data to where `extents` lie in the target.
+    def read(self, file: VersionFile, fd: int, target_fd: int, extents: Sequence[Extent]) -> None:
+        """Write a version's data to where `extents` lie in the target. `fd` is from `open`.
 
         Raises:
             CorruptStateError: bytes are missing or not those that were written; the target holds
@@ -149,23 +148,23 @@ class Tier:
         digest = xxhash.xxh3_128() if self._persistent else None
         block = page_aligned_block(DIRECT_BLOCK_BYTES if self._persistent else CACHED_BLOCK_BYTES)
         starts = [extent.file_offset for extent in extents]
-        fd = self._open(file)
-        try:
-            for start in range(0, manifest.nbytes, len(block)):
-                count = min(len(block), manifest.nbytes - start)
-                self._read_block(fd, file, start, block[: padded(count)], count)
-                if digest is not None:
-                    digest.update(block[:count])
-                scatter(target_fd, extents, starts, start, block[:count])
-        finally:
-            os.close(fd)
+        for start in range(0, manifest.nbytes, len(block)):
+            count = min(len(block), manifest.nbytes - start)
+            self._read_block(fd, file, start, block[: padded(count)], count)
+            if digest is not None:
+                digest.update(block[:count])
+            scatter(target_fd, extents, starts, start, block[:count])
         if digest is not None and digest.hexdigest() != manifest.digest:
             raise self._corrupt(manifest, "its digest does not match")
 
     def open(self, file: VersionFile) -> int:
-        """A read-only descriptor of the version's file."""
+        """A read-only descriptor of the version's file; good also when the file is removed.
+
+        Raises:
+            CorruptStateError: the file is gone.
+        """
         try:
-            return os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+            return (_open_direct if self._persistent else _open)(file.path, os.O_RDONLY)
         except OSError as error:
             raise self._corrupt(file.manifest, str(error)) from error
 
@@ -209,14 +208,6 @@ class Tier:
             block[count:end] = bytes(end - count)
             _write_direct(fd, block[:end], file.data_offset + start)
         return replace(manifest, digest=digest.hexdigest())
-
-    def _open(self, file: VersionFile) -> int:
-        if not self._persistent:
-            return self.open(file)
-        try:
-            return _open_direct(file.path, os.O_RDONLY)
-        except OSError as error:
-            raise self._corrupt(file.manifest, str(error)) from error
 
     def _read_block(
         self, fd: int, file: VersionFile, start: int, block: memoryview, count: int

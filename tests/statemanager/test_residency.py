@@ -1,0 +1,141 @@
+"""The choice of what gives way, against an oracle that tries every choice there is."""
+
+from itertools import chain, combinations
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from plexrl.statemanager.residency import Placement, Resident, Room, TierName, place
+
+HOST, NVME = TierName.HOST, TierName.NVME
+Node = tuple[list[Resident], Room, Room]
+
+
+@st.composite
+def nodes(draw: st.DrawFn) -> Node:
+    """A few versions over two tiers whose bounds they respect."""
+    sizes = st.integers(0, 9)
+    residents = [
+        Resident(
+            name=f"v{index}",
+            tier=draw(st.sampled_from(TierName)),
+            nbytes=draw(sizes),
+            last_use=draw(st.integers(0, 4)),
+            in_use=draw(st.booleans()),
+            superseded=draw(st.booleans()),
+        )
+        for index in range(draw(st.integers(0, 6)))
+    ]
+    rooms = []
+    for tier in (HOST, NVME):
+        # What is still being written counts as used and is no resident yet.
+        used = total(residents, tier) + draw(sizes)
+        rooms.append(Room(used_bytes=used, bytes_max=used + draw(st.integers(0, 20))))
+    return residents, rooms[0], rooms[1]
+
+
+def total(residents: list[Resident], tier: TierName) -> int:
+    return sum(resident.nbytes for resident in residents if resident.tier == tier)
+
+
+def free_after(node: Node, drop: set[str], spill: set[str]) -> tuple[int, int]:
+    """Room in both tiers once the named versions are gone or moved."""
+    residents, host, nvme = node
+    dropped = [r for r in residents if r.name in drop]
+    moved = sum(r.nbytes for r in residents if r.name in spill)
+    return (
+        host.bytes_max - host.used_bytes + total(dropped, HOST) + moved,
+        nvme.bytes_max - nvme.used_bytes + total(dropped, NVME) - moved,
+    )
+
+
+def is_possible(node: Node, needed: int, placement: Placement) -> bool:
+    by_name = {resident.name: resident for resident in node[0]}
+    drop, spill = set(placement.drop), set(placement.spill)
+    host_free, nvme_free = free_after(node, drop, spill)
+    return (
+        not drop & spill
+        and all(by_name[n].superseded and not by_name[n].in_use for n in drop)
+        and all(by_name[n].tier == HOST and not by_name[n].in_use for n in spill)
+        and nvme_free >= (needed if placement.tier == NVME else 0)
+        and (placement.tier == NVME or host_free >= needed)
+    )
+
+
+def every_spill(node: Node, needed: int) -> list[set[str]]:
+    """All sets of versions whose spilling makes room in the host tier, what can go dropped."""
+    residents = node[0]
+    movable = [r.name for r in residents if r.tier == HOST and not r.in_use and not r.superseded]
+    drop = {r.name for r in residents if r.superseded and not r.in_use}
+    choices = chain.from_iterable(combinations(movable, n) for n in range(len(movable) + 1))
+    found = []
+    for choice in choices:
+        host_free, nvme_free = free_after(node, drop, set(choice))
+        if host_free >= needed and nvme_free >= 0:
+            found.append(set(choice))
+    return found
+
+
+@given(nodes(), st.integers(1, 20))
+def test_what_is_planned_is_possible(node: Node, needed: int) -> None:
+    placement = place(needed, *node)
+    if placement is not None:
+        assert is_possible(node, needed, placement)
+
+
+@given(nodes(), st.integers(1, 20))
+def test_a_refusal_means_that_nothing_would_have_helped(node: Node, needed: int) -> None:
+    if place(needed, *node) is not None:
+        return
+    drop = {r.name for r in node[0] if r.superseded and not r.in_use}
+    assert free_after(node, drop, set())[1] < needed, "NVMe would have taken it"
+    assert not every_spill(node, needed), "the host tier could have made room"
+
+
+@given(nodes(), st.integers(1, 20))
+def test_the_host_tier_is_used_whenever_it_can_make_room(node: Node, needed: int) -> None:
+    placement = place(needed, *node)
+    assert (placement is not None and placement.tier == HOST) == bool(every_spill(node, needed))
+
+
+@given(nodes(), st.integers(1, 20))
+def test_nothing_goes_that_need_not(node: Node, needed: int) -> None:
+    placement = place(needed, *node)
+    if placement is None or placement.tier == NVME:
+        return
+    host = node[1]
+    if needed <= host.bytes_max - host.used_bytes:
+        assert placement == Placement(tier=HOST)
+    for name in placement.spill:
+        host_free, _ = free_after(node, set(placement.drop), set(placement.spill) - {name})
+        assert host_free < needed, f"{name} is spilled for nothing"
+    if not placement.spill:
+        for name in placement.drop:
+            host_free, _ = free_after(node, set(placement.drop) - {name}, set())
+            assert host_free < needed, f"{name} is dropped for nothing"
+
+
+@given(nodes(), st.integers(1, 20))
+@example(
+    (
+        [
+            Resident(name="v0", tier=HOST, nbytes=2, last_use=0),
+            Resident(name="v1", tier=HOST, nbytes=3, last_use=1),
+        ],
+        Room(used_bytes=5, bytes_max=5),
+        Room(used_bytes=0, bytes_max=5),
+    ),
+    3,
+)
+def test_the_most_recently_used_version_that_is_spilled_is_as_old_as_can_be(
+    node: Node, needed: int
+) -> None:
+    residents, host, nvme = node
+    roomy = Room(used_bytes=nvme.used_bytes, bytes_max=nvme.bytes_max + total(residents, HOST))
+    placement = place(needed, residents, host, roomy)
+    if placement is None or not placement.spill:
+        return
+    age = {resident.name: (resident.last_use, resident.name) for resident in residents}
+    newest = max(age[name] for name in placement.spill)
+    choices = every_spill((residents, host, roomy), needed)
+    assert newest == min(max(age[name] for name in choice) for choice in choices)

@@ -1,0 +1,236 @@
+"""Damaged files and full disks: typed errors, and state intact elsewhere."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plexrl.errors import (
+    ConflictError,
+    CorruptStateError,
+    InvalidRequestError,
+    StateLostError,
+    StateTierFullError,
+    StorageError,
+)
+from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.tier import Tier
+from plexrl.statemanager.versions import Extent, Manifest, VersionKind
+from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon
+
+STATE = MIB // 2
+"""Bytes of a shard as `make_shard` makes it."""
+
+
+@pytest.fixture
+def spilled(start_daemon: StartDaemon, make_shard: MakeShard) -> tuple[Daemon, Shard]:
+    """A daemon whose only version lies on NVMe, and the shard it was taken from."""
+    daemon = start_daemon(host_bytes=1)
+    shard = make_shard(daemon)
+    shard.fill(1)
+    shard.offload(1)
+    return daemon, shard
+
+
+def flip_bit(path: Path, position: int) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[position] ^= 1
+    path.write_bytes(contents)
+
+
+def test_a_flipped_bit_on_nvme_is_refused(spilled: tuple[Daemon, Shard]) -> None:
+    daemon, shard = spilled
+    flip_bit(daemon.nvme_files()[0], 4096 + STATE // 2)
+    with pytest.raises(CorruptStateError, match="digest does not match") as caught:
+        shard.load(1)
+    assert caught.value.details == {"deployment": "job/actor", "rank": 0, "seq": 1}
+    assert not shard.contents.any()
+
+
+@pytest.mark.parametrize("kept_bytes", [4096, 4096 + STATE // 2, 4096 + STATE - 1])
+def test_a_truncated_file_on_nvme_is_refused(
+    spilled: tuple[Daemon, Shard], kept_bytes: int
+) -> None:
+    daemon, shard = spilled
+    os.truncate(daemon.nvme_files()[0], kept_bytes)
+    for _ in ("live", "restarted"):
+        with pytest.raises(CorruptStateError, match="is damaged"):
+            shard.load(1)
+        daemon.kill()
+        daemon.start()
+
+
+def test_a_deleted_file_is_refused(spilled: tuple[Daemon, Shard]) -> None:
+    daemon, shard = spilled
+    daemon.nvme_files()[0].unlink()
+    with pytest.raises(CorruptStateError, match="No such file"):
+        shard.load(1)
+
+
+@pytest.mark.parametrize("position", [0, 8, 24, 100])
+def test_a_file_with_a_damaged_header_is_not_taken_for_a_version(
+    spilled: tuple[Daemon, Shard], position: int
+) -> None:
+    daemon, shard = spilled
+    flip_bit(daemon.nvme_files()[0], position)
+    daemon.kill()
+    daemon.start()
+    with pytest.raises(StateLostError):
+        shard.load(1)
+    assert not daemon.nvme_files()
+
+
+def test_damage_to_one_version_leaves_the_others_loadable(
+    spilled: tuple[Daemon, Shard], make_shard: MakeShard
+) -> None:
+    daemon, shard = spilled
+    other = make_shard(daemon, deployment="b/actor")
+    expected = other.fill(2)
+    other.offload(2)
+    flip_bit(next(p for p in daemon.nvme_files() if p.name.startswith("job")), 5000)
+    with pytest.raises(CorruptStateError):
+        shard.load(1)
+    other.load(2)
+    assert np.array_equal(other.contents, expected)
+
+
+def test_a_damaged_published_version_is_not_pulled(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    daemon = start_daemon(host_bytes=STATE + MIB // 8)
+    shard = make_shard(daemon)
+    shard.client.publish(seq=1, token=1)
+    shard.snapshot(1)
+    [path] = daemon.nvme_files()
+    flip_bit(path, 5000)
+    with pytest.raises(CorruptStateError, match="published version 1"):
+        shard.client.pull(
+            sources=[daemon.config.listen], source="job/actor", seq=1, wants=shard.slices[:1]
+        )
+
+
+def test_full_tiers_refuse_and_leave_the_arena(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    bound = STATE + MIB // 4
+    daemon = start_daemon(host_bytes=bound, nvme_bytes=bound)
+    shards = [make_shard(daemon, deployment=f"{name}/actor") for name in "abc"]
+    expected = [shard.fill(index) for index, shard in enumerate(shards)]
+    shards[0].offload(1)
+    shards[1].offload(1)
+    with pytest.raises(StateTierFullError, match="end a job or raise a bound"):
+        shards[2].offload(1)
+    assert np.array_equal(shards[2].contents, expected[2])
+    for index in (0, 1):
+        shards[index].load(1)
+        assert np.array_equal(shards[index].contents, expected[index])
+    shards[0].client.release("a/actor")
+    shards[2].offload(1)
+    shards[2].load(1)
+    assert np.array_equal(shards[2].contents, expected[2])
+
+
+def test_versions_that_are_superseded_make_room(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    # Room for two and no NVMe: a third fits only because the middle one is of no more use.
+    daemon = start_daemon(host_bytes=2 * STATE + MIB // 4, nvme_bytes=1)
+    shard = make_shard(daemon)
+    for seq in (1, 2, 3):
+        expected = shard.fill(seq)
+        shard.snapshot(seq, keep_seq=1)
+    shard.load(3)
+    assert np.array_equal(shard.contents, expected)
+    shard.load(1)
+
+
+def test_a_disk_that_is_really_full_refuses_and_leaves_the_arena(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    """The file systems refuse here, while the tiers' bounds would still let it pass."""
+    daemon = start_daemon(file_bytes_max=2 * STATE)
+    large = make_shard(daemon, deployment="a/actor", elements=256 * 1024)
+    small = make_shard(daemon, deployment="b/actor")
+    kept = small.fill(1)
+    small.offload(1)
+    expected = large.fill(2)
+    with pytest.raises(StateTierFullError, match="no room on its file system"):
+        large.offload(2)
+    assert np.array_equal(large.contents, expected)
+    usage = large.client.usage()
+    assert usage["nvme_bytes"] == 0
+    assert STATE < usage["host_bytes"] < 2 * STATE
+    assert len(daemon.host_files()) == 1
+    assert not daemon.nvme_files()
+    small.load(1)
+    assert np.array_equal(small.contents, kept)
+
+
+def test_a_spill_that_meets_a_full_disk_leaves_the_version_in_the_host_tier(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    daemon = start_daemon(host_bytes=STATE + MIB // 4)
+    first = make_shard(daemon, deployment="a/actor")
+    second = make_shard(daemon, deployment="b/actor")
+    kept, expected = first.fill(1), second.fill(2)
+    first.offload(1)
+    Path(daemon.config.nvme_dir).rmdir()
+    with pytest.raises(StorageError, match="cannot be written"):
+        second.offload(2)
+    assert np.array_equal(second.contents, expected)
+    assert first.load(1).tier == "host"
+    assert np.array_equal(first.contents, kept)
+
+
+def test_two_daemons_do_not_share_a_directory(daemon: Daemon, tmp_path: Path) -> None:
+    with pytest.raises(ConflictError, match="in use by another StateManager"):
+        Tier(TierName.HOST, Path(daemon.config.host_dir))
+    Tier(TierName.HOST, tmp_path / "free").close()
+
+
+def test_an_arena_that_was_cut_short_is_refused_not_fatal(
+    daemon: Daemon, make_shard: MakeShard
+) -> None:
+    shard = make_shard(daemon)
+    other = make_shard(daemon, deployment="b/actor")
+    del shard.contents
+    os.ftruncate(shard.arena.fd, 4096)
+    with pytest.raises(InvalidRequestError, match="the arena ends at byte"):
+        shard.offload(1)
+    other.offload(1)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, (4 << 20) + 1, (8 << 20) - 1])
+@pytest.mark.parametrize("name", list(TierName))
+def test_a_tier_gives_back_any_number_of_bytes(tmp_path: Path, name: TierName, nbytes: int) -> None:
+    source, target = Arena(nbytes + 64), Arena(nbytes + 128)
+    contents = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
+    np.frombuffer(source.buffer, dtype=np.uint8)[64 : 64 + nbytes] = contents
+    tier = Tier(name, tmp_path / "tier")
+    manifest = Manifest(
+        deployment="job/actor",
+        rank=0,
+        world_size=1,
+        seq=1,
+        kind=VersionKind.STATE,
+        parts=(),
+        meta_json="{}",
+        slices=(),
+        extents=(),
+        nbytes=nbytes,
+    )
+    stored = tier.write(
+        tier.plan(manifest), source.fd, [Extent(arena_offset=64, file_offset=0, nbytes=nbytes)]
+    )
+    assert list(tier.recover()) == [stored]
+    assert stored.path.stat().st_size <= stored.nbytes
+    fd = tier.open(stored)
+    tier.read(stored, fd, target.fd, [Extent(arena_offset=128, file_offset=0, nbytes=nbytes)])
+    os.close(fd)
+    assert np.array_equal(np.frombuffer(target.buffer, dtype=np.uint8)[128:][:nbytes], contents)
+    tier.remove(stored)
+    assert not list(tier.directory.iterdir())
+    for closing in (source, target, tier):
+        closing.close()
