@@ -274,5 +274,9 @@ class Job:
                 self._transport.request(call)
             except JobEndedError:
                 return
+            except ConnectionLostError as error:
+                if self._transport.is_closed:
+                    return
+                LOG.warning("a heartbeat of %s failed: %s", self.job, error)
             except PlexRLError as error:
                 LOG.warning("a heartbeat of %s failed: %s", self.job, error)

@@ -91,6 +91,8 @@ class Transport:
     def _try(self, call: Call) -> "httpx.Response | PlexRLError":
         import httpx
 
+        if self.is_closed:
+            raise ConnectionLostError(f"the connection to {self.url} was closed: connect again")
         try:
             response = self._client.send(_build(self._client, call))
         except httpx.TransportError as error:
@@ -111,6 +113,11 @@ class Transport:
                 yield from response.iter_lines()
         except httpx.TransportError as error:
             raise _lost(self.url, error) from error
+
+    @property
+    def is_closed(self) -> bool:
+        """No request can be sent any more."""
+        return self._client.is_closed
 
     def close(self) -> None:
         """Close all connections."""

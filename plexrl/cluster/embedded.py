@@ -77,6 +77,7 @@ def start_embedded(data_dir: Path | None = None, **options: Any) -> EmbeddedClus
     line = process.stdout.readline()
     if not line:
         process.wait()
+        process.stdout.close()
         if temporary:
             logs = "\n".join(
                 path.read_text(errors="replace")[-2000:]

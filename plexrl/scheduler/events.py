@@ -67,16 +67,22 @@ class NodeLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterJoined(Event):
+    """A router connected, for the first time or again."""
+
     router: RouterId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLost(Event):
+    """A router's connection ended."""
+
     router: RouterId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantCreated(Event):
+    """A tenant may submit jobs from now on."""
+
     tenant: TenantId
     key_digest: str
     """Hex SHA-256 of the tenant's API key; the key itself is stored nowhere."""
@@ -85,6 +91,8 @@ class TenantCreated(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSubmitted(Event):
+    """A controller asked for a job."""
+
     job: JobId
     tenant: TenantId
     name: str
@@ -113,6 +121,8 @@ class JobFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentCreated(Event):
+    """A job asked for a logical model."""
+
     deployment: DeploymentId
     job: JobId
     kind: str
@@ -139,6 +149,8 @@ class WorkerReady(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExited(Event):
+    """A worker process of this incarnation is dead."""
+
     deployment: DeploymentId
     rank: int
     incarnation: int
@@ -148,6 +160,8 @@ class WorkerExited(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationSubmitted(Event):
+    """A controller asked for an operation."""
+
     operation: OperationId
     deployment: DeploymentId
     kind: OperationKind
@@ -162,6 +176,8 @@ class OperationSubmitted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationCancelled(Event):
+    """A controller does not want an operation any more."""
+
     operation: OperationId
 
 

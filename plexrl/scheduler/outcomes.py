@@ -108,9 +108,7 @@ def _move_finished(
 ) -> None:
     deployment.moving = None
     began_at = operation.started_at if operation.started_at is not None else now
-    finish_move(
-        context, operation, now, result_json=event.result_json, compute_s=event.compute_s
-    )
+    finish_move(context, operation, now, result_json=event.result_json, compute_s=event.compute_s)
     match operation.kind:
         case OperationKind.LOAD:
             deployment.residency = Residency.DEVICE

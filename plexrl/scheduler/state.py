@@ -53,6 +53,8 @@ class WpgState(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Node:
+    """One node, as its agent described it."""
+
     node: NodeId
     gpus: int
     gpu_memory_bytes: int
@@ -63,6 +65,8 @@ class Node:
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
+    """Whoever holds this API key."""
+
     tenant: TenantId
     key_digest: str
     is_operator: bool
@@ -164,6 +168,8 @@ class Group:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
+    """One job and its life so far."""
+
     job: JobId
     tenant: TenantId
     name: str

@@ -168,6 +168,8 @@ DEFAULT_REDUCTION: dict[str, Reduction] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardParams:
+    """Of `forward_backward`."""
+
     loss: LossSpec
     micro_batch_tokens: int = 16_384
     """Most tokens, padding included, that one rank runs through the model at once."""
@@ -175,11 +177,15 @@ class ForwardBackwardParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardParams:
+    """Of `forward`."""
+
     micro_batch_tokens: int = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateParams:
+    """Of `generate`."""
+
     samples_per_prompt: int = 1
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stream: bool = False
@@ -188,6 +194,8 @@ class GenerateParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointParams:
+    """Of `save_checkpoint` and `load_checkpoint`."""
+
     name: str
     """A directory name of the job's own checkpoints: letters, digits, `.`, `_`, `-`."""
     overwrite: bool = False
@@ -200,6 +208,8 @@ class CheckpointParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncWeightsParams:
+    """Of `sync_weights`."""
+
     source: str
     """Deployment id of the train deployment whose parameters are wanted."""
 

@@ -25,11 +25,20 @@ def wait_until(what: Callable[[], bool], message: str) -> None:
 
 
 def process_of(embedded: EmbeddedCluster, module: str) -> psutil.Process:
-    """The process of one part, by the module it runs."""
-    for process in psutil.Process(embedded.pid).children(recursive=True):
-        if f"-m {module} " in " ".join(process.cmdline()):
-            return process
-    raise AssertionError(f"no process runs {module}")
+    """The process of one part, by the module it runs; one that is restarting is waited for."""
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        for process in psutil.Process(embedded.pid).children():
+            try:
+                if f"-m {module} " in " ".join(process.cmdline()):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+        return bool(found)
+
+    wait_until(look, f"no process runs {module}")
+    return found[0]
 
 
 def kill_worker(deployment: plexrl.TrainDeployment | plexrl.RolloutDeployment, rank: int) -> None:
