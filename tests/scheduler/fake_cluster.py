@@ -1,0 +1,282 @@
+"""A cluster that exists only as far as the scheduler core can tell: it carries out commands.
+
+Each WPG's state is the list of mutations applied to it; a version is a copy of that list. Commands
+take effect when the test says so, in any order that a real cluster could show.
+"""
+
+from dataclasses import dataclass, field
+
+from plexrl.scheduler import SchedulerConfig, SchedulerCore
+from plexrl.scheduler import commands as cmd
+from plexrl.scheduler import events as ev
+from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind
+
+MOVES = (OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT)
+NODE_GPUS = 4
+
+
+def config(**changes: object) -> SchedulerConfig:
+    """A configuration for tests."""
+    fields: dict[str, object] = {
+        "listen": "-",
+        "journal": "-",
+        "operator_key_digest": "0",
+        "snapshot_operations": 3,
+        "launch_attempts": 100,
+        **changes,
+    }
+    return SchedulerConfig(**fields)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Wpg:
+    """The processes of one deployment, and what the StateManagers hold of it."""
+
+    incarnation: int = 0
+    device: list[str] | None = None
+    versions: dict[int, list[str]] = field(default_factory=dict)
+    highest_token: int = 0
+
+
+class FakeCluster:
+    """Drives a core, keeps the journal, executes commands when told to."""
+
+    def __init__(self, **changes: object) -> None:
+        self.config = config(**changes)
+        self.core = SchedulerCore(self.config)
+        self.now = 1000.0
+        self.journal: list[tuple[ev.Event, float]] = []
+        self.wpgs: dict[str, Wpg] = {}
+        self.launches: list[cmd.LaunchWorkers] = []
+        self.runs: list[cmd.RunOperation] = []
+        self.timer_at: float | None = None
+        self.has_router = False
+
+    def send(self, event: ev.Event) -> list[cmd.Command]:
+        """Give the core an event, as the shell does."""
+        self.journal.append((event, self.now))
+        commands = self.core.handle(event, self.now)
+        self.core.check_invariants()
+        self.take(commands)
+        return commands
+
+    def take(self, commands: list[cmd.Command]) -> None:
+        """Remember what is to be done."""
+        for command in commands:
+            match command:
+                case cmd.SetTimer(at=at):
+                    self.timer_at = at if self.timer_at is None else min(self.timer_at, at)
+                case cmd.LaunchWorkers():
+                    self.launches.append(command)
+                case cmd.StopWorkers(deployment=name, incarnation=incarnation):
+                    self.launches = [
+                        launch
+                        for launch in self.launches
+                        if launch.deployment != name or launch.incarnation > incarnation
+                    ]
+                    wpg = self.wpgs.setdefault(name, Wpg())
+                    if wpg.incarnation <= incarnation:
+                        wpg.device = None
+                case cmd.ReleaseState(deployment=name):
+                    self.wpgs.setdefault(name, Wpg()).versions.clear()
+                case cmd.RunOperation():
+                    if self.has_router and command not in self.runs:
+                        self.runs.append(command)
+
+    def start_node(self, gpus: int = NODE_GPUS) -> None:
+        """A node and a router join."""
+        self.join_node(gpus)
+        self.join_router()
+
+    def join_node(self, gpus: int = NODE_GPUS) -> None:
+        """The node's agent connects, with all its workers alive."""
+        self.send(
+            ev.NodeJoined(
+                node="n",
+                gpus=gpus,
+                gpu_memory_bytes=1 << 30,
+                host_memory_bytes=1 << 30,
+                statemanager="sm",
+                workers=tuple(self.alive()),
+            )
+        )
+
+    def alive(self) -> list[ev.WorkerSeen]:
+        """Every rank of every WPG whose processes live."""
+        found = []
+        for view in [d for job in self.core.list_jobs(None, self.now) for d in job["deployments"]]:
+            wpg = self.wpgs.get(view["deployment"])
+            if wpg is None or view["state"] != "ready":
+                continue
+            if wpg.incarnation == view["incarnation"]:
+                found += [
+                    ev.WorkerSeen(
+                        deployment=view["deployment"],
+                        rank=rank["rank"],
+                        incarnation=wpg.incarnation,
+                        address=rank["address"],
+                    )
+                    for rank in view["ranks"]
+                ]
+        return found
+
+    def join_router(self) -> None:
+        """A router connects and is sent what is in flight."""
+        self.has_router = True
+        self.send(ev.RouterJoined(router="r"))
+
+    def lose_router(self) -> None:
+        """The router dies with all it was told."""
+        self.has_router = False
+        self.runs.clear()
+        self.send(ev.RouterLost(router="r"))
+
+    def restart_scheduler(self) -> None:
+        """The scheduler dies; another one replays the journal and meets everybody again."""
+        former = self.core
+        self.core = SchedulerCore(self.config)
+        for event, at in self.journal:
+            self.core.handle(event, at)
+        assert self.core.list_jobs(None, self.now) == former.list_jobs(None, self.now)
+        assert self.core.list_groups(self.now) == former.list_groups(self.now)
+        self.runs.clear()
+        self.launches.clear()
+        self.timer_at = None
+        self.has_router = False
+        self.send(ev.SchedulerStarted())
+        self.join_node()
+        self.join_router()
+
+    def job(self, name: str) -> None:
+        """Submit a job."""
+        self.send(
+            ev.JobSubmitted(
+                job=name,
+                tenant="t",
+                name=name,
+                controller_timeout_s=1e6,
+                reattach_timeout_s=1e6,
+            )
+        )
+
+    def deploy(self, name: str, kind: str = "train", workers: int = 2) -> None:
+        """Create a deployment `<job>/<name>`."""
+        self.send(
+            ev.DeploymentCreated(
+                deployment=name,
+                job=name.split("/")[0],
+                kind=kind,
+                workers=workers,
+                state_bytes=1000,
+                exclusive=False,
+                spec_json="{}",
+            )
+        )
+
+    def submit(self, operation: str, deployment: str, kind: str, source: str | None = None) -> None:
+        """Submit an operation."""
+        self.send(
+            ev.OperationSubmitted(
+                operation=operation,
+                deployment=deployment,
+                kind=OperationKind(kind),
+                params_json="{}",
+                source=source,
+            )
+        )
+
+    def state_of(self, operation: str) -> str:
+        """The state the core shows for an operation."""
+        return str(self.core.operation_view(operation, self.now)["state"])
+
+    def launch(self, launch: cmd.LaunchWorkers) -> None:
+        """The agent starts a WPG's processes, and they get ready."""
+        self.launches.remove(launch)
+        wpg = self.wpgs.setdefault(launch.deployment, Wpg())
+        if launch.incarnation < wpg.incarnation:
+            return
+        wpg.incarnation, wpg.device, wpg.highest_token = launch.incarnation, None, 0
+        for rank in launch.ranks:
+            self.send(
+                ev.WorkerReady(
+                    deployment=launch.deployment,
+                    rank=rank.rank,
+                    incarnation=launch.incarnation,
+                    address=f"{launch.deployment}:{rank.rank}:{launch.incarnation}",
+                )
+            )
+
+    def kill(self, deployment: str) -> None:
+        """A worker of the deployment dies."""
+        wpg = self.wpgs.get(deployment)
+        if wpg is None or wpg.incarnation == 0:
+            return
+        wpg.device = None
+        self.runs = [run for run in self.runs if run.deployment != deployment]
+        self.send(
+            ev.WorkerExited(
+                deployment=deployment, rank=0, incarnation=wpg.incarnation, reason="killed"
+            )
+        )
+
+    def execute(self, run: cmd.RunOperation, *, report: bool = True) -> None:
+        """The workers carry out a run; `report` false loses the answer (the run stays to be asked
+        for again, as a router that died would have it)."""
+        wpg = self.wpgs[run.deployment]
+        alive = f":{wpg.incarnation}"
+        if not all(address.endswith(alive) for address in run.addresses):
+            # Sent to processes that are gone: there is no answer.
+            self.runs.remove(run)
+            return
+        assert run.token >= wpg.highest_token, "a stale run reached the workers"
+        wpg.highest_token = run.token
+        self._apply(wpg, run)
+        if report:
+            self.runs.remove(run)
+            self.send(ev.OperationFinished(operation=run.operation, token=run.token, compute_s=0.1))
+
+    def _apply(self, wpg: Wpg, run: cmd.RunOperation) -> None:
+        if run.kind == OperationKind.LOAD:
+            if wpg.device is None:
+                assert run.seq == 0 or run.seq in wpg.versions, f"no version {run.seq}"
+                wpg.device = list(wpg.versions.get(run.seq, []))
+            return
+        if run.kind in MOVES:
+            if wpg.device is not None:
+                wpg.versions = {
+                    seq: version for seq, version in wpg.versions.items() if seq == run.keep_seq
+                }
+                wpg.versions[run.seq] = list(wpg.device)
+                if run.kind == OperationKind.OFFLOAD:
+                    wpg.device = None
+            return
+        assert wpg.device is not None, f"{run.operation} ran without its state on the device"
+        if run.kind in MUTATING and run.operation not in wpg.device:
+            if run.kind in SUPERSEDING:
+                # Whatever was applied before is overwritten; keep it to compare the order.
+                wpg.device = [*wpg.device]
+            wpg.device.append(run.operation)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, with the timers that come due."""
+        until = self.now + seconds
+        while self.timer_at is not None and self.timer_at <= until:
+            self.now = max(self.now, self.timer_at)
+            self.timer_at = None
+            self.send(ev.TimerFired())
+        self.now = until
+
+    def settle(self) -> None:
+        """Carry everything out until nothing is left to do."""
+        if not self.has_router:
+            self.join_router()
+        for _ in range(2000):
+            if self.launches:
+                self.launch(self.launches[0])
+            elif self.runs:
+                self.execute(self.runs[0])
+            elif self.timer_at is not None and self.timer_at < self.now + 100:
+                self.pass_time(self.timer_at - self.now)
+            else:
+                return
+        raise AssertionError("the cluster never comes to rest")

@@ -1,0 +1,310 @@
+"""The scheduler core, event by event."""
+
+import pytest
+
+from plexrl import errors
+from plexrl.scheduler import commands as cmd
+from plexrl.scheduler import events as ev
+from plexrl.wire.operations import OperationKind
+from tests.scheduler.fake_cluster import FakeCluster
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    made = FakeCluster()
+    made.start_node()
+    return made
+
+
+def with_jobs(cluster: FakeCluster, *names: str) -> None:
+    for name in names:
+        cluster.job(name)
+        cluster.deploy(f"{name}/actor")
+    cluster.settle()
+
+
+def kinds(commands: list[cmd.Command]) -> list[str]:
+    return [c.kind.value if isinstance(c, cmd.RunOperation) else type(c).__name__ for c in commands]
+
+
+def test_a_deployment_is_launched_on_gpus_of_its_own_node(cluster: FakeCluster) -> None:
+    cluster.job("a")
+    commands = cluster.send(
+        ev.DeploymentCreated(
+            deployment="a/actor",
+            job="a",
+            kind="train",
+            workers=2,
+            state_bytes=10,
+            exclusive=False,
+            spec_json="{}",
+        )
+    )
+    (launch,) = [c for c in commands if isinstance(c, cmd.LaunchWorkers)]
+    assert [(rank.node, rank.gpu) for rank in launch.ranks] == [("n", 0), ("n", 1)]
+    assert launch.incarnation == 1
+
+
+def test_the_first_operation_is_preceded_by_a_load_of_the_initial_state(
+    cluster: FakeCluster,
+) -> None:
+    with_jobs(cluster, "a")
+    cluster.submit("a:1", "a/actor", "barrier")
+    (load,) = cluster.runs
+    assert (load.kind, load.seq, load.token) == (OperationKind.LOAD, 0, 1)
+    cluster.execute(load)
+    assert [run.operation for run in cluster.runs] == ["a:1"]
+
+
+def test_another_jobs_operation_offloads_the_resident_first_under_a_new_token(
+    cluster: FakeCluster,
+) -> None:
+    with_jobs(cluster, "a", "b")
+    cluster.submit("a:1", "a/actor", "forward_backward")
+    cluster.settle()
+    cluster.submit("b:1", "b/actor", "barrier")
+    seen = []
+    while cluster.runs or cluster.timer_at:
+        if cluster.runs:
+            seen.append((cluster.runs[0].kind.value, cluster.runs[0].deployment))
+            assert cluster.runs[0].token == 2
+            cluster.execute(cluster.runs[0])
+        elif cluster.timer_at is not None and cluster.timer_at < cluster.now + 10:
+            cluster.pass_time(cluster.timer_at - cluster.now)
+        else:
+            break
+    assert seen == [("offload", "a/actor"), ("load", "b/actor"), ("barrier", "b/actor")]
+    (group,) = cluster.core.list_groups(cluster.now)
+    assert (group["holder"], group["switches"]) == ("b/actor", 1)
+    assert cluster.core.job_view("a", cluster.now)["state"] == "SUSPENDED"
+
+
+def test_a_burst_is_not_broken_up_by_a_job_that_has_waited_longer(cluster: FakeCluster) -> None:
+    with_jobs(cluster, "a", "b")
+    cluster.submit("a:0", "a/actor", "barrier")
+    cluster.settle()
+    cluster.submit("a:1", "a/actor", "forward_backward")
+    cluster.submit("b:1", "b/actor", "barrier")
+    cluster.pass_time(5.0)
+    cluster.submit("a:2", "a/actor", "optim_step")
+    cluster.execute(cluster.runs[0])
+    assert [run.operation for run in cluster.runs] == ["a:2"]
+
+
+def test_a_burst_over_its_bound_yields(cluster: FakeCluster) -> None:
+    with_jobs(cluster, "a", "b")
+    cluster.submit("a:0", "a/actor", "barrier")
+    cluster.settle()
+    cluster.submit("a:1", "a/actor", "forward_backward")
+    cluster.submit("b:1", "b/actor", "barrier")
+    cluster.pass_time(cluster.config.burst_max_s + 1)
+    cluster.submit("a:2", "a/actor", "optim_step")
+    cluster.execute(cluster.runs[0])
+    assert [run.kind.value for run in cluster.runs] == ["offload"]
+
+
+def test_a_sync_waits_for_the_publish_of_its_trainer(cluster: FakeCluster) -> None:
+    cluster.job("a")
+    cluster.deploy("a/actor")
+    cluster.deploy("a/rollout", "rollout", workers=1)
+    cluster.settle()
+    cluster.submit("a:1", "a/actor", "optim_step")
+    cluster.submit("a:2", "a/rollout", "sync_weights", source="a/actor")
+    assert cluster.state_of("a:2") == "pending"
+    explanation = cluster.core.operation_view("a:2", cluster.now)["explanation"]
+    assert explanation["rule"] == "dependency"
+    cluster.settle()
+    assert cluster.state_of("a:2") == "finished"
+    rows = cluster.core.operation_log(None, None, 0, 100, cluster.now)
+    order = [row["operation"] for row in rows if not row["operation"].startswith("a/")]
+    assert order == ["a:1", "a:2:publish", "a:2"]
+
+
+def test_generates_overlap_and_a_sync_waits_for_them(cluster: FakeCluster) -> None:
+    cluster.job("a")
+    cluster.deploy("a/actor")
+    cluster.deploy("a/rollout", "rollout", workers=1)
+    cluster.settle()
+    cluster.submit("a:0", "a/rollout", "barrier")
+    cluster.settle()
+    cluster.submit("a:1", "a/rollout", "generate")
+    cluster.submit("a:2", "a/rollout", "generate")
+    cluster.submit("a:3", "a/rollout", "barrier")
+    cluster.submit("a:4", "a/rollout", "generate")
+    assert [run.operation for run in cluster.runs] == ["a:1", "a:2"]
+    cluster.execute(cluster.runs[0])
+    assert [run.operation for run in cluster.runs] == ["a:2"]
+    cluster.execute(cluster.runs[0])
+    assert [run.operation for run in cluster.runs] == ["a:3"]
+
+
+def test_a_dead_worker_costs_a_load_and_a_replay_and_not_a_step(cluster: FakeCluster) -> None:
+    with_jobs(cluster, "a")
+    for index in range(2):
+        cluster.submit(f"a:{index}", "a/actor", "optim_step")
+    cluster.settle()
+    cluster.submit("a:2", "a/actor", "optim_step")
+    cluster.kill("a/actor")
+    cluster.launch(cluster.launches[0])
+    seen = []
+    while cluster.runs:
+        run = cluster.runs[0]
+        seen.append((run.operation if run.kind != OperationKind.LOAD else "load", run.replay))
+        cluster.execute(run)
+    assert seen == [("load", False), ("a:0", True), ("a:1", True), ("a:2", False)]
+    assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2"]
+
+
+def test_a_report_of_a_former_grant_changes_nothing(cluster: FakeCluster) -> None:
+    with_jobs(cluster, "a")
+    cluster.submit("a:1", "a/actor", "barrier")
+    cluster.execute(cluster.runs[0])
+    token = cluster.runs[0].token
+    cluster.send(ev.OperationFinished(operation="a:1", token=token - 1, compute_s=1.0))
+    assert cluster.state_of("a:1") == "running"
+
+
+def test_an_offload_that_finds_no_room_is_called_off_and_tried_again_later(
+    cluster: FakeCluster,
+) -> None:
+    with_jobs(cluster, "a", "b")
+    cluster.submit("a:1", "a/actor", "optim_step")
+    cluster.settle()
+    cluster.submit("b:1", "b/actor", "barrier")
+    cluster.pass_time(1.0)
+    (offload,) = cluster.runs
+    cluster.runs.clear()
+    cluster.send(
+        ev.OperationFailed(
+            operation=offload.operation,
+            token=offload.token,
+            error_json='{"code": "state_tier_full", "message": "no room", "details": {}}',
+            state_intact=True,
+        )
+    )
+    assert cluster.runs == []
+    explanation = cluster.core.operation_view("b:1", cluster.now)["explanation"]
+    assert explanation["rule"] == "backoff"
+    assert "no room" in explanation["reason"]
+    cluster.settle()
+    assert cluster.state_of("b:1") == "finished"
+
+
+def test_a_failed_operation_is_answered_and_its_place_in_the_order_used_again(
+    cluster: FakeCluster,
+) -> None:
+    with_jobs(cluster, "a")
+    cluster.submit("a:0", "a/actor", "barrier")
+    cluster.settle()
+    cluster.submit("a:1", "a/actor", "optim_step")
+    cluster.submit("a:2", "a/actor", "optim_step")
+    (run,) = cluster.runs
+    cluster.runs.clear()
+    cluster.send(
+        ev.OperationFailed(
+            operation="a:1",
+            token=run.token,
+            error_json='{"code": "non_finite_gradient", "message": "inf", "details": {}}',
+            state_intact=True,
+        )
+    )
+    assert cluster.state_of("a:1") == "failed"
+    assert [(r.operation, r.seq) for r in cluster.runs] == [("a:2", run.seq)]
+
+
+def test_the_end_of_a_job_frees_its_gpus_for_one_that_waits(cluster: FakeCluster) -> None:
+    for name in ("a", "b", "c"):
+        cluster.job(name)
+        cluster.deploy(f"{name}/rollout", "rollout", workers=1)
+        cluster.deploy(f"{name}/second", "rollout", workers=1)
+    cluster.settle()
+    assert cluster.core.job_view("c", cluster.now)["state"] == "QUEUED"
+    commands = cluster.send(ev.JobFinished(job="a", outcome="completed"))
+    assert kinds(commands).count("StopWorkers") == 2
+    assert kinds(commands).count("LaunchWorkers") == 2
+    assert cluster.core.job_view("c", cluster.now)["state"] == "ADMITTED"
+
+
+def test_a_silent_controller_detaches_its_job_and_then_cancels_it(cluster: FakeCluster) -> None:
+    cluster.send(
+        ev.JobSubmitted(
+            job="a", tenant="t", name="a", controller_timeout_s=10, reattach_timeout_s=20
+        )
+    )
+    cluster.pass_time(11)
+    assert cluster.core.job_view("a", cluster.now)["attached"] is False
+    cluster.send(ev.ControllerSeen(job="a"))
+    assert cluster.core.job_view("a", cluster.now)["attached"] is True
+    cluster.pass_time(31)
+    assert cluster.core.job_view("a", cluster.now)["state"] == "CANCELLED"
+
+
+def test_workers_that_never_live_end_the_job_with_the_reason() -> None:
+    cluster = FakeCluster(launch_attempts=2)
+    cluster.start_node()
+    cluster.job("a")
+    cluster.deploy("a/actor")
+    for _ in range(3):
+        cluster.launch(cluster.launches[0])
+        cluster.kill("a/actor")
+    view = cluster.core.job_view("a", cluster.now)
+    assert view["state"] == "FAILED"
+    assert "killed" in view["reason"]
+
+
+def test_the_same_submission_again_is_the_same_operation(cluster: FakeCluster) -> None:
+    with_jobs(cluster, "a")
+    cluster.submit("a:1", "a/actor", "barrier")
+    before = list(cluster.runs)
+    cluster.submit("a:1", "a/actor", "barrier")
+    assert cluster.runs == before
+    with pytest.raises(errors.ConflictError):
+        cluster.submit("a:1", "a/actor", "optim_step")
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        (ev.JobFinished(job="x", outcome="completed"), errors.UnknownJobError),
+        (ev.JobFinished(job="a", outcome="bored"), errors.InvalidRequestError),
+        (ev.OperationCancelled(operation="x"), errors.UnknownOperationError),
+        (
+            ev.OperationSubmitted(
+                operation="o",
+                deployment="x",
+                kind=OperationKind.BARRIER,
+                params_json="{}",
+            ),
+            errors.UnknownDeploymentError,
+        ),
+        (
+            ev.OperationSubmitted(
+                operation="o",
+                deployment="a/actor",
+                kind=OperationKind.GENERATE,
+                params_json="{}",
+            ),
+            errors.InvalidRequestError,
+        ),
+    ],
+)
+def test_a_refused_event_leaves_no_trace(
+    cluster: FakeCluster, event: ev.Event, error: type[errors.PlexRLError]
+) -> None:
+    with_jobs(cluster, "a")
+    before = cluster.core.list_jobs(None, cluster.now), cluster.core.status(cluster.now)
+    with pytest.raises(error):
+        cluster.core.handle(event, cluster.now)
+    assert (cluster.core.list_jobs(None, cluster.now), cluster.core.status(cluster.now)) == before
+
+
+def test_a_queue_has_a_bound() -> None:
+    cluster = FakeCluster(pending_operations_max=2)
+    cluster.start_node()
+    cluster.job("a")
+    cluster.deploy("a/actor")
+    cluster.submit("a:1", "a/actor", "barrier")
+    cluster.submit("a:2", "a/actor", "barrier")
+    with pytest.raises(errors.OverloadedError) as refused:
+        cluster.submit("a:3", "a/actor", "barrier")
+    assert refused.value.details["retry_after_s"] > 0  # type: ignore[operator]
