@@ -134,7 +134,7 @@ class FsdpBackend:
             # FSDP averages gradients over ranks; the loss is a sum over them.
             (found.loss * self._world_size).backward()  # type: ignore[no-untyped-call]
             values.append(logprobs_BL.detach())
-            sums["loss"] += float(found.loss)
+            sums["loss"] += float(found.loss.detach())
             for name, value in found.sums.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         self._gradients_pending = True

@@ -1,0 +1,221 @@
+"""The SDK against a server that misbehaves on purpose."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+import plexrl
+from plexrl import errors
+from plexrl.wire.tensors import MEDIA_TYPE, encode_body
+
+JOB = {"job": "j", "name": "j", "tenant": "t"}
+
+
+class FakeRouter(ThreadingHTTPServer):
+    """Speaks the API; `faults` holds what to do wrong, one entry a request."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHandler)
+        self.faults: list[str] = []
+        self.requests: list[tuple[str, str]] = []
+        self.polls_until_done = 1
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class FakeHandler(BaseHTTPRequestHandler):
+    server: FakeRouter
+    protocol_version = "HTTP/1.1"
+
+    def handle_any(self) -> None:
+        length = int(self.headers.get("content-length", 0))
+        self.rfile.read(length)
+        self.server.requests.append((self.command, self.path))
+        fault = self.server.faults.pop(0) if self.server.faults else ""
+        if fault == "reset":
+            self.connection.close()
+            self.close_connection = True
+        elif fault:
+            error = {"code": fault, "message": "injected", "details": {"retry_after_s": 0.01}}
+            self.answer(errors.from_wire(error).status, {"error": error})
+        elif "/operations/" in self.path and self.command == "POST":
+            operation = self.path.partition("operation=")[2]
+            self.answer(202, {"operation": operation, "state": "pending", "explanation": None})
+        elif "/v1/operations/" in self.path:
+            self.poll()
+        else:
+            self.answer(200, {**JOB, "deployment": "j/actor", "jobs": []})
+
+    do_GET = do_POST = do_DELETE = handle_any  # noqa: N815
+
+    def poll(self) -> None:
+        view: dict[str, Any] = {"operation": "o", "state": "running"}
+        self.server.polls_until_done -= 1
+        if self.server.polls_until_done > 0:
+            reason = {"reason": "b has the group", "eta_s": 2.0}
+            self.answer(202, {**view, "state": "pending", "explanation": reason})
+            return
+        body = encode_body(
+            {"operation": {**view, "state": "finished"}, "result": {"metrics": {"loss": 0.5}}},
+            {"logprobs": np.arange(5, dtype=np.float32)},
+        )
+        self.answer(200, body)
+
+    def answer(self, status: int, body: dict[str, Any] | bytes) -> None:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        kind = MEDIA_TYPE if isinstance(body, bytes) else "application/json"
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_: object) -> None:
+        """Tests are quiet."""
+
+
+@pytest.fixture
+def router() -> Iterator[FakeRouter]:
+    server = FakeRouter()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def actor(router: FakeRouter) -> Iterator[plexrl.TrainDeployment]:
+    with plexrl.connect(router.url, "key", timeout_s=20) as cluster:
+        yield cluster.create_job("j").train_deployment("actor", plexrl.tiny_qwen2("01"))
+
+
+BATCH = plexrl.Batch([[3, 4], [3, 4, 3]], {"mask": [[0, 1], [0, 1, 1]]})
+
+
+@pytest.mark.parametrize("fault", ["reset", "unavailable", "overloaded"])
+def test_a_submission_that_fails_in_passing_is_repeated_under_the_same_id(
+    router: FakeRouter, actor: plexrl.TrainDeployment, fault: str
+) -> None:
+    router.requests.clear()
+    router.faults = [fault, fault]
+    actor.optim_step(learning_rate=0.1)
+    posts = [path for method, path in router.requests if method == "POST"]
+    assert len(posts) == 3
+    assert len(set(posts)) == 1, "every try must name the same operation"
+
+
+def test_a_refusal_is_final_and_keeps_its_kind(
+    router: FakeRouter, actor: plexrl.TrainDeployment
+) -> None:
+    router.requests.clear()
+    router.faults = ["capacity"]
+    with pytest.raises(errors.CapacityError, match="injected"):
+        actor.barrier()
+    assert len(router.requests) == 1
+
+
+def test_a_result_is_waited_for_through_polls_and_lost_connections(
+    router: FakeRouter, actor: plexrl.TrainDeployment
+) -> None:
+    future = actor.forward_backward(BATCH, plexrl.losses.cross_entropy())
+    router.polls_until_done = 3
+    router.faults = ["reset"]
+    result = future.result()
+    assert result.metrics == {"loss": 0.5}
+    assert [row.tolist() for row in result.logprobs] == [[0, 1], [2, 3, 4]]
+
+
+def test_a_poll_tells_why_one_waits_and_a_timeout_leaves_the_operation_alone(
+    router: FakeRouter, actor: plexrl.TrainDeployment
+) -> None:
+    router.polls_until_done = 10**6
+    future = actor.forward_backward(BATCH, plexrl.losses.cross_entropy())
+    with pytest.raises(errors.DeadlineExceededError, match=r"b has the group, about 2\.0 s"):
+        future.result(timeout_s=0.01)
+    assert not future.done()
+    router.polls_until_done = 1
+    assert future.result().metrics == {"loss": 0.5}
+    assert future.done()
+
+
+def test_submissions_leave_in_the_order_of_the_calls(
+    router: FakeRouter, actor: plexrl.TrainDeployment
+) -> None:
+    router.requests.clear()
+    futures = [actor.optim_step(learning_rate=float(i)) for i in range(20)]
+    posted = [path.partition("operation=")[2] for _, path in router.requests]
+    assert posted == [future.operation for future in futures]
+
+
+def test_nobody_there_is_said_so_within_the_callers_patience() -> None:
+    with (
+        plexrl.connect("http://127.0.0.1:9", "key", timeout_s=0.2) as cluster,
+        pytest.raises(errors.ConnectionLostError, match="is the cluster up"),
+    ):
+        cluster.jobs()
+
+
+def test_async_controllers_have_the_same_surface(router: FakeRouter) -> None:
+    async def control() -> None:
+        async with await plexrl.connect_async(router.url, "key") as cluster:
+            job = await cluster.create_job("j")
+            actor = await job.train_deployment("actor", plexrl.tiny_qwen2("01"))
+            future = await actor.forward_backward(BATCH, plexrl.losses.cross_entropy())
+            router.polls_until_done = 2
+            assert (await future).metrics == {"loss": 0.5}
+
+    asyncio.run(control())
+
+
+def test_a_job_ends_as_its_block_does(router: FakeRouter) -> None:
+    with plexrl.connect(router.url, "key") as cluster:
+        with cluster.create_job("j"):
+            pass
+        with pytest.raises(RuntimeError, match="boom"), cluster.create_job("j"):
+            raise RuntimeError("boom")
+    finishes = [path for _, path in router.requests if path.endswith("/finish")]
+    assert len(finishes) == 2
+
+
+def test_the_sdk_loads_nothing_heavy() -> None:
+    code = "import sys, plexrl; print(sorted(set(sys.modules) & {'torch','transformers','numpy'}))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_the_public_names_are_these() -> None:
+    assert all(hasattr(plexrl, name) for name in plexrl.__all__)
+    assert sorted(plexrl.__all__, key=str.casefold) == sorted(set(plexrl.__all__), key=str.casefold)
+    assert {"connect", "Batch", "losses", "SamplingParams", "tiny_qwen2"} <= set(plexrl.__all__)
+
+
+def test_a_batch_of_samples_puts_everything_on_the_completions() -> None:
+    sample = plexrl.Sample([5, 6], np.array([-0.5, -0.25], dtype=np.float32), "stop")
+    batch = plexrl.Batch.from_samples(
+        [[3, 4], [7]], [[sample], [sample]], [[2.0], [9.0]], keep=[True, False]
+    )
+    arrays = batch.arrays()
+    assert len(batch) == 1
+    assert arrays["tokens"].tolist() == [3, 4, 5, 6]
+    assert arrays["mask"].tolist() == [0, 0, 1, 1]
+    assert arrays["logprobs"].tolist() == [0, 0, -0.5, -0.25]
+    assert arrays["advantages"].tolist() == [0, 0, 2, 2]
+
+
+def test_completions_and_values_of_unequal_length_are_named() -> None:
+    with pytest.raises(errors.BatchShapeError, match="logprobs: row 1 has 1 values"):
+        plexrl.Batch.from_completions([[3], [3]], [[4], [4, 5]], logprobs=[[0.0], [0.0]])

@@ -1,0 +1,123 @@
+"""What can be known to be wrong is refused before anything changes, and placed."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plexrl.deployment_spec import DeploymentSpec
+from plexrl.errors import BatchShapeError, InvalidRequestError, NonFiniteInputError, TokenRangeError
+from plexrl.model_spec import tiny_qwen2
+from plexrl.router.validation import check_operation
+from plexrl.wire.tensors import Arrays
+
+MODEL = tiny_qwen2("0123456789")
+VOCABULARY_SIZE = 13
+TRAIN = DeploymentSpec(model=MODEL, kind="train", backend="fsdp", workers=1, max_sequence_tokens=32)
+ROLLOUT = DeploymentSpec(
+    model=MODEL, kind="rollout", backend="torch", workers=1, max_sequence_tokens=32
+)
+GRPO = {"loss": {"name": "grpo"}}
+
+
+def batch(lengths: list[int]) -> Arrays:
+    total = sum(lengths)
+    return {
+        "tokens": np.full(total, 3, dtype=np.int32),
+        "lengths": np.array(lengths, dtype=np.int32),
+        **{name: np.ones(total, dtype=np.float32) for name in ("mask", "logprobs", "advantages")},
+    }
+
+
+@given(st.lists(st.integers(1, 32), min_size=1, max_size=10))
+def test_a_batch_in_order_is_accepted_with_its_size(lengths: list[int]) -> None:
+    checked = check_operation(TRAIN, "forward_backward", GRPO, batch(lengths))
+    assert checked.tokens == sum(lengths)
+
+
+@given(
+    st.lists(st.integers(1, 8), min_size=1, max_size=8),
+    st.data(),
+    st.sampled_from([-1, VOCABULARY_SIZE, 2**31 - 1]),
+)
+def test_a_token_outside_the_vocabulary_is_placed(
+    lengths: list[int], data: st.DataObject, token: int
+) -> None:
+    arrays = batch(lengths)
+    row = data.draw(st.integers(0, len(lengths) - 1))
+    position = data.draw(st.integers(0, lengths[row] - 1))
+    arrays["tokens"][sum(lengths[:row]) + position] = token
+    with pytest.raises(TokenRangeError) as refused:
+        check_operation(TRAIN, "forward_backward", GRPO, arrays)
+    assert refused.value.details == {"row": row, "position": position}
+
+
+@given(
+    st.lists(st.integers(1, 8), min_size=1, max_size=8),
+    st.data(),
+    st.sampled_from([np.nan, np.inf, -np.inf]),
+    st.sampled_from(["mask", "logprobs", "advantages"]),
+)
+def test_a_value_that_is_not_finite_is_placed(
+    lengths: list[int], data: st.DataObject, value: float, name: str
+) -> None:
+    arrays = batch(lengths)
+    row = data.draw(st.integers(0, len(lengths) - 1))
+    position = data.draw(st.integers(0, lengths[row] - 1))
+    arrays[name][sum(lengths[:row]) + position] = value
+    with pytest.raises(NonFiniteInputError) as refused:
+        check_operation(TRAIN, "forward_backward", GRPO, arrays)
+    assert refused.value.details == {"array": name, "row": row, "position": position}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": np.array([2, 2], dtype=np.int32)}, "add up to 4"),
+        ({"lengths": np.array([0, 5], dtype=np.int32)}, "row 0 has 0 tokens"),
+        ({"lengths": np.empty(0, dtype=np.int32)}, "no rows"),
+        ({"tokens": np.full(5, 3, dtype=np.int64)}, "tokens must be int32"),
+        ({"mask": np.ones(4, dtype=np.float32)}, r"float32\[5\] is needed"),
+        ({"mask": np.ones(5, dtype=np.float64)}, "mask is float64"),
+        ({"mood": np.ones(5, dtype=np.float32)}, "mood are not used"),
+    ],
+)
+def test_arrays_of_a_wrong_shape_are_refused(change: Arrays, message: str) -> None:
+    with pytest.raises(BatchShapeError, match=message):
+        check_operation(TRAIN, "forward_backward", GRPO, {**batch([2, 3]), **change})
+
+
+def test_a_row_longer_than_the_deployment_takes_is_refused() -> None:
+    with pytest.raises(BatchShapeError, match="row 1 has 33 tokens"):
+        check_operation(TRAIN, "forward_backward", GRPO, batch([2, 33]))
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "params", "message"),
+    [
+        (TRAIN, "generate", {}, "no operation of a train deployment"),
+        (ROLLOUT, "optim_step", {"learning_rate": 1}, "no operation of a rollout deployment"),
+        (TRAIN, "publish", {}, "no operation"),
+        (TRAIN, "optim_step", {}, "learning_rate"),
+        (TRAIN, "optim_step", {"learning_rate": 0.1, "betas": 1}, "no parameter 'betas'"),
+        (TRAIN, "optim_step", {"learning_rate": float("nan")}, "between 0"),
+        (TRAIN, "optim_step", {"learning_rate": 0.1, "beta1": 1.0}, "beta1 is 1.0"),
+        (TRAIN, "forward_backward", {"loss": {"name": "sgd"}}, "sgd"),
+        (TRAIN, "forward_backward", {"loss": {"name": "ppo", "clip": 1}}, "no parameter 'clip'"),
+        (TRAIN, "forward_backward", {"loss": {"name": "ppo", "clip_low": -1}}, "clip_low"),
+        (TRAIN, "save_checkpoint", {"name": "a/b"}, "letters, digits"),
+        (TRAIN, "save_checkpoint", {"name": ".."}, "letters, digits"),
+        (ROLLOUT, "generate", {"samples_per_prompt": 0}, "samples_per_prompt is 0"),
+        (ROLLOUT, "generate", {"sampling": {"temperature": -1}}, "temperature"),
+        (ROLLOUT, "generate", {"sampling": {"top_p": 1.5}}, "top_p"),
+        (ROLLOUT, "generate", {"sampling": {"max_tokens": 0}}, "max_tokens is 0"),
+        (ROLLOUT, "generate", {"sampling": {"beams": 4}}, "no parameter 'beams'"),
+    ],
+)
+def test_parameters_that_mean_nothing_are_refused(
+    spec: DeploymentSpec, kind: str, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        check_operation(spec, kind, params, {})

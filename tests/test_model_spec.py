@@ -1,0 +1,59 @@
+"""Parameter counts are those of `transformers`."""
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plexrl.errors import InvalidRequestError
+from plexrl.model_spec import ModelSpec, parameter_count, tiny_qwen2
+
+
+@given(
+    architecture=st.sampled_from(("llama", "qwen2", "qwen3", "mistral")),
+    heads=st.sampled_from((2, 4)),
+    layers=st.integers(1, 3),
+    head_dim=st.sampled_from((8, 16)),
+    tied=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_the_count_is_exact(
+    architecture: str, heads: int, layers: int, head_dim: int, tied: bool
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {
+        "vocab_size": 50,
+        "hidden_size": heads * head_dim,
+        "head_dim": head_dim,
+        "intermediate_size": 40,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "tie_word_embeddings": tied,
+    }
+    spec = ModelSpec(architecture=architecture, config_json=msgspec.json.encode(config).decode())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config))
+    assert parameter_count(spec) == sum(p.numel() for p in model.parameters())
+
+
+def test_an_unknown_architecture_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError, match="'gpt2' is not supported"):
+        parameter_count(ModelSpec(architecture="gpt2"))
+
+
+def test_a_missing_size_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match="hidden_size"):
+        parameter_count(ModelSpec(architecture="qwen2"))
+
+
+def test_the_same_seed_makes_the_same_bits() -> None:
+    from plexrl.worker.models import build_model, named_parameters
+
+    one, same, other = (
+        dict(named_parameters(build_model(tiny_qwen2("abc", seed=seed)))) for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])

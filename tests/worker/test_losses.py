@@ -1,0 +1,104 @@
+"""The losses against their formulas written out token by token."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plexrl import losses
+from plexrl.wire.operations import LossSpec
+from plexrl.worker.losses import compute_loss
+
+ROWS, TOKENS = 3, 5
+NAMES = ("mask", "logprobs", "advantages", "ref_logprobs", "weights")
+SPECS = [
+    losses.cross_entropy(),
+    losses.importance_sampling(),
+    losses.ppo(),
+    losses.grpo(),
+    losses.grpo(kl_coef=0.3),
+    losses.dapo(),
+    losses.ppo(reduction="sequence_mean"),
+]
+
+
+def some_inputs(seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand((ROWS, TOKENS), generator=generator)
+
+    inputs = {name: rand(-2.0, -0.1) for name in NAMES}
+    inputs["mask"] = (rand(0, 1) > 0.4).float()
+    inputs["advantages"] = rand(-1.5, 1.5)
+    inputs["weights"] = rand(-1.0, 1.0)
+    return rand(-2.0, -0.1), inputs
+
+
+def term(spec: LossSpec, new: float, old: float, advantage: float, ref: float) -> float:
+    """The loss of one token, as the papers write it."""
+    if spec.name == "cross_entropy":
+        return -new
+    ratio = math.exp(new - old)
+    value = -ratio * advantage
+    if spec.name != "importance_sampling":
+        clipped = min(max(ratio, 1 - spec.clip_low), 1 + spec.clip_high)
+        value = -min(ratio * advantage, clipped * advantage)
+    return value + spec.kl_coef * (math.exp(ref - new) - 1 - (ref - new))
+
+
+def by_hand(
+    spec: LossSpec, logprobs: torch.Tensor, inputs: dict[str, torch.Tensor], denominator: float
+) -> float:
+    total = 0.0
+    for row in range(ROWS):
+        used = [t for t in range(1, TOKENS) if inputs["mask"][row, t] > 0]
+        per_row = len(used) if "sequence_mean" in (spec.reduction, _default(spec)) else 1
+        for t in used:
+            values = [float(inputs[n][row, t]) for n in ("logprobs", "advantages", "ref_logprobs")]
+            total += term(spec, float(logprobs[row, t]), *values) / per_row
+    return total / denominator
+
+
+def _default(spec: LossSpec) -> str | None:
+    return "sequence_mean" if spec.name == "grpo" and spec.reduction is None else None
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.name}-{s.kl_coef}-{s.reduction}")
+@given(seed=st.integers(0, 10_000), denominator=st.floats(0.5, 20))
+@settings(max_examples=40, deadline=None)
+def test_a_loss_is_its_formula(spec: LossSpec, seed: int, denominator: float) -> None:
+    logprobs, inputs = some_inputs(seed)
+    found = compute_loss(spec, logprobs, inputs, denominator)
+    assert float(found.loss) == pytest.approx(
+        by_hand(spec, logprobs, inputs, denominator), rel=1e-4, abs=1e-5
+    )
+    assert float(found.sums["tokens"]) == float(inputs["mask"][:, 1:].sum())
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.name}-{s.kl_coef}-{s.reduction}")
+def test_custom_weights_reproduce_the_gradient_of_any_other_loss(spec: LossSpec) -> None:
+    logprobs, inputs = some_inputs(7)
+    leaf = logprobs.clone().requires_grad_(True)
+    compute_loss(spec, leaf, inputs, 4.0).loss.backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    own = logprobs.clone().requires_grad_(True)
+    inputs["weights"] = -leaf.grad
+    compute_loss(losses.custom(), own, inputs, 1.0).loss.backward()  # type: ignore[no-untyped-call]
+    assert own.grad is not None
+    assert torch.allclose(own.grad, leaf.grad, atol=1e-7)
+
+
+def test_what_is_masked_cannot_make_a_loss_infinite() -> None:
+    logprobs, inputs = some_inputs(3)
+    inputs["mask"][:, 2] = 0
+    inputs["logprobs"][:, 2] = -1e6
+    inputs["ref_logprobs"][:, 2] = 1e6
+    leaf = logprobs.clone().requires_grad_(True)
+    found = compute_loss(losses.grpo(kl_coef=0.1), leaf, inputs, 1.0)
+    found.loss.backward()  # type: ignore[no-untyped-call]
+    assert math.isfinite(float(found.loss.detach()))
+    assert leaf.grad is not None
+    assert torch.isfinite(leaf.grad).all()
