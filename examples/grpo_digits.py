@@ -13,10 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 import plexrl
 
 VOCABULARY = "0123456789sr="
+Rewards = npt.NDArray[np.float64]
+"""`[prompts, samples]`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def reward(answer: str, wanted: str) -> float:
     return 0.5 * (answer == wanted) + 0.5 * right
 
 
-def most_informative(rewards: np.ndarray, count: int) -> np.ndarray:
+def most_informative(rewards: Rewards, count: int) -> npt.NDArray[np.int64]:
     """Indices `[prompts, count]` of the best and worst samples of each prompt, half of each.
 
     Rolling out is cheap beside training, and the extremes carry the signal: sample many, train on
@@ -83,11 +86,11 @@ class Controller:
     def prompt(self, digits: str) -> list[int]:
         return self.tokenizer.encode(f"{self.task.letter}{digits}=")
 
-    def generate(self, digits: list[str], n: int, seed: int, temperature: float = 1.0):
+    def generate(
+        self, digits: list[str], n: int, seed: int
+    ) -> tuple[list[list[int]], list[list[plexrl.Sample]], Rewards]:
         """Samples and their rewards, `[prompts][n]`."""
-        sampling = plexrl.SamplingParams(
-            max_tokens=self.task.digits + 2, temperature=temperature, seed=seed
-        )
+        sampling = plexrl.SamplingParams(max_tokens=self.task.digits + 2, seed=seed)
         prompts = [self.prompt(d) for d in digits]
         samples = self.rollout.generate(prompts, n=n, sampling=sampling).result().samples
         rewards = [
@@ -103,7 +106,7 @@ class Controller:
         """Supervised steps on right answers: the policy learns what an answer looks like."""
         for _ in range(self.task.warm_up_steps):
             digits = draw_digits(self.task, 64, self.rng, held_out=False)
-            answers = [self.tokenizer.encode(self.task.answer(d)) + [plexrl.EOS] for d in digits]
+            answers = [[*self.tokenizer.encode(self.task.answer(d)), plexrl.EOS] for d in digits]
             batch = plexrl.Batch.from_completions([self.prompt(d) for d in digits], answers)
             self.actor.forward_backward(batch, plexrl.losses.cross_entropy())
             last = self.actor.optim_step(learning_rate=3e-3, grad_clip_norm=1.0)

@@ -25,8 +25,8 @@ class ClusterOptions:
     nvme_bytes: int = 64 * GIB
     """Bound of each node's NVMe tier."""
     pin_workers: bool = False
-    """Bind each virtual GPU's workers to cores of its own, so that no GPU lends another its compute,
-    as none does in a real cluster."""
+    """Bind each virtual GPU's workers to cores of its own, so that no GPU lends another its
+    compute, as none does in a real cluster."""
     policy: str = "pack"
     """`pack` or `isolated`."""
     host: str = "127.0.0.1"

@@ -110,7 +110,7 @@ class _Phases:
         controllers = [self._start(name, plan) for plan in plans]
         try:
             with DemoView(self._console) as view:
-                while any([controller.is_running() for controller in controllers]):
+                while any(controller.is_running() for controller in controllers):
                     self._look(screen, known)
                     view.show(screen)
                     time.sleep(POLL_PERIOD_S)

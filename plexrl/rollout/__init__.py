@@ -1,1 +1,1 @@
-"""Rollout coordination: staleness, trajectories, routing, tail batching (design: pure cores). Empty so far."""
+"""Rollout coordination: staleness, trajectories, routing, tail batching. Empty so far."""

@@ -23,8 +23,8 @@ from plexrl.router.schemas import ErrorResponse
 
 LOG = logging.getLogger(__name__)
 
-DESCRIPTION = """Model execution for RL as a shared service. Operations are submitted, admitted by the
-scheduler in its own order, and answered with a result or a reason to wait. Errors are
+DESCRIPTION = """Model execution for RL as a shared service. Operations are submitted, admitted by
+the scheduler in its own order, and answered with a result or a reason to wait. Errors are
 `{"error": {"code", "message", "details"}}` with a stable code."""
 
 

@@ -117,7 +117,7 @@ def gather_metrics(results: Sequence[Mapping[str, Any]]) -> Plain:
 
 
 def gather_moves(results: Sequence[Mapping[str, Any]]) -> Plain:
-    """One answer of all ranks' state moves: bytes added up, the longest time, all memory figures."""
+    """One answer of all ranks' state moves: bytes added up, the longest time, all memory."""
     joined: Plain = dict(results[0])
     if "bytes_moved" in joined:
         joined["bytes_moved"] = sum(int(result["bytes_moved"]) for result in results)

@@ -5,7 +5,7 @@ import json
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,12 +22,14 @@ from plexrl.router.dispatch import (
     rank_arrays,
     split_rows,
 )
-from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
 from plexrl.scheduler.commands import CODEC, AbortOperation, DiscardBlobs, RunOperation
 from plexrl.wire.operations import PARAMS_BY_KIND, OperationKind
 from plexrl.wire.rpc import Peer
 from plexrl.wire.tensors import Arrays, decode_body, encode_body
+
+if TYPE_CHECKING:
+    from plexrl.router.scheduler_link import SchedulerLink
 
 LOG = logging.getLogger(__name__)
 
@@ -137,8 +139,8 @@ class Executor:
             self._report_failure(command, error, state_intact=True)
         except Exception:
             LOG.exception("%s failed in the router", command.operation)
-            error = ExecutionError("the router could not carry the operation out: see its log")
-            self._report_failure(command, error, state_intact=False)
+            failure = ExecutionError("the router could not carry the operation out: see its log")
+            self._report_failure(command, failure, state_intact=False)
 
     async def _parts(self, command: RunOperation) -> _Parts:
         ranks = len(command.addresses)
@@ -149,7 +151,7 @@ class Executor:
             return _Parts([body, *[b""] * (ranks - 1)], {}, None)
         _, arrays = decode_body(body)
         split = split_rows(arrays["lengths"].tolist(), ranks)
-        params = msgspec.json.decode(command.params_json, type=PARAMS_BY_KIND[command.kind])
+        params: Any = msgspec.json.decode(command.params_json, type=PARAMS_BY_KIND[command.kind])
         rank_params: Plain = {"micro_batches": micro_batch_count(split, params.micro_batch_tokens)}
         if command.kind == OperationKind.FORWARD_BACKWARD:
             rank_params["denominator"] = loss_denominator(params.loss, arrays)

@@ -5,8 +5,7 @@ object, and a journal of (event, now) replayed into a new one gives the same sta
 checked whole before anything changes, so a refused one leaves no trace.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import (
     AuthenticationError,
@@ -51,6 +50,9 @@ from plexrl.scheduler.views import (
     operation_view,
 )
 from plexrl.wire.operations import USER_KINDS, OperationKind, OperationState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RETRY_AFTER_S = 1.0
 

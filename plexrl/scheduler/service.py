@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,9 +22,11 @@ from plexrl.scheduler import events as ev
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.core import SchedulerCore
 from plexrl.scheduler.journal import SqliteJournal
-from plexrl.scheduler.links import AgentLink
 from plexrl.scheduler.shell import Clock, Shell
 from plexrl.wire.rpc import Handler, Peer
+
+if TYPE_CHECKING:
+    from plexrl.scheduler.links import AgentLink
 
 LOG = logging.getLogger(__name__)
 

@@ -52,9 +52,7 @@ class Agent:
 
     async def run(self, stop: asyncio.Event, connected: asyncio.Event) -> None:
         """Serve until `stop`, then end all workers; sets `connected` after the first greeting."""
-        for stale in Path(self._config.run_dir).glob("w-*.sock"):
-            # Of workers that died with a former agent: nobody else unlinks them.
-            stale.unlink()
+        self._remove_stale_sockets()
         self._launcher.warm_up()
         serving = asyncio.create_task(self._serve(connected))
         stopping = asyncio.create_task(stop.wait())
@@ -69,6 +67,11 @@ class Agent:
             await asyncio.gather(*(self._stop_worker(key) for key in list(self._workers)))
             for task in list(self._background):
                 task.cancel()
+
+    def _remove_stale_sockets(self) -> None:
+        """Of workers that died with a former agent: nobody else unlinks them."""
+        for stale in Path(self._config.run_dir).glob("w-*.sock"):
+            stale.unlink()
 
     async def _serve(self, connected: asyncio.Event) -> None:
         while True:

@@ -45,7 +45,7 @@ def save_training(
     Raises:
         CheckpointExistsError: on every rank alike, unless `overwrite` is set.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     target = folder / params.name
     if _agree(target.exists()) and not params.overwrite:
@@ -57,7 +57,7 @@ def save_training(
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_dcp_state(state, optimizer=True), checkpoint_id=part / TRAINING)
+    save(_dcp_state(state, optimizer=True), checkpoint_id=part / TRAINING)
     full = {name: tensor.full_tensor() for name, tensor in state.parameters.items()}
     if rank == 0:
         state.config.save_pretrained(part)
@@ -78,7 +78,7 @@ def load_training(state: TrainState, folder: Path, params: CheckpointParams) -> 
     Raises:
         CheckpointNotFoundError: on every rank alike.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     source = folder / params.name / TRAINING
     if not _agree(source.is_dir()):
@@ -86,7 +86,7 @@ def load_training(state: TrainState, folder: Path, params: CheckpointParams) -> 
             f"there is no training checkpoint {params.name!r} in {folder.name!r}"
         )
     wanted = _dcp_state(state, optimizer=params.optimizer)
-    dcp.load(wanted, checkpoint_id=source)
+    load(wanted, checkpoint_id=source)
     if params.optimizer:
         state.step.copy_(wanted["step"])
     else:

@@ -28,7 +28,7 @@ class AgentConfig:
     threads: int = 1
     """Compute threads of a worker; more than its share of cores slows everybody."""
     cores: tuple[int, ...] = ()
-    """Processor cores dealt out to the virtual GPUs, each worker bound to its GPU's; none: unbound."""
+    """Cores dealt out to the virtual GPUs, each worker bound to its GPU's; none: unbound."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.threads < 1:

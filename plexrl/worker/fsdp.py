@@ -1,9 +1,9 @@
 """The `fsdp` training backend: torch FSDP2 with all its state in one arena.
 
 The arena has a region for each kind of state (parameters, gradients, first and second moments),
-laid out alike, and the optimizer's step count behind them. FSDP gathers from and reduces into views
-of it. AdamW is elementwise, so each rank steps its own region as one flat tensor, whatever parameter
-a byte belongs to; the padding between parameters stays zero under it.
+laid out alike, and the optimizer's step count behind them. FSDP gathers from and reduces into
+views of it. AdamW is elementwise, so each rank steps its own region as one flat tensor, whatever
+parameter a byte belongs to; the padding between parameters stays zero under it.
 """
 
 import math
@@ -30,7 +30,7 @@ from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.packing import MicroBatch, micro_batches, unpack
 
 LAYERWISE_PARAMETERS = 50_000_000
-"""A model with fewer is gathered at once: gathering layer by layer would cost more than it saves."""
+"""A model with fewer is gathered at once: going layer by layer would cost more than it saves."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -133,11 +133,11 @@ class Worker:
             self._fail(name, error, state_intact=True)
         except Exception:
             LOG.exception("%s failed", name[0])
-            error = ExecutionError(
+            failure = ExecutionError(
                 f"{kind.value} failed on the worker: see `plexrl logs`; the workers are restarted "
                 "from their last complete state"
             )
-            self._fail(name, error, state_intact=False)
+            self._fail(name, failure, state_intact=False)
 
     def _generate(self, name: RunName, call: BackendCall, started: float) -> None:
         assert self._generator is not None, "only rollout deployments are sent generates"
@@ -272,5 +272,5 @@ def _join_process_group(config: WorkerConfig) -> None:
     import torch.distributed as dist
 
     # The ranks of an incarnation meet at a file of their own; gloo needs no more on one machine.
-    store = dist.FileStore(config.rendezvous, config.world_size)
+    store = dist.FileStore(config.rendezvous, config.world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=config.rank, world_size=config.world_size)

@@ -58,7 +58,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         else:
             self.answer(200, {**JOB, "deployment": "j/actor", "jobs": []})
 
-    do_GET = do_POST = do_DELETE = handle_any  # noqa: N815
+    do_GET = do_POST = do_DELETE = handle_any
 
     def poll(self) -> None:
         view: dict[str, Any] = {"operation": "o", "state": "running"}

@@ -201,13 +201,17 @@ def test_a_second_writer_with_a_stale_token_is_refused(
     actor.barrier().result()
 
 
+def fill_the_journal(cluster: plexrl.Cluster) -> None:
+    for index in range(2000):
+        cluster.create_job("j" * 90, job_id=f"job-{index}")
+
+
 def test_a_full_journal_refuses_with_the_mend_and_the_cluster_goes_on(tmp_path: Path) -> None:
     small = start_embedded(tmp_path / "data", gpus_per_node=1, journal_bytes_max=65_536)
     try:
         with plexrl.connect(small.url, small.api_key, timeout_s=5) as cluster:
             with pytest.raises(errors.JournalFullError, match="free disk space"):
-                for index in range(2000):
-                    cluster.create_job("j" * 90, job_id=f"job-{index}")
+                fill_the_journal(cluster)
             accepted = len(cluster.jobs())
             assert accepted > 10
             assert cluster.status()["jobs_total"] == accepted

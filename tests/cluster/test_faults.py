@@ -114,7 +114,10 @@ CONTROLLER = """
 import sys, time, plexrl
 with plexrl.connect() as cluster:
     job = cluster.create_job(
-        "orphan", job_id=sys.argv[1], controller_timeout_s=0.5, reattach_timeout_s=float(sys.argv[2])
+        "orphan",
+        job_id=sys.argv[1],
+        controller_timeout_s=0.5,
+        reattach_timeout_s=float(sys.argv[2]),
     )
     actor = job.train_deployment("actor", plexrl.tiny_qwen2("0123456789sr=", seed=6))
     actor.barrier().result()

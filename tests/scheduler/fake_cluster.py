@@ -25,7 +25,7 @@ def config(**changes: object) -> SchedulerConfig:
         "launch_attempts": 100,
         **changes,
     }
-    return SchedulerConfig(**fields)  # type: ignore[arg-type]
+    return SchedulerConfig(**fields)
 
 
 @dataclass(slots=True)

@@ -148,7 +148,8 @@ def test_the_allowed_tokens_are_the_likeliest(
     order = sorted(range(len(scores)), key=lambda i: (-float(tensor[0, i]), i))
     kept = order[:top_k] if top_k else order
     weights = [float(torch.exp(tensor[0, i] - tensor[0].max())) for i in kept]
-    before, wanted = 0.0, set()
+    before = 0.0
+    wanted: set[int] = set()
     for index, weight in zip(kept, weights, strict=True):
         if not wanted or top_p >= 1.0 or before / sum(weights) < top_p - 1e-6:
             wanted.add(index)

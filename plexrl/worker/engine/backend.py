@@ -1,9 +1,9 @@
 """The engine as a rollout backend: weights in an arena, results as the wire wants them."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import BatchShapeError, InvalidRequestError
@@ -15,6 +15,9 @@ from plexrl.worker.backend import BackendCall, BackendResult, Emit
 from plexrl.worker.checkpoint import load_hf_parameters
 from plexrl.worker.engine.engine import Engine, Generation
 from plexrl.worker.models import build_model, named_parameters
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TorchRolloutBackend:

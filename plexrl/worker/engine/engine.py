@@ -80,7 +80,7 @@ class Engine:
         self._slots = slots
         self._sequence_max = sequence_tokens_max
         self._cache = SlotCache(slots, model.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
-        self._eos = _token_ids(model.config.eos_token_id)  # type: ignore[union-attr]
+        self._eos = _token_ids(model.config.eos_token_id)  # type: ignore[union-attr, arg-type]
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
         self._generations: dict[str, Generation] = {}
@@ -188,9 +188,9 @@ class Engine:
         longest = 0
         while self._waiting and len(batch) < room:
             row = self._waiting[0]
-            which = row.sample // row.generation.samples_per_prompt
-            key = (id(row.generation), which)
-            length = max(longest, len(row.generation.prompts[which]))
+            index = row.sample // row.generation.samples_per_prompt
+            key = (id(row.generation), index)
+            length = max(longest, len(row.generation.prompts[index]))
             count = len(prompts) + (key not in prompts)
             if prompts and count * length > PREFILL_TOKENS_MAX:
                 break
@@ -247,7 +247,7 @@ class Engine:
         slots: np.ndarray[Any, Any],
         finished: dict[str, Generation],
     ) -> None:
-        """Draw a token for each of `slots` (a run of rows at the end, or all) and retire the ended."""
+        """Draw a token for each of `slots` (rows at the end, or all) and retire the ended."""
         sampling = RowSampling(
             temperature=torch.from_numpy(self._temperature[slots]),
             top_p=torch.from_numpy(self._top_p[slots]),

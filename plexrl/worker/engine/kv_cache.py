@@ -12,7 +12,7 @@ GROWTH = 64
 """Positions are added in steps of this many."""
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
     """One decoder layer's cache; grows to the longest sample seen."""
 
     is_sliding = False
@@ -95,7 +95,7 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
-class SlotCache(Cache):
+class SlotCache(Cache):  # type: ignore[misc]  # transformers has no types
     """The cache that the model is given in decode steps."""
 
     def __init__(self, slots: int, layers: int) -> None:

@@ -1,0 +1,57 @@
+"""How every benchmark reports: a table for people, one JSON object for programs."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+
+
+def report(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    figures: Mapping[str, float],
+) -> None:
+    """Print the table, or with `--json` on the command line the figures."""
+    if "--json" in sys.argv:
+        body = {"figures": dict(figures), "machine": machine(), "commit": commit()}
+        sys.stdout.write(json.dumps(body) + "\n")
+        return
+    table = Table(title=f"{title} ({machine()}, commit {commit()})", title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=100).print(table)
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """The sample below which `percent` % of them lie, by nearest rank."""
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def machine() -> str:
+    """Processor kind, cores and Python of this machine."""
+    cores = len(os.sched_getaffinity(0))
+    return f"{platform.machine()}, {cores} cores, Python {platform.python_version()}"
+
+
+def commit() -> str:
+    """The commit checked out, with a mark where files have changed since."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found.stdout.strip() or "unknown"
