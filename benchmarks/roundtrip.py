@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 
 import httpx
-from benchmarks.report import percentile, report
 
 import plexrl
+from benchmarks.report import percentile, report
 from plexrl.cluster.embedded import start_embedded
 
 WARM_UP = 30
