@@ -25,12 +25,14 @@ def report(
         body = {"figures": dict(figures), "machine": machine(), "commit": commit()}
         sys.stdout.write(json.dumps(body) + "\n")
         return
-    table = Table(title=f"{title} ({machine()}, commit {commit()})", title_justify="left")
+    table = Table()
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right")
     for row in rows:
         table.add_row(*row)
-    Console(width=100).print(table)
+    console = Console(width=100)
+    console.print(f"{title}\n{machine()}, commit {commit()}", highlight=False)
+    console.print(table)
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
