@@ -110,15 +110,22 @@ def plot_timeline(phase: PhaseResult, path: Path) -> None:
     names = [job.name for job in phase.jobs]
     _draw_spans(whole, phase.spans, names, start)
     whole.set_xlim(0, end - start)
-    whole.set_title("Who held the shared training group")
+    whole.set_title("Who held the shared training group", loc="left")
     middle = (end - start) * 0.5
     _draw_spans(detail, phase.spans, names, start)
     detail.set_xlim(middle, middle + min(4.0, end - start))
-    detail.set_title("Four seconds of it")
+    detail.set_title("Four seconds of it", loc="left")
     detail.set_xlabel("seconds")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS[: len(names)]]
     handles.append(plt.Rectangle((0, 0), 1, 1, color=SWITCH_COLOUR))
-    whole.legend(handles, [*names, "context switch"], loc="upper right", ncols=len(handles))
+    whole.legend(
+        handles,
+        [*names, "context switch"],
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(handles),
+        frameon=False,
+    )
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

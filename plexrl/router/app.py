@@ -16,12 +16,17 @@ from plexrl.router.config import RouterConfig
 from plexrl.router.executor import Executor
 from plexrl.router.gateway import Gateway
 from plexrl.router.metrics_log import MetricsLog
-from plexrl.router.routes_jobs import cluster_routes, job_routes
+from plexrl.router.routes_jobs import cluster_routes, deployment_routes, job_routes
 from plexrl.router.routes_operations import operation_routes
 from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.schemas import ErrorResponse
 
 LOG = logging.getLogger(__name__)
+
+RESULT_KEPT_S = 3600.0
+"""How long a result can be fetched."""
+
+SWEEP_S = 60.0
 
 DESCRIPTION = """Model execution for RL as a shared service. Operations are submitted, admitted by
 the scheduler in its own order, and answered with a result or a reason to wait. Errors are
@@ -35,12 +40,16 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         del app
-        linked = asyncio.create_task(gateway.scheduler.run())
+        running = [
+            asyncio.create_task(gateway.scheduler.run()),
+            asyncio.create_task(_discard_old_results(gateway)),
+        ]
         try:
             yield
         finally:
-            linked.cancel()
-            await asyncio.gather(linked, return_exceptions=True)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
             await gateway.executor.close()
 
     app = FastAPI(
@@ -52,9 +61,15 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
     app.add_exception_handler(PlexRLError, _typed)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(Exception, _unexpected)
-    for routes in (cluster_routes(gateway), job_routes(gateway), operation_routes(gateway)):
-        app.include_router(routes)
+    for routes in (cluster_routes, job_routes, deployment_routes, operation_routes):
+        app.include_router(routes(gateway))
     return app, gateway
+
+
+async def _discard_old_results(gateway: Gateway) -> None:
+    while True:
+        await asyncio.to_thread(gateway.blobs.discard_results, older_than_s=RESULT_KEPT_S)
+        await asyncio.sleep(SWEEP_S)
 
 
 def _make_gateway(config: RouterConfig) -> Gateway:

@@ -6,11 +6,15 @@ that took them in, which is what lets another one carry the operation out.
 
 import asyncio
 import os
+import time
 from pathlib import Path
 from urllib.parse import quote
 
 from plexrl.errors import StorageError, UnknownOperationError
 from plexrl.ids import BlobRef
+
+RESULT_SUFFIX = ".out"
+"""Ends the name of every result."""
 
 INLINE_BYTES_MAX = 256 << 10
 """Up to this size file calls are made on the event loop: a thread would cost more."""
@@ -51,6 +55,17 @@ class BlobStore:
     def discard(self, ref: BlobRef) -> None:
         """Give a blob up; one that is gone already is no error."""
         self._path(ref).unlink(missing_ok=True)
+
+    def discard_results(self, *, older_than_s: float) -> None:
+        """Give up results that were written longer ago than that; payloads are the scheduler's."""
+        limit = time.time() - older_than_s
+        for path in self._directory.glob(f"*{RESULT_SUFFIX}"):
+            try:
+                if path.stat().st_mtime < limit:
+                    path.unlink()
+            except FileNotFoundError:
+                # Another router was quicker.
+                continue
 
     def _write(self, ref: BlobRef, body: bytes) -> None:
         path = self._path(ref)

@@ -11,7 +11,7 @@ import msgspec
 
 from plexrl.errors import ExecutionError, PlexRLError
 from plexrl.ids import BlobRef
-from plexrl.router.blobs import BlobStore
+from plexrl.router.blobs import RESULT_SUFFIX, BlobStore
 from plexrl.router.dispatch import (
     Split,
     gather_metrics,
@@ -223,7 +223,7 @@ class Executor:
                 _, arrays = decode_body(finished[0][1])
         ref: BlobRef | None = None
         if arrays:
-            ref = BlobRef(f"{command.operation}.out")
+            ref = BlobRef(f"{command.operation}{RESULT_SUFFIX}")
             await self._blobs.write(ref, encode_body({}, arrays))
         self._report(
             "operation_finished",

@@ -72,7 +72,7 @@ def cluster_routes(gateway: Gateway) -> APIRouter:
 
 
 def job_routes(gateway: Gateway) -> APIRouter:
-    """Jobs and their deployments."""
+    """Jobs, their metrics and logs."""
     routes = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
     @routes.post("", status_code=201, summary="Submit a job")
@@ -127,6 +127,13 @@ def job_routes(gateway: Gateway) -> APIRouter:
         caller = await gateway.caller(request)
         fields = {"job": job, "tenant": caller.scope, "deployment": deployment, "lines": lines}
         return await gateway.scheduler.call("read_log", fields)
+
+    return routes
+
+
+def deployment_routes(gateway: Gateway) -> APIRouter:
+    """A job's deployments."""
+    routes = APIRouter(prefix="/v1/jobs", tags=["deployments"])
 
     @routes.post("/{job}/deployments", status_code=201, summary="Create a deployment")
     async def deploy(request: Request, job: str, body: DeploymentRequest) -> Plain:
