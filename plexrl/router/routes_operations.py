@@ -135,13 +135,15 @@ async def _submit(
     if isinstance(params, GenerateParams) and params.sampling.seed is None:
         # Drawn once and journalled, so that a repeated dispatch draws the same tokens. It follows
         # from the operation's id, so that a repeated request is the same request.
-        digest = hashlib.sha256(operation.encode()).digest()
-        seed = int.from_bytes(digest[:7], "little")
+        drawn = hashlib.sha256(operation.encode()).digest()
+        seed = int.from_bytes(drawn[:7], "little")
         params = replace(params, sampling=replace(params.sampling, seed=seed))
     source = params.source if isinstance(params, SyncWeightsParams) else None
     payload: str | None = None
     if arrays:
-        payload = f"{operation}.in"
+        # Named by its content too, so that another batch under the same id is a conflict.
+        digest = (await asyncio.to_thread(hashlib.sha256, body)).hexdigest()
+        payload = f"{operation}.{digest[:16]}.in"
         await gateway.blobs.write(BlobRef(payload), body)
     return await gateway.scheduler.call(
         "submit_operation",

@@ -21,7 +21,13 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, GroupId, JobId, OperationId, TenantId
 from plexrl.scheduler import events as ev
-from plexrl.scheduler.commands import AbortOperation, Command, ReleaseState, StopWorkers
+from plexrl.scheduler.commands import (
+    AbortOperation,
+    Command,
+    ReleaseState,
+    RunOperation,
+    StopWorkers,
+)
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.estimates import Estimates
@@ -174,9 +180,14 @@ class SchedulerCore:
             return
         node.alive = False
         for deployment in list(context.state.deployments.values()):
-            if deployment.state in (WpgState.WAITING, WpgState.STOPPED, WpgState.RECOVERING):
+            here = [rank.rank for rank in deployment.ranks if rank.node == event.node]
+            if not here or deployment.state in (WpgState.WAITING, WpgState.STOPPED):
                 continue
-            if any(rank.node == event.node for rank in deployment.ranks):
+            if deployment.state == WpgState.RECOVERING:
+                # It is launched again when the node is back; whoever was ready there is dead.
+                for rank in here:
+                    deployment.addresses.pop(rank, None)
+            else:
                 restart(context, deployment, f"node {event.node!r} was lost", now)
 
     def _router_joined(self, event: ev.RouterJoined, now: float) -> None:
@@ -200,6 +211,8 @@ class SchedulerCore:
                 self._context.emit(deployment.moving)
             for command in deployment.running.values():
                 self._context.emit(command)
+                if self._context.state.operations[command.operation].is_aborted:
+                    self._abort(command)
 
     def _tenant_created(self, event: ev.TenantCreated, now: float) -> None:
         del now
@@ -257,7 +270,8 @@ class SchedulerCore:
         known = context.state.deployments.get(event.deployment)
         if known is not None:
             same = (known.job, known.kind, known.workers, known.exclusive, known.spec_json)
-            if same != (event.job, event.kind, event.workers, event.exclusive, event.spec_json):
+            exclusive = event.exclusive or event.kind == "rollout"
+            if same != (event.job, event.kind, event.workers, exclusive, event.spec_json):
                 raise ConflictError(
                     f"deployment {event.deployment!r} exists with other settings: use another name"
                 )
@@ -308,8 +322,9 @@ class SchedulerCore:
         context = self._context
         known = context.state.operations.get(event.operation)
         if known is not None:
-            same = (known.deployment, known.kind, known.params_json, known.source)
-            if same != (event.deployment, event.kind, event.params_json, event.source):
+            same = (known.deployment, known.kind, known.params_json, known.source, known.payload)
+            asked = (event.deployment, event.kind, event.params_json, event.source, event.payload)
+            if same != asked:
                 raise ConflictError(
                     f"operation id {event.operation!r} was used for another request: choose another"
                 )
@@ -365,11 +380,15 @@ class SchedulerCore:
             raise ConflictError(
                 f"a running {operation.kind.value} cannot be cancelled: wait for its result"
             )
-        context.emit(
+        operation.is_aborted = True
+        self._abort(deployment.running[operation.operation])
+
+    def _abort(self, command: RunOperation) -> None:
+        self._context.emit(
             AbortOperation(
-                operation=operation.operation,
-                deployment=deployment.deployment,
-                addresses=deployment.running[operation.operation].addresses,
+                operation=command.operation,
+                deployment=command.deployment,
+                addresses=command.addresses,
             )
         )
 

@@ -164,7 +164,10 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
             kinds = {command.kind for command in holder.running.values()}
             if kinds != {OperationKind.GENERATE} or head.kind != OperationKind.GENERATE:
                 return
-        elif len(holder.log) >= context.config.snapshot_operations:
+        elif (
+            len(holder.log) >= context.config.snapshot_operations
+            and now >= holder.no_snapshot_until
+        ):
             holder.idle_since = None
             _move(context, group, holder, OperationKind.SNAPSHOT, holder.completed_seq, now)
             return

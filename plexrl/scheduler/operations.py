@@ -73,12 +73,10 @@ def start(
     operation.token = group.token
     operation.group = group.group
     sources: tuple[str, ...] = ()
-    source_seq = 0
-    if operation.source is not None and operation.after is not None:
+    if operation.source is not None:
         trainer = context.deployment(operation.source)
         nodes = sorted({rank.node for rank in trainer.ranks})
         sources = tuple(context.state.nodes[node].statemanager for node in nodes)
-        source_seq = context.state.operations[operation.after].seq
     command = RunOperation(
         operation=operation.operation,
         deployment=deployment.deployment,
@@ -93,7 +91,7 @@ def start(
         addresses=tuple(deployment.addresses[rank] for rank in sorted(deployment.addresses)),
         sources=sources,
         source=operation.source,
-        source_seq=source_seq,
+        source_seq=operation.source_seq,
         keep_seq=deployment.durable_seq,
     )
     deployment.running[operation.operation] = command
@@ -123,6 +121,11 @@ def complete(
         deployment.log.append(operation.operation)
     else:
         context.discard(operation.payload)
+    if operation.kind == OperationKind.PUBLISH:
+        waiting = OperationId(operation.operation.removesuffix(PUBLISH_SUFFIX))
+        dependent = context.state.operations.get(waiting)
+        if dependent is not None:
+            dependent.source_seq = operation.seq
     _into_history(context, operation, now)
 
 

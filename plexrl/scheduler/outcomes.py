@@ -16,6 +16,9 @@ from plexrl.wire.operations import OperationKind, OperationState
 BACK_OFF_S = 2.0
 """Before a switch that failed is tried again."""
 
+SNAPSHOT_BACK_OFF_S = 30.0
+"""Before a snapshot that found no room is tried again; training goes on meanwhile."""
+
 LOST_CODES = frozenset({"state_lost", "corrupt_state"})
 """Errors of a load after which no restart can help."""
 
@@ -26,7 +29,6 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
     if found is None:
         return
     operation, deployment, group = found
-    deployment.failures = 0
     deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
     if deployment.moving is not None and deployment.moving.operation == event.operation:
         _move_finished(context, group, deployment, operation, event, now)
@@ -35,6 +37,9 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         if command.replay:
             deployment.replaying.remove(event.operation)
         else:
+            # Only new work counts as progress: an operation that kills its worker would else be
+            # tried for ever, since every recovery loads and replays without harm.
+            deployment.failures = 0
             complete(
                 context,
                 deployment,
@@ -171,10 +176,13 @@ def _move_called_off(
         if operation.kind == OperationKind.OFFLOAD and group.incoming is not None:
             held_back = context.deployment(group.incoming)
         group.incoming = None
+    context.touch(group.group)
+    if operation.kind == OperationKind.SNAPSHOT:
+        deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
+        return
     held_back.held_back_until = now + BACK_OFF_S
     held_back.held_back_reason = reason
     context.wake(held_back.held_back_until, f"group:{group.group}")
-    context.touch(group.group)
 
 
 def _granted(context: Context, deployment: Deployment) -> None:

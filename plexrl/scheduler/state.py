@@ -95,6 +95,10 @@ class Operation:
     started_at: float | None = None
     finished_at: float | None = None
     compute_s: float | None = None
+    is_aborted: bool = False
+    """Its early end has been asked for."""
+    source_seq: int = 0
+    """Of a sync: the version that was published for it."""
     result: BlobRef | None = None
     result_json: str = "{}"
     error_json: str | None = None
@@ -138,6 +142,8 @@ class Deployment:
     published_seq: int | None = None
     idle_since: float | None = None
     burst_started_at: float | None = None
+    no_snapshot_until: float = 0.0
+    """After a snapshot that found no room; the log grows meanwhile."""
     held_back_until: float = 0.0
     held_back_reason: str = ""
 

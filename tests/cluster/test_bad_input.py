@@ -10,6 +10,7 @@ import plexrl
 from plexrl import errors
 from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
 from plexrl.statemanager import Arena, StateManagerClient
+from plexrl.wire.tensors import MEDIA_TYPE, encode_body
 from tests.cluster.tools import VOCABULARY, some_batch
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
@@ -99,6 +100,23 @@ def test_an_id_used_for_two_things_is_a_conflict(
     assert first.status_code == again.status_code == 202
     assert (other.status_code, other.json()["error"]["code"]) == (409, "conflict")
     actor.barrier().result()
+
+
+def test_another_batch_under_the_same_id_is_a_conflict(
+    embedded: EmbeddedCluster, job: plexrl.Job
+) -> None:
+    job.train_deployment("actor", MODEL)
+    bodies = [encode_body({}, plexrl.Batch([row]).arrays()) for row in ([3, 4], [3, 4], [5, 6])]
+    statuses = [
+        httpx.post(
+            f"{embedded.url}/v1/jobs/{job.job}/deployments/actor/operations/forward",
+            params={"operation": f"{job.job}:batch"},
+            content=body,
+            headers={"Authorization": f"Bearer {embedded.api_key}", "Content-Type": MEDIA_TYPE},
+        ).status_code
+        for body in bodies
+    ]
+    assert statuses == [202, 202, 409]
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,8 @@ def test_the_job_of_a_dead_controller_can_be_attached_again(
     with cluster.attach_job("orphan-1") as job:
         assert job.status()["attached"]
         actor = job.train_deployment("actor", MODEL)
+        rollout = job.rollout_deployment("rollout", MODEL)
+        assert job.rollout_deployment("rollout", MODEL).deployment == rollout.deployment
         assert train(actor, 0).result().metrics["grad_norm"] > 0
     assert watched.status()["state"] == "COMPLETED"
 

@@ -308,3 +308,92 @@ def test_a_queue_has_a_bound() -> None:
     with pytest.raises(errors.OverloadedError) as refused:
         cluster.submit("a:3", "a/actor", "barrier")
     assert refused.value.details["retry_after_s"] > 0  # type: ignore[operator]
+
+
+def test_a_deployment_asked_for_again_is_the_same_one(cluster: FakeCluster) -> None:
+    cluster.job("a")
+    for _ in range(2):
+        cluster.deploy("a/actor")
+        cluster.deploy("a/rollout", "rollout", workers=1)
+    assert len(cluster.core.job_view("a", cluster.now)["deployments"]) == 2
+    with pytest.raises(errors.ConflictError, match="other settings"):
+        cluster.deploy("a/rollout", "rollout", workers=2)
+
+
+def test_an_operation_that_kills_its_worker_is_not_tried_for_ever() -> None:
+    cluster = FakeCluster(launch_attempts=2)
+    cluster.start_node()
+    with_jobs(cluster, "a")
+    cluster.submit("a:1", "a/actor", "optim_step")
+    for _ in range(3):
+        while cluster.launches:
+            cluster.launch(cluster.launches[0])
+        cluster.execute(cluster.runs[0])
+        assert [run.operation for run in cluster.runs] == ["a:1"]
+        cluster.kill("a/actor")
+    assert cluster.core.job_view("a", cluster.now)["state"] == "FAILED"
+    assert cluster.state_of("a:1") == "cancelled"
+
+
+def test_a_snapshot_that_finds_no_room_does_not_hold_training_up(cluster: FakeCluster) -> None:
+    with_jobs(cluster, "a")
+    for index in range(cluster.config.snapshot_operations + 1):
+        cluster.submit(f"a:{index}", "a/actor", "optim_step")
+    while cluster.runs[0].kind != OperationKind.SNAPSHOT:
+        cluster.execute(cluster.runs[0])
+    (snapshot,) = cluster.runs
+    cluster.runs.clear()
+    cluster.send(
+        ev.OperationFailed(
+            operation=snapshot.operation,
+            token=snapshot.token,
+            error_json='{"code": "state_tier_full", "message": "no room", "details": {}}',
+            state_intact=True,
+        )
+    )
+    assert [run.kind.value for run in cluster.runs] == ["optim_step"]
+
+
+def test_a_rank_that_was_ready_on_a_lost_node_is_waited_for_again(cluster: FakeCluster) -> None:
+    with_jobs(cluster, "a")
+    cluster.kill("a/actor")
+    launch = cluster.launches[0]
+    ready = ev.WorkerReady(
+        deployment="a/actor", rank=0, incarnation=launch.incarnation, address="x"
+    )
+    cluster.send(ready)
+    cluster.send(ev.NodeLost(node="n"))
+    cluster.send(
+        ev.WorkerReady(deployment="a/actor", rank=1, incarnation=launch.incarnation, address="y")
+    )
+    assert cluster.core.deployment_view("a/actor", cluster.now)["state"] == "recovering"
+    cluster.send(ready)
+    assert cluster.core.deployment_view("a/actor", cluster.now)["state"] == "ready"
+
+
+def test_an_abort_is_said_again_to_the_next_router(cluster: FakeCluster) -> None:
+    cluster.job("a")
+    cluster.deploy("a/rollout", "rollout", workers=1)
+    cluster.settle()
+    cluster.submit("a:1", "a/rollout", "generate")
+    cluster.execute(cluster.runs[0])
+    cluster.send(ev.OperationCancelled(operation="a:1"))
+    cluster.lose_router()
+    commands = cluster.send(ev.RouterJoined(router="r"))
+    assert kinds(commands) == ["generate", "AbortOperation"]
+
+
+def test_a_sync_needs_no_history_of_its_publish() -> None:
+    cluster = FakeCluster(history=1)
+    cluster.start_node()
+    cluster.job("a")
+    cluster.deploy("a/actor")
+    cluster.deploy("a/rollout", "rollout", workers=1)
+    cluster.settle()
+    cluster.submit("a:1", "a/rollout", "generate")
+    cluster.submit("a:2", "a/rollout", "sync_weights", source="a/actor")
+    cluster.submit("a:3", "a/actor", "barrier")
+    while any(run.deployment == "a/actor" for run in cluster.runs):
+        cluster.execute(next(run for run in cluster.runs if run.deployment == "a/actor"))
+    cluster.settle()
+    assert cluster.state_of("a:2") == "finished"
