@@ -114,12 +114,11 @@ class Future(Generic[ResultT]):
 
         try:
             response = self._transport.request(poll_call(self.operation, wait_s))
+            self._is_done, self._result = self._pending.take(response)
         except ConnectionLostError:
             raise
         except PlexRLError as error:
             self._is_done, self._error = True, error
-            return
-        self._is_done, self._result = self._pending.take(response)
 
 
 class AsyncFuture(Generic[ResultT]):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from plexrl.client.batch import split_rows
+from plexrl.errors import from_wire
 
 if TYPE_CHECKING:
     import numpy as np
@@ -115,8 +116,10 @@ def train_decoder(lengths: list[int]) -> Decoder:
 
 
 def decode_step(result: Mapping[str, Any], arrays: "Arrays") -> StepResult:
-    """Decodes an `optim_step` result."""
+    """Decodes an `optim_step` result; a step that dropped its gradients raises its error."""
     del arrays
+    if "error" in result:
+        raise from_wire(result["error"])
     return StepResult(dict(result["metrics"]))
 
 

@@ -1,6 +1,7 @@
 """A supervisor without a terminal: `python -m plexrl.cluster --data-dir DIR`.
 
-Prints one JSON line with the URL and the operator's key, and ends with its parent.
+Prints one JSON line with the URL and the operator's key, and ends when its standard input does, so
+that it never outlives whoever holds the other end.
 """
 
 import argparse
@@ -8,7 +9,6 @@ import sys
 from pathlib import Path
 
 from plexrl.cluster.config import ClusterOptions
-from plexrl.cluster.lifeline import die_with_parent
 from plexrl.cluster.supervisor import Endpoint, run_cluster
 from plexrl.errors import PlexRLError
 
@@ -19,7 +19,7 @@ NUMBERS = (
 
 
 def main() -> None:
-    """Run until a signal, or until the parent is gone."""
+    """Run until a signal, or until standard input ends."""
     parser = argparse.ArgumentParser(prog="python -m plexrl.cluster", description=__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--policy")
@@ -27,14 +27,13 @@ def main() -> None:
     for name in NUMBERS:
         parser.add_argument(f"--{name}", type=int)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
-    die_with_parent()
 
     def ready(endpoint: Endpoint) -> None:
         sys.stdout.write(endpoint.to_json() + "\n")
         sys.stdout.flush()
 
     try:
-        run_cluster(ClusterOptions(**given), ready)
+        run_cluster(ClusterOptions(**given), ready, lifeline=sys.stdin.fileno())
     except PlexRLError as error:
         sys.exit(f"plexrl: {error.message}")
 

@@ -44,8 +44,9 @@ class EmbeddedCluster:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
         if self._temporary:
             shutil.rmtree(self.data_dir, ignore_errors=True)
 
@@ -66,7 +67,8 @@ def start_embedded(data_dir: Path | None = None, **options: Any) -> EmbeddedClus
     ]
     process = subprocess.Popen(
         [sys.executable, "-m", "plexrl.cluster", "--data-dir", str(folder), *arguments],
-        stdin=subprocess.DEVNULL,
+        # Its end is how the cluster learns that this process is gone, however it went.
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ},
@@ -78,6 +80,8 @@ def start_embedded(data_dir: Path | None = None, **options: Any) -> EmbeddedClus
     if not line:
         process.wait()
         process.stdout.close()
+        if process.stdin is not None:
+            process.stdin.close()
         if temporary:
             logs = "\n".join(
                 path.read_text(errors="replace")[-2000:]

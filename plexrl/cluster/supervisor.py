@@ -154,8 +154,13 @@ class Supervisor:
             await process.wait()
 
 
-def run_cluster(options: ClusterOptions, ready: Callable[[Endpoint], None]) -> None:
-    """Run a cluster until SIGINT or SIGTERM. Raises as `Supervisor.run`."""
+def run_cluster(
+    options: ClusterOptions, ready: Callable[[Endpoint], None], lifeline: int | None = None
+) -> None:
+    """Run a cluster until SIGINT or SIGTERM, or until the descriptor `lifeline` is at its end.
+
+    Raises as `Supervisor.run`.
+    """
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
 
     async def run() -> None:
@@ -163,6 +168,14 @@ def run_cluster(options: ClusterOptions, ready: Callable[[Endpoint], None]) -> N
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, stop.set)
+        if lifeline is not None:
+
+            def check(fd: int) -> None:
+                if not os.read(fd, 1):
+                    loop.remove_reader(fd)
+                    stop.set()
+
+            loop.add_reader(lifeline, check, lifeline)
         await Supervisor(options).run(stop, ready)
 
     asyncio.run(run())
@@ -173,6 +186,7 @@ def read_endpoint(data_dir: Path) -> Endpoint | None:
     path = data_dir / "cluster.json"
     try:
         body: dict[str, Any] = json.loads(path.read_text())
+        os.kill(int(body["pid"]), 0)
         return Endpoint(body["url"], body["api_key"], int(body["pid"]), body["data_dir"])
     except (OSError, ValueError, KeyError):
         return None

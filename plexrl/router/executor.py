@@ -24,7 +24,7 @@ from plexrl.router.dispatch import (
 )
 from plexrl.router.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
 from plexrl.scheduler.commands import CODEC, AbortOperation, DiscardBlobs, RunOperation
-from plexrl.wire.operations import PARAMS_BY_KIND, OperationKind
+from plexrl.wire.operations import MUTATING, PARAMS_BY_KIND, OperationKind
 from plexrl.wire.rpc import Peer
 from plexrl.wire.tensors import Arrays, decode_body, encode_body
 
@@ -129,14 +129,17 @@ class Executor:
         return self._links.setdefault(address, WorkerLink(address))
 
     async def _execute(self, command: RunOperation) -> None:
+        # Once the workers have answered, a failure here no longer leaves the state as it was.
+        is_applied = False
         try:
             parts = await self._parts(command)
             answers = await self._ask_ranks(command, parts)
+            is_applied = command.kind in MUTATING
             await self._conclude(command, parts, answers)
         except WorkerGoneError as error:
             LOG.info("%s: worker %s is gone", command.operation, error)
         except PlexRLError as error:
-            self._report_failure(command, error, state_intact=True)
+            self._report_failure(command, error, state_intact=not is_applied)
         except Exception:
             LOG.exception("%s failed in the router", command.operation)
             failure = ExecutionError("the router could not carry the operation out: see its log")

@@ -177,6 +177,8 @@ class Agent:
         found = []
         job, _, name = deployment.rpartition("/")
         for path in sorted((Path(self._config.data_dir) / "logs" / job).glob(f"{name}-*.log")):
+            if not path.stem.removeprefix(f"{name}-").isdigit():
+                continue
             text = path.read_text(errors="replace").splitlines()[-lines:]
             found.append(
                 {
@@ -222,7 +224,19 @@ class Agent:
                 return
             if current is not None:
                 await self._stop_worker(key)
-            process = await asyncio.to_thread(self._launcher.start, config)
+            try:
+                process = await asyncio.to_thread(self._launcher.start, config)
+            except (OSError, EOFError) as error:
+                self._report(
+                    "worker_exited",
+                    {
+                        "deployment": config.deployment,
+                        "rank": config.rank,
+                        "incarnation": config.incarnation,
+                        "reason": f"it could not be started: {error}",
+                    },
+                )
+                return
             worker = _Running(config, process)
             self._workers[key] = worker
         loop = asyncio.get_running_loop()

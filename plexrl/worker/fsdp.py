@@ -152,10 +152,13 @@ class FsdpBackend:
         if not math.isfinite(norm):
             gradient.zero_()
             self._gradients_pending = False
-            raise NonFiniteGradientError(
+            # Dropping gradients is a mutation like any other: it must be replayed in its place, so
+            # the operation finishes, and its answer is the error.
+            refusal = NonFiniteGradientError(
                 f"the gradient norm is {norm}: the gradients were dropped and the parameters are "
                 "as before; look for extreme advantages, logprobs or learning rates"
             )
+            return BackendResult(result={"error": refusal.to_wire()})
         if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
             gradient.mul_(params.grad_clip_norm / norm)
         group = self._optimizer.param_groups[0]

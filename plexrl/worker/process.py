@@ -58,7 +58,9 @@ class Worker:
         """Take the requests that are there, then draw one token for all that generate."""
         generating = self._generator is not None and self._generator.has_work
         if not generating and self._deferred:
-            self._take(self._deferred.popleft())
+            waiting, self._deferred = self._deferred, deque()
+            for request in waiting:
+                self._take(request)
             return
         try:
             self._take(self._requests.get(block=block and not generating))
@@ -90,7 +92,8 @@ class Worker:
             return
         kind = OperationKind(command["kind"])
         busy = self._generator is not None and self._generator.has_work
-        if busy and kind != OperationKind.GENERATE:
+        if (busy and kind != OperationKind.GENERATE) or self._deferred:
+            # Nothing overtakes what waits for the running generations.
             self._deferred.append(request)
             return
         self._listeners[name] = [request.connection]

@@ -91,7 +91,9 @@ def test_a_killed_rollout_worker_comes_back_with_its_synced_weights(
     assert [s.tokens for s in after.samples[0]] == [s.tokens for s in before.samples[0]]
 
 
-@pytest.mark.parametrize("module", ["plexrl.router", "plexrl.scheduler", "plexrl.statemanager"])
+@pytest.mark.parametrize(
+    "module", ["plexrl.router", "plexrl.scheduler", "plexrl.statemanager", "plexrl.worker"]
+)
 def test_a_killed_part_comes_back_and_no_operation_is_lost_or_repeated(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster, undisturbed: bytes, module: str
 ) -> None:
@@ -108,6 +110,18 @@ def test_a_killed_part_comes_back_and_no_operation_is_lost_or_repeated(
             future.result(60)
         weights = checkpoint_weights(actor)
     assert weights == undisturbed
+
+
+def test_workers_die_with_their_agent(embedded: EmbeddedCluster, cluster: plexrl.Cluster) -> None:
+    with cluster.create_job("orphans") as job:
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        actor.barrier().result()
+        agent = process_of(embedded, "plexrl.worker")
+        below = agent.children(recursive=True)
+        assert len(below) >= 3, "the fork server and two workers"
+        agent.kill()
+        wait_until(lambda: not any(p.is_running() for p in below), "workers outlive their agent")
+        actor.barrier().result(60)
 
 
 CONTROLLER = """

@@ -55,6 +55,34 @@ def test_a_killed_supervisor_takes_its_processes_along_and_the_next_one_cleans_u
     running.close()
 
 
+EMBEDDING = """
+import sys, threading, time
+from pathlib import Path
+from plexrl.cluster.embedded import start_embedded
+def start():
+    print(start_embedded(Path(sys.argv[1]), gpus_per_node=1).pid, flush=True)
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+time.sleep(600)
+"""
+
+
+def test_a_killed_controllers_embedded_cluster_ends_and_cleans_up(tmp_path: Path) -> None:
+    """Started from a thread that is gone by then, which must not end it early."""
+    controller = subprocess.Popen(
+        [sys.executable, "-c", EMBEDDING, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert controller.stdout is not None
+    supervisor = psutil.Process(int(controller.stdout.readline()))
+    assert supervisor.is_running()
+    controller.kill()
+    controller.wait()
+    controller.stdout.close()
+    wait_until(lambda: not supervisor.is_running(), "the cluster outlives its controller")
+    assert not Folders.of(tmp_path).shared_memory.exists()
+
+
 def test_a_restart_on_the_same_data_goes_on_with_the_jobs_it_had(tmp_path: Path) -> None:
     first = start_embedded(tmp_path, gpus_per_node=2)
     with plexrl.connect(first.url, first.api_key) as cluster:

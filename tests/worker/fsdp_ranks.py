@@ -1,6 +1,7 @@
 """What the ranks of the FSDP tests run: functions a spawned process can find by name."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,10 @@ def backward(made: FsdpBackend, arrays: Arrays, loss: LossSpec, denominator: flo
 def step(made: FsdpBackend) -> float:
     """Run an optim_step; returns the gradient norm."""
     params = AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)
-    return float(
-        made.run(call(OperationKind.OPTIM_STEP, params, {})).result["metrics"]["grad_norm"]
-    )
+    result = made.run(call(OperationKind.OPTIM_STEP, params, {})).result
+    if "error" in result:
+        raise plexrl.errors.from_wire(result["error"])
+    return float(result["metrics"]["grad_norm"])
 
 
 def full_parameters(made: FsdpBackend) -> dict[str, torch.Tensor]:
@@ -123,7 +125,14 @@ def train(rank: int, ranks: int, store: str, folder: str) -> None:
     calm.run(call(OperationKind.SAVE_CHECKPOINT, checkpoint, {}, job="j"))
     if rank == 0:
         torch.save({"norms": [a for a, _ in norms], "parameters": one}, f"{folder}/world{ranks}.pt")
-    dist.destroy_process_group()
+    leave()
+
+
+def leave() -> None:
+    """End this rank. Gloo's threads now and then abort an interpreter that unwinds round them, so
+    it does not unwind: there is nothing left to be lost."""
+    dist.barrier()
+    os._exit(0)
 
 
 def through_the_store(made: FsdpBackend) -> None:
@@ -173,4 +182,4 @@ def resume(rank: int, ranks: int, store: str, folder: str, name: str) -> None:
     found = full_parameters(made)
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     assert float(made._train_state().step) == STEPS
-    dist.destroy_process_group()
+    leave()
