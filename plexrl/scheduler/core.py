@@ -24,9 +24,7 @@ from plexrl.scheduler import events as ev
 from plexrl.scheduler.commands import (
     AbortOperation,
     Command,
-    ReleaseState,
     RunOperation,
-    StopWorkers,
 )
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.context import Context
@@ -39,13 +37,13 @@ from plexrl.scheduler.lifecycle import (
     end_job,
     place_waiting,
     restart,
-    send_launch,
     worker_ready,
 )
+from plexrl.scheduler.nodes import node_joined, node_lost
 from plexrl.scheduler.operations import enqueue, fail
 from plexrl.scheduler.outcomes import run_failed, run_finished
 from plexrl.scheduler.placement import check_it_can_fit, make_policy
-from plexrl.scheduler.state import Deployment, Job, Node, Operation, Tenant, WpgState
+from plexrl.scheduler.state import Deployment, Job, Operation, Tenant, WpgState
 from plexrl.scheduler.views import (
     View,
     deployment_view,
@@ -132,63 +130,10 @@ class SchedulerCore:
                 job.seen_at = now
 
     def _node_joined(self, event: ev.NodeJoined, now: float) -> None:
-        context = self._context
-        context.state.nodes[event.node] = Node(
-            node=event.node,
-            gpus=event.gpus,
-            gpu_memory_bytes=event.gpu_memory_bytes,
-            host_memory_bytes=event.host_memory_bytes,
-            statemanager=event.statemanager,
-        )
-        seen = {(worker.deployment, worker.rank): worker for worker in event.workers}
-        wanted = set()
-        for deployment in list(context.state.deployments.values()):
-            ranks = [rank.rank for rank in deployment.ranks if rank.node == event.node]
-            if not ranks or deployment.state in (WpgState.WAITING, WpgState.STOPPED):
-                continue
-            missing = False
-            for rank in ranks:
-                worker = seen.get((deployment.deployment, rank))
-                if worker is not None and worker.incarnation == deployment.incarnation:
-                    wanted.add((worker.deployment, worker.rank))
-                    worker_ready(context, deployment, rank, worker.address)
-                else:
-                    missing = True
-            if missing and deployment.is_ready:
-                restart(context, deployment, f"node {event.node!r} came back without it", now)
-            elif missing or not deployment.is_ready:
-                send_launch(context, deployment)
-        for worker in event.workers:
-            if (worker.deployment, worker.rank) not in wanted:
-                context.emit(
-                    StopWorkers(
-                        deployment=worker.deployment,
-                        incarnation=worker.incarnation,
-                        nodes=(event.node,),
-                    )
-                )
-        live = context.state.deployments
-        for name in event.states:
-            if name not in live or live[name].state == WpgState.STOPPED:
-                context.emit(ReleaseState(deployment=name, nodes=(event.node,)))
-        context.place_waiting = True
+        node_joined(self._context, event, now)
 
     def _node_lost(self, event: ev.NodeLost, now: float) -> None:
-        context = self._context
-        node = context.state.nodes.get(event.node)
-        if node is None:
-            return
-        node.alive = False
-        for deployment in list(context.state.deployments.values()):
-            here = [rank.rank for rank in deployment.ranks if rank.node == event.node]
-            if not here or deployment.state in (WpgState.WAITING, WpgState.STOPPED):
-                continue
-            if deployment.state == WpgState.RECOVERING:
-                # It is launched again when the node is back; whoever was ready there is dead.
-                for rank in here:
-                    deployment.addresses.pop(rank, None)
-            else:
-                restart(context, deployment, f"node {event.node!r} was lost", now)
+        node_lost(self._context, event, now)
 
     def _router_joined(self, event: ev.RouterJoined, now: float) -> None:
         del now
