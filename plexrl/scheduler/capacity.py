@@ -1,0 +1,277 @@
+"""The capacity index: who is busy when, on which GPUs, at every scale (PlexRL §4.3.1, §5.2.1).
+
+Three levels, each asked before the next one is looked at:
+
+1. the global profile: free GPUs per slot of the ring, for each node type, under a segment tree;
+2. the node groups of one size and type: load, host memory and members as flat arrays, so that
+   those which cannot take a job are sorted out in one pass;
+3. a group's free time: windows on the ring, folded to the job's period.
+
+A reservation subtracts a footprint from all three over the whole ring, or from none. Everything
+here follows from the nodes, the groups and the residents' footprints alone, so a scheduler that
+starts again builds it anew and decides as before.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plexrl.errors import CapacityError
+from plexrl.ids import DeploymentId, GroupId
+from plexrl.scheduler.demand import Footprint
+from plexrl.scheduler.folds import Fit, FoldTable, ShiftSearch
+from plexrl.scheduler.free_intervals import FreeIntervals
+from plexrl.scheduler.segment_tree import SegmentTree
+
+FOLDS_MAX = 32
+"""Fold tables kept, one for each number of cycles that jobs had lately."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """What makes groups interchangeable for a job."""
+
+    node_type: str
+    gpus: int
+
+
+@dataclass(slots=True)
+class GroupSlots:
+    """One group as the index knows it."""
+
+    group: GroupId
+    shape: Shape
+    row: int
+    footprints: dict[DeploymentId, Footprint] = field(default_factory=dict)
+    free: FreeIntervals | None = None
+    """Made when it is first asked for after a change."""
+
+
+class ShapeTable:
+    """All groups of one shape, a row each; rows of groups that went are used again."""
+
+    def __init__(self, horizon_slots: int) -> None:
+        self._horizon_slots = horizon_slots
+        self.groups: list[GroupId | None] = []
+        self.intervals: list[list[NDArray[np.int64]]] = []
+        self.versions = np.zeros(0, dtype=np.int64)
+        self.load = np.zeros(0)
+        """Summed duty of the residents."""
+        self.host_bytes_free = np.zeros(0, dtype=np.int64)
+        self.members = np.zeros(0, dtype=np.int64)
+        self.is_open = np.zeros(0, dtype=bool)
+        self._free_rows: list[int] = []
+        self._changes = 0
+        self._folds: OrderedDict[int, FoldTable] = OrderedDict()
+
+    def add(self, group: GroupId) -> int:
+        """A row for `group`."""
+        if not self._free_rows:
+            self._grow()
+        row = self._free_rows.pop()
+        self.groups[row] = group
+        self.changed(row)
+        return row
+
+    def remove(self, row: int) -> None:
+        """Give the row back."""
+        self.groups[row] = None
+        self.intervals[row] = []
+        self.load[row] = 0.0
+        self.members[row] = 0
+        self.is_open[row] = False
+        self.changed(row)
+        self._free_rows.append(row)
+
+    def changed(self, row: int) -> None:
+        """The row's residents are others than before."""
+        self._changes += 1
+        self.versions[row] = self._changes
+
+    def search(self, rows: NDArray[np.intp], wanted: ShiftSearch) -> list[Fit]:
+        """The best shift in each of `rows` that has one."""
+        cycles = wanted.footprint.cycles
+        table = self._folds.get(cycles)
+        if table is None:
+            table = FoldTable(self._horizon_slots, cycles)
+            self._folds[cycles] = table
+            if len(self._folds) > FOLDS_MAX:
+                self._folds.popitem(last=False)
+        self._folds.move_to_end(cycles)
+        table.refresh(rows, self.versions, self.intervals)
+        return table.search(rows, wanted)
+
+    def _grow(self) -> None:
+        size = len(self.groups)
+        more = max(16, size)
+        self.groups += [None] * more
+        self.intervals += [[] for _ in range(more)]
+        self.versions = np.concatenate([self.versions, np.zeros(more, dtype=np.int64)])
+        self.load = np.concatenate([self.load, np.zeros(more)])
+        self.host_bytes_free = np.concatenate(
+            [self.host_bytes_free, np.zeros(more, dtype=np.int64)]
+        )
+        self.members = np.concatenate([self.members, np.zeros(more, dtype=np.int64)])
+        self.is_open = np.concatenate([self.is_open, np.zeros(more, dtype=bool)])
+        # The lowest row is taken first.
+        self._free_rows = list(range(size + more - 1, size - 1, -1))
+
+
+class CapacityIndex:
+    """Free time of the whole cluster over the ring."""
+
+    def __init__(self, horizon_slots: int) -> None:
+        self.horizon_slots = horizon_slots
+        self._profiles: dict[str, SegmentTree] = {}
+        self._groups: dict[GroupId, GroupSlots] = {}
+        self._tables: dict[Shape, ShapeTable] = {}
+
+    # The cluster
+
+    def add_gpus(self, node_type: str, gpus: int) -> None:
+        """GPUs joined (or, negative, left): free on the whole ring."""
+        self.profile(node_type).add(0, self.horizon_slots, gpus)
+
+    def profile(self, node_type: str) -> SegmentTree:
+        """Free GPUs of a type per slot."""
+        found = self._profiles.get(node_type)
+        if found is None:
+            found = self._profiles[node_type] = SegmentTree(self.horizon_slots)
+        return found
+
+    def add_group(self, group: GroupId, shape: Shape, host_bytes_free: int) -> None:
+        """A group was formed; its time is free until footprints are reserved."""
+        assert group not in self._groups, f"{group} is in the index already"
+        table = self._table(shape)
+        row = table.add(group)
+        table.host_bytes_free[row] = host_bytes_free
+        table.is_open[row] = True
+        self._groups[group] = GroupSlots(group=group, shape=shape, row=row)
+
+    def remove_group(self, group: GroupId) -> None:
+        """A group without residents is gone."""
+        slots = self._groups.pop(group)
+        assert not slots.footprints, f"{group} goes with residents"
+        self._tables[slots.shape].remove(slots.row)
+
+    def set_open(self, group: GroupId, is_open: bool) -> None:
+        """Whether the group takes more members (service level, drain, profiling)."""
+        slots = self._groups[group]
+        self._tables[slots.shape].is_open[slots.row] = is_open
+
+    # Reservations
+
+    def reserve(
+        self,
+        group: GroupId,
+        deployment: DeploymentId,
+        footprint: Footprint,
+        *,
+        strict: bool,
+    ) -> None:
+        """Subtract a footprint from the group and the profile over the whole ring.
+
+        Raises:
+            CapacityError: `strict`, and a segment does not lie in a free window; nothing changed.
+        """
+        slots = self._groups[group]
+        assert deployment not in slots.footprints, f"{deployment} has a reservation on {group}"
+        if strict and not self.free_intervals(group).fits(footprint):
+            raise CapacityError(
+                f"group {group!r} is not free in all segments of {deployment!r}: choose another "
+                "shift or group",
+                group=group,
+            )
+        self._take(slots, footprint, -1)
+        slots.footprints[deployment] = footprint
+        self._after_change(slots)
+
+    def release(self, group: GroupId, deployment: DeploymentId) -> None:
+        """Give a footprint back; the index is then as it was before `reserve`."""
+        slots = self._groups[group]
+        footprint = slots.footprints.pop(deployment)
+        self._take(slots, footprint, +1)
+        self._after_change(slots)
+
+    def set_host_bytes_free(self, group: GroupId, host_bytes_free: int) -> None:
+        """How large the state of one more member may be."""
+        slots = self._groups[group]
+        self._tables[slots.shape].host_bytes_free[slots.row] = host_bytes_free
+
+    def _take(self, slots: GroupSlots, footprint: Footprint, sign: int) -> None:
+        """Change the profile by what only `footprint` takes of the group's time."""
+        profile = self.profile(slots.shape.node_type)
+        gpus = sign * slots.shape.gpus
+        if footprint.is_always and not slots.footprints:
+            profile.add(0, self.horizon_slots, gpus)
+            return
+        alone = footprint.weights() > 0
+        for other in slots.footprints.values():
+            alone &= other.weights() == 0
+        profile.add_pattern(alone.astype(np.int32) * np.int32(gpus))
+
+    def _after_change(self, slots: GroupSlots) -> None:
+        slots.free = None
+        table, row = self._tables[slots.shape], slots.row
+        table.intervals[row] = [each.intervals() for each in slots.footprints.values()]
+        # Summed anew, so that a release restores the very same number.
+        table.load[row] = sum(duty(each) for each in slots.footprints.values())
+        table.members[row] = len(slots.footprints)
+        table.changed(row)
+
+    # Questions
+
+    def free_intervals(self, group: GroupId) -> FreeIntervals:
+        """The group's free windows."""
+        slots = self._groups[group]
+        if slots.free is None:
+            slots.free = FreeIntervals(self.horizon_slots, slots.footprints.values())
+        return slots.free
+
+    def footprints(self, group: GroupId) -> dict[DeploymentId, Footprint]:
+        """The residents' footprints."""
+        return self._groups[group].footprints
+
+    def shape(self, group: GroupId) -> Shape:
+        """The group's shape."""
+        return self._groups[group].shape
+
+    def load(self, group: GroupId) -> float:
+        """Summed duty of the group's residents."""
+        slots = self._groups[group]
+        return float(self._tables[slots.shape].load[slots.row])
+
+    def shapes(self, gpus: int, node_type: str) -> list[Shape]:
+        """Shapes of that size that exist; of every type where `node_type` is empty."""
+        return sorted(
+            shape
+            for shape in self._tables
+            if shape.gpus == gpus and node_type in ("", shape.node_type)
+        )
+
+    def table(self, shape: Shape) -> ShapeTable:
+        """All groups of a shape."""
+        return self._tables[shape]
+
+    def gang_feasible(self, node_type: str, gpus: int, duration_slots: int) -> bool:
+        """Whether at any time `gpus` are free for as long: the test before any group is looked at.
+
+        With an empty type: of any one type."""
+        types = [node_type] if node_type else sorted(self._profiles)
+        return any(
+            self.profile(each).first_fit(0, duration_slots, gpus) is not None for each in types
+        )
+
+    def _table(self, shape: Shape) -> ShapeTable:
+        found = self._tables.get(shape)
+        if found is None:
+            found = self._tables[shape] = ShapeTable(self.horizon_slots)
+        return found
+
+
+def duty(footprint: Footprint) -> float:
+    """Part of the ring that the footprint takes, before rounding."""
+    busy = sum(duration for _, duration, _ in footprint.segments)
+    return min(1.0, busy / footprint.period)

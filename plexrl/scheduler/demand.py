@@ -1,0 +1,211 @@
+"""What a job's training deployment asks of its group over time: demand traces and footprints.
+
+A *demand trace* is one cycle as the profiler saw it: a period and the busy segments in it. A
+*footprint* is that trace laid over the scheduler's horizon, a ring of `horizon_slots` slots of one
+second: slot(t) = ⌊t⌋ mod H (PlexRL §4.3.1). A footprint repeats a whole number of times in the
+ring, so that it closes on itself where the ring does.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plexrl.errors import InvalidRequestError
+
+CRITICAL_WEIGHT = 4
+"""Of a busy second that must not be delayed, against 1 for one that has slack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One busy stretch of a cycle."""
+
+    offset_s: float
+    """From the start of the cycle."""
+    duration_s: float
+    slack_s: float = 0.0
+    """How long it can be delayed without making the cycle longer (PlexRL §7.1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemandTrace:
+    """A cycle of a job on its group: what the profiler measured, or the user declared."""
+
+    period_s: float
+    segments: tuple[Segment, ...]
+    """In order of their offsets, disjoint, inside the period."""
+    jitter_s: float = 0.0
+    """Standard deviation of the cycle's length."""
+    cycles: int = 0
+    """How many were measured; 0: declared, not measured."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.period_s) and self.period_s > 0):
+            raise InvalidRequestError(f"a demand trace needs a period above 0, not {self.period_s}")
+        if not (math.isfinite(self.jitter_s) and self.jitter_s >= 0):
+            raise InvalidRequestError(f"a demand trace's jitter is at least 0, not {self.jitter_s}")
+        end = 0.0
+        for segment in self.segments:
+            fields = (segment.offset_s, segment.duration_s, segment.slack_s)
+            if not all(math.isfinite(field) and field >= 0 for field in fields):
+                raise InvalidRequestError(f"a segment's times are finite and at least 0: {segment}")
+            if segment.offset_s < end - 1e-9:
+                raise InvalidRequestError(
+                    f"segments overlap or are out of order at {segment.offset_s} s: sort and merge"
+                )
+            end = segment.offset_s + segment.duration_s
+        if not self.segments or end > self.period_s + 1e-9:
+            raise InvalidRequestError(
+                f"the segments of a demand trace lie inside its period of {self.period_s} s, and "
+                f"there is at least one; these end at {end} s"
+            )
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of one cycle in which the group is needed."""
+        return sum(segment.duration_s for segment in self.segments)
+
+    @property
+    def duty(self) -> float:
+        """Part of the cycle in which the group is needed, 0 to 1."""
+        return self.busy_s / self.period_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """A demand trace on the ring: `cycles` repetitions, the first segment's clock at `shift`.
+
+    Segment edges are rounded outward to whole slots in every cycle, so that what fits on the ring
+    fits in time.
+    """
+
+    horizon_slots: int
+    cycles: int
+    """Repetitions in the ring."""
+    shift: float
+    """Slots from the ring's start to the start of a cycle; below the period."""
+    segments: tuple[tuple[float, float, int], ...]
+    """(offset, duration, weight) in slots."""
+
+    @property
+    def period(self) -> float:
+        """Slots of one cycle, H / cycles: commensurate with the ring, perhaps fractional."""
+        return self.horizon_slots / self.cycles
+
+    @property
+    def is_whole(self) -> bool:
+        """Every cycle covers the same slots relative to its start."""
+        return self.horizon_slots % self.cycles == 0 and float(self.shift).is_integer()
+
+    @property
+    def is_always(self) -> bool:
+        """One segment takes the whole ring."""
+        return any(duration >= self.period for _, duration, _ in self.segments)
+
+    def at(self, shift: float) -> "Footprint":
+        """The same demand at another shift."""
+        return Footprint(
+            horizon_slots=self.horizon_slots,
+            cycles=self.cycles,
+            shift=shift % self.period,
+            segments=self.segments,
+        )
+
+    def weights(self) -> NDArray[np.int32]:
+        """Weight of this footprint in every slot of the ring, 0 where it is idle: [H] int32."""
+        ring = np.zeros(self.horizon_slots, dtype=np.int32)
+        if self.is_whole:
+            period = self.horizon_slots // self.cycles
+            first = np.zeros(period, dtype=np.int32)
+            for start, stop, weight in self.edges():
+                mark(first, start, stop, weight)
+            ring.reshape(self.cycles, period)[:] = first
+            return ring
+        for start, stop, weight in self.intervals().tolist():
+            mark(ring, start, stop, weight)
+        return ring
+
+    def edges(self) -> list[tuple[int, int, int]]:
+        """(start, stop, weight) of the first cycle's segments, rounded outward, not yet wrapped."""
+        found = []
+        for offset, duration, weight in self.segments:
+            start = self.shift + offset
+            found.append((math.floor(start), math.ceil(self.shift + (offset + duration)), weight))
+        return found
+
+    def intervals(self) -> NDArray[np.int64]:
+        """(start, stop, weight) of every cycle's segments: [cycles * segments, 3] int64.
+
+        Starts lie on the ring; a stop may pass its end and then wraps.
+        """
+        # Multiplied before it is divided, so that no error grows over the cycles.
+        base = np.arange(self.cycles) * self.horizon_slots / self.cycles + self.shift
+        found = np.empty((self.cycles, len(self.segments), 3), dtype=np.int64)
+        for column, (offset, duration, weight) in enumerate(self.segments):
+            found[:, column, 0] = np.floor(base + offset)
+            found[:, column, 1] = np.ceil(base + (offset + duration))
+            found[:, column, 2] = weight
+        rows = found.reshape(-1, 3)
+        turns = rows[:, 0] // self.horizon_slots * self.horizon_slots
+        rows[:, 0] -= turns
+        rows[:, 1] -= turns
+        return rows
+
+
+def mark(ring: NDArray[np.int32], start: int, stop: int, weight: int) -> None:
+    """Raise `ring[start:stop]`, wrapped at its end, to at least `weight`."""
+    size = len(ring)
+    length = min(stop - start, size)
+    start %= size
+    end = start + length
+    for low, high in ((start, min(end, size)), (0, end - size)):
+        if low < high:
+            part = ring[low:high]
+            np.maximum(part, weight, out=part)
+
+
+def commensurate(period_s: float, horizon_slots: int, tolerance: float) -> int:
+    """How often a job of this period is repeated in the ring.
+
+    round(H / P) makes P' = H / k close on itself. Within `tolerance` (a part of the period) a `k`
+    that divides H is preferred: then P' is a whole number of slots, every cycle looks the same, and
+    jobs of similar periods get equal or harmonic ones, without which no two footprints of a ring
+    can stay apart.
+    """
+    ideal = horizon_slots / period_s
+    nearest = max(1, min(horizon_slots, round(ideal)))
+    if horizon_slots % nearest == 0:
+        return nearest
+    low = max(1, math.ceil(ideal / (1.0 + tolerance)))
+    high = min(horizon_slots, math.floor(ideal / max(1e-9, 1.0 - tolerance)))
+    divisors = [k for k in range(low, high + 1) if horizon_slots % k == 0]
+    return min(divisors, key=lambda k: (abs(k - ideal), k), default=nearest)
+
+
+def project(trace: DemandTrace, horizon_slots: int, tolerance: float = 0.0) -> Footprint:
+    """The footprint of `trace` at shift 0, its offsets stretched to the commensurate period."""
+    cycles = commensurate(trace.period_s, horizon_slots, tolerance)
+    period = horizon_slots / cycles
+    stretch = period / trace.period_s
+    segments = []
+    for segment in trace.segments:
+        weight = 1 if segment.slack_s >= segment.duration_s else CRITICAL_WEIGHT
+        # Gaps stretch with the period, work does not; what would leave the cycle is cut at its end.
+        offset = min(segment.offset_s * stretch, period)
+        duration = min(segment.duration_s, period)
+        segments.append((offset, duration, weight))
+    return Footprint(
+        horizon_slots=horizon_slots, cycles=cycles, shift=0.0, segments=tuple(segments)
+    )
+
+
+def whole_ring(horizon_slots: int) -> Footprint:
+    """The footprint of what is always busy: a rollout, an unprofiled job."""
+    return Footprint(
+        horizon_slots=horizon_slots,
+        cycles=1,
+        shift=0.0,
+        segments=((0.0, float(horizon_slots), CRITICAL_WEIGHT),),
+    )
