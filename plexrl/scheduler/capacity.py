@@ -12,6 +12,7 @@ here follows from the nodes, the groups and the residents' footprints alone, so 
 starts again builds it anew and decides as before.
 """
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ class Shape:
     """What makes groups interchangeable for a job."""
 
     node_type: str
+    gpu_memory_bytes: int
+    """Per GPU."""
     gpus: int
 
 
@@ -45,6 +48,7 @@ class GroupSlots:
     shape: Shape
     row: int
     footprints: dict[DeploymentId, Footprint] = field(default_factory=dict)
+    duties: dict[DeploymentId, float] = field(default_factory=dict)
     free: FreeIntervals | None = None
     """Made when it is first asked for after a change."""
 
@@ -57,21 +61,27 @@ class ShapeTable:
         self.groups: list[GroupId | None] = []
         self.intervals: list[list[NDArray[np.int64]]] = []
         self.versions = np.zeros(0, dtype=np.int64)
+        self.serial = np.zeros(0, dtype=np.int64)
+        """The group's number: breaks ties, because rows depend on what came before."""
         self.load = np.zeros(0)
         """Summed duty of the residents."""
         self.host_bytes_free = np.zeros(0, dtype=np.int64)
+        """How large the state of one more member may be to lie in host memory."""
+        self.state_bytes_free = np.zeros(0, dtype=np.int64)
+        """The same with NVMe."""
         self.members = np.zeros(0, dtype=np.int64)
         self.is_open = np.zeros(0, dtype=bool)
         self._free_rows: list[int] = []
         self._changes = 0
         self._folds: OrderedDict[int, FoldTable] = OrderedDict()
 
-    def add(self, group: GroupId) -> int:
+    def add(self, group: GroupId, serial: int) -> int:
         """A row for `group`."""
         if not self._free_rows:
             self._grow()
         row = self._free_rows.pop()
         self.groups[row] = group
+        self.serial[row] = serial
         self.changed(row)
         return row
 
@@ -108,12 +118,16 @@ class ShapeTable:
         more = max(16, size)
         self.groups += [None] * more
         self.intervals += [[] for _ in range(more)]
-        self.versions = np.concatenate([self.versions, np.zeros(more, dtype=np.int64)])
-        self.load = np.concatenate([self.load, np.zeros(more)])
-        self.host_bytes_free = np.concatenate(
-            [self.host_bytes_free, np.zeros(more, dtype=np.int64)]
-        )
-        self.members = np.concatenate([self.members, np.zeros(more, dtype=np.int64)])
+        for name in (
+            "versions",
+            "serial",
+            "load",
+            "host_bytes_free",
+            "state_bytes_free",
+            "members",
+        ):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros(more, dtype=column.dtype)]))
         self.is_open = np.concatenate([self.is_open, np.zeros(more, dtype=bool)])
         # The lowest row is taken first.
         self._free_rows = list(range(size + more - 1, size - 1, -1))
@@ -141,13 +155,11 @@ class CapacityIndex:
             found = self._profiles[node_type] = SegmentTree(self.horizon_slots)
         return found
 
-    def add_group(self, group: GroupId, shape: Shape, host_bytes_free: int) -> None:
-        """A group was formed; its time is free until footprints are reserved."""
+    def add_group(self, group: GroupId, shape: Shape, serial: int) -> None:
+        """A group was formed; its time is free until footprints are reserved, and it takes no
+        members by search until `set_room`."""
         assert group not in self._groups, f"{group} is in the index already"
-        table = self._table(shape)
-        row = table.add(group)
-        table.host_bytes_free[row] = host_bytes_free
-        table.is_open[row] = True
+        row = self._table(shape).add(group, serial)
         self._groups[group] = GroupSlots(group=group, shape=shape, row=row)
 
     def remove_group(self, group: GroupId) -> None:
@@ -156,10 +168,15 @@ class CapacityIndex:
         assert not slots.footprints, f"{group} goes with residents"
         self._tables[slots.shape].remove(slots.row)
 
-    def set_open(self, group: GroupId, is_open: bool) -> None:
-        """Whether the group takes more members (service level, drain, profiling)."""
+    def set_room(
+        self, group: GroupId, *, is_open: bool, host_bytes_free: int, state_bytes_free: int
+    ) -> None:
+        """Whether the group takes more members, and how large the next one's state may be."""
         slots = self._groups[group]
-        self._tables[slots.shape].is_open[slots.row] = is_open
+        table = self._tables[slots.shape]
+        table.is_open[slots.row] = is_open
+        table.host_bytes_free[slots.row] = host_bytes_free
+        table.state_bytes_free[slots.row] = state_bytes_free
 
     # Reservations
 
@@ -168,6 +185,7 @@ class CapacityIndex:
         group: GroupId,
         deployment: DeploymentId,
         footprint: Footprint,
+        duty: float,
         *,
         strict: bool,
     ) -> None:
@@ -186,19 +204,16 @@ class CapacityIndex:
             )
         self._take(slots, footprint, -1)
         slots.footprints[deployment] = footprint
+        slots.duties[deployment] = duty
         self._after_change(slots)
 
     def release(self, group: GroupId, deployment: DeploymentId) -> None:
         """Give a footprint back; the index is then as it was before `reserve`."""
         slots = self._groups[group]
         footprint = slots.footprints.pop(deployment)
+        del slots.duties[deployment]
         self._take(slots, footprint, +1)
         self._after_change(slots)
-
-    def set_host_bytes_free(self, group: GroupId, host_bytes_free: int) -> None:
-        """How large the state of one more member may be."""
-        slots = self._groups[group]
-        self._tables[slots.shape].host_bytes_free[slots.row] = host_bytes_free
 
     def _take(self, slots: GroupSlots, footprint: Footprint, sign: int) -> None:
         """Change the profile by what only `footprint` takes of the group's time."""
@@ -216,8 +231,8 @@ class CapacityIndex:
         slots.free = None
         table, row = self._tables[slots.shape], slots.row
         table.intervals[row] = [each.intervals() for each in slots.footprints.values()]
-        # Summed anew, so that a release restores the very same number.
-        table.load[row] = sum(duty(each) for each in slots.footprints.values())
+        # Summed anew and exactly: the same members give the same number, whatever their history.
+        table.load[row] = math.fsum(slots.duties.values())
         table.members[row] = len(slots.footprints)
         table.changed(row)
 
@@ -237,6 +252,11 @@ class CapacityIndex:
     def shape(self, group: GroupId) -> Shape:
         """The group's shape."""
         return self._groups[group].shape
+
+    def row(self, group: GroupId, shape: Shape) -> int | None:
+        """The group's row in the table of `shape`, if it is of that shape."""
+        slots = self._groups[group]
+        return slots.row if slots.shape == shape else None
 
     def load(self, group: GroupId) -> float:
         """Summed duty of the group's residents."""
@@ -264,14 +284,23 @@ class CapacityIndex:
             self.profile(each).first_fit(0, duration_slots, gpus) is not None for each in types
         )
 
+    def check_equal(self, other: "CapacityIndex") -> None:
+        """Assert that both say the same of every group and slot, whatever their histories."""
+        assert self._groups.keys() == other._groups.keys(), "the groups differ"
+        for name, mine in self._groups.items():
+            theirs = other._groups[name]
+            assert mine.footprints == theirs.footprints, f"{name}: the footprints differ"
+            table, row = self._tables[mine.shape], mine.row
+            their_table, their_row = other._tables[theirs.shape], theirs.row
+            for column in ("serial", "load", "host_bytes_free", "state_bytes_free", "is_open"):
+                ours, others = getattr(table, column)[row], getattr(their_table, column)[their_row]
+                assert ours == others, f"{name}: {column} is {ours}, not {others}"
+        for node_type in self._profiles.keys() | other._profiles.keys():
+            ours, others = self.profile(node_type).values(), other.profile(node_type).values()
+            assert (ours == others).all(), f"the profile of {node_type!r} differs"
+
     def _table(self, shape: Shape) -> ShapeTable:
         found = self._tables.get(shape)
         if found is None:
             found = self._tables[shape] = ShapeTable(self.horizon_slots)
         return found
-
-
-def duty(footprint: Footprint) -> float:
-    """Part of the ring that the footprint takes, before rounding."""
-    busy = sum(duration for _, duration, _ in footprint.segments)
-    return min(1.0, busy / footprint.period)

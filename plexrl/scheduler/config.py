@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from plexrl.errors import InvalidRequestError
+from plexrl.scheduler.policies import make_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,21 @@ class SchedulerConfig:
     journal_bytes_max: int | None = None
     """Bound of the journal's file; absent: the disk's."""
     policy: str = "pack"
-    """Placement: `pack` shares training groups, `isolated` gives every deployment its own."""
+    """Placement: `isolated`, `pack`, `spread` or `spread+backfill` (`plexrl.scheduler.policies`)."""
+    horizon_slots: int = 28_800
+    """Slots of the planning ring, of one second each: 8 h (PlexRL §5.2.1)."""
+    period_tolerance: float = 0.02
+    """A job's period may be stretched by this part to divide the ring."""
+    load_max: float = 1.0
+    """Summed duty up to which a group takes members."""
+    overlap_max: float = 0.5
+    """Part of a job's busy time that may collide with residents' by the plan."""
+    interference_weight: float = 10.0
+    """λ: seconds of delayed start that one second of interference a cycle is worth."""
+    starvation_bound_s: float = 600.0
+    """Longest wait, for GPUs or for a group, after which nobody is let past."""
+    cold_start_patience_s: float = 60.0
+    """How long a job without a profile waits for a group of its own before it shares."""
     node_grace_s: float = 5.0
     """Silence of a node agent after which its node counts as lost."""
     snapshot_operations: int = 64
@@ -40,8 +55,10 @@ class SchedulerConfig:
     """(name, key digest) of tenants made at the first start."""
 
     def __post_init__(self) -> None:
-        if self.policy not in ("pack", "isolated"):
-            raise InvalidRequestError(f"policy {self.policy!r} is unknown: use pack or isolated")
-        for name in ("snapshot_operations", "launch_attempts", "residents_max", "history"):
+        make_policy(self.policy, self.cold_start_patience_s)
+        for name in (
+            *("snapshot_operations", "launch_attempts", "residents_max", "history"),
+            *("horizon_slots",),
+        ):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")

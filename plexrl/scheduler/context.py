@@ -3,10 +3,12 @@
 import heapq
 from dataclasses import dataclass, field
 
-from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId
+from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId, TenantId
 from plexrl.scheduler.commands import Command, DiscardBlobs, SetTimer
 from plexrl.scheduler.config import SchedulerConfig
-from plexrl.scheduler.state import Deployment, Group, Job, State
+from plexrl.scheduler.inventory import Inventory
+from plexrl.scheduler.policies import PlacementPolicy, make_policy
+from plexrl.scheduler.state import Deployment, Group, Job, State, WpgState
 
 
 @dataclass(slots=True)
@@ -24,6 +26,39 @@ class Context:
     """Heap of (time, what to look at again); an entry may have become pointless."""
     timer_at: float | None = None
     """Of the last `SetTimer` that has not come due."""
+    policy: PlacementPolicy = field(init=False)
+    inventory: Inventory = field(init=False)
+    """Derived from the state; so is `waiting`."""
+    waiting: dict[DeploymentId, None] = field(default_factory=dict)
+    """Deployments without GPUs, in the order of their creation."""
+    newcomers: list[DeploymentId] = field(default_factory=list)
+    """Created by the event at hand."""
+    _held: dict[TenantId, tuple[int, dict[JobId, int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Make what follows from the state."""
+        self.policy = make_policy(self.config.policy, self.config.cold_start_patience_s)
+        self.inventory = Inventory(self.config, self.policy, self.state)
+        for deployment in self.state.deployments.values():
+            if deployment.state == WpgState.WAITING:
+                self.waiting[deployment.deployment] = None
+            elif deployment.group is not None:
+                self.hold(self.job(deployment.job).tenant, deployment, +1)
+
+    def hold(self, tenant: TenantId, deployment: Deployment, sign: int) -> None:
+        """Count (or, negative, discount) the deployment's GPUs among those its tenant holds."""
+        gpus, jobs = self._held.setdefault(tenant, (0, {}))
+        count = jobs.get(deployment.job, 0) + sign
+        if count:
+            jobs[deployment.job] = count
+        else:
+            jobs.pop(deployment.job, None)
+        self._held[tenant] = gpus + sign * deployment.workers, jobs
+
+    def holdings(self, tenant: TenantId) -> tuple[int, int]:
+        """(GPUs, jobs with GPUs) that a tenant holds."""
+        gpus, jobs = self._held.get(tenant, (0, {}))
+        return gpus, len(jobs)
 
     def emit(self, command: Command) -> None:
         """Add a command to this call's answer."""

@@ -21,6 +21,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, GroupId, JobId, OperationId, TenantId
 from plexrl.scheduler import events as ev
+from plexrl.scheduler.admission import check_it_can_fit, enqueue_deployment
 from plexrl.scheduler.commands import (
     AbortOperation,
     Command,
@@ -42,7 +43,6 @@ from plexrl.scheduler.lifecycle import (
 from plexrl.scheduler.nodes import node_joined, node_lost
 from plexrl.scheduler.operations import enqueue, fail
 from plexrl.scheduler.outcomes import run_failed, run_finished
-from plexrl.scheduler.placement import check_it_can_fit, make_policy
 from plexrl.scheduler.state import Deployment, Job, Operation, Tenant, WpgState
 from plexrl.scheduler.views import (
     View,
@@ -66,7 +66,6 @@ class SchedulerCore:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._context = Context(config)
-        self._policy = make_policy(config.policy, config.residents_max)
         self._handlers: dict[type[ev.Event], Callable[[Any, float], None]] = {
             ev.SchedulerStarted: self._scheduler_started,
             ev.NodeJoined: self._node_joined,
@@ -101,9 +100,9 @@ class SchedulerCore:
                 context.touch(GroupId(name))
             elif (job := context.state.jobs.get(JobId(name))) is not None:
                 detach_or_cancel(context, job, now)
-        while context.dirty or context.place_waiting:
-            if context.place_waiting:
-                place_waiting(context, self._policy, now)
+        while context.dirty or context.place_waiting or context.newcomers:
+            if context.place_waiting or context.newcomers:
+                place_waiting(context, now)
             while context.dirty:
                 group = next(iter(context.dirty))
                 del context.dirty[group]
@@ -123,6 +122,7 @@ class SchedulerCore:
         state.routers.clear()
         for node in state.nodes.values():
             node.alive = False
+            self._context.inventory.node_changed(node)
         self._context.timer_at = None
         for job in state.jobs.values():
             if not job.state.is_final:
@@ -243,7 +243,7 @@ class SchedulerCore:
         context.state.deployments[event.deployment] = deployment
         job.deployments.append(event.deployment)
         self._seen(job, now)
-        context.place_waiting = True
+        enqueue_deployment(context, deployment)
 
     def _worker_ready(self, event: ev.WorkerReady, now: float) -> None:
         del now

@@ -16,6 +16,7 @@ from plexrl.ids import (
     RouterId,
     TenantId,
 )
+from plexrl.scheduler.demand import DemandTrace
 from plexrl.wire.codec import Codec
 from plexrl.wire.operations import OperationKind
 
@@ -46,6 +47,12 @@ class NodeJoined(Event):
     """Worker processes that the agent already runs."""
     states: tuple[DeploymentId, ...] = ()
     """Deployments whose state the node's StateManager holds."""
+    node_type: str = ""
+    """What the operator calls such nodes, as `h200`."""
+    block: str = ""
+    """Where it stands in the topology, as `row1/rack3`; nodes of one block are near each other."""
+    nvme_bytes: int = 0
+    """Bound of the node's NVMe tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +97,25 @@ class TenantCreated(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantConfigured(Event):
+    """An operator set a tenant's weight and quotas; None: no limit."""
+
+    tenant: TenantId
+    weight: float
+    jobs_max: int | None
+    gpus_max: int | None
+    gpu_seconds_max: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDrainChanged(Event):
+    """An operator wants a node empty, or has it back in use."""
+
+    node: NodeId
+    is_draining: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSubmitted(Event):
     """A controller asked for a job."""
 
@@ -100,6 +126,12 @@ class JobSubmitted(Event):
     """Silence after which the controller counts as gone and the job as detached."""
     reattach_timeout_s: float
     """How long a detached job waits to be re-attached before it is cancelled."""
+    priority: int = 0
+    """Class: higher goes first, in admission and on a group."""
+    gang: int = 0
+    """Deployments that get GPUs all at once or not at all; 0: each by itself."""
+    expected_s: float = 0.0
+    """Length by the user's word; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +167,10 @@ class DeploymentCreated(Event):
     """Never shares its node group (always so for rollout)."""
     spec_json: str
     """What the worker needs to build the model; opaque to the core."""
+    node_type: str = ""
+    """Wanted; empty: any."""
+    trace: DemandTrace | None = None
+    """Its demand where the user knows it; it is placed by it at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +257,8 @@ CODEC: Codec[Event] = Codec(
     RouterJoined,
     RouterLost,
     TenantCreated,
+    TenantConfigured,
+    NodeDrainChanged,
     JobSubmitted,
     ControllerSeen,
     JobFinished,

@@ -8,6 +8,7 @@ from plexrl.wire.operations import MUTATING, OperationState
 def check(context: Context) -> None:
     """Raises `AssertionError` naming the first law that is broken."""
     state = context.state
+    context.inventory.check()
     taken: dict[tuple[str, int], str] = {}
     for group in state.groups.values():
         assert group.members, f"{group.group} has no members"

@@ -3,10 +3,11 @@
 from plexrl.errors import OperationCancelledError
 from plexrl.ids import NodeId
 from plexrl.scheduler.commands import LaunchWorkers, ReleaseState, StopWorkers
+from plexrl.scheduler.admission import admit
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.operations import drop_log, fail
-from plexrl.scheduler.placement import PlacementPolicy, place
+from plexrl.scheduler.placement import leave
 from plexrl.scheduler.state import Deployment, Job, Residency, WpgState
 from plexrl.wire.operations import OperationState
 
@@ -64,15 +65,12 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
 
 
 def _leave_group(context: Context, deployment: Deployment) -> None:
-    group = context.group_of(deployment)
-    if group is None:
+    context.waiting.pop(deployment.deployment, None)
+    if deployment.group is None:
         return
-    group.members.remove(deployment.deployment)
+    context.hold(context.job(deployment.job).tenant, deployment, -1)
     release_lock(context, deployment)
-    deployment.group = None
-    if not group.members:
-        del context.state.groups[group.group]
-        context.dirty.pop(group.group, None)
+    leave(context, deployment)
 
 
 def release_lock(context: Context, deployment: Deployment) -> None:
@@ -89,22 +87,12 @@ def release_lock(context: Context, deployment: Deployment) -> None:
     context.touch(group.group)
 
 
-def place_waiting(context: Context, policy: PlacementPolicy, now: float) -> None:
-    """Give GPUs to every deployment that can have them, the longest-waiting first."""
-    del now
-    context.place_waiting = False
-    waiting = [
-        deployment
-        for deployment in context.state.deployments.values()
-        if deployment.state == WpgState.WAITING
-    ]
-    for deployment in sorted(waiting, key=lambda d: (d.created_at, d.deployment)):
-        group = place(context.state, policy, deployment)
-        if group is None:
-            continue
+def place_waiting(context: Context, now: float) -> None:
+    """Give GPUs to every deployment whose turn it is, and start its workers."""
+    for deployment in admit(context, now):
         deployment.state = WpgState.LAUNCHING
         launch(context, deployment)
-        context.touch(group.group)
+        context.touch(deployment.group)
         job = context.job(deployment.job)
         if all(context.deployment(name).group is not None for name in job.deployments):
             job_event(job, JobTrigger.PLACED)

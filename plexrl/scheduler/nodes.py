@@ -9,13 +9,19 @@ from plexrl.scheduler.state import Node, WpgState
 
 def node_joined(context: Context, event: NodeJoined, now: float) -> None:
     """A node is there (again), with these workers and these states."""
+    known = context.state.nodes.get(event.node)
     context.state.nodes[event.node] = Node(
         node=event.node,
         gpus=event.gpus,
         gpu_memory_bytes=event.gpu_memory_bytes,
         host_memory_bytes=event.host_memory_bytes,
         statemanager=event.statemanager,
+        node_type=event.node_type,
+        block=event.block,
+        nvme_bytes=event.nvme_bytes,
+        is_draining=known is not None and known.is_draining,
     )
+    context.inventory.node_changed(context.state.nodes[event.node])
     seen = {(worker.deployment, worker.rank): worker for worker in event.workers}
     wanted = set()
     for deployment in list(context.state.deployments.values()):
@@ -56,6 +62,7 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
     if node is None:
         return
     node.alive = False
+    context.inventory.node_changed(node)
     for deployment in list(context.state.deployments.values()):
         here = [rank.rank for rank in deployment.ranks if rank.node == event.node]
         if not here or deployment.state in (WpgState.WAITING, WpgState.STOPPED):

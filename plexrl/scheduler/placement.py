@@ -1,144 +1,273 @@
-"""Which GPUs a deployment gets: one small class a policy (PlexRL §4.3, §6.3).
+"""Putting deployments on groups and taking them off again (PlexRL §4.3.2).
 
-The full capacity index and trace fitting go behind the same `PlacementPolicy`; what stands here
-needs no profile.
+A placement changes the state, the capacity index and the pool of free GPUs in one go, or nothing.
+Every choice is a function of the state alone (ties end in the group's number), so a scheduler
+restored from a snapshot goes on as the one that wrote it would have.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+import math
+from dataclasses import dataclass
 
-from plexrl.errors import CapacityError, ModelDoesNotFitError
-from plexrl.ids import GroupId, NodeId
-from plexrl.scheduler.commands import RankPlacement
-from plexrl.scheduler.state import Deployment, Group, Node, State
+import numpy as np
+from numpy.typing import NDArray
 
+from plexrl.ids import GroupId
+from plexrl.scheduler.capacity import Shape, ShapeTable
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.demand import project
+from plexrl.scheduler.estimates import MOVE_BYTES_PER_S
+from plexrl.scheduler.folds import ShiftSearch
+from plexrl.scheduler.policies import Way
+from plexrl.scheduler.state import Deployment, Group, PlacementRecord, Reservation
 
-class PlacementPolicy(Protocol):
-    """Decides whether a deployment joins a group that exists."""
+CANDIDATES_PER_PASS = 256
+"""Groups fitted at a time, the least loaded first; the first pass with a fit ends the search. As
+with the share of nodes that kube-scheduler scores, the cost of a decision is bounded so; the groups
+left out are fuller than all that were looked at."""
 
-    def shared_group(self, state: State, deployment: Deployment) -> Group | None:
-        """The group to join; None asks for a group of its own."""
-        ...
-
-
-class Isolated:
-    """Every deployment on GPUs of its own."""
-
-    def shared_group(self, state: State, deployment: Deployment) -> Group | None:
-        del state, deployment
-        return None
-
-
-class Pack:
-    """Training deployments of equal size share the group with the fewest members."""
-
-    def __init__(self, residents_max: int) -> None:
-        self._residents_max = residents_max
-
-    def shared_group(self, state: State, deployment: Deployment) -> Group | None:
-        if deployment.exclusive or deployment.kind != "train":
-            return None
-        open_groups = [
-            group
-            for group in state.groups.values()
-            if group.shared
-            and len(group.gpus) == deployment.workers
-            and len(group.members) < self._residents_max
-            and _host_memory_holds(state, group, deployment)
-        ]
-        return min(open_groups, key=lambda g: (len(g.members), g.group), default=None)
+SPILL_BYTES_PER_S = 1e9
+"""Of a move to or from NVMe where host memory is full."""
 
 
-def make_policy(name: str, residents_max: int) -> PlacementPolicy:
-    """The policy of that name (checked by the configuration)."""
-    return Isolated() if name == "isolated" else Pack(residents_max)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A group to join, and when in its time."""
+
+    group: GroupId
+    way: Way
+    shift_slots: int = 0
+    overlap_s: float = 0.0
+    interference_s: float = 0.0
+    cost: float = 0.0
 
 
-def check_it_can_fit(nodes: Sequence[Node], deployment: Deployment) -> None:
-    """Refuse what not even the empty cluster could hold.
+def place(context: Context, deployment: Deployment, now: float) -> Group | None:
+    """Put `deployment` on a group, making one if need be; None where it must wait."""
+    for way in ways(context, deployment, now):
+        if way == Way.DEDICATED:
+            group = _new_group(context, deployment)
+            if group is None:
+                continue
+            choice = Choice(group=group.group, way=way)
+        else:
+            found = find(context, deployment, way, now)
+            if found is None:
+                continue
+            choice, group = found, context.state.groups[found.group]
+        _join(context, group, deployment, choice, now)
+        return group
+    return None
 
-    Raises:
-        CapacityError: more GPUs than there are.
-        ModelDoesNotFitError: a rank's state is larger than a GPU's memory, or the whole state than
-            the host tier it is offloaded to.
-    """
-    gpus = sum(node.gpus for node in nodes)
-    if deployment.workers > gpus:
-        raise CapacityError(
-            f"deployment {deployment.deployment!r} asks for {deployment.workers} GPUs; the cluster "
-            f"has {gpus}: ask for fewer workers or add nodes",
-            workers=deployment.workers,
-            gpus=gpus,
+
+def ways(context: Context, deployment: Deployment, now: float) -> tuple[Way, ...]:
+    """How `deployment` may get GPUs, best first."""
+    if not shares(deployment):
+        return (Way.DEDICATED,)
+    waited_s = now - deployment.created_at
+    return context.policy.ways(has_profile=deployment.trace is not None, waited_s=waited_s)
+
+
+def shares(deployment: Deployment) -> bool:
+    """Whether it may be one of several on a group."""
+    return deployment.kind == "train" and not deployment.exclusive
+
+
+def leave(context: Context, deployment: Deployment) -> None:
+    """Take `deployment` off its group; a group without members gives its GPUs back."""
+    group = context.state.groups[_placed(deployment)]
+    group.members.remove(deployment.deployment)
+    context.inventory.release(deployment)
+    deployment.group = None
+    deployment.reservation = None
+    if not group.members:
+        context.inventory.remove_group(group)
+        del context.state.groups[group.group]
+        context.dirty.pop(group.group, None)
+
+
+def reserve_anew(context: Context, deployment: Deployment, shift: float) -> None:
+    """Replace the deployment's footprint by that of its present trace, at `shift` slots."""
+    context.inventory.release(deployment)
+    deployment.reservation = Reservation(shift=shift, trace=deployment.trace)
+    context.inventory.reserve(deployment, strict=False)
+
+
+def find(context: Context, deployment: Deployment, way: Way, now: float) -> Choice | None:
+    """The group that this way leads to; changes nothing."""
+    match way:
+        case Way.STRICT | Way.OVERLAP:
+            found = nearest(context, deployment, now, strict=way == Way.STRICT, count=1)
+            return found[0] if found else None
+        case Way.PACKED | Way.EMPTIEST:
+            return _by_room(context, deployment, way)
+        case _:
+            raise AssertionError(f"{way} joins no group")
+
+
+def nearest(
+    context: Context, deployment: Deployment, now: float, *, strict: bool, count: int
+) -> list[Choice]:
+    """The `count` groups in whose time the deployment's trace fits best, best first."""
+    trace = deployment.trace
+    if trace is None:
+        return []
+    config = context.config
+    footprint = project(trace, config.horizon_slots, config.period_tolerance)
+    longest = max(math.ceil(duration) for _, duration, _ in footprint.segments)
+    feasible = context.inventory.index.gang_feasible(
+        deployment.node_type, deployment.workers, longest
+    )
+    if strict and not feasible:
+        return []
+    wanted = ShiftSearch(
+        footprint=footprint,
+        start_slot=int(now) % config.horizon_slots,
+        margin_slots=math.ceil(trace.jitter_s),
+        interference_weight=config.interference_weight,
+        strict=strict,
+    )
+    found: list[tuple[float, int, Choice]] = []
+    for shape in _shapes(context, deployment):
+        table = context.inventory.index.table(shape)
+        room = has_room(context, table, deployment, trace.duty)
+        own = (
+            None
+            if deployment.group is None
+            else context.inventory.index.row(deployment.group, shape)
         )
-    per_rank = -(-deployment.state_bytes // deployment.workers)
-    memory = min(node.gpu_memory_bytes for node in nodes)
-    if per_rank > memory:
-        needed = -(-deployment.state_bytes // memory)
-        raise ModelDoesNotFitError(
-            f"deployment {deployment.deployment!r} needs {per_rank} bytes on each of its "
-            f"{deployment.workers} GPUs; a GPU has {memory}: ask for at least {needed} workers or "
-            "a smaller model",
-            bytes_per_gpu=per_rank,
-            gpu_memory_bytes=memory,
-        )
-    host = sum(node.host_memory_bytes for node in nodes)
-    if deployment.kind == "train" and not deployment.exclusive and deployment.state_bytes > host:
-        raise ModelDoesNotFitError(
-            f"deployment {deployment.deployment!r} has {deployment.state_bytes} bytes of state; "
-            f"the cluster's host tiers hold {host}: raise them or ask for an exclusive group",
-            state_bytes=deployment.state_bytes,
-            host_memory_bytes=host,
-        )
+        if own is not None:
+            room[own] = False
+        for rows in _in_order_of(table, np.flatnonzero(room), table.load):
+            fits = table.search(rows, wanted)
+            for fit in fits:
+                spill_s = _spill_s(table, fit.row, deployment)
+                group = table.groups[fit.row]
+                assert group is not None, "a free row was searched"
+                choice = Choice(
+                    group=group,
+                    way=Way.STRICT if fit.overlap_s == 0 else Way.OVERLAP,
+                    shift_slots=fit.shift_slots,
+                    overlap_s=fit.overlap_s,
+                    interference_s=fit.interference_s,
+                    cost=fit.cost + spill_s,
+                )
+                found.append((choice.cost, int(table.serial[fit.row]), choice))
+            if fits:
+                break
+    found.sort(key=lambda each: each[:2])
+    best = [choice for _, _, choice in found[:count]]
+    if strict:
+        return best
+    bound = config.overlap_max * trace.busy_s
+    return [choice for choice in best if choice.overlap_s <= bound]
 
 
-def free_gpus(state: State, count: int) -> tuple[RankPlacement, ...] | None:
-    """`count` GPUs that no group has: on one node if any has them, else on as few as possible.
-
-    Among nodes that suffice the one with the least to spare is taken, so that larger wishes still
-    find a node; ties go to the lowest node id.
-    """
-    taken = {(gpu.node, gpu.gpu) for group in state.groups.values() for gpu in group.gpus}
-    free: dict[NodeId, list[int]] = {
-        node.node: [gpu for gpu in range(node.gpus) if (node.node, gpu) not in taken]
-        for node in state.nodes.values()
-        if node.alive
-    }
-    enough = [node for node, gpus in free.items() if len(gpus) >= count]
-    if enough:
-        order = [min(enough, key=lambda node: (len(free[node]), node))]
-    else:
-        order = sorted(free, key=lambda node: (-len(free[node]), node))
-    chosen = [(node, gpu) for node in order for gpu in free[node]][:count]
-    if len(chosen) < count:
-        return None
-    return tuple(
-        RankPlacement(rank=rank, node=node, gpu=gpu) for rank, (node, gpu) in enumerate(chosen)
+def has_room(
+    context: Context, table: ShapeTable, deployment: Deployment, duty: float
+) -> NDArray[np.bool_]:
+    """Rows whose group could take one more member of this size: [rows] bool."""
+    return (
+        table.is_open
+        & (table.members < context.config.residents_max)
+        & (table.state_bytes_free >= deployment.state_bytes)
+        & (table.load + duty <= context.config.load_max)
     )
 
 
-def place(state: State, policy: PlacementPolicy, deployment: Deployment) -> Group | None:
-    """Put `deployment` on a group, making one if need be; None where it must wait."""
-    group = policy.shared_group(state, deployment)
-    if group is None:
-        gpus = free_gpus(state, deployment.workers)
-        if gpus is None:
-            return None
-        state.groups_made += 1
-        group = Group(
-            group=GroupId(f"g{state.groups_made}"),
-            gpus=gpus,
-            shared=deployment.kind == "train" and not deployment.exclusive,
-        )
-        state.groups[group.group] = group
-    group.members.append(deployment.deployment)
-    deployment.group = group.group
-    deployment.ranks = group.gpus
+def _by_room(context: Context, deployment: Deployment, way: Way) -> Choice | None:
+    duty = context.inventory.duty(deployment)
+    if deployment.trace is not None:
+        duty = deployment.trace.duty
+    best: tuple[tuple[float, ...], Choice] | None = None
+    for shape in _shapes(context, deployment):
+        table = context.inventory.index.table(shape)
+        rows = np.flatnonzero(has_room(context, table, deployment, duty))
+        if not rows.size:
+            continue
+        load, members, serial = table.load[rows], table.members[rows], table.serial[rows]
+        sign = -1 if way == Way.PACKED else 1
+        at = np.lexsort((serial, sign * load, sign * members))[0]
+        key = (sign * float(members[at]), sign * float(load[at]), float(serial[at]))
+        group = table.groups[rows[at]]
+        assert group is not None, "a free row was chosen"
+        if best is None or key < best[0]:
+            best = key, Choice(group=group, way=way)
+    return None if best is None else best[1]
+
+
+def _in_order_of(
+    table: ShapeTable, rows: NDArray[np.intp], key: NDArray[np.float64]
+) -> "list[NDArray[np.intp]]":
+    """`rows` by key and group number, cut into passes; only the first few passes' worth is sorted
+    where there are many."""
+    most = 8 * CANDIDATES_PER_PASS
+    if rows.size > most:
+        bound = np.partition(key[rows], most)[most]
+        rows = rows[key[rows] <= bound]
+    ordered = rows[np.lexsort((table.serial[rows], key[rows]))][:most]
+    return [
+        ordered[begin : begin + CANDIDATES_PER_PASS]
+        for begin in range(0, ordered.size, CANDIDATES_PER_PASS)
+    ]
+
+
+def _shapes(context: Context, deployment: Deployment) -> list[Shape]:
+    per_rank = -(-deployment.state_bytes // deployment.workers)
+    return [
+        shape
+        for shape in context.inventory.index.shapes(deployment.workers, deployment.node_type)
+        if shape.gpu_memory_bytes >= per_rank
+    ]
+
+
+def _spill_s(table: ShapeTable, row: int, deployment: Deployment) -> float:
+    over = deployment.state_bytes - max(0, int(table.host_bytes_free[row]))
+    return max(0, over) / SPILL_BYTES_PER_S
+
+
+def _new_group(context: Context, deployment: Deployment) -> Group | None:
+    per_rank = -(-deployment.state_bytes // deployment.workers)
+    gpus = context.inventory.pool.find(deployment.workers, deployment.node_type, per_rank)
+    if gpus is None:
+        return None
+    state = context.state
+    state.groups_made += 1
+    node = state.nodes[gpus[0].node]
+    group = Group(
+        group=GroupId(f"g{state.groups_made}"),
+        serial=state.groups_made,
+        gpus=gpus,
+        shared=shares(deployment),
+        node_type=node.node_type,
+        gpu_memory_bytes=node.gpu_memory_bytes,
+    )
+    state.groups[group.group] = group
+    context.inventory.add_group(group)
     return group
 
 
-def _host_memory_holds(state: State, group: Group, newcomer: Deployment) -> bool:
-    """All members but the resident lie in host memory; without order all of them may."""
-    nodes = sorted({gpu.node for gpu in group.gpus})
-    room = sum(state.nodes[node].host_memory_bytes for node in nodes)
-    members = sum(state.deployments[member].state_bytes for member in group.members)
-    return members + newcomer.state_bytes <= room
+def _join(
+    context: Context, group: Group, deployment: Deployment, choice: Choice, now: float
+) -> None:
+    group.members.append(deployment.deployment)
+    deployment.group = group.group
+    deployment.ranks = group.gpus
+    trace = deployment.trace if shares(deployment) else None
+    start_slot = int(now) % context.config.horizon_slots
+    deployment.reservation = Reservation(shift=float(start_slot + choice.shift_slots), trace=trace)
+    context.inventory.reserve(deployment, strict=choice.way == Way.STRICT)
+    deployment.placement = PlacementRecord(
+        at=now,
+        way=choice.way.value,
+        group=group.group,
+        members=len(group.members),
+        shift_s=float(choice.shift_slots),
+        setup_s=deployment.state_bytes / MOVE_BYTES_PER_S,
+        overlap_s=choice.overlap_s,
+        interference_s=choice.interference_s,
+    )
+
+
+def _placed(deployment: Deployment) -> GroupId:
+    assert deployment.group is not None, f"{deployment.deployment} is on no group"
+    return deployment.group

@@ -23,6 +23,7 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.scheduler.commands import RankPlacement, RunOperation
+from plexrl.scheduler.demand import DemandTrace
 from plexrl.scheduler.estimates import Estimates
 from plexrl.scheduler.jobs import JobState
 from plexrl.wire.operations import OperationKind, OperationState
@@ -60,7 +61,52 @@ class Node:
     gpu_memory_bytes: int
     host_memory_bytes: int
     statemanager: str
+    node_type: str = ""
+    block: str = ""
+    """Where it stands in the topology: nodes of one block are near each other."""
+    nvme_bytes: int = 0
+    """Bound of its NVMe tier."""
     alive: bool = True
+    is_draining: bool = False
+    """An operator wants it empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """What a member has of its group's time."""
+
+    shift: float
+    """Slots from the ring's start to the start of one of its cycles."""
+    trace: DemandTrace | None
+    """Absent: all of it, because no profile says less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRecord:
+    """How a deployment came to its group, for whoever asks later."""
+
+    at: float
+    way: str
+    group: GroupId
+    members: int
+    """Of the group, with this one."""
+    shift_s: float
+    """Micro-shift δ: seconds from `at` to the first cycle that the plan holds free."""
+    setup_s: float
+    """Estimated, of bringing its state onto the GPUs."""
+    overlap_s: float
+    """Seconds of a cycle in which another member is busy too, by the plan."""
+    interference_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class UsageRow:
+    """What one job used in one kind of operation."""
+
+    operations: int = 0
+    failed: int = 0
+    gpu_seconds: float = 0.0
+    tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,6 +116,19 @@ class Tenant:
     tenant: TenantId
     key_digest: str
     is_operator: bool
+    weight: float = 1.0
+    """Of its share of the cluster."""
+    jobs_max: int | None = None
+    """Jobs that hold GPUs at the same time; more wait."""
+    gpus_max: int | None = None
+    """GPUs held at the same time, a shared one counting for each job on it; more wait."""
+    gpu_seconds_max: float | None = None
+    """In all; beyond it nothing new is accepted."""
+    gpu_seconds: float = 0.0
+    """Used in all."""
+    recent_gpu_seconds: float = 0.0
+    """Used, fading; as of `recent_at`."""
+    recent_at: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +154,10 @@ class Operation:
     started_at: float | None = None
     finished_at: float | None = None
     compute_s: float | None = None
+    gpu_seconds: float = 0.0
+    """Held so far: seconds times GPUs."""
+    caused_by: DeploymentId | None = None
+    """Of an offload: who wanted the group, and pays."""
     is_aborted: bool = False
     """Its early end has been asked for."""
     source_seq: int = 0
@@ -123,6 +186,12 @@ class Deployment:
     residency: Residency = Residency.NONE
     group: GroupId | None = None
     ranks: tuple[RankPlacement, ...] = ()
+    node_type: str = ""
+    """Wanted; empty: any."""
+    trace: DemandTrace | None = None
+    """Its demand, once profiled or where the user declared it."""
+    reservation: Reservation | None = None
+    placement: PlacementRecord | None = None
     incarnation: int = 0
     addresses: dict[int, str] = field(default_factory=dict)
     failures: int = 0
@@ -140,6 +209,8 @@ class Deployment:
     durable_seq: int = 0
     """Version that the StateManagers hold whole; 0: the initial weights, which are rebuilt."""
     published_seq: int | None = None
+    metered_at: float | None = None
+    """Up to when the GPU time of its runs is accounted for."""
     idle_since: float | None = None
     burst_started_at: float | None = None
     no_snapshot_until: float = 0.0
@@ -160,6 +231,12 @@ class Group:
     gpus: tuple[RankPlacement, ...]
     """`rank` is the place in the group."""
     shared: bool
+    serial: int
+    """Its number in the order of making: breaks ties."""
+    node_type: str = ""
+    gpu_memory_bytes: int = 0
+    is_closed: bool = False
+    """Takes no more members: the service level of one that is there would be broken."""
     members: list[DeploymentId] = field(default_factory=list)
     holder: DeploymentId | None = None
     """The member that has the lock: its state is on the GPUs, or on the way there or off."""
@@ -187,7 +264,15 @@ class Job:
     attached: bool = True
     reason: str = ""
     ended_at: float | None = None
+    priority: int = 0
+    """Class: higher goes first, in admission and on a group."""
+    gang: int = 0
+    """Deployments that get GPUs all at once or not at all; 0: each by itself."""
+    expected_s: float = 0.0
+    """Length by the user's word; 0: unknown."""
     deployments: list[DeploymentId] = field(default_factory=list)
+    usage: dict[str, UsageRow] = field(default_factory=dict)
+    """By kind of operation."""
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from plexrl.scheduler.free_intervals import FreeIntervals
 from plexrl.scheduler.segment_tree import SegmentTree
 
 HORIZON = 120
+SHAPE = Shape("t", 1 << 30, 8)
 
 
 @st.composite
@@ -141,16 +142,16 @@ def test_free_windows_hold_what_no_resident_touches(
 def index_with(residents: list[Footprint]) -> CapacityIndex:
     index = CapacityIndex(HORIZON)
     index.add_gpus("t", 8)
-    index.add_group("g", Shape("t", 8), 100)
+    index.add_group("g", SHAPE, serial=1)
     for number, resident in enumerate(residents):
-        index.reserve("g", f"r{number}", resident, strict=False)
+        index.reserve("g", f"r{number}", resident, 0.1, strict=False)
     return index
 
 
 def search(
     index: CapacityIndex, job: Footprint, start: int, *, strict: bool, margin: int = 0
 ) -> tuple[int, float, float] | None:
-    table = index.table(Shape("t", 8))
+    table = index.table(SHAPE)
     wanted = ShiftSearch(
         footprint=job.at(0.0),
         start_slot=start,
@@ -192,7 +193,7 @@ def test_what_a_strict_search_finds_fits_on_the_ring_whatever_the_periods(
     index = index_with(residents)
     found = search(index, job, start, strict=True)
     if found is not None:
-        index.reserve("g", "new", job.at(float(start + found[0])), strict=True)
+        index.reserve("g", "new", job.at(float(start + found[0])), 0.1, strict=True)
 
 
 @settings(max_examples=200)
@@ -205,7 +206,7 @@ def test_the_least_overlap_is_that_of_a_circular_cross_correlation_by_fft(
     residents: list[Footprint], job: Footprint, start: int
 ) -> None:
     index = index_with(residents)
-    ring = sum(resident.weights() for resident in residents)
+    ring = np.sum([resident.weights() for resident in residents], axis=0)
     period = HORIZON // job.cycles
     folded = ring.reshape(job.cycles, period).sum(axis=0)
     demand = np.zeros(period)
@@ -228,7 +229,7 @@ def test_a_release_restores_the_index_exactly(
     before = index.profile("t").values().tolist()
     windows = index.free_intervals("g").starts.tolist()
     load = index.load("g")
-    index.reserve("g", "new", newcomer, strict=False)
+    index.reserve("g", "new", newcomer, 0.1, strict=False)
     index.release("g", "new")
     assert index.profile("t").values().tolist() == before
     assert index.free_intervals("g").starts.tolist() == windows
@@ -246,10 +247,10 @@ def test_no_slot_is_given_twice_and_a_refused_reservation_changes_nothing(
         slots = slow_slots(footprint)
         if any(slots & other for other in held):
             with pytest.raises(errors.CapacityError):
-                index.reserve("g", f"r{number}", footprint, strict=True)
+                index.reserve("g", f"r{number}", footprint, 0.1, strict=True)
             assert index.profile("t").values().tolist() == before
         else:
-            index.reserve("g", f"r{number}", footprint, strict=True)
+            index.reserve("g", f"r{number}", footprint, 0.1, strict=True)
             held.append(slots)
     busy = set().union(*held) if held else set()
     values = index.profile("t").values().tolist()

@@ -1,0 +1,181 @@
+"""What the state says of the cluster's room, kept ready for questions: index, pool, memory.
+
+All of it follows from the state; `Inventory(config, policy, state)` makes it anew after a restart,
+and `check` compares the two.
+"""
+
+from plexrl.ids import GroupId, NodeId
+from plexrl.scheduler.capacity import CapacityIndex, Shape
+from plexrl.scheduler.config import SchedulerConfig
+from plexrl.scheduler.demand import Footprint, project, whole_ring
+from plexrl.scheduler.node_pool import NodeKind, NodePool
+from plexrl.scheduler.policies import PlacementPolicy
+from plexrl.scheduler.state import Deployment, Group, Node, State
+
+
+class Inventory:
+    """Index of the groups' time, pool of free GPUs, and who keeps state on which node."""
+
+    def __init__(self, config: SchedulerConfig, policy: PlacementPolicy, state: State) -> None:
+        self._config = config
+        self._policy = policy
+        self._state = state
+        self.index = CapacityIndex(config.horizon_slots)
+        self.pool = NodePool()
+        self._groups_on: dict[NodeId, dict[GroupId, None]] = {}
+        for node in state.nodes.values():
+            self.node_changed(node)
+        for group in state.groups.values():
+            self.add_group(group)
+            for name in group.members:
+                self._reserve(state.deployments[name], strict=False)
+        for group in state.groups.values():
+            self._set_room(group)
+
+    def node_changed(self, node: Node) -> None:
+        """A node joined, came back with other sizes, died, or is drained."""
+        former = self.pool.gpus(node.node)
+        self.pool.remove(node.node)
+        taken = [
+            gpu.gpu
+            for name in self._groups_on.get(node.node, ())
+            for gpu in self._state.groups[name].gpus
+            if gpu.node == node.node
+        ]
+        kind = NodeKind(node.node_type, node.gpu_memory_bytes)
+        self.pool.add(node.node, kind, node.block, node.gpus, taken)
+        if not node.alive or node.is_draining:
+            self.pool.close(node.node)
+        if node.gpus != former:
+            self.index.add_gpus(node.node_type, node.gpus - former)
+        for name in self._groups_on.get(node.node, ()):
+            self._set_room(self._state.groups[name])
+
+    def add_group(self, group: Group) -> None:
+        """A group was formed of free GPUs."""
+        self.pool.take(group.gpus)
+        self.index.add_group(group.group, shape_of(group), group.serial)
+        for node in _nodes(group):
+            self._groups_on.setdefault(node, {})[group.group] = None
+
+    def remove_group(self, group: Group) -> None:
+        """A group without members gives its GPUs back."""
+        self.index.remove_group(group.group)
+        self.pool.give_back(group.gpus)
+        for node in _nodes(group):
+            del self._groups_on[node][group.group]
+
+    def reserve(self, deployment: Deployment, *, strict: bool) -> None:
+        """Subtract the deployment's reservation from its group's time, and its state from memory.
+
+        Raises:
+            CapacityError: `strict`, and the group is not free then; nothing changed.
+        """
+        self._reserve(deployment, strict=strict)
+        self.refresh(self._group_of(deployment))
+
+    def release(self, deployment: Deployment) -> None:
+        """Give back what `reserve` took; the group still lists it as a member no more."""
+        group = self._group_of(deployment)
+        self.index.release(group.group, deployment.deployment)
+        self.refresh(group)
+
+    def refresh(self, group: Group) -> None:
+        """Members, profiles or openness of `group` changed: see to all groups on its nodes."""
+        touched = {name: None for node in _nodes(group) for name in self._groups_on[node]}
+        for name in touched:
+            self._set_room(self._state.groups[name])
+
+    def groups_on(self, node: NodeId) -> list[GroupId]:
+        """Groups with GPUs on that node."""
+        return list(self._groups_on.get(node, ()))
+
+    def footprint(self, deployment: Deployment) -> Footprint:
+        """What the deployment's reservation takes of the ring."""
+        horizon = self._config.horizon_slots
+        reservation = deployment.reservation
+        if reservation is None or reservation.trace is None:
+            return whole_ring(horizon)
+        tolerance = self._config.period_tolerance
+        return project(reservation.trace, horizon, tolerance).at(reservation.shift)
+
+    def duty(self, deployment: Deployment) -> float:
+        """The part of a group's time that a member counts for; unprofiled ones an equal share."""
+        reservation = deployment.reservation
+        if reservation is not None and reservation.trace is not None:
+            return reservation.trace.duty
+        return self._config.load_max / self._config.residents_max
+
+    def state_bytes_free(self, group: Group) -> tuple[int, int]:
+        """(in host memory, with NVMe): how large the state of one more member may be."""
+        host, total = [], []
+        for node in _nodes(group):
+            known = self._state.nodes[node]
+            kept = sum(
+                share(self._state.deployments[member], node)
+                for name in self._groups_on[node]
+                for member in self._state.groups[name].members
+                if self._state.groups[name].shared
+            )
+            ranks = sum(gpu.node == node for gpu in group.gpus)
+            scale = len(group.gpus) / ranks
+            host.append(int((known.host_memory_bytes - kept) * scale))
+            total.append(int((known.host_memory_bytes + known.nvme_bytes - kept) * scale))
+        return min(host), min(total)
+
+    def check(self) -> None:
+        """Assert that what was kept up to date is what would be made anew."""
+        anew = Inventory(self._config, self._policy, self._state)
+        assert self.pool.snapshot() == anew.pool.snapshot(), "the pool of free GPUs has drifted"
+        self.index.check_equal(anew.index)
+
+    def _reserve(self, deployment: Deployment, *, strict: bool) -> None:
+        group = self._group_of(deployment)
+        self.index.reserve(
+            group.group,
+            deployment.deployment,
+            self.footprint(deployment),
+            self.duty(deployment),
+            strict=strict,
+        )
+
+    def _set_room(self, group: Group) -> None:
+        host, total = self.state_bytes_free(group)
+        self.index.set_room(
+            group.group,
+            is_open=self.is_open(group),
+            host_bytes_free=host,
+            state_bytes_free=total,
+        )
+
+    def is_open(self, group: Group) -> bool:
+        """Whether the group takes members by search."""
+        if not group.shared or group.is_closed:
+            return False
+        nodes = [self._state.nodes[node] for node in _nodes(group)]
+        if any(node.is_draining or not node.alive for node in nodes):
+            return False
+        if not self._policy.repacks:
+            return True
+        # A profile is taken undisturbed (PlexRL §4.3.2, cold start).
+        reservations = (self._state.deployments[name].reservation for name in group.members)
+        return all(each is not None and each.trace is not None for each in reservations)
+
+    def _group_of(self, deployment: Deployment) -> Group:
+        assert deployment.group is not None, f"{deployment.deployment} is on no group"
+        return self._state.groups[deployment.group]
+
+
+def shape_of(group: Group) -> Shape:
+    """What makes the group interchangeable with others."""
+    return Shape(group.node_type, group.gpu_memory_bytes, len(group.gpus))
+
+
+def share(deployment: Deployment, node: NodeId) -> int:
+    """Bytes of the deployment's state that its ranks on `node` hold."""
+    ranks = sum(rank.node == node for rank in deployment.ranks)
+    return deployment.state_bytes * ranks // max(1, len(deployment.ranks))
+
+
+def _nodes(group: Group) -> list[NodeId]:
+    return sorted({gpu.node for gpu in group.gpus})

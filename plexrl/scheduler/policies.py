@@ -1,0 +1,112 @@
+"""Placement policies: which ways of getting GPUs are tried for a deployment, and in which order.
+
+The ways themselves are `plexrl.scheduler.placement`'s; a policy only orders them (PlexRL §6.3).
+"""
+
+from enum import StrEnum
+from typing import Protocol
+
+from plexrl.errors import InvalidRequestError
+
+
+class Way(StrEnum):
+    """One way of getting GPUs."""
+
+    STRICT = "strict"
+    """Join the group in whose free windows the demand trace fits, at the least cost (Eq. 1, 2)."""
+    DEDICATED = "dedicated"
+    """A new group of free GPUs: for what never shares, and to profile undisturbed (cold start)."""
+    OVERLAP = "overlap"
+    """Join the group whose residents are busy at the same time least."""
+    PACKED = "packed"
+    """Join the fullest group that has room; needs no profile."""
+    EMPTIEST = "emptiest"
+    """Join the group of fewest members; needs no profile."""
+
+
+class PlacementPolicy(Protocol):
+    """Orders the ways for one deployment that may share."""
+
+    name: str
+    backfills: bool
+    """A job behind one that waits for GPUs may take what is free now; and at run time work outside
+    a member's own slack may run where it ends before the next critical segment of another."""
+    repacks: bool
+    """Jobs are placed again once their profile is known."""
+
+    def ways(self, *, has_profile: bool, waited_s: float) -> tuple[Way, ...]:
+        """The ways to try, best first."""
+        ...
+
+
+class Isolated:
+    """Every deployment on GPUs of its own."""
+
+    name = "isolated"
+    backfills = True
+    repacks = False
+
+    def ways(self, *, has_profile: bool, waited_s: float) -> tuple[Way, ...]:
+        """Only new groups."""
+        del has_profile, waited_s
+        return (Way.DEDICATED,)
+
+
+class Pack:
+    """As few groups as possible, without regard to phases."""
+
+    name = "pack"
+    backfills = True
+    repacks = False
+
+    def ways(self, *, has_profile: bool, waited_s: float) -> tuple[Way, ...]:
+        """A group that exists before a new one."""
+        del has_profile, waited_s
+        return (Way.PACKED, Way.DEDICATED)
+
+
+class Spread:
+    """Where the phases interfere least; jobs without a profile get a group of their own first."""
+
+    name = "spread"
+    backfills = False
+    repacks = True
+
+    def __init__(self, cold_start_patience_s: float) -> None:
+        self._patience_s = cold_start_patience_s
+
+    def ways(self, *, has_profile: bool, waited_s: float) -> tuple[Way, ...]:
+        """Warm: fit strictly, else new, else overlap least. Cold: new, in the end any."""
+        if has_profile:
+            return (Way.STRICT, Way.DEDICATED, Way.OVERLAP)
+        if waited_s >= self._patience_s:
+            return (Way.DEDICATED, Way.EMPTIEST)
+        return (Way.DEDICATED,)
+
+
+class SpreadBackfill(Spread):
+    """As `Spread`, and what phases leave over is filled with whatever fits."""
+
+    name = "spread+backfill"
+    backfills = True
+
+
+POLICIES = ("isolated", "pack", "spread", "spread+backfill")
+
+
+def make_policy(name: str, cold_start_patience_s: float) -> PlacementPolicy:
+    """The policy of that name.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    match name:
+        case "isolated":
+            return Isolated()
+        case "pack":
+            return Pack()
+        case "spread":
+            return Spread(cold_start_patience_s)
+        case "spread+backfill":
+            return SpreadBackfill(cold_start_patience_s)
+    raise InvalidRequestError(f"policy {name!r} is unknown: use one of {', '.join(POLICIES)}")

@@ -1,0 +1,56 @@
+"""What tenants used: GPU-seconds by job and kind of operation, exact to the journal (PlexRL §7.2).
+
+A run is billed for the time it held its group's GPUs, from its start to the report of its end. A
+context switch is billed to the job that caused it: the load of its own state and the offload of
+whoever was there before. What a fault made necessary (a run cut off, a replay) is nobody's.
+Operations that run side by side share the time they overlap in equal parts.
+"""
+
+import math
+
+from plexrl.ids import JobId
+from plexrl.scheduler.state import Deployment, Operation, State, Tenant, UsageRow
+from plexrl.wire.operations import OperationState
+
+HALF_LIFE_S = 3600.0
+"""Of the use that counts against a tenant in admission."""
+
+
+def meter(state: State, deployment: Deployment, now: float) -> None:
+    """Share the GPU time since the last call among the runs in flight."""
+    since, deployment.metered_at = deployment.metered_at, now
+    runs = list(deployment.running)
+    if deployment.moving is not None:
+        runs.append(deployment.moving.operation)
+    if not runs or since is None:
+        return
+    each = max(0.0, now - since) * deployment.workers / len(runs)
+    for name in runs:
+        state.operations[name].gpu_seconds += each
+
+
+def bill(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
+    """Enter a run that has come to its end; replays are entered nowhere."""
+    payer = state.jobs[_payer(state, deployment, operation)]
+    row = payer.usage.setdefault(operation.kind.value, UsageRow())
+    row.operations += 1
+    row.failed += operation.state != OperationState.FINISHED
+    row.gpu_seconds += operation.gpu_seconds
+    row.tokens += operation.tokens
+    tenant = state.tenants.get(payer.tenant)
+    if tenant is not None:
+        tenant.recent_gpu_seconds = recent_gpu_seconds(tenant, now) + operation.gpu_seconds
+        tenant.recent_at = now
+        tenant.gpu_seconds += operation.gpu_seconds
+
+
+def recent_gpu_seconds(tenant: Tenant, now: float) -> float:
+    """The tenant's use, older use counting less."""
+    if tenant.recent_at is None:
+        return 0.0
+    return tenant.recent_gpu_seconds * math.exp2(-(now - tenant.recent_at) / HALF_LIFE_S)
+
+
+def _payer(state: State, deployment: Deployment, operation: Operation) -> JobId:
+    cause = operation.caused_by
+    return deployment.job if cause is None else state.deployments[cause].job
