@@ -139,7 +139,7 @@ class NodePool:
         return None
 
     def _nodes_for(self, kind: _Kind, count: int) -> list[NodeId]:
-        at = kind.by_free.bisect_left((count, ""))
+        at = kind.by_free.bisect_left((count, NodeId("")))
         if at < len(kind.by_free):
             return [kind.by_free[at][1]]
         enough = [(b.free_gpus, name) for name, b in kind.blocks.items() if b.free_gpus >= count]

@@ -169,6 +169,38 @@ class Operation:
     """Place in the operation log, from 1."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusySpan:
+    """One run on the group, on the clock of a cycle from which waiting is taken out."""
+
+    offset_s: float
+    duration_s: float
+    overlapped: bool
+    """A rollout of the job was under way when it ended."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenCycle:
+    """The cycle at hand, as the profiler sees it."""
+
+    started_at: float
+    waited_s: float = 0.0
+    """For the group, so far."""
+    spans: list[BusySpan] = field(default_factory=list)
+    ends: bool = False
+    """Its last operation has run; the next submission starts another cycle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cycle:
+    """A cycle that is over."""
+
+    started_at: float
+    length_s: float
+    waited_s: float
+    spans: tuple[BusySpan, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class Deployment:
     """A deployment and the WPG that realises it."""
@@ -209,6 +241,15 @@ class Deployment:
     durable_seq: int = 0
     """Version that the StateManagers hold whole; 0: the initial weights, which are rebuilt."""
     published_seq: int | None = None
+    wants_since: float | None = None
+    """Since when it has had an operation to run and not the group to run it on."""
+    cycle: OpenCycle | None = None
+    cycles: list[Cycle] = field(default_factory=list)
+    """The newest ones, behind the warm-up."""
+    cycles_seen: int = 0
+    """By the present processes."""
+    publishes: bool = False
+    """Its cycles end with a publish."""
     metered_at: float | None = None
     """Up to when the GPU time of its runs is accounted for."""
     idle_since: float | None = None
