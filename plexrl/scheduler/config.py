@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from plexrl.errors import InvalidRequestError
+from plexrl.scheduler.ordering import ORDERINGS
 from plexrl.scheduler.policies import make_policy
 
 
@@ -19,7 +20,7 @@ class SchedulerConfig:
     journal_bytes_max: int | None = None
     """Bound of the journal's file; absent: the disk's."""
     policy: str = "pack"
-    """Placement: `isolated`, `pack`, `spread` or `spread+backfill` (`plexrl.scheduler.policies`)."""
+    """Placement: `isolated`, `pack`, `spread` or `spread+backfill` (see `policies`)."""
     horizon_slots: int = 28_800
     """Slots of the planning ring, of one second each: 8 h (PlexRL §5.2.1)."""
     period_tolerance: float = 0.02
@@ -34,6 +35,12 @@ class SchedulerConfig:
     """Longest wait, for GPUs or for a group, after which nobody is let past."""
     cold_start_patience_s: float = 60.0
     """How long a job without a profile waits for a group of its own before it shares."""
+    ordering: str = "hrrs"
+    """Rule by which a group's members take turns: a name of `plexrl.scheduler.ordering`."""
+    anticipation: bool | None = None
+    """Whether a group that nobody waits for is switched to the member that is expected next, so
+    that its cycle does not wait for the switch. Absent: as the ordering has it (`hrrs` does, the
+    others, taken as they were published, do not)."""
     node_grace_s: float = 5.0
     """Silence of a node agent after which its node counts as lost."""
     snapshot_operations: int = 64
@@ -41,8 +48,9 @@ class SchedulerConfig:
     recovery replays."""
     burst_hold_s: float = 0.05
     """Longest that a group is held idle for the resident's next operation while others wait."""
-    burst_max_s: float = 60.0
-    """A burst that has lasted this long yields at its next operation boundary."""
+    burst_max_s: float = 300.0
+    """A burst that has lasted this long yields at its next operation boundary. Above the longest
+    cycle's work on a group, for a burst cut in two costs two more switches."""
     launch_attempts: int = 3
     """Launches in a row without a completed operation before a job is given up."""
     residents_max: int = 8
@@ -56,6 +64,10 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         make_policy(self.policy, self.cold_start_patience_s)
+        if self.ordering not in ORDERINGS:
+            raise InvalidRequestError(
+                f"ordering {self.ordering!r} is unknown: use one of {', '.join(ORDERINGS)}"
+            )
         for name in (
             *("snapshot_operations", "launch_attempts", "residents_max", "history"),
             *("horizon_slots",),

@@ -7,6 +7,7 @@ from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId, TenantId
 from plexrl.scheduler.commands import Command, DiscardBlobs, SetTimer
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.inventory import Inventory
+from plexrl.scheduler.ordering import Ordering, make_ordering
 from plexrl.scheduler.policies import PlacementPolicy, make_policy
 from plexrl.scheduler.state import Deployment, Group, Job, State, WpgState
 
@@ -27,6 +28,8 @@ class Context:
     timer_at: float | None = None
     """Of the last `SetTimer` that has not come due."""
     policy: PlacementPolicy = field(init=False)
+    ordering: Ordering = field(init=False)
+    anticipates: bool = field(init=False)
     inventory: Inventory = field(init=False)
     """Derived from the state; so is `waiting`."""
     waiting: dict[DeploymentId, None] = field(default_factory=dict)
@@ -38,6 +41,9 @@ class Context:
     def __post_init__(self) -> None:
         """Make what follows from the state."""
         self.policy = make_policy(self.config.policy, self.config.cold_start_patience_s)
+        self.ordering = make_ordering(self.config.ordering)
+        wanted = self.config.anticipation
+        self.anticipates = self.ordering.anticipates if wanted is None else wanted
         self.inventory = Inventory(self.config, self.policy, self.state)
         for deployment in self.state.deployments.values():
             if deployment.state == WpgState.WAITING:

@@ -22,8 +22,12 @@ class Estimates:
     seconds_by_kind: dict[OperationKind, float] = field(default_factory=dict)
     seconds_per_token: dict[OperationKind, float] = field(default_factory=dict)
     burst_seconds: float | None = None
+    burst_seconds_per_token: float | None = None
+    """Of the burst's first operation: one cycle's operations all work on the same tokens."""
     gap_seconds: float | None = None
     """Between the end of an operation and the arrival of the burst's next."""
+    think_seconds: float | None = None
+    """Between the end of a burst and the arrival of the next one."""
 
     def observe(self, kind: OperationKind, tokens: int, seconds: float) -> None:
         """Take in a completed run."""
@@ -32,19 +36,32 @@ class Estimates:
             per_token = seconds / tokens
             self.seconds_per_token[kind] = _blend(self.seconds_per_token.get(kind), per_token)
 
-    def observe_burst(self, seconds: float) -> None:
-        """Take in a completed burst."""
+    def observe_burst(self, seconds: float, tokens: int) -> None:
+        """Take in a completed burst whose first operation had these `tokens`."""
         self.burst_seconds = _blend(self.burst_seconds, seconds)
+        if tokens > 0:
+            per_token = seconds / tokens
+            self.burst_seconds_per_token = _blend(self.burst_seconds_per_token, per_token)
 
     def observe_gap(self, seconds: float) -> None:
         """Take in how long the group lay idle inside a burst."""
         self.gap_seconds = _blend(self.gap_seconds, seconds)
+
+    def observe_think(self, seconds: float) -> None:
+        """Take in how long the WPG needed nothing between two bursts."""
+        self.think_seconds = _blend(self.think_seconds, seconds)
 
     def operation_s(self, kind: OperationKind, tokens: int) -> float:
         """Predicted seconds of an operation."""
         if tokens > 0 and kind in self.seconds_per_token:
             return self.seconds_per_token[kind] * tokens
         return self.seconds_by_kind.get(kind, OPERATION_S)
+
+    def burst_s(self, tokens: int) -> float:
+        """Predicted seconds of a whole burst that begins with these `tokens`; 0 if unknown."""
+        if tokens > 0 and self.burst_seconds_per_token is not None:
+            return self.burst_seconds_per_token * tokens
+        return self.burst_seconds or 0.0
 
     def move_s(self, kind: OperationKind) -> float:
         """Predicted seconds of an offload or load."""

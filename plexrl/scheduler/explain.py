@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.groups import candidate
-from plexrl.scheduler.hrrs import response_ratio
 from plexrl.scheduler.state import Deployment, Group, Operation, WpgState
 from plexrl.wire.operations import OperationState
 
@@ -86,9 +85,12 @@ def _why_another_holds(
     if group.holder is None:
         return "the group's lock is about to be given out", "hrrs", ahead + own.setup_s
     holder = context.deployment(group.holder)
+    if holder.moving is not None:
+        return "a switch of the group is under way", "switch", ahead + own.setup_s
     burst_s = candidate(context, group, holder).service_s
     began_at = holder.burst_started_at if holder.burst_started_at is not None else now
     left_s = max(0.0, burst_s - (now - began_at))
+    ordering = context.ordering
     rivals = [
         context.deployment(name)
         for name in group.members
@@ -98,7 +100,7 @@ def _why_another_holds(
         rival.deployment
         for rival in rivals
         if rival.queue
-        and response_ratio(candidate(context, group, rival), now) > response_ratio(own, now)
+        and ordering.key(candidate(context, group, rival), now) < ordering.key(own, now)
     ]
     eta_s = left_s + own.setup_s + ahead
     if first:

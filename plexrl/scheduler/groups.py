@@ -10,22 +10,29 @@ from collections.abc import Sequence
 
 from plexrl.ids import DeploymentId, FencingToken, OperationId
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.hrrs import Candidate, highest
+from plexrl.scheduler.hrrs import Candidate
 from plexrl.scheduler.operations import start
+from plexrl.scheduler.ordering import first
 from plexrl.scheduler.state import Deployment, Group, Operation, Residency
 from plexrl.wire.operations import OperationKind, OperationState
 
-GAP_MARGIN = 2.0
+GAP_MARGIN = 4.0
 """The holder's next operation is waited for up to this many times the usual gap in its bursts."""
+
+OVERDUE = 2.0
+"""A member is expected until this many times its usual pause between bursts have passed."""
+
+LOOK_AHEAD = 32
+"""Waiting operations of a member that are looked at to say how long its burst will be."""
 
 
 def advance(context: Context, group: Group, now: float) -> None:
     """Decide everything about `group` that can be decided now."""
     holder = _holder(context, group)
     if holder is None:
-        chosen = _choose(context, group, now, among=group.members)
-        if chosen is not None:
-            _grant(context, group, chosen, now)
+        waiting = _waiting(context, group, now)
+        if waiting:
+            _grant(context, group, _first(context, group, waiting, now), now)
         return
     if holder.moving is not None or not holder.is_ready:
         return
@@ -33,11 +40,14 @@ def advance(context: Context, group: Group, now: float) -> None:
         if not holder.running:
             _replay_next(context, group, holder, now)
         return
-    others = [member for member in group.members if member != holder.deployment]
-    rival = _choose(context, group, now, among=others)
-    if rival is not None and not holder.running and _burst_is_over(context, group, holder, now):
-        _switch(context, group, holder, rival, now)
-        return
+    if not holder.running and not _goes_on(context, holder, now):
+        waiting = _waiting(context, group, now, besides=holder)
+        if waiting and _may_be_relieved(context, group, holder, waiting, now):
+            _switch(context, group, holder, _first(context, group, waiting, now), now)
+            return
+        if not waiting and not holder.queue:
+            _anticipate(context, group, holder, now)
+            return
     _dispatch(context, group, holder, now)
 
 
@@ -63,20 +73,36 @@ def wants_the_group(context: Context, deployment: Deployment, now: float) -> boo
 
 
 def candidate(context: Context, group: Group, deployment: Deployment) -> Candidate:
-    """The burst that `deployment` has waiting, as the ordering rule sees it."""
-    operations = [context.state.operations[name] for name in deployment.queue]
-    queued_s = sum(deployment.estimates.operation_s(op.kind, op.tokens) for op in operations)
+    """The burst that `deployment` has waiting, as the ordering rules see it."""
+    estimates = deployment.estimates
+    operations = [context.state.operations[name] for name in deployment.queue[:LOOK_AHEAD]]
+    head_s = queued_s = burst_s = arrived_at = cycle_s = 0.0
+    if operations:
+        seconds = [estimates.operation_s(op.kind, op.tokens) for op in operations]
+        head_s, queued_s = seconds[0], sum(seconds)
+        arrived_at = min(op.submitted_at for op in operations)
+        burst_s = estimates.burst_s(operations[0].tokens)
+        if deployment.burst_ended_at is not None:
+            cycle_s = max(0.0, arrived_at - deployment.burst_ended_at) + max(queued_s, burst_s)
     setup_s = 0.0
-    if deployment.deployment != group.holder:
-        setup_s = deployment.estimates.move_s(OperationKind.LOAD)
-        if group.holder is not None:
-            resident = context.deployment(group.holder)
-            setup_s += resident.estimates.move_s(OperationKind.OFFLOAD)
+    holder = group.holder
+    places = len(group.members)
+    turns_away = places
+    if deployment.deployment != holder:
+        setup_s = estimates.move_s(OperationKind.LOAD)
+        if holder is not None:
+            setup_s += context.deployment(holder).estimates.move_s(OperationKind.OFFLOAD)
+            own, other = group.members.index(deployment.deployment), group.members.index(holder)
+            turns_away = (own - other) % places
     return Candidate(
         name=deployment.deployment,
-        arrived_at=min((op.submitted_at for op in operations), default=0.0),
-        service_s=max(queued_s, deployment.estimates.burst_seconds or 0.0),
+        arrived_at=arrived_at,
+        service_s=max(queued_s, burst_s),
         setup_s=setup_s,
+        head_s=head_s,
+        cycle_s=cycle_s,
+        served_at=deployment.served_at,
+        turns_away=turns_away,
     )
 
 
@@ -84,41 +110,109 @@ def _holder(context: Context, group: Group) -> Deployment | None:
     return None if group.holder is None else context.deployment(group.holder)
 
 
-def _choose(
-    context: Context, group: Group, now: float, among: Sequence[DeploymentId]
-) -> Deployment | None:
-    members = [context.deployment(name) for name in among]
-    waiting = [member for member in members if wants_the_group(context, member, now)]
-    best = highest([candidate(context, group, member) for member in waiting], now)
-    if best is None:
-        return None
-    return next(member for member in waiting if member.deployment == best.name)
+def _waiting(
+    context: Context, group: Group, now: float, besides: Deployment | None = None
+) -> list[Deployment]:
+    """All members but one that want the group."""
+    members = [context.deployment(name) for name in group.members]
+    return [
+        member
+        for member in members
+        if member is not besides and member.queue and wants_the_group(context, member, now)
+    ]
 
 
-def _burst_is_over(context: Context, group: Group, holder: Deployment, now: float) -> bool:
-    """Whether a member that waits may take the lock from an idle `holder`."""
+def _first(context: Context, group: Group, waiting: Sequence[Deployment], now: float) -> Deployment:
+    """The one of `waiting`, of which there is at least one, that the ordering rule puts first."""
+    if len(waiting) == 1:
+        return waiting[0]
+    best = first(context.ordering, [candidate(context, group, each) for each in waiting], now)
+    assert best is not None, f"{group.group}: nobody is first"
+    return context.deployment(DeploymentId(best.name))
+
+
+def _goes_on(context: Context, holder: Deployment, now: float) -> bool:
+    """Whether the holder's burst goes on, whoever waits."""
+    if not context.ordering.holds_bursts or not wants_the_group(context, holder, now):
+        return False
     started_at = holder.burst_started_at if holder.burst_started_at is not None else now
+    return now - started_at < context.config.burst_max_s
+
+
+def _may_be_relieved(
+    context: Context, group: Group, holder: Deployment, waiting: Sequence[Deployment], now: float
+) -> bool:
+    """Whether one of those `waiting` may take the lock from a `holder` that runs nothing."""
+    ordering = context.ordering
     if wants_the_group(context, holder, now):
-        if now - started_at < context.config.burst_max_s:
-            return False
-        resident = candidate(context, group, holder)
-        members = [context.deployment(name) for name in group.members]
-        waiting = [member for member in members if wants_the_group(context, member, now)]
-        rivals = [candidate(context, group, member) for member in waiting if member is not holder]
-        if highest([resident, *rivals], now) == resident:
+        if _first(context, group, [holder, *waiting], now) is not holder:
+            return True
+        if ordering.holds_bursts:
             holder.burst_started_at = now
-            return False
+        return False
+    if holder.idle_since is None or not ordering.holds_bursts:
         return True
-    if holder.idle_since is None:
-        return True
-    gap_s = holder.estimates.gap_seconds
-    hold_s = context.config.burst_hold_s
-    if gap_s is not None:
-        hold_s = min(hold_s, GAP_MARGIN * gap_s)
+    hold_s = _hold_s(context, holder)
     if now >= holder.idle_since + hold_s:
         return True
     context.wake(holder.idle_since + hold_s, f"group:{group.group}")
     return False
+
+
+def _hold_s(context: Context, holder: Deployment) -> float:
+    """How long the next operation of a burst is worth waiting for: not longer than it would take to
+    switch away and back."""
+    estimates = holder.estimates
+    usual_s = GAP_MARGIN * (estimates.gap_seconds or 0.0)
+    return min(max(context.config.burst_hold_s, usual_s), _round_trip_s(holder))
+
+
+def _round_trip_s(deployment: Deployment) -> float:
+    estimates = deployment.estimates
+    return estimates.move_s(OperationKind.OFFLOAD) + estimates.move_s(OperationKind.LOAD)
+
+
+def _anticipate(context: Context, group: Group, holder: Deployment, now: float) -> None:
+    """Switch a group that nobody waits for to the member whose next burst is expected first.
+
+    Only once the holder's own burst is known to be over. A wrong guess costs little: whoever comes
+    instead needs a switch either way, and one that comes during the offload is handed the group.
+    """
+    if (
+        not context.anticipates
+        or holder.burst_started_at is not None
+        or holder.burst_ended_at is None
+    ):
+        return
+    expected = []
+    for name in group.members:
+        member = context.deployment(name)
+        think_s, ended_at = member.estimates.think_seconds, member.burst_ended_at
+        if think_s is None or ended_at is None or not member.is_ready:
+            continue
+        # One that is late by more than it usually takes may have stopped for good.
+        if now >= member.held_back_until and now <= ended_at + OVERDUE * think_s:
+            expected.append((ended_at + think_s, name))
+    if not expected:
+        return
+    _, name = min(expected)
+    if name != holder.deployment:
+        _switch(context, group, holder, context.deployment(name), now)
+
+
+def successor(context: Context, group: Group, now: float) -> Deployment | None:
+    """Who gets the lock that the holder has just given back.
+
+    The member that the switch was begun for, unless it was only expected and another waits by now.
+    """
+    incoming = None if group.incoming is None else context.deployment(group.incoming)
+    if incoming is None or not incoming.is_ready:
+        return None
+    if not wants_the_group(context, incoming, now):
+        waiting = _waiting(context, group, now)
+        if waiting:
+            return _first(context, group, waiting, now)
+    return incoming
 
 
 def _grant(context: Context, group: Group, deployment: Deployment, now: float) -> None:
@@ -147,11 +241,15 @@ def _switch(
 
 
 def end_burst(holder: Deployment, now: float) -> None:
-    """Close the books on the holder's burst."""
-    if holder.burst_started_at is not None:
+    """Close the books on the holder's burst; one that ran nothing is none."""
+    if holder.burst_started_at is not None and holder.burst_started_at <= holder.served_at:
         ended_at = holder.idle_since if holder.idle_since is not None else now
-        holder.estimates.observe_burst(max(0.0, ended_at - holder.burst_started_at))
+        holder.estimates.observe_burst(
+            max(0.0, ended_at - holder.burst_started_at), holder.burst_tokens
+        )
+        holder.burst_ended_at = ended_at
     holder.burst_started_at = None
+    holder.burst_tokens = 0
 
 
 def _dispatch(context: Context, group: Group, holder: Deployment, now: float) -> None:
@@ -171,13 +269,29 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
             holder.idle_since = None
             _move(context, group, holder, OperationKind.SNAPSHOT, holder.completed_seq, now)
             return
-        if holder.burst_started_at is None:
-            holder.burst_started_at = now
-        elif holder.idle_since is not None:
-            holder.estimates.observe_gap(max(0.0, now - holder.idle_since))
-        holder.idle_since = None
+        _go_on_with_burst(context, holder, head, now)
         holder.queue.pop(0)
         start(context, group, holder, head, now)
+
+
+def _go_on_with_burst(context: Context, holder: Deployment, head: Operation, now: float) -> None:
+    """Count `head` to the holder's burst, or to a new one if the holder was idle for too long."""
+    idle_since = holder.idle_since
+    if holder.burst_started_at is not None and idle_since is not None:
+        if now - idle_since > max(context.config.burst_hold_s, _round_trip_s(holder)):
+            end_burst(holder, now)
+        elif head.submitted_at > idle_since:
+            # One that was there already says nothing of how long its controller takes.
+            holder.estimates.observe_gap(now - idle_since)
+    if holder.burst_started_at is None:
+        holder.burst_started_at = now
+    if holder.burst_tokens == 0:
+        holder.burst_tokens = head.tokens
+        ended_at = holder.burst_ended_at
+        if ended_at is not None and head.submitted_at > ended_at:
+            holder.estimates.observe_think(head.submitted_at - ended_at)
+    holder.idle_since = None
+    holder.served_at = now
 
 
 def _replay_next(context: Context, group: Group, holder: Deployment, now: float) -> None:

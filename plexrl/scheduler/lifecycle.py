@@ -2,8 +2,8 @@
 
 from plexrl.errors import OperationCancelledError
 from plexrl.ids import NodeId
-from plexrl.scheduler.commands import LaunchWorkers, ReleaseState, StopWorkers
 from plexrl.scheduler.admission import admit
+from plexrl.scheduler.commands import LaunchWorkers, ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.operations import drop_log, fail

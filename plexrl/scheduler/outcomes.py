@@ -6,7 +6,7 @@ from plexrl.errors import from_wire
 from plexrl.ids import FencingToken, OperationId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationFailed, OperationFinished
-from plexrl.scheduler.groups import end_burst, load
+from plexrl.scheduler.groups import end_burst, load, successor
 from plexrl.scheduler.jobs import JobState, JobTrigger
 from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
 from plexrl.scheduler.operations import complete, drop_log, fail, finish_move
@@ -118,8 +118,10 @@ def _move_finished(
         case OperationKind.LOAD:
             deployment.residency = Residency.DEVICE
             deployment.replaying = list(deployment.log)
-            deployment.burst_started_at = now
-            deployment.idle_since = now
+            # Without anything to run the load was made in anticipation: no burst has begun.
+            begins = bool(deployment.queue or deployment.replaying)
+            deployment.burst_started_at = now if begins else None
+            deployment.idle_since = now if begins else None
             if group.switched:
                 group.switch_seconds += now - began_at
                 group.switched = False
@@ -146,10 +148,10 @@ def _version_made(context: Context, deployment: Deployment) -> None:
 
 def _hand_over(context: Context, group: Group, now: float) -> None:
     """The holder is off the GPUs: the lock goes to the incoming member, if it is still there."""
-    incoming = None if group.incoming is None else context.deployment(group.incoming)
+    incoming = successor(context, group, now)
     group.incoming = None
     group.holder = None
-    if incoming is not None and incoming.is_ready:
+    if incoming is not None:
         group.holder = incoming.deployment
         load(context, group, incoming, now)
 

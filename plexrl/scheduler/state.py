@@ -254,6 +254,12 @@ class Deployment:
     """Up to when the GPU time of its runs is accounted for."""
     idle_since: float | None = None
     burst_started_at: float | None = None
+    burst_tokens: int = 0
+    """Of the burst's first operation: known before the rest of it is."""
+    burst_ended_at: float | None = None
+    """Of the last burst; absent before the first has ended."""
+    served_at: float = 0.0
+    """When an operation was last started."""
     no_snapshot_until: float = 0.0
     """After a snapshot that found no room; the log grows meanwhile."""
     held_back_until: float = 0.0

@@ -1,1 +1,20 @@
-"""The trace-replay simulator: the scheduler's core under a virtual clock. Empty so far."""
+"""The simulator: the scheduler's own core on a virtual clock."""
+
+from plexrl.sim.profiles import PUBLISHED, Cycle, JobProfile, published
+from plexrl.sim.slowdown import CycleRecord, JobReport, RunReport, Summary, summarise
+from plexrl.sim.virtual_cluster import JobPlan, VirtualCluster, virtual_config
+
+__all__ = [
+    "PUBLISHED",
+    "Cycle",
+    "CycleRecord",
+    "JobPlan",
+    "JobProfile",
+    "JobReport",
+    "RunReport",
+    "Summary",
+    "VirtualCluster",
+    "published",
+    "summarise",
+    "virtual_config",
+]

@@ -2,8 +2,9 @@
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from plexrl.scheduler.ordering import ORDERINGS
 from tests.scheduler.fake_cluster import FakeCluster
 
 TRAINERS = ("a/actor", "b/actor", "c/actor")
@@ -18,9 +19,9 @@ class History(RuleBasedStateMachine):
     order, none twice; and when everything has come to rest, it is all of them.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.cluster = FakeCluster()
+    @initialize(ordering=st.sampled_from(sorted(ORDERINGS)), anticipation=st.booleans())
+    def begin(self, ordering: str, anticipation: bool) -> None:
+        self.cluster = FakeCluster(ordering=ordering, anticipation=anticipation)
         self.cluster.start_node()
         for job in ("a", "b", "c"):
             self.cluster.job(job)

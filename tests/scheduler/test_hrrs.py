@@ -1,9 +1,11 @@
 """The ordering rule is the paper's formula, read literally."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.scheduler.hrrs import Candidate, highest, response_ratio
+from plexrl.scheduler.hrrs import WEIGHT_MAX, Candidate, response_ratio, urgency
 
 times = st.floats(0, 1e4)
 candidates = st.builds(
@@ -25,27 +27,29 @@ def test_the_ratio_is_waiting_plus_effective_service_over_effective_service(
     assert response_ratio(candidate, now) == (waited + service) / service
 
 
-@given(st.lists(candidates, min_size=1, unique_by=lambda c: c.name), times)
-def test_nobody_has_a_higher_ratio_than_the_chosen_one(
-    waiting: list[Candidate], now: float
+@given(candidates, times, st.floats(0, 1e6))
+def test_urgency_is_the_ratio_for_a_second_of_cycle_within_bounds(
+    candidate: Candidate, later: float, cycle_s: float
 ) -> None:
-    chosen = highest(waiting, now)
-    assert chosen is not None
-    best = max(response_ratio(candidate, now) for candidate in waiting)
-    assert response_ratio(chosen, now) == best
-    equals = [c for c in waiting if response_ratio(c, now) == best]
-    assert (chosen.arrived_at, chosen.name) == min((c.arrived_at, c.name) for c in equals)
+    candidate = replace(candidate, cycle_s=cycle_s)
+    now = candidate.arrived_at + later
+    service = candidate.service_s + candidate.setup_s
+    bounded = sorted((service, cycle_s, WEIGHT_MAX * service))[1]
+    assert urgency(candidate, now) == response_ratio(candidate, now) / bounded
 
 
-@given(candidates, candidates)
-def test_whoever_waits_is_served_in_the_end(first: Candidate, other: Candidate) -> None:
-    """A newcomer's ratio is 1, and a waiting one's grows past any bound."""
-    long_after = first.arrived_at + 1e9
-    newcomer = Candidate(name="new", arrived_at=long_after, service_s=other.service_s, setup_s=0.0)
-    assert highest([newcomer, first], long_after) == first
+@given(candidates, candidates, st.floats(0, 1e6), st.floats(0, 1e6))
+def test_whoever_waits_is_served_in_the_end(
+    waiting: Candidate, other: Candidate, its_cycle_s: float, other_cycle_s: float
+) -> None:
+    """A newcomer's urgency has a bound, and a waiting one's grows past any."""
+    long_after = waiting.arrived_at + 1e9
+    newcomer = replace(other, name="new", arrived_at=long_after, setup_s=0.0, cycle_s=other_cycle_s)
+    waiting = replace(waiting, cycle_s=its_cycle_s)
+    assert urgency(waiting, long_after) > urgency(newcomer, long_after)
 
 
 def test_the_setup_cost_keeps_the_resident_among_equals() -> None:
     resident = Candidate(name="r", arrived_at=0, service_s=10, setup_s=0)
     other = Candidate(name="o", arrived_at=0, service_s=10, setup_s=5)
-    assert highest([other, resident], 8) == resident
+    assert urgency(resident, 8) > urgency(other, 8)

@@ -1,0 +1,157 @@
+"""Ordering rules beside each other: what a cycle loses to the jobs that share its node group.
+
+    python benchmarks/ordering.py [--json]
+
+The scheduler's own core runs on a virtual clock. Jobs have the published 7B, 30B and 235B profiles
+(`mix`: 7B, 30B, 235B and a second 7B on one group) with lognormal rollouts and batches (sigma 0.15)
+and start staggered; a seed gives every rule the same cycles. Slowdown is a cycle's time over the
+time the same cycle takes alone, less 1. All rows, rules and seeds are in one run; `±` is the
+standard error over seeds of the difference to the best other rule. The other rules stand as
+published. `hrrs` is PlexRL's rule with all that comes with it; the second table shows what each
+part brings.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from statistics import fmean, stdev
+
+from benchmarks.report import report
+from plexrl.sim import (
+    PUBLISHED,
+    JobPlan,
+    Summary,
+    VirtualCluster,
+    published,
+    summarise,
+    virtual_config,
+)
+
+SIGMA = 0.15
+MIX = ("7B", "30B", "235B", "7B")
+RESIDENTS = (3, 4)
+SWITCHES_S = (8.0, 2.0)
+SEEDS = tuple(range(1, 9))
+CYCLES = 300
+"""Of each job and seed, after the warm-up."""
+WARM_UP = 5
+
+Row = tuple[str, int, float]
+"""Profile, residents, seconds of a switch."""
+
+RIVALS = {
+    "literal": "hrrs-operations",
+    "fifo-op": "fifo-operations",
+    "fifo": "fifo-bursts",
+    "lrs": "least-recently-served",
+    "rr": "round-robin",
+}
+PARTS = {
+    "hrrs": ("hrrs", True),
+    "hrrs, no anticipation": ("hrrs", False),
+    "fifo + anticipation": ("fifo-bursts", True),
+    "lrs + anticipation": ("least-recently-served", True),
+}
+"""Shown beside each other in the second table: (ordering, anticipation)."""
+
+Task = tuple[Row, str, bool | None, int]
+
+
+def slowdowns(task: Task) -> list[float]:
+    """Of every cycle of one run."""
+    (profile_name, residents, switch_s), ordering, anticipation, seed = task
+    names = MIX[:residents] if profile_name == "mix" else (profile_name,) * residents
+    plans = [
+        JobPlan(
+            name=f"job{number}",
+            profile=(profile := published(name, sigma=SIGMA, switch_s=switch_s)),
+            start_s=number * profile.cycle_s / residents,
+            cycles=CYCLES,
+            warm_up=WARM_UP,
+        )
+        for number, name in enumerate(names)
+    ]
+    config = virtual_config(ordering=ordering, anticipation=anticipation)
+    return VirtualCluster(plans, seed=seed, config=config).run().slowdowns
+
+
+def measure(rows: Sequence[Row]) -> dict[tuple[Row, str, bool | None], list[Summary]]:
+    """One summary a seed, by (row, ordering, anticipation)."""
+    kinds: dict[tuple[str, bool | None], None] = {("hrrs", None): None}
+    kinds.update({(ordering, None): None for ordering in RIVALS.values()})
+    # What `hrrs` does by itself is not run twice.
+    kinds.update({kind: None for kind in PARTS.values() if kind != ("hrrs", True)})
+    tasks = [(row, *kind, seed) for row in rows for kind in kinds for seed in SEEDS]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        results = list(pool.map(slowdowns, tasks, chunksize=4))
+    found: dict[tuple[Row, str, bool | None], list[Summary]] = {}
+    for (row, ordering, anticipation, _), result in zip(tasks, results, strict=True):
+        found.setdefault((row, ordering, anticipation), []).append(summarise(result))
+    for row in rows:
+        found[row, "hrrs", True] = found[row, "hrrs", None]
+    return found
+
+
+def verdict(own: Sequence[float], others: dict[str, Sequence[float]]) -> tuple[bool, str]:
+    """Whether `own` is lower on average than all others, and by how much than the best of them."""
+    best = min(others, key=lambda name: fmean(others[name]))
+    differences = [100 * (theirs - ours) for ours, theirs in zip(own, others[best], strict=True)]
+    margin, error = fmean(differences), stdev(differences) / len(differences) ** 0.5
+    return margin > 0, f"{'yes' if margin > 0 else 'NO'}, {best} {margin:+.1f}±{error:.1f}"
+
+
+def shown(summaries: Sequence[Summary]) -> str:
+    """Mean and 95th percentile in percent, averaged over seeds."""
+    mean, p95 = fmean(s.mean for s in summaries), fmean(s.p95 for s in summaries)
+    return f"{100 * mean:.1f}/{100 * p95:.0f}"
+
+
+def main() -> None:
+    """Measure all rows and say where `hrrs` is lowest."""
+    rows = [
+        (name, residents, switch_s)
+        for name in (*PUBLISHED, "mix")
+        for residents in RESIDENTS
+        for switch_s in SWITCHES_S
+    ]
+    found = measure(rows)
+    figures: dict[str, float] = {}
+    table, parts = [], []
+    lowest_mean = lowest_p95 = 0
+    for row in rows:
+        label = f"{row[0]} x{row[1]} {row[2]:.0f}s"
+        key = f"{row[0]}_r{row[1]}_switch{row[2]:.0f}"
+        own = found[row, "hrrs", None]
+        others = {name: found[row, ordering, None] for name, ordering in RIVALS.items()}
+        for name, summaries in {"hrrs": own, **others}.items():
+            figures[f"{key}_{name}_mean"] = fmean(s.mean for s in summaries)
+            figures[f"{key}_{name}_p95"] = fmean(s.p95 for s in summaries)
+        is_mean, mean_text = verdict(
+            [s.mean for s in own],
+            {name: [s.mean for s in found_] for name, found_ in others.items()},
+        )
+        is_p95, p95_text = verdict(
+            [s.p95 for s in own], {name: [s.p95 for s in found_] for name, found_ in others.items()}
+        )
+        figures[f"{key}_hrrs_lowest_mean"], figures[f"{key}_hrrs_lowest_p95"] = is_mean, is_p95
+        lowest_mean += is_mean
+        lowest_p95 += is_p95
+        table.append((label, shown(own), *map(shown, others.values()), mean_text, p95_text))
+        for name, kind in PARTS.items():
+            figures[f"{key}_{name}_mean"] = fmean(s.mean for s in found[row, *kind])
+            figures[f"{key}_{name}_p95"] = fmean(s.p95 for s in found[row, *kind])
+        parts.append((label, *(shown(found[row, *kind]) for kind in PARTS.values())))
+    report(
+        "Slowdown of a cycle by ordering rule, mean/p95 in %: hrrs is lowest in mean in "
+        f"{lowest_mean} of {len(rows)} rows, in p95 in {lowest_p95} of {len(rows)}",
+        ("row", "hrrs", *RIVALS, "hrrs lowest mean?", "lowest p95?"),
+        table,
+        figures,
+    )
+    if "--json" not in sys.argv:
+        report("What the parts bring, mean/p95 in %", ("row", *PARTS), parts, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""A cluster on a virtual clock: the second shell round the scheduler's own core.
+
+It does what the live shell does (take an event in, hand it to the core, carry the commands out) and
+nothing else: no rule of scheduling stands here. Operations take as long as their job's profile
+says, and time jumps from one happening to the next. Chance is in the drawn cycles only, which come
+from a seeded generator; happenings of equal time come in the order they were planned in.
+
+A job is a serial loop: roll out (on GPUs of its own), `forward`, `forward_backward` and
+`optim_step` together, `sync_weights`, whose publish is the last of the group's work in a cycle.
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+
+from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, RouterId, TenantId
+from plexrl.scheduler import SchedulerConfig, SchedulerCore
+from plexrl.scheduler import commands as cmd
+from plexrl.scheduler import events as ev
+from plexrl.sim.profiles import Cycle, JobProfile
+from plexrl.sim.slowdown import CycleRecord, JobReport, RunReport
+from plexrl.wire.operations import OperationKind
+
+BACKWARD_SHARE = 0.95
+"""Of an update's seconds; the optimizer step has the rest."""
+
+FOREVER_S = 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """One job of a run."""
+
+    name: str
+    profile: JobProfile
+    start_s: float = 0.0
+    cycles: int = 100
+    """Cycles that count. The job goes on until every job has done its own, so that nobody's last
+    cycles have the group to themselves."""
+    warm_up: int = 0
+    """Cycles before those."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job under way."""
+
+    plan: JobPlan
+    random: Random
+    cycle: Cycle | None = None
+    began_at: float = 0.0
+    done: int = 0
+    records: list[CycleRecord] = field(default_factory=list)
+
+    @property
+    def actor(self) -> DeploymentId:
+        return DeploymentId(f"{self.plan.name}/actor")
+
+    @property
+    def rollout(self) -> DeploymentId:
+        return DeploymentId(f"{self.plan.name}/rollout")
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.records) >= self.plan.cycles
+
+
+class VirtualCluster:
+    """Runs jobs to their end: `VirtualCluster(plans, seed=1).run()`.
+
+    The same plans, seed and ordering give the same log, byte for byte; and a job's drawn cycles
+    depend on the seed and its name only, so that rules can be compared cycle by cycle.
+    """
+
+    def __init__(
+        self,
+        plans: list[JobPlan],
+        *,
+        seed: int,
+        config: SchedulerConfig | None = None,
+        keep_log: bool = False,
+    ) -> None:
+        self._core = SchedulerCore(config or virtual_config())
+        self._jobs = {JobId(plan.name): _Job(plan, Random(f"{seed}:{plan.name}")) for plan in plans}
+        self._now = 0.0
+        self._planned: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._timer_at: float | None = None
+        self._log: list[bytes] | None = [] if keep_log else None
+        self._answers: dict[OperationId, Callable[[], None]] = {}
+        self.submitted = 0
+        self.finished = 0
+        self.events = 0
+
+    @property
+    def core(self) -> SchedulerCore:
+        """The core that decides."""
+        return self._core
+
+    @property
+    def log(self) -> bytes:
+        """Every event and command, one JSON line each; empty unless it was asked for."""
+        return b"\n".join(self._log or [])
+
+    def run(self) -> RunReport:
+        """Run until every job has done its cycles."""
+        self._send(
+            ev.NodeJoined(
+                node=NodeId("node"),
+                gpus=1 + len(self._jobs),
+                gpu_memory_bytes=1 << 40,
+                host_memory_bytes=1 << 50,
+                statemanager="statemanager",
+            )
+        )
+        self._send(ev.RouterJoined(router=RouterId("router")))
+        for job in self._jobs.values():
+            self._at(job.plan.start_s, partial(self._start, job))
+        while not all(job.is_complete for job in self._jobs.values()):
+            self._now, _, happen = heapq.heappop(self._planned)
+            happen()
+        return self._report()
+
+    # The shell: events in, commands out.
+
+    def _at(self, time: float, happen: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._planned, (time, self._count, happen))
+
+    def _send(self, event: ev.Event) -> None:
+        self.events += 1
+        commands = self._core.handle(event, self._now)
+        if self._log is not None:
+            self._log.append(b"%r %s" % (self._now, ev.CODEC.encode(event)))
+            self._log += [b"  " + cmd.CODEC.encode(command) for command in commands]
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: cmd.Command) -> None:
+        match command:
+            case cmd.RunOperation():
+                took_s = self._duration_s(command)
+                self._at(self._now + took_s, lambda: self._finish(command, took_s))
+            case cmd.SetTimer(at=at):
+                if self._timer_at is None or at < self._timer_at:
+                    self._timer_at = at
+                    self._at(at, lambda: self._fire(at))
+            case cmd.LaunchWorkers():
+                for rank in command.ranks:
+                    ready = ev.WorkerReady(
+                        deployment=command.deployment,
+                        rank=rank.rank,
+                        incarnation=command.incarnation,
+                        address=f"{command.deployment}:{rank.rank}",
+                    )
+                    self._at(self._now, partial(self._send, ready))
+            case _:
+                # Nothing in a virtual cluster holds blobs, and none of its jobs ends early.
+                pass
+
+    def _fire(self, at: float) -> None:
+        if self._timer_at == at:
+            self._timer_at = None
+            self._send(ev.TimerFired())
+
+    def _finish(self, command: cmd.RunOperation, took_s: float) -> None:
+        self._send(
+            ev.OperationFinished(operation=command.operation, token=command.token, compute_s=took_s)
+        )
+        answer = self._answers.pop(command.operation, None)
+        if answer is not None:
+            self.finished += 1
+            answer()
+
+    def _duration_s(self, command: cmd.RunOperation) -> float:
+        job = self._jobs[command.job]
+        profile, cycle = job.plan.profile, job.cycle
+        if command.deployment != job.actor:
+            return 0.0
+        match command.kind:
+            case OperationKind.LOAD:
+                return profile.load_s
+            case OperationKind.OFFLOAD | OperationKind.SNAPSHOT:
+                return profile.offload_s
+        assert cycle is not None, f"{command.operation} runs outside a cycle"
+        match command.kind:
+            case OperationKind.FORWARD:
+                return cycle.log_prob_s
+            case OperationKind.FORWARD_BACKWARD:
+                return cycle.update_s * BACKWARD_SHARE
+            case OperationKind.OPTIM_STEP:
+                return cycle.update_s * (1.0 - BACKWARD_SHARE)
+            case OperationKind.PUBLISH:
+                return cycle.sync_s
+            case _:
+                raise AssertionError(f"no cycle has a {command.kind}")
+
+    # The controllers: one serial loop a job.
+
+    def _start(self, job: _Job) -> None:
+        name = JobId(job.plan.name)
+        self._send(
+            ev.JobSubmitted(
+                job=name,
+                tenant=TenantId("tenant"),
+                name=job.plan.name,
+                controller_timeout_s=FOREVER_S,
+                reattach_timeout_s=FOREVER_S,
+            )
+        )
+        for deployment, kind in ((job.actor, "train"), (job.rollout, "rollout")):
+            self._send(
+                ev.DeploymentCreated(
+                    deployment=deployment,
+                    job=name,
+                    kind=kind,
+                    workers=1,
+                    state_bytes=job.plan.profile.state_bytes,
+                    exclusive=False,
+                    spec_json="{}",
+                )
+            )
+        self._begin_cycle(job)
+
+    def _begin_cycle(self, job: _Job) -> None:
+        job.cycle = job.plan.profile.draw(job.random)
+        job.began_at = self._now
+        self._at(self._now + job.cycle.rollout_s, lambda: self._log_prob(job))
+
+    def _log_prob(self, job: _Job) -> None:
+        self._submit(job, OperationKind.FORWARD, lambda: self._later(job, self._update))
+
+    def _update(self, job: _Job) -> None:
+        self._submit(job, OperationKind.FORWARD_BACKWARD, lambda: None)
+        self._submit(job, OperationKind.OPTIM_STEP, lambda: self._later(job, self._sync))
+
+    def _sync(self, job: _Job) -> None:
+        self._submit(job, OperationKind.SYNC_WEIGHTS, lambda: self._later(job, self._end_cycle))
+
+    def _end_cycle(self, job: _Job) -> None:
+        assert job.cycle is not None, "a cycle ends that never began"
+        alone_s = job.plan.profile.alone_s(job.cycle)
+        job.done += 1
+        if job.done > job.plan.warm_up and not job.is_complete:
+            job.records.append(
+                CycleRecord(
+                    began_at=job.began_at,
+                    cycle_s=self._now - job.began_at,
+                    alone_s=alone_s,
+                    group_s=job.cycle.group_s,
+                )
+            )
+        self._begin_cycle(job)
+
+    def _later(self, job: _Job, step: Callable[[_Job], None]) -> None:
+        self._at(self._now + job.plan.profile.controller_s, lambda: step(job))
+
+    def _submit(self, job: _Job, kind: OperationKind, answer: Callable[[], None]) -> None:
+        assert job.cycle is not None, "an operation outside a cycle"
+        is_sync = kind == OperationKind.SYNC_WEIGHTS
+        self.submitted += 1
+        name = OperationId(f"{job.plan.name}:{self.submitted}")
+        self._answers[name] = answer
+        self._send(
+            ev.OperationSubmitted(
+                operation=name,
+                deployment=job.rollout if is_sync else job.actor,
+                kind=kind,
+                params_json="{}",
+                tokens=0 if is_sync else job.cycle.tokens,
+                source=job.actor if is_sync else None,
+            )
+        )
+
+    def _report(self) -> RunReport:
+        switches = sum(int(group["switches"]) for group in self._core.list_groups(self._now))
+        return RunReport(
+            jobs=tuple(
+                JobReport(job=str(name), cycles=tuple(job.records))
+                for name, job in self._jobs.items()
+            ),
+            switches=switches,
+            ended_at=self._now,
+        )
+
+
+def virtual_config(*, ordering: str = "hrrs", anticipation: bool | None = None) -> SchedulerConfig:
+    """The configuration of a simulated scheduler: the live defaults, and nothing kept for long."""
+    return SchedulerConfig(
+        listen="-",
+        journal="-",
+        operator_key_digest="-",
+        ordering=ordering,
+        anticipation=anticipation,
+        history=1000,
+    )
