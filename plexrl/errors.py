@@ -7,6 +7,7 @@
     │   └── NonFiniteInputError        400  non_finite_input
     ├── AuthenticationError            401  unauthenticated
     ├── PermissionDeniedError          403  permission_denied
+    ├── QuotaExceededError             403  quota_exceeded
     ├── NotFoundError                  404  not_found
     │   ├── UnknownJobError            404  unknown_job
     │   ├── UnknownDeploymentError     404  unknown_deployment
@@ -81,6 +82,11 @@ class AuthenticationError(PlexRLError):
 
 class PermissionDeniedError(PlexRLError):
     code = "permission_denied"
+    status = 403
+
+
+class QuotaExceededError(PlexRLError):
+    code = "quota_exceeded"
     status = 403
 
 

@@ -76,6 +76,9 @@ def enqueue_deployment(context: Context, deployment: Deployment) -> None:
     """A deployment was created: it waits for GPUs until the end of this event at least."""
     context.waiting[deployment.deployment] = None
     context.newcomers.append(deployment.deployment)
+    if context.policy.repacks and shares(deployment):
+        # By then it may share where it could not before.
+        context.wake(deployment.created_at + context.config.cold_start_patience_s, "placement:")
 
 
 def admit(context: Context, now: float) -> list[Deployment]:

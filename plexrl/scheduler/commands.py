@@ -59,6 +59,26 @@ class ReleaseState(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MigrateState(Command):
+    """Have the StateManagers of `nodes` fetch a complete version from one of `sources`."""
+
+    deployment: DeploymentId
+    seq: int
+    sources: tuple[str, ...]
+    """Addresses of StateManagers that hold it."""
+    nodes: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchState(Command):
+    """A hint: the deployment is likely to be loaded soon; bring its state into host memory."""
+
+    deployment: DeploymentId
+    seq: int
+    nodes: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunOperation(Command):
     """Run an operation on every rank of a WPG, by way of a router."""
 
@@ -115,6 +135,8 @@ CODEC: Codec[Command] = Codec(
     LaunchWorkers,
     StopWorkers,
     ReleaseState,
+    MigrateState,
+    PrefetchState,
     RunOperation,
     AbortOperation,
     DiscardBlobs,

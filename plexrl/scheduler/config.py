@@ -33,6 +33,20 @@ class SchedulerConfig:
     """λ: seconds of delayed start that one second of interference a cycle is worth."""
     starvation_bound_s: float = 600.0
     """Longest wait, for GPUs or for a group, after which nobody is let past."""
+    starvation_ratio: float = 2.0
+    """Response ratio from which a burst is started even into another member's critical segment:
+    2 is a wait as long as the burst and its switches."""
+    waiting_part_max: float = 0.3
+    """Bound on waiting / (waiting + running) of a job; past it its group takes no more members and
+    the job that waits most is moved (PlexRL §7.2)."""
+    profile_cycles: int = 3
+    """Cycles, warm-up not counted, that make a profile."""
+    drift_tolerance: float = 0.2
+    """Relative change of period or busy time, in several cycles running, that renews a profile."""
+    repack_interval_s: float = 600.0
+    """Least time between two moves of a job; each move doubles it."""
+    migrates: bool = True
+    """Whether the StateManagers can move a version from node to node; else jobs stay on theirs."""
     cold_start_patience_s: float = 60.0
     """How long a job without a profile waits for a group of its own before it shares."""
     ordering: str = "hrrs"
@@ -70,7 +84,7 @@ class SchedulerConfig:
             )
         for name in (
             *("snapshot_operations", "launch_attempts", "residents_max", "history"),
-            *("horizon_slots",),
+            *("horizon_slots", "profile_cycles"),
         ):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")

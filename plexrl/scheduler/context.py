@@ -34,8 +34,12 @@ class Context:
     """Derived from the state; so is `waiting`."""
     waiting: dict[DeploymentId, None] = field(default_factory=dict)
     """Deployments without GPUs, in the order of their creation."""
+    cycles_over: dict[DeploymentId, None] = field(default_factory=dict)
+    """Deployments whose cycle ended in the event at hand."""
     newcomers: list[DeploymentId] = field(default_factory=list)
     """Created by the event at hand."""
+    relocating: dict[DeploymentId, None] = field(default_factory=dict)
+    """Deployments whose move waits for an operation boundary."""
     _held: dict[TenantId, tuple[int, dict[JobId, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -46,6 +50,8 @@ class Context:
         self.anticipates = self.ordering.anticipates if wanted is None else wanted
         self.inventory = Inventory(self.config, self.policy, self.state)
         for deployment in self.state.deployments.values():
+            if deployment.relocation is not None:
+                self.relocating[deployment.deployment] = None
             if deployment.state == WpgState.WAITING:
                 self.waiting[deployment.deployment] = None
             elif deployment.group is not None:

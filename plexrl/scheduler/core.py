@@ -8,10 +8,10 @@ checked whole before anything changes, so a refused one leaves no trace.
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import (
-    AuthenticationError,
     ConflictError,
     InvalidRequestError,
     JobEndedError,
+    NotFoundError,
     OperationCancelledError,
     OverloadedError,
     UnavailableError,
@@ -29,6 +29,7 @@ from plexrl.scheduler.commands import (
 )
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.cycles import cycle_over, profile_key
 from plexrl.scheduler.estimates import Estimates
 from plexrl.scheduler.groups import advance
 from plexrl.scheduler.invariants import check
@@ -40,18 +41,28 @@ from plexrl.scheduler.lifecycle import (
     restart,
     worker_ready,
 )
-from plexrl.scheduler.nodes import node_joined, node_lost
+from plexrl.scheduler.nodes import node_drain_changed, node_joined, node_lost, state_migrated
 from plexrl.scheduler.operations import enqueue, fail
 from plexrl.scheduler.outcomes import run_failed, run_finished
-from plexrl.scheduler.state import Deployment, Job, Operation, Tenant, WpgState
+from plexrl.scheduler.relocation import send_migration
+from plexrl.scheduler.state import Deployment, Job, Operation, WpgState
+from plexrl.scheduler.tenants import (
+    authenticate,
+    check_budget,
+    tenant_configured,
+    tenant_created,
+)
 from plexrl.scheduler.views import (
     View,
+    cluster_view,
     deployment_view,
     group_view,
     job_view,
-    log_view,
     node_view,
+    operation_log,
     operation_view,
+    tenant_view,
+    usage_view,
 )
 from plexrl.wire.operations import USER_KINDS, OperationKind, OperationState
 
@@ -59,6 +70,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 RETRY_AFTER_S = 1.0
+PRIORITY_MAX = 100
 
 
 class SchedulerCore:
@@ -73,6 +85,9 @@ class SchedulerCore:
             ev.RouterJoined: self._router_joined,
             ev.RouterLost: self._router_lost,
             ev.TenantCreated: self._tenant_created,
+            ev.TenantConfigured: self._tenant_configured,
+            ev.NodeDrainChanged: self._node_drain_changed,
+            ev.StateMigrated: self._state_migrated,
             ev.JobSubmitted: self._job_submitted,
             ev.ControllerSeen: self._controller_seen,
             ev.JobFinished: self._job_finished,
@@ -94,13 +109,10 @@ class SchedulerCore:
         """
         context = self._context
         self._handlers[type(event)](event, now)
-        for what in context.due(now):
-            kind, _, name = what.partition(":")
-            if kind == "group":
-                context.touch(GroupId(name))
-            elif (job := context.state.jobs.get(JobId(name))) is not None:
-                detach_or_cancel(context, job, now)
-        while context.dirty or context.place_waiting or context.newcomers:
+        if context.timers and context.timers[0][0] <= now:
+            for what in context.due(now):
+                self._look_again(what, now)
+        while context.dirty or context.place_waiting or context.newcomers or context.cycles_over:
             if context.place_waiting or context.newcomers:
                 place_waiting(context, now)
             while context.dirty:
@@ -108,7 +120,26 @@ class SchedulerCore:
                 del context.dirty[group]
                 if group in context.state.groups:
                     advance(context, context.state.groups[group], now)
+            while context.cycles_over:
+                deployment = context.deployment(next(iter(context.cycles_over)))
+                del context.cycles_over[deployment.deployment]
+                cycle_over(context, deployment, now)
         return context.take_commands()
+
+    def _look_again(self, what: str, now: float) -> None:
+        context = self._context
+        kind, _, name = what.partition(":")
+        match kind:
+            case "group":
+                context.touch(GroupId(name))
+            case "placement":
+                context.place_waiting = context.place_waiting or bool(context.waiting)
+            case "migration":
+                deployment = context.state.deployments.get(DeploymentId(name))
+                if deployment is not None and deployment.state == WpgState.MIGRATING:
+                    send_migration(context, deployment)
+            case "job" if (job := context.state.jobs.get(JobId(name))) is not None:
+                detach_or_cancel(context, job, now)
 
     def check_invariants(self) -> None:
         """Assert the laws of `plexrl.scheduler.state`."""
@@ -161,13 +192,20 @@ class SchedulerCore:
 
     def _tenant_created(self, event: ev.TenantCreated, now: float) -> None:
         del now
-        tenants = self._context.state.tenants
-        known = tenants.get(event.tenant)
-        if known is not None and known.key_digest != event.key_digest:
-            raise ConflictError(f"tenant {event.tenant!r} exists already: choose another name")
-        tenants[event.tenant] = Tenant(
-            tenant=event.tenant, key_digest=event.key_digest, is_operator=event.is_operator
-        )
+        tenant_created(self._context.state, event)
+
+    def _tenant_configured(self, event: ev.TenantConfigured, now: float) -> None:
+        del now
+        tenant_configured(self._context.state, event)
+        self._context.place_waiting = True
+
+    def _node_drain_changed(self, event: ev.NodeDrainChanged, now: float) -> None:
+        if event.node not in self._context.state.nodes:
+            raise NotFoundError(f"there is no node {event.node!r}")
+        node_drain_changed(self._context, event, now)
+
+    def _state_migrated(self, event: ev.StateMigrated, now: float) -> None:
+        state_migrated(self._context, event, now)
 
     def _job_submitted(self, event: ev.JobSubmitted, now: float) -> None:
         context = self._context
@@ -180,6 +218,11 @@ class SchedulerCore:
             raise InvalidRequestError(
                 "controller_timeout_s must be above 0 and reattach_timeout_s at least 0"
             )
+        if not -PRIORITY_MAX <= event.priority <= PRIORITY_MAX:
+            raise InvalidRequestError(f"priority is between -{PRIORITY_MAX} and {PRIORITY_MAX}")
+        if event.gang < 0 or not 0 <= event.expected_s < 1e12:
+            raise InvalidRequestError("gang and expected_s are at least 0, and finite")
+        check_budget(context.state, event.tenant)
         context.state.jobs[event.job] = Job(
             job=event.job,
             tenant=event.tenant,
@@ -188,6 +231,9 @@ class SchedulerCore:
             reattach_timeout_s=event.reattach_timeout_s,
             submitted_at=now,
             seen_at=now,
+            priority=event.priority,
+            gang=event.gang,
+            expected_s=event.expected_s,
         )
         context.wake(now + event.controller_timeout_s, f"job:{event.job}")
 
@@ -235,6 +281,8 @@ class SchedulerCore:
             spec_json=event.spec_json,
             created_at=now,
             estimates=Estimates(event.state_bytes),
+            node_type=event.node_type,
+            trace=event.trace,
         )
         nodes = list(context.state.nodes.values())
         if not nodes:
@@ -242,6 +290,8 @@ class SchedulerCore:
         check_it_can_fit(nodes, deployment)
         context.state.deployments[event.deployment] = deployment
         job.deployments.append(event.deployment)
+        if deployment.trace is None:
+            deployment.trace = context.state.profiles.get(profile_key(context, deployment))
         self._seen(job, now)
         enqueue_deployment(context, deployment)
 
@@ -261,7 +311,8 @@ class SchedulerCore:
         deployment = self._context.state.deployments.get(name)
         if deployment is None or deployment.incarnation != incarnation:
             return None
-        return None if deployment.state == WpgState.STOPPED else deployment
+        gone = (WpgState.STOPPED, WpgState.MIGRATING, WpgState.WAITING)
+        return None if deployment.state in gone else deployment
 
     def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
         context = self._context
@@ -276,6 +327,7 @@ class SchedulerCore:
             return
         deployment = self._deployment(event.deployment)
         job = self._live_job(deployment.job)
+        check_budget(context.state, job.tenant)
         if event.kind not in USER_KINDS[deployment.kind]:
             raise InvalidRequestError(
                 f"{event.kind.value} is no operation of a {deployment.kind} deployment: "
@@ -412,46 +464,24 @@ class SchedulerCore:
         self, tenant: TenantId | None, job: JobId | None, after: int, limit: int, now: float
     ) -> list[View]:
         """Finished operations behind index `after`, oldest first, at most `limit`."""
-        state = self._context.state
-        rows: list[View] = []
-        # Indexes are consecutive but for the few that a replay log holds back.
-        first = max(0, len(state.finished) - (state.finished_count - after))
-        for name in state.finished[first:]:
-            operation = state.operations[name]
-            owner = state.jobs[state.deployments[operation.deployment].job]
-            if operation.index <= after:
-                continue
-            if tenant in (None, owner.tenant) and job in (None, owner.job):
-                rows.append(log_view(self._context, operation, now))
-                if len(rows) == limit:
-                    break
-        return rows
+        return operation_log(self._context, tenant, job, after, limit, now)
 
     def status(self, now: float) -> View:
         """The cluster in a few numbers."""
-        state = self._context.state
-        live = [job for job in state.jobs.values() if not job.state.is_final]
-        nodes = [node for node in state.nodes.values() if node.alive]
-        return {
-            "now": now,
-            "nodes": len(nodes),
-            "gpus": sum(node.gpus for node in nodes),
-            "gpus_reserved": sum(len(group.gpus) for group in state.groups.values()),
-            "routers": len(state.routers),
-            "tenants": len(state.tenants),
-            "jobs_live": len(live),
-            "jobs_total": len(state.jobs),
-            "operations_finished": state.finished_count,
-            "operations_pending": sum(len(d.queue) for d in state.deployments.values()),
-            "context_switches": sum(group.switches for group in state.groups.values()),
-        }
+        return cluster_view(self._context, now)
 
     def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:
         """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""
-        for tenant in self._context.state.tenants.values():
-            if tenant.key_digest == key_digest:
-                return tenant.tenant, tenant.is_operator
-        raise AuthenticationError("the API key is unknown: check PLEXRL_API_KEY")
+        return authenticate(self._context.state, key_digest)
+
+    def usage(self, tenant: TenantId | None) -> list[View]:
+        """What a tenant, or all, used: a row for each job and kind of operation."""
+        return usage_view(self._context, tenant)
+
+    def list_tenants(self, now: float) -> list[View]:
+        """All tenants with their limits, holdings and use."""
+        tenants = self._context.state.tenants.values()
+        return [tenant_view(self._context, tenant, now) for tenant in tenants]
 
     def tenants(self) -> list[TenantId]:
         """All tenants, in the order of their creation."""

@@ -195,6 +195,17 @@ class WorkerExited(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateMigrated(Event):
+    """A node's StateManager has fetched a version, or could not."""
+
+    deployment: DeploymentId
+    node: NodeId
+    seq: int
+    error: str = ""
+    """Why not; empty: it has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OperationSubmitted(Event):
     """A controller asked for an operation."""
 
@@ -265,6 +276,7 @@ CODEC: Codec[Event] = Codec(
     DeploymentCreated,
     WorkerReady,
     WorkerExited,
+    StateMigrated,
     OperationSubmitted,
     OperationCancelled,
     OperationFinished,

@@ -6,11 +6,14 @@ release gives back exactly what a reservation took, because nothing is taken apa
 """
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from plexrl.scheduler.demand import Footprint
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class FreeIntervals:

@@ -10,10 +10,14 @@ from collections.abc import Sequence
 
 from plexrl.ids import DeploymentId, FencingToken, OperationId
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.foresight import holds_back, prefetch
 from plexrl.scheduler.hrrs import Candidate
+from plexrl.scheduler.lifecycle import launch
 from plexrl.scheduler.operations import start
 from plexrl.scheduler.ordering import first
-from plexrl.scheduler.state import Deployment, Group, Operation, Residency
+from plexrl.scheduler.relocation import finish as finish_relocation
+from plexrl.scheduler.relocation import is_due
+from plexrl.scheduler.state import Deployment, Group, Operation, Residency, WpgState
 from plexrl.wire.operations import OperationKind, OperationState
 
 GAP_MARGIN = 4.0
@@ -28,11 +32,15 @@ LOOK_AHEAD = 32
 
 def advance(context: Context, group: Group, now: float) -> None:
     """Decide everything about `group` that can be decided now."""
+    if context.relocating and _move_out(context, group, now):
+        return
     holder = _holder(context, group)
     if holder is None:
         waiting = _waiting(context, group, now)
         if waiting:
-            _grant(context, group, _first(context, group, waiting, now), now)
+            chosen = _first(context, group, waiting, now)
+            if not _held_back(context, group, chosen, now):
+                _grant(context, group, chosen, now)
         return
     if holder.moving is not None or not holder.is_ready:
         return
@@ -40,10 +48,16 @@ def advance(context: Context, group: Group, now: float) -> None:
         if not holder.running:
             _replay_next(context, group, holder, now)
         return
+    if holder.running and context.inventory.spills(group):
+        _look_ahead(context, group, holder, now)
+    if holder.relocation is not None:
+        return
     if not holder.running and not _goes_on(context, holder, now):
         waiting = _waiting(context, group, now, besides=holder)
         if waiting and _may_be_relieved(context, group, holder, waiting, now):
-            _switch(context, group, holder, _first(context, group, waiting, now), now)
+            chosen = _first(context, group, waiting, now)
+            if not _held_back(context, group, chosen, now):
+                _switch(context, group, holder, chosen, now)
             return
         if not waiting and not holder.queue:
             _anticipate(context, group, holder, now)
@@ -67,6 +81,7 @@ def wants_the_group(context: Context, deployment: Deployment, now: float) -> boo
     """It has something to run, processes to run it, and no back-off to sit out."""
     return (
         deployment.is_ready
+        and deployment.relocation is None
         and now >= deployment.held_back_until
         and next_operation(context, deployment) is not None
     )
@@ -131,6 +146,33 @@ def _first(context: Context, group: Group, waiting: Sequence[Deployment], now: f
     return context.deployment(DeploymentId(best.name))
 
 
+def _held_back(context: Context, group: Group, chosen: Deployment, now: float) -> bool:
+    """Whether the burst that is next in order must keep out of a critical segment; looks again."""
+    if not context.policy.guards_slack:
+        return False
+    wait_s = holds_back(context, group, chosen, candidate(context, group, chosen), now)
+    if wait_s is None:
+        return False
+    context.wake(now + wait_s, f"group:{group.group}")
+    return True
+
+
+def _move_out(context: Context, group: Group, now: float) -> bool:
+    """Carry on the moves of members that are between operations; True where the group waits."""
+    for name in list(group.members):
+        member = context.deployment(name)
+        if not is_due(member):
+            continue
+        if member.residency == Residency.DEVICE and group.holder == name:
+            _offload(context, group, member, now)
+            return True
+        if member.residency != Residency.DEVICE and finish_relocation(context, member, now):
+            if member.state == WpgState.RECOVERING:
+                launch(context, member)
+            context.touch(member.group)
+    return group.group not in context.state.groups
+
+
 def _goes_on(context: Context, holder: Deployment, now: float) -> bool:
     """Whether the holder's burst goes on, whoever waits."""
     if not context.ordering.holds_bursts or not wants_the_group(context, holder, now):
@@ -184,6 +226,13 @@ def _anticipate(context: Context, group: Group, holder: Deployment, now: float) 
         or holder.burst_ended_at is None
     ):
         return
+    expected = _expected_next(context, group, now)
+    if expected is not None and expected is not holder:
+        _switch(context, group, holder, expected, now)
+
+
+def _expected_next(context: Context, group: Group, now: float) -> Deployment | None:
+    """The member whose next burst is due first, by when its last one ended and its usual pause."""
     expected = []
     for name in group.members:
         member = context.deployment(name)
@@ -193,11 +242,18 @@ def _anticipate(context: Context, group: Group, holder: Deployment, now: float) 
         # One that is late by more than it usually takes may have stopped for good.
         if now >= member.held_back_until and now <= ended_at + OVERDUE * think_s:
             expected.append((ended_at + think_s, name))
-    if not expected:
+    return context.deployment(min(expected)[1]) if expected else None
+
+
+def _look_ahead(context: Context, group: Group, holder: Deployment, now: float) -> None:
+    """While the holder works, have the state of whoever is next brought into host memory."""
+    waiting = _waiting(context, group, now, besides=holder)
+    if waiting:
+        prefetch(context, group, _first(context, group, waiting, now))
         return
-    _, name = min(expected)
-    if name != holder.deployment:
-        _switch(context, group, holder, context.deployment(name), now)
+    expected = _expected_next(context, group, now)
+    if expected is not None and expected is not holder:
+        prefetch(context, group, expected)
 
 
 def successor(context: Context, group: Group, now: float) -> Deployment | None:
@@ -233,9 +289,14 @@ def _switch(
     context: Context, group: Group, holder: Deployment, rival: Deployment, now: float
 ) -> None:
     """Offload the holder; its completion hands the lock to `rival`."""
+    group.incoming = rival.deployment
+    _offload(context, group, holder, now)
+
+
+def _offload(context: Context, group: Group, holder: Deployment, now: float) -> None:
+    """Take the holder's state off the GPUs; no operation of the old token runs any more."""
     end_burst(holder, now)
     group.token = FencingToken(group.token + 1)
-    group.incoming = rival.deployment
     holder.residency = Residency.MOVING
     _move(context, group, holder, OperationKind.OFFLOAD, holder.completed_seq, now)
 
@@ -320,6 +381,7 @@ def _move(
         source=None,
         submitted_at=now,
         internal=True,
+        caused_by=group.incoming if kind == OperationKind.OFFLOAD else None,
     )
     context.state.operations[name] = operation
     start(context, group, deployment, operation, now, seq=seq)

@@ -22,6 +22,7 @@ class Inventory:
         self._state = state
         self.index = CapacityIndex(config.horizon_slots)
         self.pool = NodePool()
+        self._spills: dict[GroupId, bool] = {}
         self._groups_on: dict[NodeId, dict[GroupId, None]] = {}
         for node in state.nodes.values():
             self.node_changed(node)
@@ -62,6 +63,7 @@ class Inventory:
         """A group without members gives its GPUs back."""
         self.index.remove_group(group.group)
         self.pool.give_back(group.gpus)
+        self._spills.pop(group.group, None)
         for node in _nodes(group):
             del self._groups_on[node][group.group]
 
@@ -123,6 +125,10 @@ class Inventory:
             total.append(int((known.host_memory_bytes + known.nvme_bytes - kept) * scale))
         return min(host), min(total)
 
+    def spills(self, group: Group) -> bool:
+        """Whether the states kept on the group's nodes are more than host memory holds."""
+        return self._spills[group.group]
+
     def check(self) -> None:
         """Assert that what was kept up to date is what would be made anew."""
         anew = Inventory(self._config, self._policy, self._state)
@@ -141,6 +147,7 @@ class Inventory:
 
     def _set_room(self, group: Group) -> None:
         host, total = self.state_bytes_free(group)
+        self._spills[group.group] = host < 0
         self.index.set_room(
             group.group,
             is_open=self.is_open(group),

@@ -1,14 +1,16 @@
 """Jobs, WPGs and nodes from start to end."""
 
 from plexrl.errors import OperationCancelledError
-from plexrl.ids import NodeId
 from plexrl.scheduler.admission import admit
 from plexrl.scheduler.commands import LaunchWorkers, ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.operations import drop_log, fail
 from plexrl.scheduler.placement import leave
+from plexrl.scheduler.profiler import forget_open_cycle
+from plexrl.scheduler.relocation import drain, nodes_of
 from plexrl.scheduler.state import Deployment, Job, Residency, WpgState
+from plexrl.scheduler.usage import meter
 from plexrl.wire.operations import OperationState
 
 ENDINGS = {
@@ -35,6 +37,7 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
 
 
 def _end_deployment(context: Context, deployment: Deployment, job: Job, now: float) -> None:
+    meter(context.state, deployment, now)
     error = OperationCancelledError(
         f"the job {job.job!r} ended ({job.state.lower()}) before this operation did",
         job=job.job,
@@ -50,15 +53,18 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
         if not operation.state.is_final:
             fail(context, operation, error, now)
     drop_log(context, deployment)
-    nodes = _nodes(deployment)
+    nodes = nodes_of(deployment)
     if deployment.incarnation:
         context.emit(
             StopWorkers(
                 deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=nodes
             )
         )
-        context.emit(ReleaseState(deployment=deployment.deployment, nodes=nodes))
+        kept = tuple(sorted({*nodes, *deployment.state_nodes}))
+        context.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
     _leave_group(context, deployment)
+    deployment.relocation = None
+    context.relocating.pop(deployment.deployment, None)
     deployment.state = WpgState.STOPPED
     deployment.residency = Residency.NONE
     deployment.addresses.clear()
@@ -94,8 +100,13 @@ def place_waiting(context: Context, now: float) -> None:
         launch(context, deployment)
         context.touch(deployment.group)
         job = context.job(deployment.job)
+        deployment.state_nodes = []
         if all(context.deployment(name).group is not None for name in job.deployments):
             job_event(job, JobTrigger.PLACED)
+
+    for node in context.state.nodes.values():
+        if node.is_draining:
+            drain(context, node.node, now)
 
 
 def launch(context: Context, deployment: Deployment) -> None:
@@ -107,7 +118,7 @@ def launch(context: Context, deployment: Deployment) -> None:
 
 def send_launch(context: Context, deployment: Deployment) -> None:
     """Issue (or issue again) the launch of the current incarnation."""
-    if not all(context.state.nodes[node].alive for node in _nodes(deployment)):
+    if not all(context.state.nodes[node].alive for node in nodes_of(deployment)):
         return
     assert deployment.group is not None, f"{deployment.deployment} launches without GPUs"
     context.emit(
@@ -142,12 +153,17 @@ def restart(context: Context, deployment: Deployment, reason: str, now: float) -
         operation = context.state.operations[name]
         operation.state = OperationState.PENDING
         operation.started_at = None
+        # What a fault made void is nobody's use.
+        operation.gpu_seconds = 0.0
     deployment.queue[:0] = interrupted
     if deployment.moving is not None:
         # It is made anew when it is needed again, under a name of its own.
         del context.state.operations[deployment.moving.operation]
         deployment.moving = None
     deployment.replaying.clear()
+    forget_open_cycle(deployment)
+    if deployment.queue:
+        deployment.wants_since = now
     deployment.residency = Residency.NONE
     deployment.burst_started_at = None
     deployment.idle_since = None
@@ -156,7 +172,7 @@ def restart(context: Context, deployment: Deployment, reason: str, now: float) -
         StopWorkers(
             deployment=deployment.deployment,
             incarnation=deployment.incarnation,
-            nodes=_nodes(deployment),
+            nodes=nodes_of(deployment),
         )
     )
     deployment.state = WpgState.RECOVERING
@@ -197,7 +213,3 @@ def cycle_ended(job: Job) -> None:
     """The job's first full training cycle is over."""
     if job.state == JobState.PROFILING:
         job_event(job, JobTrigger.CYCLE_ENDED)
-
-
-def _nodes(deployment: Deployment) -> tuple[NodeId, ...]:
-    return tuple(sorted({rank.node for rank in deployment.ranks}))

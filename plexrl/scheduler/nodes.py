@@ -1,10 +1,15 @@
 """Nodes that come, go and come back, and what becomes of the workers they had."""
 
+from plexrl.ids import NodeId
 from plexrl.scheduler.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.events import NodeJoined, NodeLost
-from plexrl.scheduler.lifecycle import restart, send_launch, worker_ready
-from plexrl.scheduler.state import Node, WpgState
+from plexrl.scheduler.events import NodeDrainChanged, NodeJoined, NodeLost, StateMigrated
+from plexrl.scheduler.lifecycle import launch, restart, send_launch, worker_ready
+from plexrl.scheduler.relocation import drain, migrated, nodes_of, send_migration
+from plexrl.scheduler.state import Deployment, Node, WpgState
+
+MIGRATION_RETRY_S = 2.0
+"""Before a copy that failed is tried again."""
 
 
 def node_joined(context: Context, event: NodeJoined, now: float) -> None:
@@ -27,6 +32,9 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
     for deployment in list(context.state.deployments.values()):
         ranks = [rank.rank for rank in deployment.ranks if rank.node == event.node]
         if not ranks or deployment.state in (WpgState.WAITING, WpgState.STOPPED):
+            continue
+        if deployment.state == WpgState.MIGRATING:
+            send_migration(context, deployment)
             continue
         missing = False
         for rank in ranks:
@@ -51,9 +59,49 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
             )
     live = context.state.deployments
     for name in event.states:
-        if name not in live or live[name].state == WpgState.STOPPED:
+        if name not in live or not _keeps_state(live[name], event.node):
             context.emit(ReleaseState(deployment=name, nodes=(event.node,)))
     context.place_waiting = True
+
+
+def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) -> None:
+    """An operator wants the node empty: nothing new comes to it, and what is there moves away, each
+    WPG between two of its operations, as soon as there is room elsewhere; or has it back in use."""
+    node = context.state.nodes[event.node]
+    node.is_draining = event.is_draining
+    context.inventory.node_changed(node)
+    if event.is_draining:
+        drain(context, event.node, now)
+        return
+    for name in list(context.relocating):
+        deployment = context.deployment(name)
+        if event.node in nodes_of(deployment):
+            deployment.relocation = None
+            del context.relocating[name]
+            context.touch(deployment.group)
+    context.place_waiting = True
+
+
+def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
+    """A node has a version that it was to fetch, or could not fetch it."""
+    deployment = context.state.deployments.get(event.deployment)
+    if deployment is None or deployment.state != WpgState.MIGRATING:
+        return
+    if event.seq != deployment.durable_seq:
+        return
+    if event.error:
+        deployment.held_back_reason = event.error
+        context.wake(now + MIGRATION_RETRY_S, f"migration:{event.deployment}")
+    elif migrated(context, deployment, event.node):
+        launch(context, deployment)
+        context.touch(deployment.group)
+
+
+def _keeps_state(deployment: Deployment, node: NodeId) -> bool:
+    """Whether the node's StateManager has a reason to hold state of the deployment."""
+    if deployment.state == WpgState.STOPPED:
+        return False
+    return node in deployment.state_nodes or node in nodes_of(deployment)
 
 
 def node_lost(context: Context, event: NodeLost, now: float) -> None:
@@ -66,6 +114,8 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
     for deployment in list(context.state.deployments.values()):
         here = [rank.rank for rank in deployment.ranks if rank.node == event.node]
         if not here or deployment.state in (WpgState.WAITING, WpgState.STOPPED):
+            continue
+        if deployment.state == WpgState.MIGRATING:
             continue
         if deployment.state == WpgState.RECOVERING:
             # It is launched again when the node is back; whoever was ready there is dead.

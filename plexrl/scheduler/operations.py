@@ -7,10 +7,15 @@ from plexrl.ids import BlobRef, OperationId
 from plexrl.scheduler.commands import RunOperation
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationSubmitted
+from plexrl.scheduler.profiler import next_began, run_began, run_ended
 from plexrl.scheduler.state import Deployment, Group, Operation
+from plexrl.scheduler.usage import bill, meter
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
 PUBLISH_SUFFIX = ":publish"
+
+MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT})
+"""Operations that the scheduler makes for itself: no part of a job's demand."""
 
 
 def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
@@ -30,7 +35,7 @@ def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
             submitted_at=now,
             internal=True,
         )
-        source.queue.append(after)
+        _queue(source, after, now)
         context.touch(source.group)
     deployment = context.deployment(event.deployment)
     context.state.operations[event.operation] = Operation(
@@ -44,8 +49,14 @@ def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
         submitted_at=now,
         after=after,
     )
-    deployment.queue.append(event.operation)
+    _queue(deployment, event.operation, now)
     context.touch(deployment.group)
+
+
+def _queue(deployment: Deployment, operation: OperationId, now: float) -> None:
+    if deployment.wants_since is None and not deployment.running:
+        deployment.wants_since = now
+    deployment.queue.append(operation)
 
 
 def start(
@@ -66,10 +77,15 @@ def start(
             seq = deployment.completed_seq + 1
         else:
             seq = deployment.completed_seq
+    meter(context.state, deployment, now)
     if not replay:
         operation.seq = seq
         operation.state = OperationState.RUNNING
         operation.started_at = now
+        if deployment.kind == "train" and operation.kind not in MOVES:
+            if next_began(deployment, now) is not None:
+                context.cycles_over[deployment.deployment] = None
+            run_began(deployment, now)
     operation.token = group.token
     operation.group = group.group
     sources: tuple[str, ...] = ()
@@ -111,6 +127,8 @@ def complete(
 ) -> None:
     """Record the success of a user operation or publish, and keep what a recovery would need."""
     operation.state = OperationState.FINISHED
+    if deployment.kind == "train":
+        _note_run(context, deployment, operation, now)
     operation.result = result
     operation.result_json = result_json
     operation.compute_s = compute_s
@@ -127,6 +145,15 @@ def complete(
         if dependent is not None:
             dependent.source_seq = operation.seq
     _into_history(context, operation, now)
+
+
+def _note_run(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
+    began_at = operation.started_at if operation.started_at is not None else now
+    deployments = (context.deployment(name) for name in context.job(deployment.job).deployments)
+    overlapped = any(each.kind == "rollout" and each.running for each in deployments)
+    run_ended(deployment, operation.kind, began_at, now, overlapped=overlapped)
+    if deployment.queue:
+        deployment.wants_since = now
 
 
 def fail(context: Context, operation: Operation, error: PlexRLError, now: float) -> None:
@@ -171,6 +198,8 @@ def finish_move(
 def _into_history(context: Context, operation: Operation, now: float) -> None:
     state = context.state
     operation.finished_at = now
+    if operation.started_at is not None:
+        bill(state, context.deployment(operation.deployment), operation, now)
     state.finished_count += 1
     operation.index = state.finished_count
     state.finished.append(operation.operation)

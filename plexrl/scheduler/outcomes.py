@@ -7,10 +7,12 @@ from plexrl.ids import FencingToken, OperationId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationFailed, OperationFinished
 from plexrl.scheduler.groups import end_burst, load, successor
-from plexrl.scheduler.jobs import JobState, JobTrigger
+from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
 from plexrl.scheduler.operations import complete, drop_log, fail, finish_move
+from plexrl.scheduler.relocation import nodes_of
 from plexrl.scheduler.state import Deployment, Group, Operation, Residency
+from plexrl.scheduler.usage import meter
 from plexrl.wire.operations import OperationKind, OperationState
 
 BACK_OFF_S = 2.0
@@ -29,6 +31,7 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
     if found is None:
         return
     operation, deployment, group = found
+    meter(context.state, deployment, now)
     deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
     if deployment.moving is not None and deployment.moving.operation == event.operation:
         _move_finished(context, group, deployment, operation, event, now)
@@ -62,6 +65,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     if found is None:
         return
     operation, deployment, group = found
+    meter(context.state, deployment, now)
     error = from_wire(msgspec.json.decode(event.error_json, type=dict[str, object]))
     if deployment.moving is not None and deployment.moving.operation == event.operation:
         if error.code in LOST_CODES:
@@ -143,6 +147,7 @@ def _move_finished(
 
 def _version_made(context: Context, deployment: Deployment) -> None:
     deployment.durable_seq = deployment.completed_seq
+    deployment.state_nodes = list(nodes_of(deployment))
     drop_log(context, deployment)
 
 
@@ -192,6 +197,8 @@ def _granted(context: Context, deployment: Deployment) -> None:
     only_rollout = all(context.deployment(name).kind != "train" for name in job.deployments)
     if deployment.kind == "train" or only_rollout:
         job_event(job, JobTrigger.GRANTED)
+        if deployment.trace is not None:
+            cycle_ended(job)
 
 
 def _published(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
@@ -203,5 +210,5 @@ def _published(context: Context, deployment: Deployment, operation: Operation, n
         end_burst(deployment, now)
         deployment.idle_since = None
         job = context.job(deployment.job)
-        if job.state == JobState.PROFILING:
+        if not context.policy.repacks or deployment.trace is not None:
             cycle_ended(job)

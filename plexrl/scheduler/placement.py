@@ -41,9 +41,14 @@ class Choice:
     cost: float = 0.0
 
 
-def place(context: Context, deployment: Deployment, now: float) -> Group | None:
-    """Put `deployment` on a group, making one if need be; None where it must wait."""
-    for way in ways(context, deployment, now):
+def place(
+    context: Context, deployment: Deployment, now: float, only: tuple[Way, ...] | None = None
+) -> Group | None:
+    """Put `deployment` on a group, making one if need be; None where it must wait.
+
+    `only` names the ways to try; absent, the policy does.
+    """
+    for way in ways(context, deployment, now) if only is None else only:
         if way == Way.DEDICATED:
             group = _new_group(context, deployment)
             if group is None:
@@ -54,9 +59,36 @@ def place(context: Context, deployment: Deployment, now: float) -> Group | None:
             if found is None:
                 continue
             choice, group = found, context.state.groups[found.group]
-        _join(context, group, deployment, choice, now)
+        join(context, group, deployment, choice, now)
         return group
     return None
+
+
+def join(
+    context: Context, group: Group, deployment: Deployment, choice: Choice, now: float
+) -> None:
+    """Make `deployment` a member of `group`, by a choice made now.
+
+    Raises:
+        CapacityError: the choice was strict and does not hold any more; nothing changed.
+    """
+    group.members.append(deployment.deployment)
+    deployment.group = group.group
+    deployment.ranks = group.gpus
+    trace = deployment.trace if shares(deployment) else None
+    start_slot = int(now) % context.config.horizon_slots
+    deployment.reservation = Reservation(shift=float(start_slot + choice.shift_slots), trace=trace)
+    context.inventory.reserve(deployment, strict=choice.way == Way.STRICT)
+    deployment.placement = PlacementRecord(
+        at=now,
+        way=choice.way.value,
+        group=group.group,
+        members=len(group.members),
+        shift_s=float(choice.shift_slots),
+        setup_s=deployment.state_bytes / MOVE_BYTES_PER_S,
+        overlap_s=choice.overlap_s,
+        interference_s=choice.interference_s,
+    )
 
 
 def ways(context: Context, deployment: Deployment, now: float) -> tuple[Way, ...]:
@@ -181,7 +213,9 @@ def _by_room(context: Context, deployment: Deployment, way: Way) -> Choice | Non
     best: tuple[tuple[float, ...], Choice] | None = None
     for shape in _shapes(context, deployment):
         table = context.inventory.index.table(shape)
-        rows = np.flatnonzero(has_room(context, table, deployment, duty))
+        room = has_room(context, table, deployment, duty)
+        _leave_out_own(context, shape, deployment, room)
+        rows = np.flatnonzero(room)
         if not rows.size:
             continue
         load, members, serial = table.load[rows], table.members[rows], table.serial[rows]
@@ -193,6 +227,16 @@ def _by_room(context: Context, deployment: Deployment, way: Way) -> Choice | Non
         if best is None or key < best[0]:
             best = key, Choice(group=group, way=way)
     return None if best is None else best[1]
+
+
+def _leave_out_own(
+    context: Context, shape: Shape, deployment: Deployment, room: NDArray[np.bool_]
+) -> None:
+    """Nobody moves to the group it is on."""
+    if deployment.group is not None:
+        row = context.inventory.index.row(deployment.group, shape)
+        if row is not None:
+            room[row] = False
 
 
 def _in_order_of(
@@ -244,28 +288,6 @@ def _new_group(context: Context, deployment: Deployment) -> Group | None:
     state.groups[group.group] = group
     context.inventory.add_group(group)
     return group
-
-
-def _join(
-    context: Context, group: Group, deployment: Deployment, choice: Choice, now: float
-) -> None:
-    group.members.append(deployment.deployment)
-    deployment.group = group.group
-    deployment.ranks = group.gpus
-    trace = deployment.trace if shares(deployment) else None
-    start_slot = int(now) % context.config.horizon_slots
-    deployment.reservation = Reservation(shift=float(start_slot + choice.shift_slots), trace=trace)
-    context.inventory.reserve(deployment, strict=choice.way == Way.STRICT)
-    deployment.placement = PlacementRecord(
-        at=now,
-        way=choice.way.value,
-        group=group.group,
-        members=len(group.members),
-        shift_s=float(choice.shift_slots),
-        setup_s=deployment.state_bytes / MOVE_BYTES_PER_S,
-        overlap_s=choice.overlap_s,
-        interference_s=choice.interference_s,
-    )
 
 
 def _placed(deployment: Deployment) -> GroupId:

@@ -29,8 +29,10 @@ class PlacementPolicy(Protocol):
 
     name: str
     backfills: bool
-    """A job behind one that waits for GPUs may take what is free now; and at run time work outside
-    a member's own slack may run where it ends before the next critical segment of another."""
+    """A job behind one that waits for GPUs may take what is free now."""
+    guards_slack: bool
+    """At run time, members without time of their own keep out of the critical segments of those
+    that have."""
     repacks: bool
     """Jobs are placed again once their profile is known."""
 
@@ -44,6 +46,7 @@ class Isolated:
 
     name = "isolated"
     backfills = True
+    guards_slack = False
     repacks = False
 
     def ways(self, *, has_profile: bool, waited_s: float) -> tuple[Way, ...]:
@@ -57,6 +60,7 @@ class Pack:
 
     name = "pack"
     backfills = True
+    guards_slack = False
     repacks = False
 
     def ways(self, *, has_profile: bool, waited_s: float) -> tuple[Way, ...]:
@@ -70,6 +74,7 @@ class Spread:
 
     name = "spread"
     backfills = False
+    guards_slack = True
     repacks = True
 
     def __init__(self, cold_start_patience_s: float) -> None:

@@ -45,14 +45,13 @@ class ProfilerConfig:
     """Relative change of period or busy time that counts as drift."""
 
 
-def run_began(deployment: Deployment, submitted_at: float, now: float) -> None:
+def run_began(deployment: Deployment, now: float) -> None:
     """An operation starts on the group: note what it waited, and a new cycle's beginning."""
-    since = deployment.wants_since
-    waited_s = 0.0 if since is None else max(0.0, now - since)
+    since = deployment.wants_since if deployment.wants_since is not None else now
     deployment.wants_since = None
     if deployment.cycle is None:
-        deployment.cycle = OpenCycle(started_at=min(submitted_at, now))
-    deployment.cycle.waited_s += waited_s
+        deployment.cycle = OpenCycle(started_at=since)
+    deployment.cycle.waited_s += max(0.0, now - since)
 
 
 def run_ended(
@@ -69,20 +68,21 @@ def run_ended(
     cycle.ends = cycle.ends or _is_end(deployment, kind)
 
 
-def next_arrived(deployment: Deployment, now: float) -> Cycle | None:
-    """An operation was submitted to an idle deployment: if a cycle's end has passed, this is the
-    start of the next one. Returns the cycle that is over."""
+def next_began(deployment: Deployment, now: float) -> Cycle | None:
+    """An operation is about to start: if a cycle's end has passed, the next one began when this
+    operation could first have run. Returns the cycle that is over."""
     cycle = deployment.cycle
     if cycle is None or not cycle.ends:
         return None
-    length_s = max(1e-6, now - cycle.started_at)
+    since = deployment.wants_since if deployment.wants_since is not None else now
+    length_s = max(1e-6, since - cycle.started_at)
     over = Cycle(
         started_at=cycle.started_at,
         length_s=length_s,
         waited_s=min(cycle.waited_s, length_s),
         spans=tuple(cycle.spans),
     )
-    deployment.cycle = OpenCycle(started_at=now)
+    deployment.cycle = OpenCycle(started_at=since)
     deployment.cycles_seen += 1
     if deployment.cycles_seen > WARM_UP_CYCLES:
         deployment.cycles.append(over)

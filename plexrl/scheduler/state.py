@@ -48,7 +48,9 @@ class WpgState(StrEnum):
     LAUNCHING = "launching"
     READY = "ready"
     RECOVERING = "recovering"
-    """Launching again after a loss."""
+    """Launching again after a loss or a move."""
+    MIGRATING = "migrating"
+    """Its state is on the way to other nodes; its processes start when it is there."""
     STOPPED = "stopped"
 
 
@@ -170,6 +172,14 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Relocation:
+    """A move to other GPUs that waits for an operation boundary."""
+
+    reason: str
+    asked_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BusySpan:
     """One run on the group, on the clock of a cycle from which waiting is taken out."""
 
@@ -241,6 +251,15 @@ class Deployment:
     durable_seq: int = 0
     """Version that the StateManagers hold whole; 0: the initial weights, which are rebuilt."""
     published_seq: int | None = None
+    relocation: Relocation | None = None
+    moves: int = 0
+    """Relocations so far."""
+    moved_at: float | None = None
+    moved_because: str = ""
+    state_nodes: list[NodeId] = field(default_factory=list)
+    """Whose StateManagers hold version `durable_seq`."""
+    awaited_nodes: list[NodeId] = field(default_factory=list)
+    """Whose StateManagers are still to get it."""
     wants_since: float | None = None
     """Since when it has had an operation to run and not the group to run it on."""
     cycle: OpenCycle | None = None
@@ -287,6 +306,8 @@ class Group:
     members: list[DeploymentId] = field(default_factory=list)
     holder: DeploymentId | None = None
     """The member that has the lock: its state is on the GPUs, or on the way there or off."""
+    prefetched: DeploymentId | None = None
+    """Whose state was last asked to be brought into host memory."""
     incoming: DeploymentId | None = None
     """During an offload of the holder: who gets the lock next."""
     token: FencingToken = FencingToken(0)
@@ -332,6 +353,8 @@ class State:
     jobs: dict[JobId, Job] = field(default_factory=dict)
     deployments: dict[DeploymentId, Deployment] = field(default_factory=dict)
     groups: dict[GroupId, Group] = field(default_factory=dict)
+    profiles: dict[str, DemandTrace] = field(default_factory=dict)
+    """Measured demand of deployments that were, by what a later one must share with them."""
     operations: dict[OperationId, Operation] = field(default_factory=dict)
     finished: list[OperationId] = field(default_factory=list)
     finished_count: int = 0

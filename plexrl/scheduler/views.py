@@ -4,9 +4,11 @@ from typing import Any
 
 import msgspec
 
+from plexrl.ids import JobId, TenantId
+from plexrl.scheduler.admission import quota_of, tenant_share
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
-from plexrl.scheduler.state import Deployment, Group, Job, Node, Operation
+from plexrl.scheduler.state import Deployment, Group, Job, Node, Operation, Tenant
 
 View = dict[str, Any]
 
@@ -87,6 +89,8 @@ def job_view(context: Context, job: Job) -> View:
         "state": job.state.value,
         "attached": job.attached,
         "reason": job.reason,
+        "priority": job.priority,
+        "gpu_seconds": sum(row.gpu_seconds for row in job.usage.values()),
         "submitted_at": job.submitted_at,
         "ended_at": job.ended_at,
         "deployments": [
@@ -102,6 +106,9 @@ def group_view(context: Context, group: Group) -> View:
         "gpus": [{"node": gpu.node, "gpu": gpu.gpu} for gpu in group.gpus],
         "members": list(group.members),
         "shared": group.shared,
+        "node_type": group.node_type,
+        "is_closed": group.is_closed,
+        "load": context.inventory.index.load(group.group),
         "holder": group.holder,
         "token": group.token,
         "phase": _phase(context, group),
@@ -113,7 +120,9 @@ def group_view(context: Context, group: Group) -> View:
 def node_view(context: Context, node: Node) -> View:
     """One node."""
     reserved = sum(
-        gpu.node == node.node for group in context.state.groups.values() for gpu in group.gpus
+        gpu.node == node.node
+        for name in context.inventory.groups_on(node.node)
+        for gpu in context.state.groups[name].gpus
     )
     return {
         "node": node.node,
@@ -121,8 +130,92 @@ def node_view(context: Context, node: Node) -> View:
         "gpus_reserved": reserved,
         "gpu_memory_bytes": node.gpu_memory_bytes,
         "host_memory_bytes": node.host_memory_bytes,
+        "nvme_bytes": node.nvme_bytes,
+        "node_type": node.node_type,
+        "block": node.block,
+        "is_draining": node.is_draining,
+        "groups": context.inventory.groups_on(node.node),
         "alive": node.alive,
         "statemanager": node.statemanager,
+    }
+
+
+def operation_log(
+    context: Context,
+    tenant: TenantId | None,
+    job: JobId | None,
+    after: int,
+    limit: int,
+    now: float,
+) -> list[View]:
+    """Finished operations behind index `after`, oldest first, at most `limit`."""
+    state = context.state
+    rows: list[View] = []
+    # Indexes are consecutive but for the few that a replay log holds back.
+    first = max(0, len(state.finished) - (state.finished_count - after))
+    for name in state.finished[first:]:
+        operation = state.operations[name]
+        owner = state.jobs[state.deployments[operation.deployment].job]
+        if operation.index <= after:
+            continue
+        if tenant in (None, owner.tenant) and job in (None, owner.job):
+            rows.append(log_view(context, operation, now))
+            if len(rows) == limit:
+                break
+    return rows
+
+
+def cluster_view(context: Context, now: float) -> View:
+    """The cluster in a few numbers."""
+    state = context.state
+    live = [job for job in state.jobs.values() if not job.state.is_final]
+    nodes = [node for node in state.nodes.values() if node.alive]
+    return {
+        "now": now,
+        "nodes": len(nodes),
+        "gpus": sum(node.gpus for node in nodes),
+        "gpus_reserved": sum(len(group.gpus) for group in state.groups.values()),
+        "routers": len(state.routers),
+        "tenants": len(state.tenants),
+        "jobs_live": len(live),
+        "jobs_total": len(state.jobs),
+        "deployments_waiting": len(context.waiting),
+        "operations_finished": state.finished_count,
+        "operations_pending": sum(len(d.queue) for d in state.deployments.values()),
+        "context_switches": sum(group.switches for group in state.groups.values()),
+    }
+
+
+def usage_view(context: Context, tenant: TenantId | None) -> list[View]:
+    """What was used, a row for each job and kind of operation, oldest job first."""
+    return [
+        {
+            "tenant": job.tenant,
+            "job": job.job,
+            "name": job.name,
+            "kind": kind,
+            "operations": row.operations,
+            "failed": row.failed,
+            "tokens": row.tokens,
+            "gpu_seconds": row.gpu_seconds,
+        }
+        for job in context.state.jobs.values()
+        if tenant in (None, job.tenant)
+        for kind, row in sorted(job.usage.items())
+    ]
+
+
+def tenant_view(context: Context, tenant: Tenant, now: float) -> View:
+    """One tenant: its limits, what it holds, what it used."""
+    gpus, jobs = context.holdings(tenant.tenant)
+    return {
+        "tenant": tenant.tenant,
+        "is_operator": tenant.is_operator,
+        **quota_of(tenant),
+        "gpus_held": gpus,
+        "jobs_running": jobs,
+        "gpu_seconds": tenant.gpu_seconds,
+        "share": tenant_share(context, tenant.tenant, now),
     }
 
 

@@ -1,0 +1,72 @@
+"""What follows from a cycle that is over: profile, plan, service level, repacking."""
+
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
+from plexrl.scheduler.placement import reserve_anew, shares
+from plexrl.scheduler.profiler import ProfilerConfig, refresh
+from plexrl.scheduler.relocation import consider_relief, consider_repacking
+from plexrl.scheduler.state import Deployment
+
+PHASE_TOLERANCE = 0.1
+"""Part of the period by which a job may run beside its plan before the plan follows it."""
+
+PROFILES_MAX = 10_000
+"""Profiles remembered for jobs that come again."""
+
+
+def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
+    """Take in the deployment's newest cycle."""
+    if deployment.group is None or not shares(deployment):
+        return
+    config = context.config
+    renewed = refresh(
+        deployment,
+        ProfilerConfig(cycles=config.profile_cycles, drift_tolerance=config.drift_tolerance),
+    )
+    if renewed:
+        remember(context, deployment)
+        _follow(context, deployment)
+        job = context.job(deployment.job)
+        if job.state == JobState.PROFILING:
+            job.state = next_state(job.state, JobTrigger.CYCLE_ENDED)
+        # Its group may take others now.
+        context.place_waiting = context.place_waiting or bool(context.waiting)
+        consider_repacking(context, deployment, now)
+    elif context.policy.repacks and _is_beside_plan(context, deployment):
+        _follow(context, deployment)
+    consider_relief(context, deployment, now)
+
+
+def remember(context: Context, deployment: Deployment) -> None:
+    """Keep the profile for the next job of the same tenant and name (warm start)."""
+    assert deployment.trace is not None
+    profiles = context.state.profiles
+    key = profile_key(context, deployment)
+    profiles.pop(key, None)
+    profiles[key] = deployment.trace
+    if len(profiles) > PROFILES_MAX:
+        del profiles[next(iter(profiles))]
+
+
+def profile_key(context: Context, deployment: Deployment) -> str:
+    """What a later deployment must have in common with this one to begin with its profile."""
+    job = context.job(deployment.job)
+    name = deployment.deployment.rsplit("/", 1)[-1]
+    parts = (job.tenant, job.name, name, str(deployment.workers), str(deployment.state_bytes))
+    return "/".join(parts)
+
+
+def _follow(context: Context, deployment: Deployment) -> None:
+    """Lay the reservation where the job really runs."""
+    cycle = deployment.cycle
+    started_at = cycle.started_at if cycle is not None else deployment.cycles[-1].started_at
+    reserve_anew(context, deployment, started_at % context.config.horizon_slots)
+
+
+def _is_beside_plan(context: Context, deployment: Deployment) -> bool:
+    reservation, cycle = deployment.reservation, deployment.cycle
+    if reservation is None or reservation.trace is None or cycle is None:
+        return False
+    period = context.inventory.footprint(deployment).period
+    beside = (cycle.started_at % context.config.horizon_slots - reservation.shift) % period
+    return min(beside, period - beside) > PHASE_TOLERANCE * period

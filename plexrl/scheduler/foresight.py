@@ -1,0 +1,90 @@
+"""What the next moments of a group will bring: slack of critical segments, and prefetches.
+
+Work of a member that has no time of its own reserved (it overlaps by the plan, or was backfilled
+before it had a profile) starts only if it and the switch back end before the next critical segment
+of a member that has, unless its response ratio has passed the starvation bound (PlexRL §4.4, §7.1).
+"""
+
+from plexrl.scheduler.commands import PrefetchState
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.hrrs import Candidate, response_ratio
+from plexrl.scheduler.relocation import nodes_of
+from plexrl.scheduler.state import Deployment, Group
+from plexrl.wire.operations import OperationKind
+
+OVERDUE_PART = 0.5
+"""Of its usual pause, for which a member that is late is still expected at any moment."""
+
+
+def next_critical_s(
+    context: Context, group: Group, besides: Deployment, now: float
+) -> float | None:
+    """Seconds to the next critical segment of a member with time of its own; None: none expected.
+
+    From when the member's last burst ended and how long it usually pauses, which follows it through
+    every delay; the ring's plan only says who has time of their own.
+    """
+    soonest: float | None = None
+    for name in group.members:
+        member = context.deployment(name)
+        if member is besides or not owns_time(member) or not member.is_ready:
+            continue
+        think_s, ended_at = member.estimates.think_seconds, member.burst_ended_at
+        if think_s is None or ended_at is None or member.queue or member.running:
+            continue
+        due_s = ended_at + think_s - now
+        if due_s < -OVERDUE_PART * think_s:
+            continue
+        due_s = max(0.0, due_s)
+        if soonest is None or due_s < soonest:
+            soonest = due_s
+    return soonest
+
+
+def owns_time(member: Deployment) -> bool:
+    """Whether the plan holds time free for it that must not be taken: placed strictly, and what it
+    does there delays its job."""
+    placement, reservation = member.placement, member.reservation
+    if placement is None or reservation is None or reservation.trace is None:
+        return False
+    critical = any(s.slack_s < s.duration_s for s in reservation.trace.segments)
+    return critical and placement.overlap_s == 0
+
+
+def holds_back(
+    context: Context, group: Group, guest: Deployment, burst: Candidate, now: float
+) -> float | None:
+    """Seconds that `guest`'s burst should still be held back for a critical segment; None: start.
+
+    The time returned is when to look again, not a promise.
+    """
+    if not context.policy.guards_slack or owns_time(guest):
+        return None
+    if response_ratio(burst, now) >= context.config.starvation_ratio:
+        return None
+    critical_s = next_critical_s(context, group, guest, now)
+    if critical_s is None:
+        return None
+    estimates = guest.estimates
+    back_s = estimates.move_s(OperationKind.OFFLOAD) + estimates.move_s(OperationKind.LOAD)
+    if burst.service_s + burst.setup_s + back_s <= critical_s:
+        return None
+    effective_s = burst.service_s + burst.setup_s
+    patience_s = (context.config.starvation_ratio - 1.0) * effective_s
+    left_s = burst.arrived_at + patience_s - now
+    return max(0.001, min(left_s, critical_s + effective_s))
+
+
+def prefetch(context: Context, group: Group, deployment: Deployment) -> None:
+    """Hint that `deployment` is likely to be loaded next, where its state may lie on NVMe."""
+    if group.prefetched == deployment.deployment or not deployment.durable_seq:
+        return
+    group.prefetched = deployment.deployment
+    if context.inventory.spills(group):
+        context.emit(
+            PrefetchState(
+                deployment=deployment.deployment,
+                seq=deployment.durable_seq,
+                nodes=nodes_of(deployment),
+            )
+        )

@@ -1,0 +1,249 @@
+"""Moving a WPG to other GPUs: repacking, drains, and relief of a job that waits too much.
+
+A move is decided by `consider_repacking`, `consider_relief` or `drain`, then waits for an operation
+boundary, has the state made durable, and ends in `finish`: the old processes stop, the WPG leaves
+its group and joins another, its state follows where the nodes differ, new processes start. No
+accepted operation is lost on the way: they wait in the queue as for any switch.
+
+Moves cost; a job is moved only where the gain within `REPACK_WINDOW_S` exceeds the cost by
+`HYSTERESIS`, and each move doubles the time before the next one, so no sequence of profiles makes a
+job wander.
+"""
+
+from plexrl.ids import NodeId
+from plexrl.scheduler.commands import MigrateState, ReleaseState, StopWorkers
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.estimates import MOVE_BYTES_PER_S
+from plexrl.scheduler.placement import Choice, find, join, leave, nearest, place, shares, ways
+from plexrl.scheduler.policies import Way
+from plexrl.scheduler.profiler import forget_open_cycle, waiting_part
+from plexrl.scheduler.state import Deployment, Relocation, Residency, WpgState
+
+REPACK_WINDOW_S = 3600.0
+"""Over which a move must pay."""
+
+HYSTERESIS = 1.25
+"""Gain over cost that a move needs."""
+
+FREE_GROUP_VALUE = 0.25
+"""Worth of a GPU-second freed while nobody waits for GPUs; 1 while somebody does."""
+
+LAUNCH_S = 30.0
+"""Of new processes, where nothing is known: imports, a process group, the model's build."""
+
+CYCLES_MIN = 3
+"""Measured cycles before the service level says anything."""
+
+REOPEN_PART = 0.8
+"""Of the bound on waiting, below which all members must be for a group to take members again."""
+
+
+def consider_repacking(context: Context, deployment: Deployment, now: float) -> None:
+    """A profile is new: is there a group in whose gaps the job would pay to run?"""
+    if not context.policy.repacks or not may_move(context, deployment, now):
+        return
+    found = _reachable(context, deployment, nearest(context, deployment, now, strict=True, count=4))
+    if found and gain_s(context, deployment, found[0]) > HYSTERESIS * cost_s(deployment):
+        _begin(context, deployment, f"repacked into the gaps of {found[0].group}", now)
+
+
+def consider_relief(context: Context, deployment: Deployment, now: float) -> None:
+    """A cycle is over: close the group where a member waits too much, and move the worst hit."""
+    if deployment.group is None or not shares(deployment):
+        return
+    group = context.state.groups[deployment.group]
+    bound = context.config.waiting_part_max
+    parts = {name: _waiting(context.deployment(name)) for name in group.members}
+    worst = max(parts.values())
+    if group.is_closed and worst < REOPEN_PART * bound:
+        group.is_closed = False
+        context.inventory.refresh(group)
+        context.place_waiting = True
+    elif not group.is_closed and worst > bound and len(group.members) > 1:
+        group.is_closed = True
+        context.inventory.refresh(group)
+    if worst <= bound or len(group.members) < 2 or parts[deployment.deployment] < worst:
+        return
+    if may_move(context, deployment, now) and _elsewhere(context, deployment, now):
+        part = f"{parts[deployment.deployment]:.0%}"
+        _begin(context, deployment, f"waited {part} of its time, the bound is {bound:.0%}", now)
+
+
+def drain(context: Context, node: NodeId, now: float) -> None:
+    """Move whatever can be moved off a node that is to be empty; asked again as room appears."""
+    for name in context.inventory.groups_on(node):
+        for member in list(context.state.groups[name].members):
+            deployment = context.deployment(member)
+            if deployment.relocation is None and _elsewhere(context, deployment, now):
+                _begin(context, deployment, f"node {node!r} is drained", now)
+
+
+def may_move(context: Context, deployment: Deployment, now: float) -> bool:
+    """Whether enough time has passed since the last move, twice as much for each there was."""
+    if deployment.relocation is not None or deployment.state != WpgState.READY:
+        return False
+    if deployment.moved_at is None:
+        return True
+    rest_s = context.config.repack_interval_s * 2.0 ** min(deployment.moves, 10)
+    return now - deployment.moved_at >= rest_s
+
+
+def gain_s(context: Context, deployment: Deployment, choice: Choice) -> float:
+    """What a move is worth, in seconds of the deployment's group over `REPACK_WINDOW_S`."""
+    assert deployment.group is not None
+    assert deployment.trace is not None
+    group = context.state.groups[deployment.group]
+    frees = 0.0
+    if len(group.members) == 1:
+        frees = 1.0 if context.waiting else FREE_GROUP_VALUE
+    now_overlap_s = deployment.placement.overlap_s if deployment.placement is not None else 0.0
+    relief = (now_overlap_s - choice.overlap_s) / deployment.trace.period_s
+    return REPACK_WINDOW_S * (frees + relief)
+
+
+def cost_s(deployment: Deployment) -> float:
+    """What a move costs: the state off, over and on again, and new processes."""
+    return LAUNCH_S + 3.0 * deployment.state_bytes / MOVE_BYTES_PER_S
+
+
+def is_due(deployment: Deployment) -> bool:
+    """A move is wanted and the WPG is between operations."""
+    return (
+        deployment.relocation is not None
+        and deployment.state == WpgState.READY
+        and not deployment.running
+        and deployment.moving is None
+    )
+
+
+def finish(context: Context, deployment: Deployment, now: float) -> bool:
+    """The state is off the GPUs: go, if there still is somewhere to go. False: it stays."""
+    relocation = deployment.relocation
+    assert relocation is not None, f"{deployment.deployment} is not on the move"
+    deployment.relocation = None
+    context.relocating.pop(deployment.deployment, None)
+    choice = _elsewhere(context, deployment, now)
+    if choice is None or deployment.group is None:
+        return False
+    old_group = context.state.groups[deployment.group]
+    old_nodes = nodes_of(deployment)
+    context.emit(
+        StopWorkers(
+            deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=old_nodes
+        )
+    )
+    deployment.addresses.clear()
+    deployment.replaying.clear()
+    deployment.residency = Residency.NONE
+    forget_open_cycle(deployment)
+    if old_group.holder == deployment.deployment:
+        old_group.holder = None
+    if old_group.incoming == deployment.deployment:
+        old_group.incoming = None
+    context.touch(old_group.group)
+    leave(context, deployment)
+    if choice.way == Way.DEDICATED:
+        joined = place(context, deployment, now, only=(Way.DEDICATED,))
+        assert joined is not None, "free GPUs were found a moment ago"
+    else:
+        join(context, context.state.groups[choice.group], deployment, choice, now)
+    deployment.moves += 1
+    deployment.moved_at = now
+    deployment.moved_because = relocation.reason
+    deployment.state = WpgState.RECOVERING
+    context.place_waiting = True
+    missing = sorted(set(nodes_of(deployment)) - set(deployment.state_nodes))
+    if deployment.durable_seq and missing:
+        deployment.state = WpgState.MIGRATING
+        deployment.awaited_nodes = missing
+        send_migration(context, deployment)
+    return True
+
+
+def send_migration(context: Context, deployment: Deployment) -> None:
+    """Issue (or issue again) the copy of the durable version to the nodes that lack it."""
+    nodes = context.state.nodes
+    alive = tuple(node for node in deployment.awaited_nodes if nodes[node].alive)
+    sources = tuple(nodes[node].statemanager for node in deployment.state_nodes)
+    if alive:
+        context.emit(
+            MigrateState(
+                deployment=deployment.deployment,
+                seq=deployment.durable_seq,
+                sources=sources,
+                nodes=alive,
+            )
+        )
+
+
+def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
+    """A node has the durable version; True once all have, and the workers can be launched."""
+    if deployment.state != WpgState.MIGRATING or node not in deployment.awaited_nodes:
+        return False
+    deployment.awaited_nodes.remove(node)
+    if deployment.awaited_nodes:
+        return False
+    here = nodes_of(deployment)
+    gone = tuple(each for each in deployment.state_nodes if each not in here)
+    if gone:
+        context.emit(ReleaseState(deployment=deployment.deployment, nodes=gone))
+    deployment.state_nodes = list(here)
+    deployment.state = WpgState.RECOVERING
+    return True
+
+
+def nodes_of(deployment: Deployment) -> tuple[NodeId, ...]:
+    """The nodes that the deployment's ranks are on."""
+    return tuple(sorted({rank.node for rank in deployment.ranks}))
+
+
+def _begin(context: Context, deployment: Deployment, reason: str, now: float) -> None:
+    deployment.relocation = Relocation(reason=reason, asked_at=now)
+    context.relocating[deployment.deployment] = None
+    context.touch(deployment.group)
+
+
+def _elsewhere(context: Context, deployment: Deployment, now: float) -> Choice | None:
+    """Where the deployment could go, other than where it is."""
+    for way in ways(context, deployment, now):
+        match way:
+            case Way.DEDICATED:
+                memory = -(-deployment.state_bytes // deployment.workers)
+                gpus = context.inventory.pool.find(deployment.workers, deployment.node_type, memory)
+                reach = context.config.migrates or gpus is None or not _has_state(deployment)
+                if gpus is not None and (
+                    reach or {gpu.node for gpu in gpus} <= set(deployment.state_nodes)
+                ):
+                    assert deployment.group is not None
+                    return Choice(group=deployment.group, way=way)
+            case Way.STRICT | Way.OVERLAP:
+                strict = way == Way.STRICT
+                found = nearest(context, deployment, now, strict=strict, count=4)
+                if reachable := _reachable(context, deployment, found):
+                    return reachable[0]
+            case _:
+                choice = find(context, deployment, way, now)
+                if choice is not None and _reachable(context, deployment, [choice]):
+                    return choice
+    return None
+
+
+def _reachable(context: Context, deployment: Deployment, choices: list[Choice]) -> list[Choice]:
+    if context.config.migrates or not _has_state(deployment):
+        return choices
+    there = set(deployment.state_nodes)
+    return [
+        choice
+        for choice in choices
+        if {gpu.node for gpu in context.state.groups[choice.group].gpus} <= there
+    ]
+
+
+def _has_state(deployment: Deployment) -> bool:
+    return deployment.durable_seq > 0 or deployment.residency == Residency.DEVICE
+
+
+def _waiting(deployment: Deployment) -> float:
+    if len(deployment.cycles) < CYCLES_MIN:
+        return 0.0
+    return waiting_part(deployment.cycles) or 0.0

@@ -1,0 +1,81 @@
+"""Tenants: their keys, weights, quotas and budgets."""
+
+from plexrl.errors import (
+    AuthenticationError,
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    QuotaExceededError,
+)
+from plexrl.ids import TenantId
+from plexrl.scheduler.events import TenantConfigured, TenantCreated
+from plexrl.scheduler.state import State, Tenant
+
+WEIGHT_MAX = 1e6
+
+
+def tenant_created(state: State, event: TenantCreated) -> None:
+    """Know a tenant from now on.
+
+    Raises:
+        ConflictError: the name is another key's.
+    """
+    known = state.tenants.get(event.tenant)
+    if known is not None and known.key_digest != event.key_digest:
+        raise ConflictError(f"tenant {event.tenant!r} exists already: choose another name")
+    if known is None:
+        state.tenants[event.tenant] = Tenant(
+            tenant=event.tenant, key_digest=event.key_digest, is_operator=event.is_operator
+        )
+
+
+def tenant_configured(state: State, event: TenantConfigured) -> None:
+    """Set a tenant's weight and quotas.
+
+    Raises:
+        NotFoundError: there is no such tenant.
+        InvalidRequestError: a number makes no sense; nothing changed.
+    """
+    tenant = state.tenants.get(event.tenant)
+    if tenant is None:
+        raise NotFoundError(f"there is no tenant {event.tenant!r}: create it first")
+    limits = (event.jobs_max, event.gpus_max, event.gpu_seconds_max)
+    if not 0 < event.weight <= WEIGHT_MAX or any(each is not None and each < 0 for each in limits):
+        raise InvalidRequestError(
+            f"tenant {event.tenant!r}: the weight is above 0 and at most {WEIGHT_MAX:.0f}, quotas "
+            "are at least 0 or none"
+        )
+    tenant.weight = event.weight
+    tenant.jobs_max = event.jobs_max
+    tenant.gpus_max = event.gpus_max
+    tenant.gpu_seconds_max = event.gpu_seconds_max
+
+
+def check_budget(state: State, name: TenantId) -> None:
+    """Refuse new work of a tenant that has used up its GPU-seconds.
+
+    Raises:
+        QuotaExceededError: it has.
+    """
+    tenant = state.tenants.get(name)
+    if tenant is None or tenant.gpu_seconds_max is None:
+        return
+    if tenant.gpu_seconds >= tenant.gpu_seconds_max:
+        raise QuotaExceededError(
+            f"tenant {name!r} has used {tenant.gpu_seconds:.0f} of its "
+            f"{tenant.gpu_seconds_max:.0f} GPU-seconds: ask an operator for more",
+            used=tenant.gpu_seconds,
+            quota=tenant.gpu_seconds_max,
+        )
+
+
+def authenticate(state: State, key_digest: str) -> tuple[TenantId, bool]:
+    """(tenant, is operator) of an API key's digest.
+
+    Raises:
+        AuthenticationError: nobody has this key.
+    """
+    for tenant in state.tenants.values():
+        if tenant.key_digest == key_digest:
+            return tenant.tenant, tenant.is_operator
+    raise AuthenticationError("the API key is unknown: check PLEXRL_API_KEY")
