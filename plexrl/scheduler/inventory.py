@@ -35,7 +35,7 @@ class Inventory:
 
     def node_changed(self, node: Node) -> None:
         """A node joined, came back with other sizes, died, or is drained."""
-        former = self.pool.gpus(node.node)
+        former_type, former_gpus = self.pool.size(node.node)
         self.pool.remove(node.node)
         taken = [
             gpu.gpu
@@ -47,8 +47,9 @@ class Inventory:
         self.pool.add(node.node, kind, node.block, node.gpus, taken)
         if not node.alive or node.is_draining:
             self.pool.close(node.node)
-        if node.gpus != former:
-            self.index.add_gpus(node.node_type, node.gpus - former)
+        if (node.node_type, node.gpus) != (former_type, former_gpus):
+            self.index.add_gpus(former_type, -former_gpus)
+            self.index.add_gpus(node.node_type, node.gpus)
         for name in self._groups_on.get(node.node, ()):
             self._set_room(self._state.groups[name])
 

@@ -98,10 +98,10 @@ class NodePool:
             if node in self._nodes:
                 self._set_free(node, sorted(indexes | set(self._nodes[node].free)))
 
-    def gpus(self, node: NodeId) -> int:
-        """GPUs of a node, 0 for an unknown one."""
+    def size(self, node: NodeId) -> tuple[str, int]:
+        """(type, GPUs) of a node as it was added; no GPUs for an unknown one."""
         found = self._nodes.get(node)
-        return 0 if found is None else found.gpus
+        return ("", 0) if found is None else (found.kind.node_type, found.gpus)
 
     def snapshot(self) -> dict[NodeId, tuple[bool, tuple[int, ...]]]:
         """(is open, free GPUs) of every node, to be compared."""

@@ -4,7 +4,7 @@ Each WPG's state is the list of mutations applied to it; a version is a copy of 
 take effect when the test says so, in any order that a real cluster could show.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from plexrl.scheduler import SchedulerConfig, SchedulerCore
 from plexrl.scheduler import commands as cmd
@@ -35,6 +35,10 @@ class Wpg:
     incarnation: int = 0
     device: list[str] | None = None
     versions: dict[int, list[str]] = field(default_factory=dict)
+    held_on: dict[int, set[str]] = field(default_factory=dict)
+    """Nodes whose StateManagers hold each version."""
+    nodes: set[str] = field(default_factory=set)
+    """Where the processes are."""
     highest_token: int = 0
 
 
@@ -49,6 +53,9 @@ class FakeCluster:
         self.wpgs: dict[str, Wpg] = {}
         self.launches: list[cmd.LaunchWorkers] = []
         self.runs: list[cmd.RunOperation] = []
+        self.migrations: list[cmd.MigrateState] = []
+        self.prefetches: list[cmd.PrefetchState] = []
+        self.nodes: dict[str, ev.NodeJoined] = {}
         self.timer_at: float | None = None
         self.has_router = False
 
@@ -78,7 +85,15 @@ class FakeCluster:
                     if wpg.incarnation <= incarnation:
                         wpg.device = None
                 case cmd.ReleaseState(deployment=name):
-                    self.wpgs.setdefault(name, Wpg()).versions.clear()
+                    wpg = self.wpgs.setdefault(name, Wpg())
+                    for seq, nodes in wpg.held_on.items():
+                        nodes.difference_update(command.nodes)
+                        if not nodes:
+                            wpg.versions.pop(seq, None)
+                case cmd.MigrateState():
+                    self.migrations.append(command)
+                case cmd.PrefetchState():
+                    self.prefetches.append(command)
                 case cmd.RunOperation():
                     if self.has_router and command not in self.runs:
                         self.runs.append(command)
@@ -88,27 +103,57 @@ class FakeCluster:
         self.join_node(gpus)
         self.join_router()
 
-    def join_node(self, gpus: int = NODE_GPUS) -> None:
-        """The node's agent connects, with all its workers alive."""
-        self.send(
-            ev.NodeJoined(
-                node="n",
+    def join_node(self, gpus: int = NODE_GPUS, node: str = "n", **fields: object) -> None:
+        """A node's agent connects, with all its workers alive."""
+        known = self.nodes.get(node)
+        if known is None:
+            known = ev.NodeJoined(
+                node=node,
                 gpus=gpus,
                 gpu_memory_bytes=1 << 30,
                 host_memory_bytes=1 << 30,
-                statemanager="sm",
-                workers=tuple(self.alive()),
+                statemanager=f"sm:{node}",
+                **fields,
             )
-        )
+        self.nodes[node] = replace(known, workers=tuple(self.alive(node)))
+        self.send(self.nodes[node])
 
-    def alive(self) -> list[ev.WorkerSeen]:
-        """Every rank of every WPG whose processes live."""
+    def lose_node(self, node: str) -> None:
+        """A node dies with all its processes; what its StateManager holds is there again later."""
+        for wpg in self.wpgs.values():
+            if node in wpg.nodes:
+                wpg.device = None
+                wpg.nodes = set()
+        self.runs = [run for run in self.runs if self.wpgs[run.deployment].nodes]
+        self.launches = [
+            launch for launch in self.launches if node not in {rank.node for rank in launch.ranks}
+        ]
+        self.migrations = [each for each in self.migrations if node not in each.nodes]
+        self.send(ev.NodeLost(node=node))
+
+    def migrate(self, command: cmd.MigrateState, error: str = "") -> None:
+        """The target nodes' StateManagers fetch a version, or fail to."""
+        self.migrations.remove(command)
+        wpg = self.wpgs[command.deployment]
+        for node in command.nodes:
+            if not error:
+                holders = {f"sm:{each}" for each in wpg.held_on[command.seq]}
+                assert holders & set(command.sources), f"nobody asked holds {command.seq}"
+                wpg.held_on[command.seq].add(node)
+            self.send(
+                ev.StateMigrated(
+                    deployment=command.deployment, node=node, seq=command.seq, error=error
+                )
+            )
+
+    def alive(self, node: str) -> list[ev.WorkerSeen]:
+        """Every rank on a node of every WPG whose processes live."""
         found = []
         for view in [d for job in self.core.list_jobs(None, self.now) for d in job["deployments"]]:
             wpg = self.wpgs.get(view["deployment"])
             if wpg is None or view["state"] != "ready":
                 continue
-            if wpg.incarnation == view["incarnation"]:
+            if wpg.incarnation == view["incarnation"] and wpg.nodes:
                 found += [
                     ev.WorkerSeen(
                         deployment=view["deployment"],
@@ -117,6 +162,7 @@ class FakeCluster:
                         address=rank["address"],
                     )
                     for rank in view["ranks"]
+                    if rank["node"] == node
                 ]
         return found
 
@@ -131,8 +177,9 @@ class FakeCluster:
         self.runs.clear()
         self.send(ev.RouterLost(router="r"))
 
-    def restart_scheduler(self) -> None:
-        """The scheduler dies; another one replays the journal and meets everybody again."""
+    def restart_scheduler(self, *, restored: bool = False) -> None:
+        """The scheduler dies; another one replays the journal (or part of it, from a snapshot) and
+        meets everybody again."""
         former = self.core
         self.core = SchedulerCore(self.config)
         for event, at in self.journal:
@@ -143,23 +190,26 @@ class FakeCluster:
         self.launches.clear()
         self.timer_at = None
         self.has_router = False
+        self.migrations.clear()
         self.send(ev.SchedulerStarted())
-        self.join_node()
+        for node in list(self.nodes):
+            self.join_node(node=node)
         self.join_router()
 
-    def job(self, name: str) -> None:
+    def job(self, name: str, tenant: str = "t", **fields: object) -> None:
         """Submit a job."""
         self.send(
             ev.JobSubmitted(
                 job=name,
-                tenant="t",
+                tenant=tenant,
                 name=name,
                 controller_timeout_s=1e6,
                 reattach_timeout_s=1e6,
+                **fields,
             )
         )
 
-    def deploy(self, name: str, kind: str = "train", workers: int = 2) -> None:
+    def deploy(self, name: str, kind: str = "train", workers: int = 2, **fields: object) -> None:
         """Create a deployment `<job>/<name>`."""
         self.send(
             ev.DeploymentCreated(
@@ -170,6 +220,7 @@ class FakeCluster:
                 state_bytes=1000,
                 exclusive=False,
                 spec_json="{}",
+                **fields,
             )
         )
 
@@ -196,6 +247,7 @@ class FakeCluster:
         if launch.incarnation < wpg.incarnation:
             return
         wpg.incarnation, wpg.device, wpg.highest_token = launch.incarnation, None, 0
+        wpg.nodes = {rank.node for rank in launch.ranks}
         for rank in launch.ranks:
             self.send(
                 ev.WorkerReady(
@@ -223,7 +275,7 @@ class FakeCluster:
         """The workers carry out a run; `report` false loses the answer (the run stays to be asked
         for again, as a router that died would have it)."""
         wpg = self.wpgs[run.deployment]
-        alive = f":{wpg.incarnation}"
+        alive = f":{wpg.incarnation}" if wpg.nodes else "nobody"
         if not all(address.endswith(alive) for address in run.addresses):
             # Sent to processes that are gone: there is no answer.
             self.runs.remove(run)
@@ -239,6 +291,8 @@ class FakeCluster:
         if run.kind == OperationKind.LOAD:
             if wpg.device is None:
                 assert run.seq == 0 or run.seq in wpg.versions, f"no version {run.seq}"
+                held_on = wpg.held_on.get(run.seq, set())
+                assert run.seq == 0 or wpg.nodes <= held_on, f"{run.seq} lies on {held_on} only"
                 wpg.device = list(wpg.versions.get(run.seq, []))
             return
         if run.kind in MOVES:
@@ -247,6 +301,7 @@ class FakeCluster:
                     seq: version for seq, version in wpg.versions.items() if seq == run.keep_seq
                 }
                 wpg.versions[run.seq] = list(wpg.device)
+                wpg.held_on[run.seq] = set(wpg.nodes)
                 if run.kind == OperationKind.OFFLOAD:
                     wpg.device = None
             return
@@ -273,6 +328,8 @@ class FakeCluster:
         for _ in range(2000):
             if self.launches:
                 self.launch(self.launches[0])
+            elif self.migrations:
+                self.migrate(self.migrations[0])
             elif self.runs:
                 self.execute(self.runs[0])
             elif self.timer_at is not None and self.timer_at < self.now + 100:

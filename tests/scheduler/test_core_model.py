@@ -1,0 +1,179 @@
+"""The whole core against a model: a small cluster of several nodes on which anything may happen.
+
+Jobs come, run cycles, end and are cancelled; nodes die, return and are drained; profiles are made,
+jobs are repacked into each other's gaps; the scheduler crashes and is replayed or restored from a
+snapshot. The model is what each WPG must hold: a prefix of the mutations submitted to it, in their
+order, none twice, and in the end all of them. The laws of the state and the equality of the
+capacity index with one made anew are checked after every event.
+"""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from plexrl import errors
+from plexrl.scheduler import events as ev
+from plexrl.scheduler.demand import DemandTrace, Segment
+from tests.scheduler.fake_cluster import FakeCluster
+
+NODES = ("n1", "n2", "n3")
+JOBS = ("a", "b", "c", "d", "e")
+WARM = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))
+
+
+class Cluster(RuleBasedStateMachine):
+    """Histories of a cluster of three nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submitted: dict[str, list[str]] = {}
+        self.count = 0
+        self.up: set[str] = set()
+
+    @initialize(
+        policy=st.sampled_from(("isolated", "pack", "spread", "spread+backfill")),
+        ordering=st.sampled_from(("hrrs", "hrrs-operations", "fifo-bursts")),
+    )
+    def start(self, policy: str, ordering: str) -> None:
+        self.cluster = FakeCluster(
+            policy=policy,
+            ordering=ordering,
+            horizon_slots=600,
+            profile_cycles=1,
+            repack_interval_s=30.0,
+            waiting_part_max=0.2,
+            starvation_bound_s=200.0,
+        )
+        for node in NODES:
+            self.cluster.join_node(2, node=node, node_type="t", nvme_bytes=1 << 30)
+            self.up.add(node)
+        self.cluster.join_router()
+
+    @rule(
+        name=st.sampled_from(JOBS),
+        workers=st.sampled_from((1, 2, 2, 4)),
+        warm=st.booleans(),
+        priority=st.sampled_from((0, 0, 1)),
+    )
+    def submit_job(self, name: str, workers: int, warm: bool, priority: int) -> None:
+        deployment = f"{name}/actor"
+        if deployment in self.submitted:
+            return
+        self.cluster.job(name, priority=priority)
+        trace = WARM if warm else None
+        self.cluster.deploy(deployment, workers=workers, trace=trace)
+        self.submitted[deployment] = []
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data(), steps=st.integers(1, 2), pause=st.sampled_from((1.0, 30.0)))
+    def run_cycle(self, data: st.DataObject, steps: int, pause: float) -> None:
+        name = data.draw(st.sampled_from(sorted(self.submitted)))
+        for kind in ("forward",) + ("forward_backward",) * steps + ("optim_step",):
+            self._submit(name, kind)
+        self.cluster.pass_time(pause)
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data(), outcome=st.sampled_from(("completed", "cancelled")))
+    def end_job(self, data: st.DataObject, outcome: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.submitted)))
+        del self.submitted[name]
+        self.cluster.send(ev.JobFinished(job=name.split("/")[0], outcome=outcome))
+
+    @precondition(lambda self: self.cluster.runs)
+    @rule(data=st.data(), report=st.sampled_from((True, True, True, False)))
+    def execute(self, data: st.DataObject, report: bool) -> None:
+        self.cluster.execute(data.draw(st.sampled_from(self.cluster.runs)), report=report)
+
+    @rule(count=st.integers(1, 25))
+    def work(self, count: int) -> None:
+        for _ in range(count):
+            if self.cluster.launches:
+                self.cluster.launch(self.cluster.launches[0])
+            elif self.cluster.runs:
+                self.cluster.pass_time(2.0)
+                if self.cluster.runs:
+                    self.cluster.execute(self.cluster.runs[0])
+
+    @precondition(lambda self: self.cluster.migrations)
+    @rule(data=st.data(), error=st.sampled_from(("", "", "no room")))
+    def migrate(self, data: st.DataObject, error: str) -> None:
+        self.cluster.migrate(data.draw(st.sampled_from(self.cluster.migrations)), error)
+
+    @rule(node=st.sampled_from(NODES))
+    def lose_or_return_node(self, node: str) -> None:
+        if node in self.up:
+            self.up.remove(node)
+            self.cluster.lose_node(node)
+        else:
+            self.up.add(node)
+            self.cluster.join_node(node=node, node_type="t", nvme_bytes=1 << 30)
+
+    @rule(node=st.sampled_from(NODES), is_draining=st.booleans())
+    def drain(self, node: str, is_draining: bool) -> None:
+        self.cluster.send(ev.NodeDrainChanged(node=node, is_draining=is_draining))
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data())
+    def kill_worker(self, data: st.DataObject) -> None:
+        self.cluster.kill(data.draw(st.sampled_from(sorted(self.submitted))))
+
+    @rule(restored=st.booleans())
+    def crash(self, restored: bool) -> None:
+        self.cluster.restart_scheduler(restored=restored)
+        for node in NODES:
+            if node not in self.up:
+                self.cluster.lose_node(node)
+
+    @rule(seconds=st.sampled_from((0.1, 5.0, 100.0)))
+    def pass_time(self, seconds: float) -> None:
+        self.cluster.pass_time(seconds)
+
+    @invariant()
+    def every_device_holds_a_prefix_of_what_was_submitted(self) -> None:
+        for name, wanted in self.submitted.items():
+            wpg = self.cluster.wpgs.get(name)
+            if wpg is not None and wpg.device is not None:
+                assert wpg.device == wanted[: len(wpg.device)], name
+
+    def teardown(self) -> None:
+        for node in NODES:
+            self.cluster.send(ev.NodeDrainChanged(node=node, is_draining=False))
+            if node not in self.up:
+                self.cluster.join_node(node=node, node_type="t", nvme_bytes=1 << 30)
+        self.cluster.settle()
+        views = {
+            each["deployment"]: each
+            for job in self.cluster.core.list_jobs(None, self.cluster.now)
+            for each in job["deployments"]
+        }
+        for name, wanted in self.submitted.items():
+            view = views[name]
+            if view["state"] == "waiting":
+                assert not view["group"], "it waits and has GPUs"
+                continue
+            wpg = self.cluster.wpgs[name]
+            held = wpg.device
+            if held is None:
+                held = wpg.versions.get(view["durable_seq"], [])
+            if view["residency"] in ("device", "offloaded"):
+                assert held == wanted, name
+            assert view["pending"] == 0, f"{name} is placed and its operations do not run"
+
+    def _submit(self, name: str, kind: str) -> None:
+        self.count += 1
+        operation = f"{name}:{self.count}"
+        try:
+            self.cluster.submit(operation, name, kind)
+        except errors.OverloadedError:
+            return
+        if kind in ("forward_backward", "optim_step"):
+            self.submitted[name].append(operation)
+
+
+TestCluster = Cluster.TestCase
+TestCluster.settings = settings(
+    max_examples=120,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
