@@ -339,7 +339,7 @@ def _go_on_with_burst(context: Context, holder: Deployment, head: Operation, now
     """Count `head` to the holder's burst, or to a new one if the holder was idle for too long."""
     idle_since = holder.idle_since
     if holder.burst_started_at is not None and idle_since is not None:
-        if now - idle_since > max(context.config.burst_hold_s, _round_trip_s(holder)):
+        if now - idle_since > _gap_s_max(context, holder):
             end_burst(holder, now)
         elif head.submitted_at > idle_since:
             # One that was there already says nothing of how long its controller takes.
@@ -348,11 +348,30 @@ def _go_on_with_burst(context: Context, holder: Deployment, head: Operation, now
         holder.burst_started_at = now
     if holder.burst_tokens == 0:
         holder.burst_tokens = head.tokens
-        ended_at = holder.burst_ended_at
-        if ended_at is not None and head.submitted_at > ended_at:
-            holder.estimates.observe_think(head.submitted_at - ended_at)
+    _observe_pause(context, holder, head)
     holder.idle_since = None
     holder.served_at = now
+
+
+def _observe_pause(context: Context, holder: Deployment, head: Operation) -> None:
+    """Learn from the pause before `head`, if it is the first operation of a burst.
+
+    A pause no longer than a switch away and back was one inside a burst, which was broken up for
+    want of knowing how long this controller takes.
+    """
+    ended_at = holder.burst_ended_at
+    if ended_at is None or holder.served_at > ended_at or head.submitted_at <= ended_at:
+        return
+    pause_s = head.submitted_at - ended_at
+    if pause_s <= _gap_s_max(context, holder):
+        holder.estimates.observe_gap(pause_s)
+    else:
+        holder.estimates.observe_think(pause_s)
+
+
+def _gap_s_max(context: Context, deployment: Deployment) -> float:
+    """A longer pause lies between two bursts."""
+    return max(context.config.burst_hold_s, _round_trip_s(deployment))
 
 
 def _replay_next(context: Context, group: Group, holder: Deployment, now: float) -> None:

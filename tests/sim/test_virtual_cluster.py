@@ -1,5 +1,6 @@
 """The simulator drives the real core, loses nothing and repeats itself exactly."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -106,3 +107,14 @@ def test_a_burst_is_one_switch_and_an_operation_is_up_to_three() -> None:
 def test_summaries_are_of_the_nearest_rank() -> None:
     summary = summarise(n / 100 for n in range(100))
     assert (summary.median, summary.p95) == (0.495, 0.95)
+
+
+def test_a_slow_controllers_pauses_are_learned_and_waited_for() -> None:
+    """Pauses of a second inside a burst cost less than a switch away and back, so after the first
+    of them bursts are whole again."""
+    slow = [
+        replace(plan, profile=replace(plan.profile, controller_s=1.0), cycles=20)
+        for plan in plans(4)
+    ]
+    report = VirtualCluster(slow, seed=1, config=virtual_config(ordering="fifo-bursts")).run()
+    assert report.switches <= 1.2 * 4 * 24
