@@ -7,9 +7,8 @@ The scheduler's own core runs on a virtual clock. Jobs have the published 7B, 30
 and start staggered; a seed gives every rule the same cycles. Slowdown is a cycle's time over the
 time the same cycle takes alone, less 1. All rows, rules and seeds are in one run; `±` is the
 standard error over seeds of the difference to the best other rule, and `yes?` a lead of less than
-two of them. The other rules stand as
-published. `hrrs` is PlexRL's rule with all that comes with it; the second table shows what each
-part brings.
+two of them. The other rules stand as published. `hrrs` is PlexRL's rule with all that comes with
+it; the second table shows what each part brings.
 """
 
 import os
