@@ -15,8 +15,8 @@ class Explanation:
 
     reason: str
     rule: str
-    """`order`, `hrrs`, `burst`, `launching`, `recovering`, `capacity`, `dependency`, `backoff`,
-    `switch`, `router` or `running`."""
+    """`order`, `burst`, `launching`, `recovering`, `capacity`, `dependency`, `backoff`, `switch`,
+    `router`, `running`, or the name of the ordering rule."""
     holder: DeploymentId | None
     """Who has the group's lock."""
     eta_s: float | None
@@ -81,9 +81,9 @@ def _why_another_holds(
 ) -> tuple[str, str, float | None]:
     if group.incoming == deployment.deployment:
         return "the group is being handed to it", "switch", ahead
-    own = candidate(context, group, deployment)
+    own, rule = candidate(context, group, deployment), context.config.ordering
     if group.holder is None:
-        return "the group's lock is about to be given out", "hrrs", ahead + own.setup_s
+        return "the group's lock is about to be given out", rule, ahead + own.setup_s
     holder = context.deployment(group.holder)
     if holder.moving is not None:
         return "a switch of the group is under way", "switch", ahead + own.setup_s
@@ -104,7 +104,7 @@ def _why_another_holds(
     ]
     eta_s = left_s + own.setup_s + ahead
     if first:
-        return f"{', '.join(first)} has waited longer for its length", "hrrs", eta_s
+        return f"{', '.join(first)} goes first by the rule {rule}", rule, eta_s
     return f"{holder.deployment} is in the middle of its burst", "burst", eta_s
 
 
