@@ -7,6 +7,8 @@ checked whole before anything changes, so a refused one leaves no trace.
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from plexrl.errors import (
     AuthenticationError,
     ConflictError,
@@ -26,7 +28,7 @@ from plexrl.scheduler.commands import (
     Command,
     RunOperation,
 )
-from plexrl.scheduler.config import SchedulerConfig
+from plexrl.scheduler.config import SchedulerConfig, with_core_settings
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.estimates import Estimates
 from plexrl.scheduler.groups import advance
@@ -43,6 +45,7 @@ from plexrl.scheduler.nodes import node_joined, node_lost
 from plexrl.scheduler.operations import enqueue, fail
 from plexrl.scheduler.outcomes import run_failed, run_finished
 from plexrl.scheduler.placement import check_it_can_fit, make_policy
+from plexrl.scheduler.snapshot import decode, encode
 from plexrl.scheduler.state import Deployment, Job, Operation, Tenant, WpgState
 from plexrl.scheduler.views import (
     View,
@@ -65,8 +68,7 @@ class SchedulerCore:
     """All decisions of a cluster's scheduler."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._context = Context(config)
-        self._policy = make_policy(config.policy, config.residents_max)
+        self._use(Context(config))
         self._handlers: dict[type[ev.Event], Callable[[Any, float], None]] = {
             ev.SchedulerStarted: self._scheduler_started,
             ev.NodeJoined: self._node_joined,
@@ -111,6 +113,26 @@ class SchedulerCore:
                     advance(context, context.state.groups[group], now)
         return context.take_commands()
 
+    def dump(self) -> bytes:
+        """All that the core knows, for `restore`; to be called between events only."""
+        return encode(self._context)
+
+    @classmethod
+    def restore(cls, config: SchedulerConfig, body: bytes) -> "SchedulerCore":
+        """The core that wrote `body`: it decides as that one would have. The core's settings are
+        those of then, until the next `SchedulerStarted`.
+
+        Raises:
+            StorageError: another version of PlexRL wrote it.
+        """
+        core = cls(config)
+        core._use(decode(body, config))
+        return core
+
+    def _use(self, context: Context) -> None:
+        self._context = context
+        self._policy = make_policy(context.config.policy, context.config.residents_max)
+
     def check_invariants(self) -> None:
         """Assert the laws of `plexrl.scheduler.state`."""
         check(self._context)
@@ -118,7 +140,8 @@ class SchedulerCore:
     # Events
 
     def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
-        del event
+        if event.settings_json:
+            self._take_settings(event.settings_json)
         state = self._context.state
         state.routers.clear()
         for node in state.nodes.values():
@@ -128,6 +151,14 @@ class SchedulerCore:
             if not job.state.is_final:
                 # Silence while the scheduler was away is not the controllers' doing.
                 job.seen_at = now
+
+    def _take_settings(self, settings_json: str) -> None:
+        try:
+            settings = msgspec.json.decode(settings_json, type=dict[str, Any])
+        except ValueError as error:
+            raise InvalidRequestError(f"settings_json is no JSON object: {error}") from error
+        self._context.config = with_core_settings(self._context.config, settings)
+        self._use(self._context)
 
     def _node_joined(self, event: ev.NodeJoined, now: float) -> None:
         node_joined(self._context, event, now)

@@ -195,9 +195,7 @@ def translate(database: Database, error: Exception) -> StorageError:
             path=database.name,
         )
     what = str(cause).strip() if not isinstance(error, SQLAlchemyError) or cause else str(error)
-    return StorageError(
-        f"the journal {database.name} cannot be used: {what}", path=database.name
-    )
+    return StorageError(f"the journal {database.name} cannot be used: {what}", path=database.name)
 
 
 def _open_file(path: Path, bytes_max: int | None) -> Sqlite:

@@ -26,6 +26,8 @@ from plexrl.wire.rpc import Peer
 LOG = logging.getLogger(__name__)
 
 AGENT_CALL_TIMEOUT_S = 60.0
+ROUTER_SEND_TIMEOUT_S = 5.0
+"""A router that takes nothing for so long is cut off; all events wait meanwhile."""
 RETRY_S = 0.5
 OUTBOX_MAX = 100_000
 
@@ -68,7 +70,12 @@ class RouterLinks:
     async def _notify(self, method: str, command: Command) -> bool:
         for peer in list(self._peers.values()):
             try:
-                await peer.notify(method, {"command": CODEC.to_plain(command)})
+                async with asyncio.timeout(ROUTER_SEND_TIMEOUT_S):
+                    await peer.notify(method, {"command": CODEC.to_plain(command)})
+            except TimeoutError:
+                LOG.error("a router takes no commands for %g s; cut off", ROUTER_SEND_TIMEOUT_S)
+                peer.abort()
+                continue
             except ConnectionLostError:
                 # Its reader meets the same loss and reports the router gone.
                 continue

@@ -18,7 +18,7 @@ def upgrade() -> None:
         **strict,
     )
     # Two names for one type: SQLite's strict tables know only their own.
-    at = sa.Double().with_variant(sa.REAL(), "sqlite")
+    at: sa.Double[float] = sa.Double().with_variant(sa.REAL(), "sqlite")
     position = sa.BigInteger().with_variant(sa.INTEGER(), "sqlite")
     op.create_table(
         "events",

@@ -10,7 +10,7 @@ down_revision = "0001"
 def upgrade() -> None:
     """Make `snapshots` and `lease`, and tell readers of before the migrations to stay away."""
     strict = {"sqlite_strict": True}
-    seconds = sa.Double().with_variant(sa.REAL(), "sqlite")
+    seconds: sa.Double[float] = sa.Double().with_variant(sa.REAL(), "sqlite")
     number = sa.BigInteger().with_variant(sa.INTEGER(), "sqlite")
     op.create_table(
         "snapshots",
