@@ -27,15 +27,16 @@ LOG = logging.getLogger(__name__)
 
 AGENT_CALL_TIMEOUT_S = 60.0
 ROUTER_SEND_TIMEOUT_S = 5.0
-"""A router that takes nothing for so long is cut off; all events wait meanwhile."""
 RETRY_S = 0.5
 OUTBOX_MAX = 100_000
 
 
 class RouterLinks:
-    """All connected routers; a command goes to the one that has been connected longest."""
+    """All connected routers; a command goes to the one that has been connected longest. One that
+    takes nothing for `send_timeout_s` seconds is cut off, because all events wait meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, send_timeout_s: float = ROUTER_SEND_TIMEOUT_S) -> None:
+        self._send_timeout_s = send_timeout_s
         self._peers: dict[RouterId, Peer] = {}
         self._kept: deque[Command] = deque(maxlen=OUTBOX_MAX)
 
@@ -70,10 +71,10 @@ class RouterLinks:
     async def _notify(self, method: str, command: Command) -> bool:
         for peer in list(self._peers.values()):
             try:
-                async with asyncio.timeout(ROUTER_SEND_TIMEOUT_S):
+                async with asyncio.timeout(self._send_timeout_s):
                     await peer.notify(method, {"command": CODEC.to_plain(command)})
             except TimeoutError:
-                LOG.error("a router takes no commands for %g s; cut off", ROUTER_SEND_TIMEOUT_S)
+                LOG.error("a router takes no commands for %g s; cut off", self._send_timeout_s)
                 peer.abort()
                 continue
             except ConnectionLostError:

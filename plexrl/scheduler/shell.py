@@ -162,6 +162,7 @@ class Shell:
         if self._snapshot is not None:
             await self._snapshot
         if self._position > self._snapshot_position:
+            self._snapshot_position = self._position
             await self._write_snapshot(self._position, self._at, self.core.dump())
 
     async def _take_in(self, batch: list[_Item]) -> None:

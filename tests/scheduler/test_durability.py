@@ -212,10 +212,10 @@ def test_old_events_are_replayed_under_their_own_settings(journal: SqlJournal) -
     answer(core, started(policy="isolated"), cluster.now)
     node = next(event for event, _ in cluster.journal if isinstance(event, ev.NodeJoined))
     answer(core, node, cluster.now)
-    job = ev.JobSubmitted(
+    submitted = ev.JobSubmitted(
         job="c", tenant="t", name="c", controller_timeout_s=1e6, reattach_timeout_s=1e6
     )
-    answer(core, job, cluster.now)
+    answer(core, submitted, cluster.now)
     deployment = ev.DeploymentCreated(
         deployment="c/actor",
         job="c",

@@ -54,7 +54,7 @@ def test_a_standby_takes_over_from_a_killed_leader(start: Start) -> None:
 
 
 def test_a_leader_that_was_suspended_stops_at_once(start: Start) -> None:
-    leader, standby = start("a"), None
+    leader = start("a")
     leader.wait_ready()
     leader.send(signal.SIGSTOP)
     standby = start("b")
@@ -145,14 +145,11 @@ def test_a_scheduler_started_on_a_full_journal_says_so(
 ) -> None:
     folder = tmp_path_factory.mktemp("s")
     path = str(folder / "journal.sqlite")
+    # The tables are there, but these events are larger than what is left of their pages.
     SqlJournal(path).close()
-    scheduler = SchedulerProcess(folder, "a", path, journal_bytes_max=1)
-    with closing(scheduler):
-        # The tables are there, but the first event is larger than what is left of their pages.
-        tenants = [(f"tenant{index}", "0" * 64) for index in range(100)]
-        scheduler.close()
-        full = SchedulerProcess(folder, "b", path, journal_bytes_max=1, tenants=tenants)
-        with closing(full):
-            assert full.wait_end() == EXIT_FAILED
-            assert "has no room" in full.log
-            assert "Traceback" not in full.log
+    tenants = [(f"tenant{index}", "0" * 64) for index in range(100)]
+    full = SchedulerProcess(folder, "a", path, journal_bytes_max=1, tenants=tenants)
+    with closing(full):
+        assert full.wait_end() == EXIT_FAILED
+        assert "has no room" in full.log
+        assert "Traceback" not in full.log
