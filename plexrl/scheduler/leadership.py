@@ -41,11 +41,12 @@ async def run_scheduler(
         StorageError: the journal cannot be used.
     """
     journal = await asyncio.to_thread(SqlJournal, config.journal, config.journal_bytes_max)
-    if not await _take_lead(journal, holder_of(config), config.lease_s, stop):
+    led_since = await _take_lead(journal, holder_of(config), config.lease_s, stop)
+    if led_since is None:
         await asyncio.to_thread(journal.close)
         return
     # Kept while the journal is replayed as well: that may take longer than a lease lasts.
-    keeping = asyncio.create_task(keep_lead(journal, config.lease_s))
+    keeping = asyncio.create_task(keep_lead(journal, config.lease_s, led_since))
     serving = asyncio.create_task(_serve(config, journal, ready, stop))
     await asyncio.wait({keeping, serving}, return_when=asyncio.FIRST_COMPLETED)
     if keeping.done():
@@ -67,15 +68,16 @@ def holder_of(config: SchedulerConfig) -> str:
     return config.holder or f"{socket.gethostname()}:{Path(config.listen).absolute()}"
 
 
-async def keep_lead(journal: Journal, ttl_s: float) -> NoReturn:
-    """Renew a lease of `ttl_s` seconds that was taken just now, until it is lost.
+async def keep_lead(journal: Journal, ttl_s: float, led_since: float) -> NoReturn:
+    """Renew a lease of `ttl_s` seconds, taken at `led_since` by the event loop's clock, until it is
+    lost.
 
     Raises:
         LeaseLostError: another took it, or it could not be renewed in its time.
     """
     clock = asyncio.get_running_loop().time
-    # Counted from before the call: by the database's clock the lease lasts at least as long.
-    renewed_at = clock()
+    # Counted from before each call: by the database's clock the lease lasts at least as long.
+    renewed_at = led_since
     failure: Exception | None = None
     while True:
         await asyncio.sleep(ttl_s / RENEWALS)
@@ -99,11 +101,14 @@ async def keep_lead(journal: Journal, ttl_s: float) -> NoReturn:
             ) from failure
 
 
-async def _take_lead(journal: Journal, holder: str, ttl_s: float, stop: asyncio.Event) -> bool:
-    """Wait for the lease; false where `stop` came first."""
+async def _take_lead(
+    journal: Journal, holder: str, ttl_s: float, stop: asyncio.Event
+) -> float | None:
+    """Wait for the lease: the loop's time before it was taken, or None where `stop` came first."""
     poll_s = min(ttl_s / RENEWALS, POLL_S_MAX)
     standing_by = False
     while not stop.is_set():
+        began_at = asyncio.get_running_loop().time()
         try:
             epoch = await asyncio.to_thread(journal.acquire, holder, ttl_s)
         except LeaseHeldError as error:
@@ -116,13 +121,13 @@ async def _take_lead(journal: Journal, holder: str, ttl_s: float, stop: asyncio.
             LOG.warning("standing by: %s", error)
         else:
             LOG.info("%s leads, epoch %d", holder, epoch)
-            return True
+            return began_at
         try:
             async with asyncio.timeout(poll_s):
                 await stop.wait()
         except TimeoutError:
             continue
-    return False
+    return None
 
 
 async def _serve(

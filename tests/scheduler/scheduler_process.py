@@ -20,7 +20,7 @@ class SchedulerProcess:
 
     def __init__(self, folder: Path, name: str, journal: str, **changes: object) -> None:
         self.name = name
-        self.listen = str(folder / f"{name}.sock")
+        self.listen = str(changes.get("listen", folder / f"{name}.sock"))
         config = {
             "listen": self.listen,
             "journal": journal,

@@ -57,7 +57,8 @@ def test_a_leader_that_was_suspended_stops_at_once(start: Start) -> None:
     leader = start("a")
     leader.wait_ready()
     leader.send(signal.SIGSTOP)
-    standby = start("b")
+    # At the same socket, so that routers and agents find whoever leads.
+    standby = start("b", listen=leader.listen)
     standby.wait_ready()
     asyncio.run(standby.submit_job("j1"))
     leader.send(signal.SIGCONT)

@@ -19,6 +19,7 @@ from plexrl.scheduler import events as ev
 from plexrl.scheduler.journal import Journal
 from plexrl.scheduler.schema import HEAD
 from plexrl.scheduler.sql_journal import READ_PAGE, SqlJournal
+from tests.scheduler.postgres import PostgresServer
 
 TTL_S = 3600.0
 
@@ -147,9 +148,24 @@ def test_a_full_file_refuses_and_has_room_again_when_the_bound_is_raised(tmp_pat
         assert roomy.append(batch) == accepted + len(batch)
 
 
-def test_a_full_disk_of_the_server_is_named(journal_url: str) -> None:
-    if "://" not in journal_url:
-        pytest.skip("of PostgreSQL only; SQLite's own bound is tested above")
+def test_a_lost_connection_costs_one_refusal(postgres_server: PostgresServer) -> None:
+    url = postgres_server.database()
+    with closing(SqlJournal(url)) as journal:
+        journal.acquire("a", TTL_S)
+        journal.append(joined("r1"))
+        execute(
+            url,
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()",
+        )
+        with pytest.raises(StorageError, match="cannot be used"):
+            journal.append(joined("r2"))
+        assert journal.append(joined("r3")) == 2
+        assert routers(journal) == [(1, "r1"), (2, "r3")]
+
+
+def test_a_full_disk_of_the_server_is_named(postgres_server: PostgresServer) -> None:
+    journal_url = postgres_server.database()
     with closing(SqlJournal(journal_url)) as journal:
         journal.acquire("a", TTL_S)
         execute(
