@@ -2,6 +2,7 @@
 
 import sqlite3
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 
@@ -49,6 +50,11 @@ def routers(journal: Journal, after: int = 0) -> list[tuple[int, str]]:
 def fill(journal: Journal, batch: list[tuple[ev.Event, float]]) -> None:
     for _ in range(1000):
         journal.append(batch)
+
+
+def place_of(url: str) -> str:
+    """The URL by which SQLAlchemy knows a journal's database."""
+    return url.replace("postgresql:", "postgresql+psycopg:") if "://" in url else f"sqlite:///{url}"
 
 
 def execute(url: str, *statements: str) -> None:
@@ -291,6 +297,24 @@ def test_who_lost_the_lease_writes_nothing(open_journal: Callable[[str], SqlJour
     second.renew()
     assert routers(second) == [(1, "r1"), (2, "r2")]
     assert second.snapshot() is None
+
+
+def test_an_append_that_meets_a_takeover_under_way_writes_nothing(
+    journal_url: str, open_journal: Callable[[str], SqlJournal]
+) -> None:
+    journal = open_journal("a")
+    engine = sa.create_engine(place_of(journal_url))
+    with ThreadPoolExecutor(1) as pool:
+        with engine.begin() as taking_over:
+            taking_over.exec_driver_sql("UPDATE lease SET epoch = epoch + 1, holder = 'b'")
+            appending = pool.submit(journal.append, joined("r1"))
+            # It waits for the row, or for the file; it must not take the epoch of before as good.
+            finished, _ = wait([appending], timeout=0.2)
+            assert not finished
+        with pytest.raises(LeaseLostError, match="led by 'b'"):
+            appending.result()
+    engine.dispose()
+    assert list(journal.read()) == []
 
 
 def test_nothing_is_written_without_a_lease(open_journal: Callable[[str], SqlJournal]) -> None:
