@@ -27,9 +27,11 @@
     │   └── WorkerLostError            500  worker_lost
     ├── ConnectionLostError            503  connection_lost   (the client met no server)
     ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
+    │   └── LeaseHeldError             503  lease_held        (another scheduler leads)
     ├── DeadlineExceededError          504  deadline_exceeded
     └── StorageError                   507  storage
         ├── JournalFullError           507  journal_full
+        ├── LeaseLostError             503  lease_lost        (another scheduler took over)
         ├── StateTierFullError         507  state_tier_full
         ├── StateLostError             500  state_lost
         └── CorruptStateError          500  corrupt_state
@@ -179,6 +181,12 @@ class UnavailableError(PlexRLError):
     status = 503
 
 
+class LeaseHeldError(UnavailableError):
+    """Another scheduler leads: `details["holder"]` says which."""
+
+    code = "lease_held"
+
+
 class DeadlineExceededError(PlexRLError):
     code = "deadline_exceeded"
     status = 504
@@ -191,6 +199,13 @@ class StorageError(PlexRLError):
 
 class JournalFullError(StorageError):
     code = "journal_full"
+
+
+class LeaseLostError(StorageError):
+    """This scheduler leads no more and must do nothing further; nothing was written."""
+
+    code = "lease_lost"
+    status = 503
 
 
 class StateTierFullError(StorageError):

@@ -1,12 +1,26 @@
-"""The scheduler process: `python -m plexrl.scheduler --config FILE`."""
+"""The scheduler process: `python -m plexrl.scheduler --config FILE`.
+
+Started while another scheduler leads on the same journal, it stands by and takes over when that one
+ends. It says that it is ready once it leads.
+"""
 
 import argparse
 import asyncio
+import logging
+import os
+import sys
 from pathlib import Path
 
 from plexrl.cluster.process import load_config, print_ready, run_until_signal
+from plexrl.errors import LeaseLostError, PlexRLError
 from plexrl.scheduler.config import SchedulerConfig
-from plexrl.scheduler.service import Service
+from plexrl.scheduler.leadership import run_scheduler
+
+LOG = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+EXIT_LEASE_LOST = 75
+"""`EX_TEMPFAIL`: start it again, and it stands by."""
 
 
 def main() -> None:
@@ -14,12 +28,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m plexrl.scheduler", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     config = load_config(parser.parse_args().config, SchedulerConfig)
-    service = Service(config)
 
     async def serve(stop: asyncio.Event) -> None:
-        await service.run(lambda: print_ready(listen=config.listen), stop)
+        try:
+            await run_scheduler(config, lambda: print_ready(listen=config.listen), stop)
+        except LeaseLostError as error:
+            LOG.critical("the scheduler stops: %s", error)
+            # No tidying up: connections would be told, and threads waited for, by a scheduler
+            # that must not do anything any more.
+            os._exit(EXIT_LEASE_LOST)
 
-    run_until_signal(serve)
+    try:
+        run_until_signal(serve)
+    except PlexRLError as error:
+        LOG.critical("the scheduler cannot run: %s", error)
+        sys.exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

@@ -43,12 +43,19 @@ class Context:
     _held: dict[TenantId, tuple[int, dict[JobId, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Make what follows from the state."""
-        self.policy = make_policy(self.config.policy, self.config.cold_start_patience_s)
-        self.ordering = make_ordering(self.config.ordering)
-        wanted = self.config.anticipation
+        self.reconfigure(self.config)
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Go on under these settings; make anew what follows from them and the state."""
+        self.config = config
+        self.policy = make_policy(config.policy, config.cold_start_patience_s)
+        self.ordering = make_ordering(config.ordering)
+        wanted = config.anticipation
         self.anticipates = self.ordering.anticipates if wanted is None else wanted
-        self.inventory = Inventory(self.config, self.policy, self.state)
+        self.inventory = Inventory(config, self.policy, self.state)
+        self.waiting.clear()
+        self.relocating.clear()
+        self._held.clear()
         for deployment in self.state.deployments.values():
             if deployment.relocation is not None:
                 self.relocating[deployment.deployment] = None

@@ -7,13 +7,14 @@ checked whole before anything changes, so a refused one leaves no trace.
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from plexrl.errors import (
     ConflictError,
     InvalidRequestError,
     JobEndedError,
     NotFoundError,
     OperationCancelledError,
-    OverloadedError,
     UnavailableError,
     UnknownDeploymentError,
     UnknownJobError,
@@ -27,7 +28,7 @@ from plexrl.scheduler.commands import (
     Command,
     RunOperation,
 )
-from plexrl.scheduler.config import SchedulerConfig
+from plexrl.scheduler.config import SchedulerConfig, with_core_settings
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.cycles import cycle_over, profile_key
 from plexrl.scheduler.estimates import Estimates
@@ -42,9 +43,10 @@ from plexrl.scheduler.lifecycle import (
     worker_ready,
 )
 from plexrl.scheduler.nodes import node_drain_changed, node_joined, node_lost, state_migrated
-from plexrl.scheduler.operations import enqueue, fail
+from plexrl.scheduler.operations import check_room, check_source, enqueue, fail
 from plexrl.scheduler.outcomes import run_failed, run_finished
 from plexrl.scheduler.relocation import send_migration
+from plexrl.scheduler.snapshot import decode, encode
 from plexrl.scheduler.state import Deployment, Job, Operation, WpgState
 from plexrl.scheduler.tenants import (
     authenticate,
@@ -69,7 +71,6 @@ from plexrl.wire.operations import USER_KINDS, OperationKind, OperationState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-RETRY_AFTER_S = 1.0
 PRIORITY_MAX = 100
 
 
@@ -141,6 +142,22 @@ class SchedulerCore:
             case "job" if (job := context.state.jobs.get(JobId(name))) is not None:
                 detach_or_cancel(context, job, now)
 
+    def dump(self) -> bytes:
+        """All that the core knows, for `restore`; to be called between events only."""
+        return encode(self._context)
+
+    @classmethod
+    def restore(cls, config: SchedulerConfig, body: bytes) -> "SchedulerCore":
+        """The core that wrote `body`: it decides as that one would have. The core's settings are
+        those of then, until the next `SchedulerStarted`.
+
+        Raises:
+            StorageError: another version of PlexRL wrote it.
+        """
+        core = cls(config)
+        core._context = decode(body, config)
+        return core
+
     def check_invariants(self) -> None:
         """Assert the laws of `plexrl.scheduler.state`."""
         check(self._context)
@@ -148,7 +165,8 @@ class SchedulerCore:
     # Events
 
     def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
-        del event
+        if event.settings_json:
+            self._take_settings(event.settings_json)
         state = self._context.state
         state.routers.clear()
         for node in state.nodes.values():
@@ -159,6 +177,13 @@ class SchedulerCore:
             if not job.state.is_final:
                 # Silence while the scheduler was away is not the controllers' doing.
                 job.seen_at = now
+
+    def _take_settings(self, settings_json: str) -> None:
+        try:
+            settings = msgspec.json.decode(settings_json, type=dict[str, Any])
+        except ValueError as error:
+            raise InvalidRequestError(f"settings_json is no JSON object: {error}") from error
+        self._context.reconfigure(with_core_settings(self._context.config, settings))
 
     def _node_joined(self, event: ev.NodeJoined, now: float) -> None:
         node_joined(self._context, event, now)
@@ -334,32 +359,11 @@ class SchedulerCore:
                 f"{deployment.deployment!r} takes "
                 + ", ".join(sorted(kind.value for kind in USER_KINDS[deployment.kind]))
             )
-        self._check_source(event, deployment)
-        self._check_room(deployment)
-        if event.source is not None:
-            self._check_room(self._deployment(event.source))
+        source = None if event.source is None else self._deployment(event.source)
+        check_source(event, deployment, source)
+        check_room(context, deployment, source)
         self._seen(job, now)
         enqueue(context, event, now)
-
-    def _check_source(self, event: ev.OperationSubmitted, deployment: Deployment) -> None:
-        if (event.kind == OperationKind.SYNC_WEIGHTS) != (event.source is not None):
-            raise InvalidRequestError("sync_weights, and only it, names a source deployment")
-        if event.source is None:
-            return
-        source = self._deployment(event.source)
-        if source.job != deployment.job or source.kind != "train":
-            raise InvalidRequestError(
-                f"{event.source!r} is no train deployment of job {deployment.job!r}: weights are "
-                "pulled from a train deployment of the same job"
-            )
-
-    def _check_room(self, deployment: Deployment) -> None:
-        if len(deployment.queue) >= self._context.config.pending_operations_max:
-            raise OverloadedError(
-                f"{deployment.deployment!r} has {len(deployment.queue)} operations waiting, its "
-                "bound: wait for some to finish",
-                retry_after_s=RETRY_AFTER_S,
-            )
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
         context = self._context

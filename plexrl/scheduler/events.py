@@ -30,6 +30,10 @@ class Event:
 class SchedulerStarted(Event):
     """A scheduler process took over this journal; all its connections are yet to come."""
 
+    settings_json: str = ""
+    """The core's settings from here on, so that a replay decides as this process did; empty in
+    journals of before they were kept: whatever is in force stays so."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJoined(Event):

@@ -26,14 +26,17 @@ from plexrl.wire.rpc import Peer
 LOG = logging.getLogger(__name__)
 
 AGENT_CALL_TIMEOUT_S = 60.0
+ROUTER_SEND_TIMEOUT_S = 5.0
 RETRY_S = 0.5
 OUTBOX_MAX = 100_000
 
 
 class RouterLinks:
-    """All connected routers; a command goes to the one that has been connected longest."""
+    """All connected routers; a command goes to the one that has been connected longest. One that
+    takes nothing for `send_timeout_s` seconds is cut off, because all events wait meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, send_timeout_s: float = ROUTER_SEND_TIMEOUT_S) -> None:
+        self._send_timeout_s = send_timeout_s
         self._peers: dict[RouterId, Peer] = {}
         self._kept: deque[Command] = deque(maxlen=OUTBOX_MAX)
 
@@ -68,7 +71,12 @@ class RouterLinks:
     async def _notify(self, method: str, command: Command) -> bool:
         for peer in list(self._peers.values()):
             try:
-                await peer.notify(method, {"command": CODEC.to_plain(command)})
+                async with asyncio.timeout(self._send_timeout_s):
+                    await peer.notify(method, {"command": CODEC.to_plain(command)})
+            except TimeoutError:
+                LOG.error("a router takes no commands for %g s; cut off", self._send_timeout_s)
+                peer.abort()
+                continue
             except ConnectionLostError:
                 # Its reader meets the same loss and reports the router gone.
                 continue

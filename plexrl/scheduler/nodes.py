@@ -73,7 +73,7 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
     if event.is_draining:
         drain(context, event.node, now)
         return
-    for name in list(context.relocating):
+    for name in sorted(context.relocating):
         deployment = context.deployment(name)
         if event.node in nodes_of(deployment):
             deployment.relocation = None

@@ -2,7 +2,12 @@
 
 import msgspec
 
-from plexrl.errors import OperationCancelledError, PlexRLError
+from plexrl.errors import (
+    InvalidRequestError,
+    OperationCancelledError,
+    OverloadedError,
+    PlexRLError,
+)
 from plexrl.ids import BlobRef, OperationId
 from plexrl.scheduler.commands import RunOperation
 from plexrl.scheduler.context import Context
@@ -13,9 +18,44 @@ from plexrl.scheduler.usage import bill, meter
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
 PUBLISH_SUFFIX = ":publish"
+RETRY_AFTER_S = 1.0
 
 MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT})
 """Operations that the scheduler makes for itself: no part of a job's demand."""
+
+
+def check_source(
+    event: OperationSubmitted, deployment: Deployment, source: Deployment | None
+) -> None:
+    """Refuse a sync without a train deployment of its own job, and a source for anything else.
+
+    Raises:
+        InvalidRequestError: it is one of these.
+    """
+    if (event.kind == OperationKind.SYNC_WEIGHTS) != (source is not None):
+        raise InvalidRequestError("sync_weights, and only it, names a source deployment")
+    if source is not None and (source.job != deployment.job or source.kind != "train"):
+        raise InvalidRequestError(
+            f"{event.source!r} is no train deployment of job {deployment.job!r}: weights are "
+            "pulled from a train deployment of the same job"
+        )
+
+
+def check_room(context: Context, *deployments: Deployment | None) -> None:
+    """Refuse more than a queue's bound.
+
+    Raises:
+        OverloadedError: one of the queues is full.
+    """
+    for deployment in deployments:
+        if deployment is None:
+            continue
+        if len(deployment.queue) >= context.config.pending_operations_max:
+            raise OverloadedError(
+                f"{deployment.deployment!r} has {len(deployment.queue)} operations waiting, its "
+                "bound: wait for some to finish",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
 
 def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from plexrl.errors import from_wire
+from plexrl.errors import ExecutionError, PlexRLError, from_wire
 from plexrl.ids import FencingToken, OperationId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationFailed, OperationFinished
@@ -66,7 +66,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     operation, deployment, group = found
     meter(context.state, deployment, now)
-    error = from_wire(msgspec.json.decode(event.error_json, type=dict[str, object]))
+    error = _read_error(event.error_json)
     if deployment.moving is not None and deployment.moving.operation == event.operation:
         if error.code in LOST_CODES:
             job = context.job(deployment.job)
@@ -90,6 +90,15 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         context.touch(deployment.group)
     else:
         restart(context, deployment, error.message, now)
+
+
+def _read_error(error_json: str) -> PlexRLError:
+    """What a report says went wrong. One that cannot be read is journalled all the same, and must
+    not end every replay."""
+    try:
+        return from_wire(msgspec.json.decode(error_json, type=dict[str, object]))
+    except (ValueError, RecursionError):
+        return ExecutionError(f"the run failed, and its report cannot be read: {error_json[:200]}")
 
 
 def _in_flight(

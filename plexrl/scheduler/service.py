@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,17 +11,14 @@ from plexrl.cluster.process import remove_socket
 from plexrl.errors import (
     InvalidRequestError,
     NotFoundError,
-    PlexRLError,
     UnknownDeploymentError,
     UnknownJobError,
     UnknownOperationError,
 )
 from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, RouterId, TenantId
 from plexrl.scheduler import events as ev
-from plexrl.scheduler.config import SchedulerConfig
-from plexrl.scheduler.core import SchedulerCore
-from plexrl.scheduler.journal import SqliteJournal
-from plexrl.scheduler.shell import Clock, Shell
+from plexrl.scheduler.config import SchedulerConfig, core_settings
+from plexrl.scheduler.shell import Shell
 from plexrl.wire.rpc import Handler, Peer
 
 if TYPE_CHECKING:
@@ -36,39 +32,24 @@ LOG_PAGE_MAX = 1000
 Plain = dict[str, Any]
 
 
-def restore(config: SchedulerConfig) -> tuple[SchedulerCore, SqliteJournal, Clock]:
-    """A core with everything the journal holds.
-
-    Raises:
-        StorageError: the journal cannot be read.
-    """
-    journal = SqliteJournal(Path(config.journal), config.journal_bytes_max)
-    core = SchedulerCore(config)
-    last_at = 0.0
-    refused = 0
-    for event, at in journal.read():
-        last_at = at
-        try:
-            core.handle(event, at)
-        except PlexRLError:
-            refused += 1
-    LOG.info("journal replayed up to %.3f, %d events refused as before", last_at, refused)
-    return core, journal, Clock(last_at)
-
-
 class Service:
     """Serves routers and agents over one Unix socket."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, shell: Shell) -> None:
         self._config = config
-        core, self._journal, clock = restore(config)
-        self.shell = Shell(core, self._journal, clock)
-        self._core = core
+        self.shell = shell
+        self._core = shell.core
         self._background: set[asyncio.Task[None]] = set()
 
     async def run(self, ready: Callable[[], None], stop: asyncio.Event) -> None:
-        """Serve until `stop`; `ready` is called once the socket listens."""
+        """Serve until `stop`; `ready` is called once the socket listens.
+
+        Raises:
+            LeaseLostError: another scheduler leads; nothing was tidied up.
+            StorageError: the journal does not take even the first events.
+        """
         runner = asyncio.create_task(self.shell.run())
+        stopping = asyncio.create_task(stop.wait())
         try:
             await self._begin()
             remove_socket(self._config.listen)
@@ -77,24 +58,24 @@ class Service:
             )
             self._expect_nodes()
             ready()
-            stopping = asyncio.create_task(stop.wait())
             await asyncio.wait({runner, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
+            if runner.done():
+                # By a lost lease, after which nobody must be told anything; or by a bug of ours.
+                runner.result()
             server.close()
             for task in list(self._background):
                 task.cancel()
             await asyncio.gather(*self._background, return_exceptions=True)
             remove_socket(self._config.listen)
-            if runner.done():
-                # The shell ends by itself only through a bug of ours: let it be seen.
-                runner.result()
         finally:
+            stopping.cancel()
             runner.cancel()
-            await asyncio.gather(runner, return_exceptions=True)
-            self._journal.close()
+            await asyncio.gather(runner, stopping, return_exceptions=True)
 
     async def _begin(self) -> None:
-        await self.shell.report(ev.SchedulerStarted())
+        # Requests, not reports: a journal that is full says so instead of keeping us waiting.
+        settings = msgspec.json.encode(core_settings(self._config)).decode()
+        await self.shell.request(ev.SchedulerStarted(settings_json=settings))
         known = set(self._core.tenants())
         created = [(OPERATOR, self._config.operator_key_digest, True)] + [
             (TenantId(name), digest, False) for name, digest in self._config.tenants
@@ -270,7 +251,9 @@ class _Connection:
 
     async def _operation_failed(self, peer: Peer, params: Plain) -> Plain:
         del peer
-        await self._shell.report(msgspec.convert(params, ev.OperationFailed))
+        event = msgspec.convert(params, ev.OperationFailed)
+        _check_object("error_json", event.error_json)
+        await self._shell.report(event)
         return {}
 
     async def _list_jobs(self, peer: Peer, params: Plain) -> Plain:
@@ -363,6 +346,13 @@ class _Connection:
         if tenant not in (None, view["tenant"]):
             raise UnknownOperationError(f"there is no operation {operation!r}, or not any more")
         return operation
+
+
+def _check_object(name: str, text: str) -> None:
+    try:
+        msgspec.json.decode(text, type=dict[str, object])
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{name} is no JSON object: {error}") from error
 
 
 def _checked(handler: Handler) -> Handler:

@@ -8,6 +8,9 @@ the core first, would need its changes undone whenever the journal cannot be wri
 All events that wait while one transaction runs share the next one. When the journal is full,
 requests are refused with `JournalFullError`; reports of what has already happened are kept, in
 order, until there is room.
+
+Every so many events the state is written down too, so that a restart replays only what came after.
+The core is encoded between two events; the writing goes on beside those that follow.
 """
 
 import asyncio
@@ -16,7 +19,13 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from plexrl.errors import OverloadedError, PlexRLError, StorageError
+from plexrl.errors import (
+    LeaseLostError,
+    OverloadedError,
+    PlexRLError,
+    StorageError,
+    UnavailableError,
+)
 from plexrl.ids import OperationId
 from plexrl.scheduler.commands import (
     AbortOperation,
@@ -29,8 +38,8 @@ from plexrl.scheduler.commands import (
     StopWorkers,
 )
 from plexrl.scheduler.core import SchedulerCore
-from plexrl.scheduler.events import Event, TimerFired
-from plexrl.scheduler.journal import Journal
+from plexrl.scheduler.events import CODEC, Event, TimerFired
+from plexrl.scheduler.journal import Entry, Journal
 from plexrl.scheduler.links import AgentLinks, RouterLinks
 
 LOG = logging.getLogger(__name__)
@@ -58,14 +67,29 @@ class _Item:
 
 
 class Shell:
-    """Owns the core while the service runs."""
+    """Owns the core while the service runs. `position` is that of the last event the core knows."""
 
-    def __init__(self, core: SchedulerCore, journal: Journal, clock: Clock) -> None:
+    def __init__(
+        self,
+        core: SchedulerCore,
+        journal: Journal,
+        clock: Clock,
+        *,
+        position: int = 0,
+        snapshot_position: int = 0,
+        snapshot_events: int = 50_000,
+    ) -> None:
         self.core = core
         self.clock = clock
         self.routers = RouterLinks()
         self.agents = AgentLinks()
         self._journal = journal
+        self._position = position
+        self._at = clock.now()
+        self._snapshot_position = snapshot_position
+        self._snapshot_events = snapshot_events
+        self._snapshot: asyncio.Task[None] | None = None
+        self._ended: PlexRLError | None = None
         self._queue: asyncio.Queue[_Item] = asyncio.Queue(QUEUE_MAX)
         self._kept: deque[_Item] = deque()
         self._timer: asyncio.TimerHandle | None = None
@@ -77,8 +101,10 @@ class Shell:
         Raises:
             PlexRLError: refused by the core; nothing changed.
             JournalFullError: not accepted; nothing changed.
+            InvalidRequestError: it holds a number that is not finite.
             OverloadedError: too many events wait.
         """
+        self._check(event)
         item = _Item(event, asyncio.get_running_loop().create_future(), is_report=False)
         try:
             self._queue.put_nowait(item)
@@ -89,7 +115,13 @@ class Shell:
         await item.done
 
     async def report(self, event: Event) -> None:
-        """Have an account of something that already happened accepted, whatever it takes."""
+        """Have an account of something that already happened accepted, whatever it takes.
+
+        Raises:
+            PlexRLError: refused by the core; nothing changed.
+            InvalidRequestError: it holds a number that is not finite.
+        """
+        self._check(event)
         item = _Item(event, asyncio.get_running_loop().create_future(), is_report=True)
         await self._queue.put(item)
         await item.done
@@ -108,22 +140,94 @@ class Shell:
             return
 
     async def run(self) -> None:
-        """Take in events until cancelled."""
-        while True:
-            batch = await self._next_batch()
-            now = self.clock.now()
-            entries = [(item.event, now) for item in batch]
-            try:
-                await asyncio.to_thread(self._journal.append, entries)
-            except StorageError as error:
-                await self._not_journalled(batch, error)
-                continue
-            commands: list[Command] = []
-            for item in batch:
-                commands += self._handle(item, now)
-            async with self._changed:
-                self._changed.notify_all()
-            await self._carry_out(commands)
+        """Take in events until cancelled.
+
+        Raises:
+            LeaseLostError: another scheduler leads; the core must not be asked or told any more.
+        """
+        batch: list[_Item] = []
+        try:
+            while True:
+                batch = await self._next_batch()
+                await self._take_in(batch)
+        except LeaseLostError as error:
+            self._end(error, batch)
+            raise
+        except asyncio.CancelledError:
+            self._end(UnavailableError("the scheduler is stopping: try again in a moment"), batch)
+            raise
+
+    async def save(self) -> None:
+        """Write the state down, so that the next start replays nothing; once `run` has ended."""
+        if self._snapshot is not None:
+            await self._snapshot
+        if self._position > self._snapshot_position:
+            self._snapshot_position = self._position
+            await self._write_snapshot(self._position, self._at, self.core.dump())
+
+    async def _take_in(self, batch: list[_Item]) -> None:
+        now = self.clock.now()
+        try:
+            position = await self._append([(item.event, now) for item in batch])
+        except LeaseLostError:
+            raise
+        except StorageError as error:
+            await self._not_journalled(batch, error)
+            return
+        commands: list[Command] = []
+        for item in batch:
+            commands += self._handle(item, now)
+        self._position, self._at = position, now
+        self._snapshot_if_due()
+        async with self._changed:
+            self._changed.notify_all()
+        await self._carry_out(commands)
+
+    async def _append(self, entries: list[Entry]) -> int:
+        writing = asyncio.ensure_future(asyncio.to_thread(self._journal.append, entries))
+        try:
+            return await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # The thread goes on; whoever closes the journal next must not meet it there.
+            await asyncio.wait({writing})
+            raise
+
+    def _snapshot_if_due(self) -> None:
+        if self._position - self._snapshot_position < self._snapshot_events:
+            return
+        if self._snapshot is None or self._snapshot.done():
+            work = self._write_snapshot(self._position, self._at, self.core.dump())
+            self._snapshot = asyncio.create_task(work)
+            # Also where it fails: the next try comes after as many events again.
+            self._snapshot_position = self._position
+
+    async def _write_snapshot(self, position: int, at: float, body: bytes) -> None:
+        try:
+            await asyncio.to_thread(self._journal.write_snapshot, position, at, body)
+            await asyncio.to_thread(self._journal.compact)
+        except StorageError as error:
+            # The events are all there: it only takes longer to start. A lost lease is met by the
+            # next event, and by whoever keeps the lease.
+            LOG.error("no snapshot at event %d: %s", position, error)
+        else:
+            LOG.info("snapshot at event %d: %d bytes", position, len(body))
+
+    def _check(self, event: Event) -> None:
+        if self._ended is not None:
+            raise self._ended
+        CODEC.check(event)
+
+    def _end(self, error: PlexRLError, batch: list[_Item]) -> None:
+        """Answer everybody who waits."""
+        self._ended = error
+        waiting = [*batch, *self._kept]
+        while not self._queue.empty():
+            waiting.append(self._queue.get_nowait())
+        for item in waiting:
+            if not item.done.done():
+                item.done.set_exception(error)
+                # Nobody awaits a timer's answer, nor one whose connection is gone.
+                item.done.exception()
 
     async def _next_batch(self) -> list[_Item]:
         batch = list(self._kept)

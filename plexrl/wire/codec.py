@@ -4,10 +4,13 @@ Journal, replay and the links between processes use the same encoding, so a reco
 readable with any JSON tool and can be fed to a core again.
 """
 
+import math
 from dataclasses import is_dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 import msgspec
+
+from plexrl.errors import InvalidRequestError
 
 MessageT = TypeVar("MessageT")
 
@@ -24,6 +27,8 @@ class Codec(Generic[MessageT]):
             assert is_dataclass(kind), f"{kind.__name__} is not a dataclass"
             assert "type" not in kind.__dataclass_fields__, f"{kind.__name__} has a field 'type'"
         self._kinds: dict[str, type[MessageT]] = {kind.__name__: kind for kind in kinds}
+        self._openings = {kind: f'{{"type":"{kind.__name__}"'.encode() for kind in kinds}
+        self._floats = {kind: _float_fields(kind) for kind in kinds}
 
     def to_plain(self, message: MessageT) -> dict[str, Any]:
         """`message` as JSON values, tagged."""
@@ -44,9 +49,32 @@ class Codec(Generic[MessageT]):
         return msgspec.convert(fields, kind)
 
     def encode(self, message: MessageT) -> bytes:
-        """`message` as one line of JSON."""
-        return msgspec.json.encode(self.to_plain(message))
+        """`message` as one line of JSON. Raises as `check`."""
+        self.check(message)
+        opening = self._openings[type(message)]
+        body = msgspec.json.encode(message)
+        # One pass over the message; the tag is spliced in as its first key.
+        return opening + (b"}" if body == b"{}" else b"," + body[1:])
+
+    def check(self, message: MessageT) -> None:
+        """Refuse what JSON cannot carry: a number that is not finite would come back as null.
+
+        Raises:
+            InvalidRequestError: a field is infinite or not a number.
+        """
+        for name in self._floats[type(message)]:
+            value = getattr(message, name)
+            if value is not None and not math.isfinite(value):
+                raise InvalidRequestError(
+                    f"{name} of {type(message).__name__} is {value}: give a finite number"
+                )
 
     def decode(self, line: bytes | str) -> MessageT:
         """The message in `line`. Raises as `from_plain`, and on malformed JSON."""
         return self.from_plain(msgspec.json.decode(line, type=dict[str, Any]))
+
+
+def _float_fields(kind: type) -> tuple[str, ...]:
+    """Fields that may hold a float. Messages keep their numbers at the top, not in containers."""
+    hints = get_type_hints(kind)
+    return tuple(name for name, hint in hints.items() if hint is float or float in get_args(hint))

@@ -104,6 +104,11 @@ class Peer:
             if not future.done():
                 future.set_exception(ConnectionLostError("the peer closed the connection"))
 
+    def abort(self) -> None:
+        """Close the connection without waiting for what the other side has not taken yet."""
+        self._writer.transport.abort()
+        self.close()
+
     async def _serve(self, header: dict[str, Any]) -> None:
         call_id = header.get("call")
         handler = self._handlers.get(header["method"])

@@ -107,6 +107,8 @@ def test_every_kind_of_event_survives_the_journals_encoding() -> None:
         workers=(ev.WorkerSeen(deployment="d", rank=0, incarnation=1, address="a"),),
     )
     assert ev.CODEC.decode(ev.CODEC.encode(event)) == event
+    for one in (event, ev.TimerFired(), ev.OperationFinished(operation="o", token=1, compute_s=0)):
+        assert ev.CODEC.encode(one) == msgspec.json.encode(ev.CODEC.to_plain(one))
 
 
 def test_errors_keep_their_kind_and_details_over_the_wire() -> None:

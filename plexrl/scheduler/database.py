@@ -1,0 +1,210 @@
+"""The databases a journal can lie in, and what differs between them.
+
+A path, or `sqlite:///path`, names an SQLite file in WAL mode whose commits return after `fsync`;
+`postgresql://user@host/name` names a PostgreSQL database.
+"""
+
+import sqlite3
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import sqlalchemy as sa
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+
+from plexrl.errors import InvalidRequestError, JournalFullError, StorageError
+
+SQLITE_BUSY_S = 5.0
+"""How long a transaction waits for another process's."""
+
+POSTGRES_DISK_FULL = "53100"
+POSTGRES_MIGRATION_LOCK = 0x706C6578
+"""Key of the advisory lock under which the schema is made or changed."""
+
+# A server that fell silent must not hold a scheduler for longer than a few leases, and a scheduler
+# that was suspended inside a transaction must not keep its row locks from the next leader.
+POSTGRES_CONNECT: dict[str, Any] = {
+    "connect_timeout": 5,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+    "options": (
+        "-c lock_timeout=5000 -c idle_in_transaction_session_timeout=5000 -c synchronous_commit=on"
+    ),
+}
+
+Row = tuple[int, float, str]
+"""(position, time, body) of an event."""
+
+
+class Database(Protocol):
+    """An engine and the words in which its database differs."""
+
+    name: str
+    """For messages; without a password."""
+    engine: sa.Engine
+    fence: str
+    """Text that selects the lease's epoch and holder by its name, and keeps others from it."""
+
+    def now(self) -> sa.ColumnElement[float]:
+        """The time by which leases expire, in seconds since the epoch."""
+        ...
+
+    def insert(self, connection: sa.Connection, rows: Sequence[Row]) -> None:
+        """Add events, as quickly as this database can."""
+        ...
+
+    def lock_schema(self, connection: sa.Connection) -> None:
+        """Have no other process migrate before this transaction's end."""
+        ...
+
+    def is_full(self, error: BaseException | None) -> bool:
+        """Whether a driver's error says that there is no room."""
+        ...
+
+
+class Sqlite:
+    """One file. `bytes_max` bounds it; absent, the disk does."""
+
+    fence = "SELECT epoch, holder FROM lease WHERE name = ?"
+
+    def __init__(self, path: Path, bytes_max: int | None) -> None:
+        self.name = str(path)
+        self._path = path
+        self._bytes_max = bytes_max
+        # One connection, handed from thread to thread: every transaction here is a writer's.
+        self.engine = sa.create_engine(
+            "sqlite://",
+            creator=self._connect,
+            poolclass=sa.QueuePool,
+            pool_size=1,
+            max_overflow=0,
+        )
+        # Without this the driver would begin by itself, and only before a write.
+        sa.event.listen(self.engine, "begin", _begin_immediate)
+
+    def now(self) -> sa.ColumnElement[float]:
+        """This machine's wall time: all who open the file are on it."""
+        return sa.literal(time.time())
+
+    def insert(self, connection: sa.Connection, rows: Sequence[Row]) -> None:
+        """One prepared statement, run once a row."""
+        connection.exec_driver_sql(
+            "INSERT INTO events (position, at, body) VALUES (?, ?, ?)", list(rows)
+        )
+
+    def lock_schema(self, connection: sa.Connection) -> None:
+        """Nothing: the transaction holds the file already."""
+
+    def is_full(self, error: BaseException | None) -> bool:
+        """Whether the file's bound or the disk's is met."""
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self._path, timeout=SQLITE_BUSY_S, check_same_thread=False, isolation_level=None
+        )
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=FULL")
+            if self._bytes_max is not None:
+                (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+                pages = max(1, self._bytes_max // page_bytes)
+                connection.execute(f"PRAGMA max_page_count={pages}")
+        except sqlite3.Error:
+            connection.close()
+            raise
+        return connection
+
+
+class Postgres:
+    """One database of a PostgreSQL server, reached by psycopg 3."""
+
+    # Whoever takes the lease must change this row, and waits for the end of our transaction.
+    fence = "SELECT epoch, holder FROM lease WHERE name = %s FOR UPDATE"
+
+    def __init__(self, url: sa.URL) -> None:
+        self.name = url.render_as_string(hide_password=True)
+        self.engine = sa.create_engine(
+            url.set(drivername="postgresql+psycopg"),
+            isolation_level="READ COMMITTED",
+            connect_args=POSTGRES_CONNECT,
+            pool_size=1,
+            max_overflow=0,
+        )
+
+    def now(self) -> sa.ColumnElement[float]:
+        """The server's clock: the schedulers' machines need not agree about the time."""
+        return sa.literal_column("extract(epoch FROM clock_timestamp())::float8", sa.Double())
+
+    def insert(self, connection: sa.Connection, rows: Sequence[Row]) -> None:
+        """One statement whatever the number of rows: each column travels as one array."""
+        positions, times, bodies = zip(*rows, strict=True)
+        connection.exec_driver_sql(
+            "INSERT INTO events (position, at, body)"
+            " SELECT * FROM unnest(%s::bigint[], %s::float8[], %s::text[])",
+            (list(positions), list(times), list(bodies)),
+        )
+
+    def lock_schema(self, connection: sa.Connection) -> None:
+        """An advisory lock, given back with the transaction."""
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({POSTGRES_MIGRATION_LOCK})")
+
+    def is_full(self, error: BaseException | None) -> bool:
+        """Whether the server's disk is full."""
+        return getattr(error, "sqlstate", None) == POSTGRES_DISK_FULL
+
+
+def open_database(journal: str, bytes_max: int | None) -> Database:
+    """The database that `journal` names; connects to nothing yet.
+
+    Raises:
+        InvalidRequestError: no URL of a database that is known here.
+        StorageError: the file's directory cannot be made.
+    """
+    if "://" not in journal:
+        return _open_file(Path(journal), bytes_max)
+    try:
+        url = sa.make_url(journal)
+    except ArgumentError as error:
+        raise InvalidRequestError("the journal's URL cannot be read: check it") from error
+    match url.drivername.partition("+")[0]:
+        case "sqlite" if url.database:
+            return _open_file(Path(url.database), bytes_max)
+        case "postgresql" | "postgres":
+            try:
+                return Postgres(url)
+            except ImportError as error:
+                raise InvalidRequestError(
+                    "a journal in PostgreSQL needs psycopg: pip install 'plexrl[postgres]'"
+                ) from error
+    raise InvalidRequestError(
+        f"a journal cannot lie in {url.drivername!r}: give a path or postgresql://user@host/name"
+    )
+
+
+def translate(database: Database, error: Exception) -> StorageError:
+    """`error` of a driver or of SQLAlchemy as one of ours."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    if database.is_full(cause):
+        return JournalFullError(
+            f"the journal {database.name} has no room: free disk space there or raise the "
+            "journal's bound; nothing was changed, try again then",
+            path=database.name,
+        )
+    what = str(cause).strip() if not isinstance(error, SQLAlchemyError) or cause else str(error)
+    return StorageError(f"the journal {database.name} cannot be used: {what}", path=database.name)
+
+
+def _open_file(path: Path, bytes_max: int | None) -> Sqlite:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"the journal {path} cannot be made: {error}") from error
+    return Sqlite(path, bytes_max)
+
+
+def _begin_immediate(connection: sa.Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -1,0 +1,1 @@
+"""The journal's schema, one revision a file in `versions`; run by `plexrl.scheduler.schema`."""

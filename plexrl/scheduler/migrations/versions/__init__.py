@@ -1,0 +1,1 @@
+"""One revision a file, in the order of their numbers; there is no way down."""

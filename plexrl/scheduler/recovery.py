@@ -1,0 +1,71 @@
+"""What a journal holds, as a core again: the newest snapshot and the events behind it."""
+
+import logging
+from dataclasses import dataclass
+
+from plexrl.errors import PlexRLError, StorageError
+from plexrl.scheduler.config import SchedulerConfig
+from plexrl.scheduler.core import SchedulerCore
+from plexrl.scheduler.journal import Journal
+
+LOG = logging.getLogger(__name__)
+
+PROGRESS_EVENTS = 50_000
+"""Replayed between two lines of the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A core as it was after the event at `position`, accepted at `at`."""
+
+    core: SchedulerCore
+    position: int
+    at: float
+    snapshot_position: int
+    """Of the snapshot it was made from; 0: from nothing."""
+
+
+def restore(config: SchedulerConfig, journal: Journal) -> Restored:
+    """A core with everything the journal holds.
+
+    A snapshot of a format that is not known here is passed over for an older one, or for all events
+    from the first, as far as they are still there.
+
+    Raises:
+        StorageError: the journal cannot be read, or not without what it has forgotten.
+    """
+    core, position, at = _from_snapshot(config, journal)
+    first, refused = position, 0
+    for found, event, found_at in journal.read(after=position):
+        if found != position + 1:
+            raise StorageError(
+                f"the journal holds no events {position + 1} to {found - 1}, and no snapshot after "
+                "them can be read: use the version of PlexRL that wrote it, or a copy of the "
+                "journal from before",
+                position=position + 1,
+            )
+        position, at = found, found_at
+        try:
+            core.handle(event, at)
+        except PlexRLError:
+            refused += 1
+        if (position - first) % PROGRESS_EVENTS == 0:
+            LOG.info("%d events replayed, up to number %d", position - first, position)
+    LOG.info(
+        "journal restored up to event %d: %d replayed behind the snapshot at %d, %d of them "
+        "refused as before",
+        *(position, position - first, first, refused),
+    )
+    return Restored(core, position, at, first)
+
+
+def _from_snapshot(config: SchedulerConfig, journal: Journal) -> tuple[SchedulerCore, int, float]:
+    before = None
+    while (found := journal.snapshot(before)) is not None:
+        position, at, body = found
+        try:
+            return SchedulerCore.restore(config, body), position, at
+        except PlexRLError as error:
+            LOG.error("the snapshot at event %d is passed over: %s", position, error)
+            before = position
+    return SchedulerCore(config), 0, 0.0

@@ -1,0 +1,76 @@
+"""A PostgreSQL server for the tests: a process of its own, on a Unix socket in its own folder."""
+
+import itertools
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import psycopg
+
+START_S = 60
+
+
+def server_folder() -> Path | None:
+    """Where `initdb` and `pg_ctl` lie; None where no server is installed."""
+    found = shutil.which("initdb")
+    if found is not None:
+        return Path(found).resolve().parent
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    return next((folder for folder in reversed(folders) if (folder / "initdb").exists()), None)
+
+
+class PostgresServer:
+    """Runs until `close`; every `database` is new and empty."""
+
+    def __init__(self, binaries: Path) -> None:
+        self._binaries = binaries
+        # A short path, as those of sockets are; the server's user must be able to reach it.
+        self._folder = Path(tempfile.mkdtemp(prefix="plexrl-postgres-"))
+        self._user = _server_user()
+        self._count = itertools.count(1)
+        if self._user is not None:
+            shutil.chown(self._folder, self._user)
+        self._call("initdb", "-A", "trust", "-U", "plexrl", "-E", "UTF8", "-N")
+        options = f"-k {self._folder} -c listen_addresses='' -c fsync=off"
+        log = str(self._folder / "log")
+        self._call("pg_ctl", "-w", "-t", str(START_S), "-o", options, "-l", log, "start")
+
+    def database(self) -> str:
+        """The URL of a new database."""
+        name = f"journal{next(self._count)}"
+        with psycopg.connect(self._dsn("postgres"), autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name}".encode())
+        return f"postgresql://plexrl@/{name}?host={self._folder}"
+
+    def close(self) -> None:
+        """End the server and remove all of it."""
+        self._call("pg_ctl", "-m", "immediate", "stop")
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _dsn(self, database: str) -> str:
+        return f"host={self._folder} user=plexrl dbname={database}"
+
+    def _call(self, program: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [str(self._binaries / program), "-D", str(self._folder / "data"), *arguments],
+            user=self._user,
+            cwd=self._folder,
+            stdin=subprocess.DEVNULL,
+            # The server keeps what it inherits open; a pipe would never end.
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=2 * START_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{program} {' '.join(arguments)} ended with {done.returncode}"
+
+
+def _server_user() -> str | None:
+    """A user that is not root, for the server refuses that one; None where we are none."""
+    if os.getuid() != 0:
+        return None
+    known = {entry.pw_name for entry in pwd.getpwall()}
+    return next(name for name in ("postgres", "nobody") if name in known)
