@@ -86,6 +86,7 @@ class FakeCluster:
                     wpg = self.wpgs.setdefault(name, Wpg())
                     if wpg.incarnation <= incarnation:
                         wpg.device = None
+                        wpg.nodes = set()
                 case cmd.ReleaseState(deployment=name):
                     wpg = self.wpgs.setdefault(name, Wpg())
                     for seq, nodes in wpg.held_on.items():

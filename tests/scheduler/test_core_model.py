@@ -7,7 +7,7 @@ order, none twice, and in the end all of them. The laws of the state and the equ
 capacity index with one made anew are checked after every event.
 """
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -17,7 +17,6 @@ from plexrl.scheduler.demand import DemandTrace, Segment
 from tests.scheduler.fake_cluster import FakeCluster
 
 NODES = ("n1", "n2", "n3")
-JOBS = ("a", "b", "c", "d", "e")
 WARM = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))
 
 
@@ -28,6 +27,7 @@ class Cluster(RuleBasedStateMachine):
         super().__init__()
         self.submitted: dict[str, list[str]] = {}
         self.count = 0
+        self.jobs = 0
         self.up: set[str] = set()
 
     @initialize(
@@ -49,16 +49,16 @@ class Cluster(RuleBasedStateMachine):
             self.up.add(node)
         self.cluster.join_router()
 
+    @precondition(lambda self: len(self.submitted) < 6)
     @rule(
-        name=st.sampled_from(JOBS),
         workers=st.sampled_from((1, 2, 2, 4)),
         warm=st.booleans(),
         priority=st.sampled_from((0, 0, 1)),
     )
-    def submit_job(self, name: str, workers: int, warm: bool, priority: int) -> None:
+    def submit_job(self, workers: int, warm: bool, priority: int) -> None:
+        self.jobs += 1
+        name = f"j{self.jobs}"
         deployment = f"{name}/actor"
-        if deployment in self.submitted:
-            return
         self.cluster.job(name, priority=priority)
         trace = WARM if warm else None
         self.cluster.deploy(deployment, workers=workers, trace=trace)
@@ -93,6 +93,25 @@ class Cluster(RuleBasedStateMachine):
                 self.cluster.pass_time(2.0)
                 if self.cluster.runs:
                     self.cluster.execute(self.cluster.runs[0])
+
+    @precondition(lambda self: self.submitted)
+    @rule(cycles=st.integers(1, 4), period=st.sampled_from((20.0, 60.0, 61.0)))
+    def live(self, cycles: int, period: float) -> None:
+        """Everybody runs whole cycles, in step, so that profiles are made and phases collide."""
+        for _ in range(cycles):
+            for name in self.submitted:
+                self._submit(name, "forward_backward")
+                self._submit(name, "optim_step")
+            for _ in range(60):
+                if self.cluster.launches:
+                    self.cluster.launch(self.cluster.launches[0])
+                elif self.cluster.migrations:
+                    self.cluster.migrate(self.cluster.migrations[0])
+                elif self.cluster.runs:
+                    self.cluster.pass_time(0.5)
+                    if self.cluster.runs:
+                        self.cluster.execute(self.cluster.runs[0])
+            self.cluster.pass_time(period)
 
     @precondition(lambda self: self.cluster.migrations)
     @rule(data=st.data(), error=st.sampled_from(("", "", "no room")))
@@ -175,5 +194,7 @@ TestCluster.settings = settings(
     max_examples=120,
     stateful_step_count=50,
     deadline=None,
+    # Explaining a failure traces every line of the core: minutes for what a look at it tells.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
