@@ -116,6 +116,12 @@ def admit(context: Context, now: float) -> list[Deployment]:
     return placed
 
 
+def waiting_order(context: Context, now: float) -> list[Deployment]:
+    """All waiting deployments in the order of their turn."""
+    waiting = [context.deployment(name) for name in context.waiting]
+    return sorted(waiting, key=lambda each: _turn(context, each, now))
+
+
 def over_quota(context: Context, job: Job, gpus: int) -> str | None:
     """Which of its tenant's quotas `job` waits for; None where it may have `gpus` more."""
     tenant = context.state.tenants.get(job.tenant)

@@ -32,6 +32,8 @@ from plexrl.scheduler.config import SchedulerConfig, with_core_settings
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.cycles import cycle_over, profile_key
 from plexrl.scheduler.estimates import Estimates
+from plexrl.scheduler.eta import promise
+from plexrl.scheduler.explain_job import explain_job
 from plexrl.scheduler.groups import advance
 from plexrl.scheduler.invariants import check
 from plexrl.scheduler.lifecycle import (
@@ -364,6 +366,7 @@ class SchedulerCore:
         check_room(context, deployment, source)
         self._seen(job, now)
         enqueue(context, event, now)
+        promise(context, deployment, context.state.operations[event.operation], now)
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
         context = self._context
@@ -448,6 +451,10 @@ class SchedulerCore:
         """One job. Raises `UnknownJobError`."""
         del now
         return job_view(self._context, self._job(job))
+
+    def explain_job(self, job: JobId, now: float) -> View:
+        """Why a job waits or runs as it does. Raises `UnknownJobError`."""
+        return explain_job(self._context, self._job(job), now)
 
     def list_jobs(self, tenant: TenantId | None, now: float) -> list[View]:
         """All jobs of a tenant, or of all tenants, oldest first."""

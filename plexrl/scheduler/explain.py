@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.eta import goes_before, start_s
+from plexrl.scheduler.explain_placement import why_no_gpus
+from plexrl.scheduler.foresight import holds_back
 from plexrl.scheduler.groups import candidate
 from plexrl.scheduler.state import Deployment, Group, Operation, WpgState
 from plexrl.wire.operations import OperationState
@@ -15,8 +18,9 @@ class Explanation:
 
     reason: str
     rule: str
-    """`order`, `burst`, `launching`, `recovering`, `capacity`, `dependency`, `backoff`, `switch`,
-    `router`, `running`, or the name of the ordering rule."""
+    """`order`, `burst`, `slack`, `launching`, `recovering`, `migrating`, `relocation`, `capacity`,
+    `quota`, `gang`, `turn`, `dependency`, `backoff`, `switch`, `router`, `running`, or the name of
+    the ordering rule."""
     holder: DeploymentId | None
     """Who has the group's lock."""
     eta_s: float | None
@@ -53,11 +57,17 @@ def _reason(
         left = estimates.operation_s(operation.kind, operation.tokens) - (now - began_at)
         return "it is running", "running", max(0.0, left)
     if deployment.state == WpgState.WAITING or group is None:
-        return f"{deployment.workers} GPUs are not free yet", "capacity", None
+        return why_no_gpus(context, deployment, now)
     if deployment.state == WpgState.LAUNCHING:
         return "its workers are starting", "launching", None
     if deployment.state == WpgState.RECOVERING:
-        return "its workers were lost and are starting again", "recovering", None
+        why = f"moved ({deployment.moved_because})" if deployment.moved_because else "lost"
+        return f"its workers were {why} and are starting again", "recovering", None
+    if deployment.state == WpgState.MIGRATING:
+        nodes = ", ".join(deployment.awaited_nodes)
+        return f"its state is on the way to {nodes}", "migrating", None
+    if deployment.relocation is not None:
+        return f"it is about to be moved: {deployment.relocation.reason}", "relocation", None
     ahead = _seconds_ahead(context, operation, deployment)
     if operation.after is not None:
         dependency = context.state.operations.get(operation.after)
@@ -79,32 +89,23 @@ def _reason(
 def _why_another_holds(
     context: Context, deployment: Deployment, group: Group, now: float, ahead: float
 ) -> tuple[str, str, float | None]:
+    eta_s = start_s(context, group, deployment, now) + ahead
     if group.incoming == deployment.deployment:
-        return "the group is being handed to it", "switch", ahead
-    own, rule = candidate(context, group, deployment), context.config.ordering
+        return "the group is being handed to it", "switch", eta_s
+    rule = context.config.ordering
     if group.holder is None:
-        return "the group's lock is about to be given out", rule, ahead + own.setup_s
+        own = candidate(context, group, deployment)
+        wait_s = holds_back(context, group, deployment, own, now)
+        if wait_s is not None:
+            return "a job with time of its own is expected first", "slack", eta_s + wait_s
+        return "the group's lock is about to be given out", rule, eta_s
     holder = context.deployment(group.holder)
     if holder.moving is not None:
-        return "a switch of the group is under way", "switch", ahead + own.setup_s
-    burst_s = candidate(context, group, holder).service_s
-    began_at = holder.burst_started_at if holder.burst_started_at is not None else now
-    left_s = max(0.0, burst_s - (now - began_at))
-    ordering = context.ordering
-    rivals = [
-        context.deployment(name)
-        for name in group.members
-        if name not in (deployment.deployment, group.holder)
-    ]
-    first = [
-        rival.deployment
-        for rival in rivals
-        if rival.queue
-        and ordering.key(candidate(context, group, rival), now) < ordering.key(own, now)
-    ]
-    eta_s = left_s + own.setup_s + ahead
-    if first:
-        return f"{', '.join(first)} goes first by the rule {rule}", rule, eta_s
+        return "a switch of the group is under way", "switch", eta_s
+    before = goes_before(context, group, deployment, now)
+    if before:
+        names = ", ".join(each.name for each in before)
+        return f"{names} goes first by the rule {rule}", rule, eta_s
     return f"{holder.deployment} is in the middle of its burst", "burst", eta_s
 
 

@@ -118,6 +118,7 @@ def candidate(context: Context, group: Group, deployment: Deployment) -> Candida
         cycle_s=cycle_s,
         served_at=deployment.served_at,
         turns_away=turns_away,
+        priority=context.job(deployment.job).priority,
     )
 
 
@@ -141,7 +142,8 @@ def _first(context: Context, group: Group, waiting: Sequence[Deployment], now: f
     """The one of `waiting`, of which there is at least one, that the ordering rule puts first."""
     if len(waiting) == 1:
         return waiting[0]
-    best = first(context.ordering, [candidate(context, group, each) for each in waiting], now)
+    candidates = [candidate(context, group, each) for each in waiting]
+    best = first(context.ordering, candidates, now, context.config.starvation_bound_s)
     assert best is not None, f"{group.group}: nobody is first"
     return context.deployment(DeploymentId(best.name))
 

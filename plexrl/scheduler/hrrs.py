@@ -30,6 +30,8 @@ class Candidate:
     """Seconds of the cycle that the burst belongs to, had it not to wait; 0: not known."""
     served_at: float = 0.0
     """When the member last had an operation started."""
+    priority: int = 0
+    """Class of its job: higher goes first."""
     turns_away: int = 0
     """Places behind the holder in the group's fixed cycle of members; the holder itself is last."""
 

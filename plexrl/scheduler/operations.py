@@ -126,6 +126,8 @@ def start(
             if next_began(deployment, now) is not None:
                 context.cycles_over[deployment.deployment] = None
             run_began(deployment, now)
+        if operation.expected_at is not None:
+            _compare(context, operation, now)
     operation.token = group.token
     operation.group = group.group
     sources: tuple[str, ...] = ()
@@ -153,6 +155,18 @@ def start(
     deployment.running[operation.operation] = command
     if context.state.routers:
         context.emit(command)
+
+
+def _compare(context: Context, operation: Operation, now: float) -> None:
+    """Count how far the estimate of an operation's start was off."""
+    assert operation.expected_at is not None
+    errors = context.state.eta_errors
+    late_s = now - operation.expected_at
+    errors.count += 1
+    errors.absolute_s += abs(late_s)
+    errors.late_s += max(0.0, late_s)
+    said_s = operation.expected_at - operation.submitted_at
+    errors.slipped += late_s > max(1.0, said_s)
 
 
 def complete(

@@ -6,6 +6,7 @@ at every operation boundary); and a key, of which the lowest goes first. Every k
 member's name, so that an order is never a matter of chance.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -117,6 +118,21 @@ def make_ordering(name: str) -> Ordering:
     return ORDERINGS[name]()
 
 
-def first(ordering: Ordering, candidates: Iterable[Candidate], now: float) -> Candidate | None:
+Rank = tuple[bool, int, Key]
+
+
+def rank(ordering: Ordering, candidate: Candidate, now: float, starvation_bound_s: float) -> Rank:
+    """What orders candidates, the lowest first: who has waited beyond the bound, then the higher
+    priority class, then the rule."""
+    starves = now - candidate.arrived_at >= starvation_bound_s
+    return (not starves, -candidate.priority, ordering.key(candidate, now))
+
+
+def first(
+    ordering: Ordering,
+    candidates: Iterable[Candidate],
+    now: float,
+    starvation_bound_s: float = math.inf,
+) -> Candidate | None:
     """The candidate that goes next; None where there is none."""
-    return min(candidates, key=lambda c: ordering.key(c, now), default=None)
+    return min(candidates, key=lambda c: rank(ordering, c, now, starvation_bound_s), default=None)

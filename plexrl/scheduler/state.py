@@ -158,6 +158,8 @@ class Operation:
     compute_s: float | None = None
     gpu_seconds: float = 0.0
     """Held so far: seconds times GPUs."""
+    expected_at: float | None = None
+    """When it was expected to start, by the estimate made as it arrived."""
     caused_by: DeploymentId | None = None
     """Of an offload: who wanted the group, and pays."""
     is_aborted: bool = False
@@ -344,6 +346,19 @@ class Job:
 
 
 @dataclass(slots=True)
+class EtaErrors:
+    """How far estimates of a wait were from what it became, in seconds."""
+
+    count: int = 0
+    absolute_s: float = 0.0
+    """Summed."""
+    late_s: float = 0.0
+    """Summed, of those that started later than was said."""
+    slipped: int = 0
+    """Waits that became more than twice as long as was said, and 1 s longer at least."""
+
+
+@dataclass(slots=True)
 class State:
     """All of it."""
 
@@ -358,5 +373,6 @@ class State:
     operations: dict[OperationId, Operation] = field(default_factory=dict)
     finished: list[OperationId] = field(default_factory=list)
     finished_count: int = 0
+    eta_errors: EtaErrors = field(default_factory=EtaErrors)
     groups_made: int = 0
     moves_made: int = 0

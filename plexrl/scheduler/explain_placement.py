@@ -1,0 +1,143 @@
+"""Why a deployment is where it is, or nowhere: which groups were full, which windows failed."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from plexrl.scheduler.admission import over_quota, waiting_order
+from plexrl.scheduler.capacity import Shape
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.placement import nearest, ways
+from plexrl.scheduler.policies import Way
+from plexrl.scheduler.state import Deployment
+
+NEAR_MAX = 3
+"""Groups named as the nearest ones."""
+
+View = dict[str, Any]
+
+
+def why_no_gpus(
+    context: Context, deployment: Deployment, now: float
+) -> tuple[str, str, float | None]:
+    """(reason, rule, ETA) of a deployment that has no GPUs."""
+    job = context.job(deployment.job)
+    if job.gang and len(job.deployments) < job.gang:
+        have = len(job.deployments)
+        return f"its gang of {job.gang} has {have} deployments so far", "gang", None
+    quota = over_quota(context, job, deployment.workers)
+    if quota is not None:
+        return quota, "quota", None
+    order = waiting_order(context, now)
+    position = next(i for i, each in enumerate(order) if each is deployment)
+    eta_s = _capacity_eta_s(context, deployment, now)
+    what = f"{deployment.workers} GPUs"
+    if deployment.node_type:
+        what += f" of type {deployment.node_type!r}"
+    tried = [f"{row['way']}: {row['why']}" for row in attempts(context, deployment, now)]
+    why = f"{what} are not free yet; {position} deployments are before it; " + "; ".join(tried)
+    return why, "turn" if position else "capacity", eta_s
+
+
+def attempts(context: Context, deployment: Deployment, now: float) -> list[View]:
+    """What each way of getting GPUs would meet now, in the order in which they are tried."""
+    return [_attempt(context, deployment, way, now) for way in ways(context, deployment, now)]
+
+
+def near_groups(context: Context, deployment: Deployment, now: float) -> list[View]:
+    """The groups, other than its own, in whose time the deployment's trace fits best."""
+    return [
+        {
+            "group": choice.group,
+            "members": list(context.state.groups[choice.group].members),
+            "shift_s": float(choice.shift_slots),
+            "overlap_s": choice.overlap_s,
+            "interference_s": choice.interference_s,
+            "load": context.inventory.index.load(choice.group),
+        }
+        for choice in nearest(context, deployment, now, strict=False, count=NEAR_MAX)
+    ]
+
+
+def _attempt(context: Context, deployment: Deployment, way: Way, now: float) -> View:
+    if way == Way.DEDICATED:
+        free = context.inventory.pool.free_gpus(deployment.node_type)
+        return {
+            "way": way.value,
+            "free_gpus": free,
+            "why": f"{free} GPUs are in no group, {deployment.workers} of one kind are wanted",
+        }
+    counts = _census(context, deployment)
+    row: View = {"way": way.value, **counts}
+    refused = [
+        f"{counts[name]} {words}"
+        for name, words in (
+            ("closed", "take no members now"),
+            ("full", "have all the members they may"),
+            ("without_memory", "lack memory for its state"),
+            ("loaded", "are too busy"),
+        )
+        if counts[name]
+    ]
+    open_count = counts["open"]
+    if open_count and way in (Way.STRICT, Way.OVERLAP) and deployment.trace is not None:
+        longest = math.ceil(max(s.duration_s for s in deployment.trace.segments))
+        found = nearest(context, deployment, now, strict=way == Way.STRICT, count=1)
+        if not found:
+            kind = "free at any shift" if way == Way.STRICT else "near enough to free"
+            refused.append(f"{open_count} have no window of {longest} s {kind}")
+    groups = f"{counts['groups']} groups of {deployment.workers} GPUs"
+    row["why"] = groups + (": " + ", ".join(refused) if refused else "")
+    return row
+
+
+def _census(context: Context, deployment: Deployment) -> dict[str, int]:
+    counts = dict.fromkeys(("groups", "closed", "full", "without_memory", "loaded", "open"), 0)
+    duty = context.inventory.duty(deployment)
+    if deployment.trace is not None:
+        duty = deployment.trace.duty
+    index = context.inventory.index
+    for shape in index.shapes(deployment.workers, deployment.node_type):
+        for name, count in _census_of(context, deployment, shape, duty).items():
+            counts[name] += count
+    return counts
+
+
+def _census_of(
+    context: Context, deployment: Deployment, shape: Shape, duty: float
+) -> dict[str, int]:
+    """Each group of a shape is counted once, under the first reason against it."""
+    table = context.inventory.index.table(shape)
+    left = np.array([group is not None for group in table.groups])
+    counts = {"groups": int(left.sum())}
+    for name, against in (
+        ("closed", ~table.is_open),
+        ("full", table.members >= context.config.residents_max),
+        ("without_memory", table.state_bytes_free < deployment.state_bytes),
+        ("loaded", table.load + duty > context.config.load_max),
+    ):
+        counts[name] = int((left & against).sum())
+        left &= ~against
+    counts["open"] = int(left.sum())
+    return counts
+
+
+def _capacity_eta_s(context: Context, deployment: Deployment, now: float) -> float | None:
+    """Seconds until jobs whose users said how long they take have given back enough GPUs."""
+    free = context.inventory.pool.free_gpus(deployment.node_type)
+    ends = []
+    for job in context.state.jobs.values():
+        if job.state.is_final or not job.expected_s:
+            continue
+        gpus = sum(
+            len(context.state.groups[each.group].gpus)
+            for each in (context.deployment(name) for name in job.deployments)
+            if each.group is not None and len(context.state.groups[each.group].members) == 1
+        )
+        ends.append((max(0.0, job.submitted_at + job.expected_s - now), gpus))
+    for end_s, gpus in sorted(ends):
+        free += gpus
+        if free >= deployment.workers:
+            return end_s
+    return None
