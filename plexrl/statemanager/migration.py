@@ -65,7 +65,7 @@ def migrate(
     there = _held(target, deployment, seq, timeout_s)
     found, unreached = _found(sources, deployment, seq, min(timeout_s, SOURCE_TIMEOUT_S))
     known = {**there, **found}
-    wanted = set(ranks) if ranks is not None else _all_ranks(known)
+    wanted = set(ranks) if ranks is not None else _all_ranks(found or there)
     missing = sorted(wanted - set(known))
     if missing or not known:
         what = f"version {seq} of {deployment!r}" + (f" rank {missing[0]}" if missing else "")
