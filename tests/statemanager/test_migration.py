@@ -180,6 +180,16 @@ def test_a_version_of_another_history_is_replaced(
     check_loads(target, make_shard, expected)
 
 
+def test_a_left_over_version_of_more_ranks_at_the_target_demands_none(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    source, target = start_daemon(), start_daemon()
+    make_shard(target, rank=2, world_size=4).offload(1)
+    expected = offloaded(source, make_shard, ranks=2)
+    assert move(source, target).bytes_moved == 2 * STATE
+    check_loads(target, make_shard, expected)
+
+
 def test_ranks_are_collected_from_several_nodes(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
