@@ -9,11 +9,11 @@ client and only once it knows that the version is whole.
 import mmap
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,34 +24,31 @@ from plexrl.errors import (
     InvalidRequestError,
     PlexRLError,
     StateLostError,
-    UnavailableError,
 )
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.boxes import plan_pull
+from plexrl.statemanager.connection import connect, exchange, until_reached
 from plexrl.statemanager.copy import Bytes, copy_box
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol import (
+    Adopt,
     Answer,
     Load,
     OpenPublished,
+    Prefetch,
     Publish,
     PublishedShard,
     Register,
     Release,
     Request,
     Save,
+    StoredShard,
     Usage,
     close_all,
-    recv_answer,
-    send_request,
 )
-
-RECONNECT_S = 0.05
 
 _Shard = tuple[tuple[StateSlice, ...], Bytes]
 """A published shard's slices, and the mapped file that they lie in."""
-
-AnyT = TypeVar("AnyT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +217,7 @@ class StateManagerClient:
         with ExitStack() as open_sources:
             shards: list[_Shard] = []
             for path in dict.fromkeys(sources):
-                connection, held = _until_reached(
+                connection, held = until_reached(
                     path,
                     self._timeout_s,
                     partial(_open_published, path, self._timeout_s, request),
@@ -249,6 +246,21 @@ class StateManagerClient:
     def release(self, deployment: str) -> None:
         """Drop every version and registration of a deployment."""
         self._call(Release(deployment=deployment))
+
+    def adopt(self, shard: StoredShard, fd: int) -> MoveReport:
+        """Have the daemon take in another one's version from its file `fd`. For the node agent.
+
+        Raises:
+            StateTierFullError: no tier has room.
+            CorruptStateError: the bytes are not those of the manifest's digest.
+            PermissionDeniedError: this client has registered an arena.
+        """
+        request = Adopt(manifest=shard.manifest, data_offset=shard.data_offset)
+        return msgspec.convert(self._call(request, (fd,)), MoveReport)
+
+    def prefetch(self, deployment: str, seq: int) -> None:
+        """Hint that version `seq` will be loaded soon; returns at once."""
+        self._call(Prefetch(deployment=deployment, seq=seq))
 
     def close(self) -> None:
         """End the connection; the daemon forgets the arena, not the versions."""
@@ -290,58 +302,24 @@ class StateManagerClient:
         def attempt() -> Answer:
             try:
                 connection = self._connected(is_registering=isinstance(request, Register))
-                answer, _ = _exchange(connection, request, fds)
+                answer, _ = exchange(connection, request, fds)
                 return answer
             except (ConnectionLostError, OSError):
                 self.close()
                 raise
 
-        return _until_reached(self._path, self._timeout_s, attempt)
+        return until_reached(self._path, self._timeout_s, attempt)
 
     def _connected(self, *, is_registering: bool) -> socket.socket:
         if self._socket is None:
-            self._socket = _connect(self._path, self._timeout_s)
+            self._socket = connect(self._path, self._timeout_s)
             if self._arena is not None and self._registration is not None and not is_registering:
                 try:
-                    _exchange(self._socket, self._registration, (self._arena.fd,))
+                    exchange(self._socket, self._registration, (self._arena.fd,))
                 except PlexRLError:
                     self.close()
                     raise
         return self._socket
-
-
-def _until_reached(path: str, timeout_s: float, attempt: Callable[[], AnyT]) -> AnyT:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return attempt()
-        except (ConnectionLostError, OSError) as error:
-            if time.monotonic() > deadline:
-                raise UnavailableError(
-                    f"the StateManager at {path} cannot be reached ({error}): see its log",
-                    statemanager=path,
-                ) from error
-            time.sleep(RECONNECT_S)
-
-
-def _connect(path: str, timeout_s: float) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout_s)
-    try:
-        connection.connect(path)
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def _exchange(
-    connection: socket.socket, request: Request, fds: Sequence[int] = ()
-) -> tuple[Answer, list[int]]:
-    # A daemon that refuses a connection says why and closes it, maybe before anything is sent.
-    with suppress(BrokenPipeError, ConnectionResetError):
-        send_request(connection, request, fds)
-    return recv_answer(connection)
 
 
 def _open_published(
@@ -349,9 +327,9 @@ def _open_published(
 ) -> tuple[socket.socket, list[_Shard]]:
     """The shards that the StateManager at `path` has, mapped, and the connection that keeps them
     in place."""
-    connection = _connect(path, timeout_s)
+    connection = connect(path, timeout_s)
     try:
-        answer, fds = _exchange(connection, request)
+        answer, fds = exchange(connection, request)
     except BaseException:
         connection.close()
         raise

@@ -12,6 +12,7 @@ from typing import Any
 
 from plexrl.errors import ConnectionLostError, PlexRLError, from_wire
 from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.statemanager.versions import Manifest
 from plexrl.wire.codec import Codec
 from plexrl.wire.framing import recv_frame, send_frame
 
@@ -76,6 +77,34 @@ class OpenPublished(Request):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpenState(Request):
+    """Descriptors of a version's files, one a rank; held in place for the connection."""
+
+    deployment: str
+    seq: int
+    rank: int | None = None
+    """Absent: every rank that this node has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt(Request):
+    """Store another node's version; the descriptor of a file that holds it comes along."""
+
+    manifest: Manifest
+    """With its digest."""
+    data_offset: int
+    """Where in the file the data begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch(Request):
+    """Bring version `seq` to the host tier soon, where there is room; answered at once."""
+
+    deployment: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage(Request):
     """Who holds how much."""
 
@@ -96,7 +125,18 @@ class PublishedShard:
     file_bytes: int
 
 
-REQUESTS: Codec[Request] = Codec(Register, Save, Load, Publish, OpenPublished, Usage, Release)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredShard:
+    """One rank's version, in the file whose descriptor has the same index."""
+
+    manifest: Manifest
+    """With its digest."""
+    data_offset: int
+
+
+REQUESTS: Codec[Request] = Codec(
+    *(Register, Save, Load, Publish, OpenPublished, OpenState, Adopt, Prefetch, Usage, Release)
+)
 
 
 def send_request(connection: socket.socket, request: Request, fds: Sequence[int] = ()) -> None:

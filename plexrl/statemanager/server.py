@@ -17,6 +17,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.fencing import Fencing
+from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.protocol import close_all, recv_request, send_answer, send_error
 from plexrl.statemanager.registry import Registry
 from plexrl.statemanager.session import Session
@@ -42,6 +43,7 @@ class Server:
         self._store = store
         self._registry = Registry()
         self._fencing = Fencing(Path(config.host_dir) / "fencing.json")
+        self._prefetcher = Prefetcher(store)
         self._lock = threading.Lock()
         self._served: dict[socket.socket, threading.Thread] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -75,6 +77,7 @@ class Server:
                 LOG.debug("a client left first: %s", error)
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
+        self._prefetcher.close()
 
     def _admit(self, connection: socket.socket) -> None:
         check_peer(connection, frozenset({0, os.getuid()}))
@@ -94,7 +97,9 @@ class Server:
         thread.start()
 
     def _serve_one(self, connection: socket.socket) -> None:
-        session = Session(self._config, self._store, self._registry, self._fencing)
+        session = Session(
+            self._config, self._store, self._registry, self._fencing, self._prefetcher
+        )
         try:
             while True:
                 plain, fds = recv_request(connection)

@@ -1,11 +1,13 @@
 """One client's connection as the daemon sees it: requests in, answers and descriptors out.
 
-A connection belongs to the one rank that registered on it, and moves no other rank's state.
+A connection belongs to the one rank that registered on it, and moves no other rank's state. One
+that registered none is the node agent's, and may take whole versions over from another node.
 """
 
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -14,21 +16,31 @@ from typing import Any
 
 import msgspec
 
-from plexrl.errors import InvalidRequestError, PermissionDeniedError, PlexRLError
+from plexrl.errors import (
+    InvalidRequestError,
+    PermissionDeniedError,
+    PlexRLError,
+    StateLostError,
+)
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.keys import StatePart
+from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.protocol import (
     REQUESTS,
+    Adopt,
     Answer,
     Load,
     OpenPublished,
+    OpenState,
+    Prefetch,
     Publish,
     PublishedShard,
     Register,
     Release,
     Request,
     Save,
+    StoredShard,
     Usage,
     close_all,
 )
@@ -46,12 +58,18 @@ class Session:
     """Carries out one connection's requests, one after the other."""
 
     def __init__(
-        self, config: StateManagerConfig, store: Store, registry: Registry, fencing: Fencing
+        self,
+        config: StateManagerConfig,
+        store: Store,
+        registry: Registry,
+        fencing: Fencing,
+        prefetcher: Prefetcher,
     ) -> None:
         self._config = config
         self._store = store
         self._registry = registry
         self._fencing = fencing
+        self._prefetcher = prefetcher
         self._own: Registration | None = None
         self._leases = ExitStack()
 
@@ -98,6 +116,13 @@ class Session:
                 return self._publish(request), []
             case OpenPublished():
                 return self._open_published(request)
+            case OpenState():
+                return self._open_state(request)
+            case Adopt():
+                return self._adopt(request, fds), []
+            case Prefetch():
+                self._prefetcher.hint(request.deployment, request.seq)
+                return {}, []
             case Usage():
                 return self._usage(), []
             case Release():
@@ -211,6 +236,52 @@ class Session:
             raise
         return {"shards": msgspec.to_builtins(shards)}, fds
 
+    def _open_state(self, request: OpenState) -> tuple[Answer, list[int]]:
+        self._check_is_agent()
+        found = self._store.find(
+            lambda m: (
+                m.kind == VersionKind.STATE
+                and m.deployment == request.deployment
+                and m.seq == request.seq
+                and request.rank in (None, m.rank)
+            )
+        )
+        if not found:
+            raise StateLostError(
+                f"version {request.seq} of {request.deployment!r} is not on this node: restore a "
+                "checkpoint",
+                deployment=request.deployment,
+                seq=request.seq,
+            )
+        shards: list[StoredShard] = []
+        fds: list[int] = []
+        try:
+            for version in found:
+                manifest = version.manifest
+                lease = self._leases.enter_context(
+                    self._store.lease(manifest.name, manifest.description)
+                )
+                manifest = replace(lease.file.manifest, digest=lease.digest())
+                shards.append(StoredShard(manifest=manifest, data_offset=lease.file.data_offset))
+                fds.append(os.dup(lease.fd))
+        except BaseException:
+            close_all(fds)
+            raise
+        return {"shards": msgspec.to_builtins(shards)}, fds
+
+    def _adopt(self, request: Adopt, fds: Sequence[int]) -> Answer:
+        self._check_is_agent()
+        if len(fds) != 1:
+            raise InvalidRequestError(f"adopt needs the version's descriptor; {len(fds)} came")
+        started = time.perf_counter()
+        manifest = request.manifest
+        _check_adoptable(manifest)
+        for stored in self._store.find(lambda m: m.name == manifest.name):
+            if stored.manifest.stamp == manifest.stamp:
+                return _report(0, started, stored.tier)
+        stored = self._store.adopt(manifest, fds[0], request.data_offset)
+        return _report(manifest.nbytes, started, stored.tier)
+
     def _usage(self) -> Answer:
         deployments: dict[str, Answer] = {}
 
@@ -225,6 +296,8 @@ class Session:
                     "seq": manifest.seq,
                     "kind": manifest.kind.value,
                     "nbytes": manifest.nbytes,
+                    "world_size": manifest.world_size,
+                    "stamp": manifest.stamp,
                     "tier": version.tier.value,
                 }
             )
@@ -243,6 +316,13 @@ class Session:
         if self._own is None:
             raise PermissionDeniedError("register an arena on this connection first")
         return self._own
+
+    def _check_is_agent(self) -> None:
+        if self._own is not None:
+            raise PermissionDeniedError(
+                f"this connection is rank {self._own.rank}'s of {self._own.deployment!r}: only the "
+                "node agent moves versions between nodes"
+            )
 
     def _versions(self, own: Registration, kind: VersionKind) -> list[StoredVersion]:
         return self._store.find(lambda m: (m.deployment, m.rank) == own.shard and m.kind == kind)
@@ -294,6 +374,18 @@ def _check_fits(manifest: Manifest, own: Registration) -> None:
             deployment=manifest.deployment,
             seq=manifest.seq,
         )
+
+
+def _check_adoptable(manifest: Manifest) -> None:
+    """A version that comes from elsewhere is laid out as one of ours would be."""
+    what = manifest.description
+    if manifest.kind != VersionKind.STATE:
+        raise InvalidRequestError(f"{what} cannot be adopted: publish it again instead")
+    if not manifest.stamp or not 0 <= manifest.rank < manifest.world_size:
+        raise InvalidRequestError(f"{what} has no stamp, or no rank of {manifest.world_size}")
+    check_slices(manifest.slices, sys.maxsize)
+    if lay_out(manifest.slices) != (manifest.extents, manifest.nbytes):
+        raise InvalidRequestError(f"{what} is not laid out as its slices say")
 
 
 def _report(nbytes: int, started: float, tier: TierName) -> Answer:

@@ -50,6 +50,10 @@ class Lease:
         """As `Tier.read`."""
         self.tier.read(self.file, self.fd, target_fd, extents)
 
+    def digest(self) -> str:
+        """As `Tier.digest`."""
+        return self.tier.digest(self.file, self.fd)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredVersion:
@@ -84,22 +88,26 @@ class Store:
         Raises:
             StateTierFullError: no tier has room, whatever is moved.
         """
-        with self._lock:
-            self._clock += 1
-            manifest = replace(manifest, ordinal=self._clock, stamp=uuid.uuid4().hex)
-        planned = self._tiers[TierName.HOST].plan(manifest)
-        tier = self._make_room(planned, superseded)
-        try:
-            file = self._write_reserved(tier, planned, source_fd)
-        except StateTierFullError:
-            if tier.name == TierName.NVME:
-                raise
-            # The memory file system is fuller than our bound; others may be using it.
-            tier = self._make_room_in_nvme(planned)
-            file = self._write_reserved(tier, planned, source_fd)
-        with self._lock:
-            self._install(_Copy(file, tier, last_use=manifest.ordinal))
-        return StoredVersion(manifest=file.manifest, tier=tier.name, nbytes=file.nbytes)
+        manifest = replace(manifest, stamp=uuid.uuid4().hex)
+
+        def write(tier: Tier, file: VersionFile) -> VersionFile:
+            return tier.write(file, source_fd, file.manifest.extents)
+
+        return self._put(manifest, write, superseded)
+
+    def adopt(self, manifest: Manifest, source_fd: int, source_offset: int) -> StoredVersion:
+        """Store another node's version, stamp and digest included, from a file that holds its data
+        at `source_offset`; a version of its name is replaced, unless it has that stamp already.
+
+        Raises:
+            CorruptStateError: the bytes are not those of the digest.
+            StateTierFullError: no tier has room, whatever is moved.
+        """
+
+        def write(tier: Tier, file: VersionFile) -> VersionFile:
+            return tier.take_in(file, source_fd, source_offset)
+
+        return self._put(manifest, write, ())
 
     @contextmanager
     def lease(self, name: str, description: str) -> Iterator[Lease]:
@@ -133,6 +141,26 @@ class Store:
                 self._promote(copy, fd)
             finally:
                 self._end_use(copy, fd)
+
+    def prefetch(self, name: str, description: str) -> bool:
+        """Bring a version to the host tier if nothing has to give way; returns whether it is there.
+
+        Raises:
+            StateLostError: there is no such version.
+            CorruptStateError: it is damaged; it stays where it is.
+            StorageError: the host tier cannot take it; it stays where it is.
+        """
+        copy, fd = self._begin_use(name, description)
+        try:
+            if copy.tier.name == TierName.HOST:
+                return True
+            planned = self._tiers[TierName.HOST].plan(copy.file.manifest)
+            if not self._take_free(TierName.HOST, planned):
+                return False
+            self._bring_to_host(copy, fd, planned)
+            return True
+        finally:
+            self._end_use(copy, fd)
 
     def find(self, wanted: Callable[[Manifest], bool]) -> list[StoredVersion]:
         """Every version for which `wanted` holds, by name."""
@@ -191,6 +219,33 @@ class Store:
                 else:
                     self._install(_Copy(file, tier, last_use=ordinal))
 
+    def _put(
+        self,
+        manifest: Manifest,
+        write: Callable[[Tier, VersionFile], VersionFile],
+        superseded: Iterable[str],
+    ) -> StoredVersion:
+        """Store a version, its file made by `write` in the tier that has room."""
+        with self._lock:
+            self._clock += 1
+            manifest = replace(manifest, ordinal=self._clock)
+        planned = self._tiers[TierName.HOST].plan(manifest)
+        tier = self._make_room(planned, superseded)
+        try:
+            file = self._write_reserved(tier, planned, write)
+        except StateTierFullError:
+            if tier.name == TierName.NVME:
+                raise
+            # The memory file system is fuller than our bound; others may be using it.
+            if not self._take_free(TierName.NVME, planned):
+                with self._lock:
+                    raise self._full(planned) from None
+            tier = self._tiers[TierName.NVME]
+            file = self._write_reserved(tier, planned, write)
+        with self._lock:
+            self._install(_Copy(file, tier, last_use=manifest.ordinal))
+        return StoredVersion(manifest=file.manifest, tier=tier.name, nbytes=file.nbytes)
+
     def _make_room(self, planned: VersionFile, superseded: Iterable[str]) -> Tier:
         """Reserve the file's bytes in a tier, after moving what must go."""
         superseded = frozenset(superseded)
@@ -218,18 +273,22 @@ class Store:
                 for name in placement.spill:
                     self._spill(name)
 
-    def _make_room_in_nvme(self, planned: VersionFile) -> Tier:
+    def _take_free(self, name: TierName, planned: VersionFile) -> bool:
+        """Reserve the file's bytes in a tier if they are free already."""
         with self._room, self._lock:
-            free = self._bytes_max[TierName.NVME] - self._used_bytes[TierName.NVME]
-            if planned.nbytes > free:
-                raise self._full(planned)
-            self._used_bytes[TierName.NVME] += planned.nbytes
-            return self._tiers[TierName.NVME]
+            if planned.nbytes > self._bytes_max[name] - self._used_bytes[name]:
+                return False
+            self._used_bytes[name] += planned.nbytes
+            return True
 
-    def _write_reserved(self, tier: Tier, planned: VersionFile, source_fd: int) -> VersionFile:
+    def _write_reserved(
+        self,
+        tier: Tier,
+        planned: VersionFile,
+        write: Callable[[Tier, VersionFile], VersionFile],
+    ) -> VersionFile:
         try:
-            file = tier.plan(planned.manifest)
-            return tier.write(file, source_fd, planned.manifest.extents)
+            return write(tier, tier.plan(planned.manifest))
         except BaseException:
             self._give_back(tier, planned.nbytes)
             raise
@@ -264,6 +323,11 @@ class Store:
         if tier is not host:
             self._give_back(tier, planned.nbytes)
             raise self._full(planned)
+        self._bring_to_host(copy, fd, planned)
+
+    def _bring_to_host(self, copy: _Copy, fd: int, planned: VersionFile) -> None:
+        """Move a version in use from NVMe to its place in host, which is reserved."""
+        host = self._tiers[TierName.HOST]
         try:
             file = host.write_from(planned, copy.tier, copy.file, fd)
         except BaseException:

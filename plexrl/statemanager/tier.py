@@ -25,6 +25,7 @@ from plexrl.errors import (
 from plexrl.statemanager.copy import gather, page_aligned_block, scatter, write_all
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.versions import (
+    NO_DIGEST,
     PAGE_BYTES,
     Extent,
     Manifest,
@@ -137,6 +138,56 @@ class Tier:
 
         return self._create(file, fill)
 
+    def take_in(self, file: VersionFile, source_fd: int, source_offset: int) -> VersionFile:
+        """Store a planned version from a file that holds its data at `source_offset`: the same
+        version in another StateManager's tier, which this one cannot vouch for.
+
+        Raises:
+            CorruptStateError: the bytes are not those of the manifest's digest; nothing is left
+                behind.
+            StateTierFullError: the file system has no room; nothing is left behind.
+            StorageError: it cannot be written; nothing is left behind.
+        """
+        manifest = file.manifest
+        source = replace(file, data_offset=source_offset)
+
+        def fill(fd: int) -> Manifest:
+            if self._persistent:
+                _reserve(fd, file.nbytes)
+            digest = xxhash.xxh3_128()
+            # The source may bypass the page cache, whatever this tier does.
+            block = page_aligned_block(DIRECT_BLOCK_BYTES)
+            for start, count in self._blocks(source, source_fd, block):
+                digest.update(block[:count])
+                end = padded(count)
+                block[count:end] = bytes(end - count)
+                _write_direct(fd, block[:end], file.data_offset + start)
+            if digest.hexdigest() != manifest.digest:
+                raise CorruptStateError(
+                    f"{manifest.description} arrived damaged (its digest does not match): restore "
+                    "a checkpoint",
+                    deployment=manifest.deployment,
+                    rank=manifest.rank,
+                    seq=manifest.seq,
+                )
+            return manifest
+
+        return self._create(file, fill)
+
+    def digest(self, file: VersionFile, fd: int) -> str:
+        """Of a version's data, as its manifest has it or read anew. `fd` is from `open`.
+
+        Raises:
+            CorruptStateError: bytes are missing.
+        """
+        if file.manifest.digest != NO_DIGEST:
+            return file.manifest.digest
+        digest = xxhash.xxh3_128()
+        block = page_aligned_block(CACHED_BLOCK_BYTES)
+        for _, count in self._blocks(file, fd, block):
+            digest.update(block[:count])
+        return digest.hexdigest()
+
     def read(self, file: VersionFile, fd: int, target_fd: int, extents: Sequence[Extent]) -> None:
         """Write a version's data to where `extents` lie in the target. `fd` is from `open`.
 
@@ -148,9 +199,7 @@ class Tier:
         digest = xxhash.xxh3_128() if self._persistent else None
         block = page_aligned_block(DIRECT_BLOCK_BYTES if self._persistent else CACHED_BLOCK_BYTES)
         starts = [extent.file_offset for extent in extents]
-        for start in range(0, manifest.nbytes, len(block)):
-            count = min(len(block), manifest.nbytes - start)
-            self._read_block(fd, file, start, block[: padded(count)], count)
+        for start, count in self._blocks(file, fd, block):
             if digest is not None:
                 digest.update(block[:count])
             scatter(target_fd, extents, starts, start, block[:count])
@@ -208,6 +257,16 @@ class Tier:
             block[count:end] = bytes(end - count)
             _write_direct(fd, block[:end], file.data_offset + start)
         return replace(manifest, digest=digest.hexdigest())
+
+    def _blocks(self, file: VersionFile, fd: int, block: memoryview) -> Iterator[tuple[int, int]]:
+        """Bring a version's data into `block`, one block after the other.
+
+        Yields (start in the data, bytes in the block).
+        """
+        for start in range(0, file.manifest.nbytes, len(block)):
+            count = min(len(block), file.manifest.nbytes - start)
+            self._read_block(fd, file, start, block[: padded(count)], count)
+            yield start, count
 
     def _read_block(
         self, fd: int, file: VersionFile, start: int, block: memoryview, count: int

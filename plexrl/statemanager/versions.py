@@ -22,6 +22,8 @@ from plexrl.statemanager.keys import ARENA_ALIGNMENT, StatePart, StateSlice
 MAGIC = b"PLEXRLS1"
 PAGE_BYTES = 4096
 
+NO_DIGEST = "0" * 32
+
 _HEAD = struct.Struct("<8sQQ")
 _NAME_LENGTH_MAX = 96
 
@@ -66,8 +68,9 @@ class Manifest:
     """Counts the versions that this node ever stored: of two of the same name the higher counts."""
     stamp: str = ""
     """Unique to these bytes: says that an arena which held them still does."""
-    digest: str = "0" * 32
-    """Hex xxh3-128 of the data; zeros in the host tier, which needs none."""
+    digest: str = NO_DIGEST
+    """Hex xxh3-128 of the data; `NO_DIGEST` for what was saved to the host tier, which needs none,
+    and has not left it since."""
 
     @property
     def name(self) -> str:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.errors import ConnectionLostError, DeadlineExceededError, PlexRLError
-from plexrl.statemanager.client import StateManagerClient
 from plexrl.wire.rpc import Peer
 from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
 from plexrl.worker.launcher import Launcher, WorkerProcess
+from plexrl.worker.node_state import NodeState
 
 LOG = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Agent:
     def __init__(self, config: AgentConfig, launcher: Launcher) -> None:
         self._config = config
         self._launcher = launcher
+        self._state = NodeState(config.statemanager)
         self._workers: dict[Key, _Running] = {}
         self._locks: dict[Key, asyncio.Lock] = {}
         self._reports: deque[tuple[str, Plain]] = deque()
@@ -67,6 +68,7 @@ class Agent:
             await asyncio.gather(*(self._stop_worker(key) for key in list(self._workers)))
             for task in list(self._background):
                 task.cancel()
+            await self._state.close()
 
     def _remove_stale_sockets(self) -> None:
         """Of workers that died with a former agent: nobody else unlinks them."""
@@ -86,7 +88,9 @@ class Agent:
                 {
                     "launch": self._launch,
                     "stop": self._stop,
-                    "release_state": self._release_state,
+                    "release_state": self._state.release,
+                    "migrate_state": self._state.migrate,
+                    "prefetch_state": self._state.prefetch,
                     "read_log": self._read_log,
                 },
             )
@@ -125,15 +129,8 @@ class Agent:
                 for worker in self._workers.values()
                 if worker.is_ready and worker.is_wanted
             ],
-            "states": await asyncio.to_thread(self._deployments_with_state),
+            "states": await self._state.deployments(),
         }
-
-    def _deployments_with_state(self) -> list[str]:
-        client = self._statemanager_client()
-        try:
-            return sorted(client.usage()["deployments"])
-        finally:
-            client.close()
 
     # What the scheduler says
 
@@ -156,19 +153,6 @@ class Agent:
         ]
         await asyncio.gather(*(self._stop_worker(key) for key in doomed))
         return {}
-
-    async def _release_state(self, peer: Peer, params: Plain) -> Plain:
-        del peer
-        deployment = params["command"]["deployment"]
-        await asyncio.to_thread(self._release, deployment)
-        return {}
-
-    def _release(self, deployment: str) -> None:
-        client = self._statemanager_client()
-        try:
-            client.release(deployment)
-        finally:
-            client.close()
 
     async def _read_log(self, peer: Peer, params: Plain) -> Plain:
         del peer
@@ -320,8 +304,3 @@ class Agent:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    def _statemanager_client(self) -> StateManagerClient:
-        return StateManagerClient(
-            self._config.statemanager, deployment="", rank=0, world_size=1, timeout_s=30.0
-        )

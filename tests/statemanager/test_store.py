@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from plexrl.errors import StateTierFullError
+from plexrl.errors import CorruptStateError, StateTierFullError
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Lease, Store
@@ -120,6 +121,41 @@ class StoreHistory(RuleBasedStateMachine):
         assert np.array_equal(self.read(lease), contents)
         stack.close()
 
+    @rule(name=NAMES, source=NAMES, is_damaged=st.booleans())
+    def adopt(self, name: tuple[int, int], source: tuple[int, int], is_damaged: bool) -> None:
+        """What another node would hand over is played by a version that is here under another
+        name."""
+        held = manifest(*source, 0).name
+        if held not in self.model:
+            return
+        with self.store.lease(held, held) as lease:
+            there = lease.file.manifest
+            digest = "f" * 32 if is_damaged else lease.digest()
+            wanted = replace(
+                manifest(*name, there.nbytes), stamp=f"adopted{self.written}", digest=digest
+            )
+            try:
+                stored = self.store.adopt(wanted, lease.fd, lease.file.data_offset)
+            except CorruptStateError:
+                assert is_damaged
+            except StateTierFullError:
+                pass
+            else:
+                assert not is_damaged
+                assert (stored.manifest.stamp, stored.manifest.digest) == (wanted.stamp, digest)
+                self.model[wanted.name] = self.model[held]
+
+    @rule(name=NAMES)
+    def prefetch(self, name: tuple[int, int]) -> None:
+        wanted = manifest(*name, 0).name
+        if wanted not in self.model:
+            return
+        before = self.tiers_of_versions()
+        is_in_host = self.store.prefetch(wanted, wanted)
+        after = self.tiers_of_versions()
+        assert is_in_host == (after[wanted] == TierName.HOST)
+        assert {**before, wanted: after[wanted]} == after, "something gave way to a hint"
+
     @rule()
     def persist(self) -> None:
         left = set(self.store.persist())
@@ -138,7 +174,10 @@ class StoreHistory(RuleBasedStateMachine):
             stack.close()
 
     def names(self) -> set[str]:
-        return {version.manifest.name for version in self.store.find(lambda _: True)}
+        return set(self.tiers_of_versions())
+
+    def tiers_of_versions(self) -> dict[str, TierName]:
+        return {version.manifest.name: version.tier for version in self.store.find(lambda _: True)}
 
     @invariant()
     def what_is_stored_is_what_was_put(self) -> None:

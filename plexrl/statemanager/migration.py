@@ -1,0 +1,160 @@
+"""A version moves to another node's StateManager, rank by rank, while its deployment is idle.
+
+The sources keep what they have until they are told to release it. A rank is moved whole or not at
+all, so a migration that was cut is simply made again: what has arrived is recognised by its stamp.
+
+Laws:
+
+- A rank's version comes from the first source that has it. One that no source has any more may lie
+  at the target already: the sources were released, and the command came once more.
+- Descriptors are passed from daemon to daemon, so both must be on one machine.
+"""
+
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from plexrl.errors import StateLostError, UnavailableError
+from plexrl.statemanager.client import MoveReport, StateManagerClient
+from plexrl.statemanager.connection import connect, exchange, until_reached
+from plexrl.statemanager.protocol import Answer, OpenState, StoredShard, close_all
+from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.versions import VersionKind
+
+SOURCE_TIMEOUT_S = 10.0
+"""A source that cannot be reached for so long is passed over: the others may have all there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """A rank's version where it lies now."""
+
+    path: str
+    """Of the StateManager's socket."""
+    stamp: str
+    tier: TierName
+    world_size: int
+
+
+def migrate(
+    sources: Sequence[str],
+    target: str,
+    *,
+    deployment: str,
+    seq: int,
+    ranks: Collection[int] | None = None,
+    timeout_s: float = 600.0,
+) -> MoveReport:
+    """Bring version `seq` of a deployment from the StateManagers at `sources` to the one at
+    `target`.
+
+    `ranks` absent: all of them. `timeout_s` bounds each request, a restart of the target included.
+
+    Raises:
+        StateLostError: a rank's version is nowhere.
+        StateTierFullError: the target has no room; ranks that arrived stay there.
+        CorruptStateError: what a source has is damaged.
+        UnavailableError: the target, or a source that may have what is missing, cannot be reached.
+    """
+    started = time.perf_counter()
+    there = _held(target, deployment, seq, timeout_s)
+    found, unreached = _found(sources, deployment, seq, min(timeout_s, SOURCE_TIMEOUT_S))
+    known = {**there, **found}
+    wanted = set(ranks) if ranks is not None else _all_ranks(found or there)
+    missing = sorted(wanted - set(known))
+    if missing or not known:
+        what = f"version {seq} of {deployment!r}" + (f" rank {missing[0]}" if missing else "")
+        if unreached is not None:
+            raise unreached
+        raise StateLostError(
+            f"{what} is on no StateManager of {sorted({*sources, target})}: restore a checkpoint",
+            deployment=deployment,
+            seq=seq,
+        )
+    moved = 0
+    tiers = set()
+    for rank in sorted(wanted):
+        if rank not in found or (rank in there and there[rank].stamp == found[rank].stamp):
+            tiers.add(there[rank].tier)
+            continue
+        request = OpenState(deployment=deployment, seq=seq, rank=rank)
+        report = _move(found[rank].path, target, request, timeout_s)
+        moved += report.bytes_moved
+        tiers.add(TierName(report.tier))
+    return MoveReport(
+        bytes_moved=moved,
+        seconds=time.perf_counter() - started,
+        tier=(TierName.NVME if TierName.NVME in tiers else TierName.HOST).value,
+    )
+
+
+def _move(source: str, target: str, request: OpenState, timeout_s: float) -> MoveReport:
+    """Have the target adopt what the source opens, which stays in place meanwhile."""
+    opened = until_reached(source, timeout_s, partial(_open_state, source, timeout_s, request))
+    connection, shard, fds = opened
+    with connection, closing(_client(target, timeout_s)) as client:
+        try:
+            return client.adopt(shard, *fds)
+        finally:
+            close_all(fds)
+
+
+def _open_state(
+    path: str, timeout_s: float, request: OpenState
+) -> tuple[socket.socket, StoredShard, list[int]]:
+    """One rank's version, its descriptor, and the connection that keeps it in place."""
+    connection = connect(path, timeout_s)
+    try:
+        answer, fds = exchange(connection, request)
+    except BaseException:
+        connection.close()
+        raise
+    [shard] = msgspec.convert(answer["shards"], tuple[StoredShard, ...])
+    return connection, shard, fds
+
+
+def _found(
+    sources: Sequence[str], deployment: str, seq: int, timeout_s: float
+) -> tuple[dict[int, _Held], UnavailableError | None]:
+    """Every rank's version at the first source that has it, and why a source was passed over."""
+    found: dict[int, _Held] = {}
+    unreached = None
+    for path in dict.fromkeys(sources):
+        try:
+            held = _held(path, deployment, seq, timeout_s)
+        except UnavailableError as error:
+            unreached = error
+            continue
+        found = {**held, **found}
+    return found, unreached
+
+
+def _held(path: str, deployment: str, seq: int, timeout_s: float) -> dict[int, _Held]:
+    """What one StateManager has of the version, by rank."""
+    with closing(_client(path, timeout_s)) as client:
+        versions: list[Answer] = (
+            client.usage()["deployments"].get(deployment, {}).get("versions", [])
+        )
+    return {
+        version["rank"]: _Held(
+            path=path,
+            stamp=version["stamp"],
+            tier=TierName(version["tier"]),
+            world_size=version["world_size"],
+        )
+        for version in versions
+        if version["kind"] == VersionKind.STATE and version["seq"] == seq
+    }
+
+
+def _all_ranks(known: Mapping[int, _Held]) -> set[int]:
+    return {rank for held in known.values() for rank in range(held.world_size)}
+
+
+def _client(path: str, timeout_s: float) -> StateManagerClient:
+    return StateManagerClient(path, deployment="", rank=0, world_size=1, timeout_s=timeout_s)
