@@ -117,7 +117,7 @@ def _decode(request: Request, body: bytes) -> tuple[Plain, Arrays]:
     if kind in ("application/json", ""):
         try:
             return msgspec.json.decode(body or b"{}", type=dict[str, Any]), {}
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"the body is no JSON object: {error}") from error
     raise InvalidRequestError(f"content type {kind!r}: send {MEDIA_TYPE} or application/json")
 
