@@ -13,7 +13,7 @@ PACKAGE = ROOT / "plexrl"
 # A module may import from its own room and from those to the right.
 DIRECTION = ("sim", "router", "scheduler", "rollout", "worker", "statemanager", "traces", "plexrl")
 
-SHELLS_IN_SCHEDULER = {"journal", "shell", "links", "waiters", "service", "__main__"}
+SHELLS_IN_SCHEDULER = {"journal", "shell", "links", "waiters", "service", "connection", "__main__"}
 OTHER_CORES = (
     "router/dispatch.py",
     "router/validation.py",
