@@ -232,8 +232,10 @@ def _collect(root: type[PlexRLError]) -> dict[str, type[PlexRLError]]:
 _KINDS: dict[str, type[PlexRLError]] = _collect(PlexRLError)
 
 
-def from_wire(body: Mapping[str, object]) -> PlexRLError:
+def from_wire(body: object) -> PlexRLError:
     """The error that `to_wire` described; an unknown code becomes a plain `PlexRLError`."""
+    if not isinstance(body, Mapping):
+        return PlexRLError("the other side failed and gave no reason")
     details = body.get("details")
     plain = {str(k): v for k, v in details.items()} if isinstance(details, Mapping) else {}
     kind = _KINDS.get(str(body.get("code")), PlexRLError)

@@ -15,7 +15,7 @@ DIRECTION = ("sim", "router", "scheduler", "rollout", "worker", "statemanager", 
 
 SHELLS_IN_SCHEDULER = {
     *("journal", "sql_journal", "database", "schema", "recovery", "leadership"),
-    *("shell", "links", "waiters", "service", "__main__"),
+    *("shell", "links", "service", "connection", "__main__"),
 }
 OTHER_CORES = (
     "router/dispatch.py",

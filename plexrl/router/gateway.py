@@ -32,6 +32,13 @@ class Caller:
         """The tenant whose objects the caller may see; None sees all."""
         return None if self.is_operator else self.tenant
 
+    @property
+    def claim(self) -> Plain:
+        """What a call to the scheduler says about whom it is made for."""
+        if self.is_operator:
+            return {"tenant": None, "as_operator": True}
+        return {"tenant": self.tenant}
+
 
 class Gateway:
     """One router's shared parts; the caches hold only what never changes."""
@@ -87,7 +94,7 @@ class Gateway:
         found = self._specs.get(key)
         if found is None:
             view = await self.scheduler.call(
-                "get_deployment", {"deployment": deployment, "tenant": caller.scope}
+                "get_deployment", {"deployment": deployment, **caller.claim}
             )
             found = deployment_spec_from_json(view["spec_json"])
             self._specs[key] = found

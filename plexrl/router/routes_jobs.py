@@ -40,31 +40,31 @@ def cluster_routes(gateway: Gateway) -> APIRouter:
 
     @routes.get("/status", summary="The cluster in a few numbers")
     async def status(request: Request) -> Plain:
-        await gateway.caller(request)
-        return await gateway.scheduler.call("status", {})
+        caller = await gateway.caller(request)
+        return await gateway.scheduler.call("status", caller.claim)
 
     @routes.get("/nodes", summary="All nodes")
     async def nodes(request: Request) -> Plain:
-        await gateway.caller(request)
-        return await gateway.scheduler.call("list_nodes", {})
+        caller = await gateway.caller(request)
+        return await gateway.scheduler.call("list_nodes", caller.claim)
 
     @routes.get("/groups", summary="All node groups: who holds the lock, what switching cost")
     async def groups(request: Request) -> Plain:
-        await gateway.operator(request)
-        return await gateway.scheduler.call("list_groups", {})
+        caller = await gateway.operator(request)
+        return await gateway.scheduler.call("list_groups", caller.claim)
 
     @routes.get("/tenants", summary="All tenants")
     async def tenants(request: Request) -> Plain:
-        await gateway.operator(request)
-        return await gateway.scheduler.call("list_tenants", {})
+        caller = await gateway.operator(request)
+        return await gateway.scheduler.call("list_tenants", caller.claim)
 
     @routes.post("/tenants", status_code=201, summary="Create a tenant; its key is shown once")
     async def create_tenant(request: Request, body: TenantRequest) -> Plain:
-        await gateway.operator(request)
+        caller = await gateway.operator(request)
         check_name("tenant", body.name)
         key = f"plx-{secrets.token_urlsafe(24)}"
         await gateway.scheduler.call(
-            "create_tenant", {"tenant": body.name, "key_digest": key_digest(key)}
+            "create_tenant", {**caller.claim, "name": body.name, "key_digest": key_digest(key)}
         )
         return {"tenant": body.name, "api_key": key}
 
@@ -90,34 +90,34 @@ def job_routes(gateway: Gateway) -> APIRouter:
     @routes.get("", summary="All jobs that the caller may see")
     async def list_jobs(request: Request) -> Plain:
         caller = await gateway.caller(request)
-        return await gateway.scheduler.call("list_jobs", {"tenant": caller.scope})
+        return await gateway.scheduler.call("list_jobs", caller.claim)
 
     @routes.get("/{job}", summary="One job with its deployments")
     async def get(request: Request, job: str) -> Plain:
         caller = await gateway.caller(request)
-        return await gateway.scheduler.call("get_job", {"job": job, "tenant": caller.scope})
+        return await gateway.scheduler.call("get_job", {"job": job, **caller.claim})
 
     @routes.post("/{job}/finish", summary="Declare a job's end")
     async def finish(request: Request, job: str, body: FinishRequest) -> Plain:
         caller = await gateway.caller(request)
-        fields = {"job": job, "tenant": caller.scope, **body.model_dump()}
+        fields = {"job": job, **caller.claim, **body.model_dump()}
         return await gateway.scheduler.call("finish_job", fields)
 
     @routes.post("/{job}/heartbeat", summary="The controller lives; re-attaches a detached job")
     async def heartbeat(request: Request, job: str) -> Plain:
         caller = await gateway.caller(request)
-        return await gateway.scheduler.call("heartbeat", {"job": job, "tenant": caller.scope})
+        return await gateway.scheduler.call("heartbeat", {"job": job, **caller.claim})
 
     @routes.post("/{job}/metrics", status_code=204, summary="Add a row of metrics")
     async def add_metrics(request: Request, job: str, body: MetricsRequest) -> None:
         caller = await gateway.caller(request)
-        await gateway.scheduler.call("get_job", {"job": job, "tenant": caller.scope})
+        await gateway.scheduler.call("get_job", {"job": job, **caller.claim})
         gateway.metrics.append(job, body.step, body.values)
 
     @routes.get("/{job}/metrics", summary="Metrics behind row `after`")
     async def metrics(request: Request, job: str, after: int = 0) -> Plain:
         caller = await gateway.caller(request)
-        await gateway.scheduler.call("get_job", {"job": job, "tenant": caller.scope})
+        await gateway.scheduler.call("get_job", {"job": job, **caller.claim})
         return {"rows": gateway.metrics.read(job, after)}
 
     @routes.get("/{job}/logs", summary="The ends of the job's worker logs")
@@ -125,7 +125,7 @@ def job_routes(gateway: Gateway) -> APIRouter:
         request: Request, job: str, deployment: str | None = None, lines: int = 100
     ) -> Plain:
         caller = await gateway.caller(request)
-        fields = {"job": job, "tenant": caller.scope, "deployment": deployment, "lines": lines}
+        fields = {"job": job, **caller.claim, "deployment": deployment, "lines": lines}
         return await gateway.scheduler.call("read_log", fields)
 
     return routes
@@ -148,7 +148,7 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
             {
                 "deployment": f"{job}/{body.name}",
                 "job": job,
-                "tenant": caller.scope,
+                **caller.claim,
                 "kind": spec.kind,
                 "workers": spec.workers,
                 "state_bytes": parameters * per_parameter,
@@ -161,7 +161,7 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
     @routes.get("/{job}/deployments/{name}", summary="One deployment")
     async def deployment(request: Request, job: str, name: str) -> Plain:
         caller = await gateway.caller(request)
-        fields = {"deployment": f"{job}/{name}", "tenant": caller.scope}
+        fields = {"deployment": f"{job}/{name}", **caller.claim}
         return await gateway.scheduler.call("get_deployment", fields)
 
     @routes.get(

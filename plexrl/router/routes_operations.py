@@ -96,7 +96,7 @@ def operation_routes(gateway: Gateway) -> APIRouter:
     )
     async def cancel(request: Request, operation: str) -> Plain:
         caller = await gateway.caller(request)
-        fields = {"operation": operation, "tenant": caller.scope}
+        fields = {"operation": operation, **caller.claim}
         return await gateway.scheduler.call("cancel_operation", fields)
 
     @routes.get("/operations", summary="Finished operations behind index `after`")
@@ -104,7 +104,7 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         request: Request, job: str | None = None, after: int = 0, limit: int = 1000
     ) -> Plain:
         caller = await gateway.caller(request)
-        fields = {"tenant": caller.scope, "job": job, "after": after, "limit": limit}
+        fields = {**caller.claim, "job": job, "after": after, "limit": limit}
         return await gateway.scheduler.call("list_operations", fields)
 
     return routes
@@ -117,7 +117,7 @@ def _decode(request: Request, body: bytes) -> tuple[Plain, Arrays]:
     if kind in ("application/json", ""):
         try:
             return msgspec.json.decode(body or b"{}", type=dict[str, Any]), {}
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"the body is no JSON object: {error}") from error
     raise InvalidRequestError(f"content type {kind!r}: send {MEDIA_TYPE} or application/json")
 
@@ -150,7 +150,7 @@ async def _submit(
         {
             "operation": operation,
             "deployment": deployment,
-            "tenant": caller.scope,
+            **caller.claim,
             "kind": checked.kind.value,
             "params_json": msgspec.json.encode(params).decode(),
             "payload": payload,
@@ -163,7 +163,7 @@ async def _submit(
 async def _view(gateway: Gateway, caller: Caller, operation: str, timeout_s: float) -> Plain:
     return await gateway.scheduler.call(
         "wait_operation",
-        {"operation": operation, "tenant": caller.scope, "timeout_s": timeout_s},
+        {"operation": operation, **caller.claim, "timeout_s": timeout_s},
         timeout_s=timeout_s + 30.0,
     )
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from plexrl.errors import ConnectionLostError
+from plexrl.errors import ConnectionLostError, PlexRLError
 from plexrl.wire.framing import Header, read_frame, write_frame
 
 LOG = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class WorkerLink:
                         on_chunk(header)
                 elif not future.done():
                     future.set_result((header, payload))
-        except ConnectionLostError as error:
+        except PlexRLError as error:
             for future, _ in self._waiting.values():
                 if not future.done():
                     future.set_exception(error)

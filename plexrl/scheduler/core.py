@@ -83,14 +83,14 @@ class SchedulerCore:
         self._context = Context(config)
         self._handlers: dict[type[ev.Event], Callable[[Any, float], None]] = {
             ev.SchedulerStarted: self._scheduler_started,
-            ev.NodeJoined: self._node_joined,
-            ev.NodeLost: self._node_lost,
+            ev.NodeJoined: self._to(node_joined),
+            ev.NodeLost: self._to(node_lost),
             ev.RouterJoined: self._router_joined,
             ev.RouterLost: self._router_lost,
             ev.TenantCreated: self._tenant_created,
             ev.TenantConfigured: self._tenant_configured,
             ev.NodeDrainChanged: self._node_drain_changed,
-            ev.StateMigrated: self._state_migrated,
+            ev.StateMigrated: self._to(state_migrated),
             ev.JobSubmitted: self._job_submitted,
             ev.ControllerSeen: self._controller_seen,
             ev.JobFinished: self._job_finished,
@@ -99,8 +99,8 @@ class SchedulerCore:
             ev.WorkerExited: self._worker_exited,
             ev.OperationSubmitted: self._operation_submitted,
             ev.OperationCancelled: self._operation_cancelled,
-            ev.OperationFinished: self._operation_finished,
-            ev.OperationFailed: self._operation_failed,
+            ev.OperationFinished: self._to(run_finished),
+            ev.OperationFailed: self._to(run_failed),
             ev.TimerFired: self._timer_fired,
         }
 
@@ -160,6 +160,12 @@ class SchedulerCore:
         core._context = decode(body, config)
         return core
 
+    def _to(
+        self, handler: "Callable[[Context, Any, float], None]"
+    ) -> "Callable[[Any, float], None]":
+        # The context is looked up anew at every event: a restored core has another one.
+        return lambda event, now: handler(self._context, event, now)
+
     def check_invariants(self) -> None:
         """Assert the laws of `plexrl.scheduler.state`."""
         check(self._context)
@@ -186,12 +192,6 @@ class SchedulerCore:
         except ValueError as error:
             raise InvalidRequestError(f"settings_json is no JSON object: {error}") from error
         self._context.reconfigure(with_core_settings(self._context.config, settings))
-
-    def _node_joined(self, event: ev.NodeJoined, now: float) -> None:
-        node_joined(self._context, event, now)
-
-    def _node_lost(self, event: ev.NodeLost, now: float) -> None:
-        node_lost(self._context, event, now)
 
     def _router_joined(self, event: ev.RouterJoined, now: float) -> None:
         del now
@@ -230,9 +230,6 @@ class SchedulerCore:
         if event.node not in self._context.state.nodes:
             raise NotFoundError(f"there is no node {event.node!r}")
         node_drain_changed(self._context, event, now)
-
-    def _state_migrated(self, event: ev.StateMigrated, now: float) -> None:
-        state_migrated(self._context, event, now)
 
     def _job_submitted(self, event: ev.JobSubmitted, now: float) -> None:
         context = self._context
@@ -396,12 +393,6 @@ class SchedulerCore:
             )
         )
 
-    def _operation_finished(self, event: ev.OperationFinished, now: float) -> None:
-        run_finished(self._context, event, now)
-
-    def _operation_failed(self, event: ev.OperationFailed, now: float) -> None:
-        run_failed(self._context, event, now)
-
     def _timer_fired(self, event: ev.TimerFired, now: float) -> None:
         """Time has passed, as with every event; the wake-up that was asked for is used up."""
         del event, now
@@ -441,6 +432,10 @@ class SchedulerCore:
     def operation_view(self, operation: OperationId, now: float) -> View:
         """One operation. Raises `UnknownOperationError`."""
         return operation_view(self._context, self._operation(operation), now)
+
+    def is_final(self, operation: OperationId) -> bool:
+        """Whether nothing more comes of it. Raises `UnknownOperationError`."""
+        return self._operation(operation).state.is_final
 
     def deployment_view(self, deployment: DeploymentId, now: float) -> View:
         """One deployment. Raises `UnknownDeploymentError`."""

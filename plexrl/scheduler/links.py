@@ -7,6 +7,7 @@ say again (blobs to discard, states to release) waits here until one is connecte
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from plexrl.errors import ConnectionLostError, DeadlineExceededError, PlexRLError
@@ -17,6 +18,8 @@ from plexrl.scheduler.commands import (
     Command,
     DiscardBlobs,
     LaunchWorkers,
+    MigrateState,
+    PrefetchState,
     ReleaseState,
     RunOperation,
     StopWorkers,
@@ -26,9 +29,14 @@ from plexrl.wire.rpc import Peer
 LOG = logging.getLogger(__name__)
 
 AGENT_CALL_TIMEOUT_S = 60.0
+MIGRATION_TIMEOUT_S = 3600.0
 ROUTER_SEND_TIMEOUT_S = 5.0
 RETRY_S = 0.5
 OUTBOX_MAX = 100_000
+RELEASE = "release_state"
+
+Queued = tuple[str, dict[str, Any]]
+"""A method and its parameters."""
 
 
 class RouterLinks:
@@ -87,18 +95,23 @@ class RouterLinks:
 class AgentLink:
     """One node agent's connection and the commands on their way to it, one at a time."""
 
-    def __init__(self, node: NodeId, peer: Peer, kept: deque[tuple[str, dict[str, Any]]]) -> None:
+    def __init__(self, node: NodeId, peer: Peer, kept: Iterable[Queued]) -> None:
         self.node = node
         self.peer = peer
-        self._outbox = kept
+        # Each link's own: a former link may still be between a call and taking it off.
+        self._outbox: deque[Queued] = deque(kept, maxlen=OUTBOX_MAX)
         self._filled = asyncio.Event()
-        if kept:
+        if self._outbox:
             self._filled.set()
 
     def send(self, method: str, params: dict[str, Any]) -> None:
         """Queue a call."""
         self._outbox.append((method, params))
         self._filled.set()
+
+    def releases(self) -> list[Queued]:
+        """The queued calls that the core will not say again when the node joins."""
+        return [queued for queued in self._outbox if queued[0] == RELEASE]
 
     async def run(self) -> None:
         """Make the queued calls until the connection ends; a failed one is tried again."""
@@ -125,7 +138,7 @@ class AgentLinks:
 
     def __init__(self) -> None:
         self._links: dict[NodeId, AgentLink] = {}
-        self._kept: dict[NodeId, deque[tuple[str, dict[str, Any]]]] = {}
+        self._kept: dict[NodeId, deque[Queued]] = {}
 
     def add(self, node: NodeId, peer: Peer) -> AgentLink:
         """An agent connected; the link's `run` must be running while the connection lasts.
@@ -133,14 +146,11 @@ class AgentLinks:
         Launches and stops that were on their way to its former connection are dropped, because the
         core says them again when a node joins; releases are kept.
         """
-        former = self._links.pop(node, None)
+        former = self._links.get(node)
         if former is not None:
+            self.remove(former)
             former.peer.close()
-        kept = self._kept.setdefault(node, deque(maxlen=OUTBOX_MAX))
-        releases = [entry for entry in kept if entry[0] == "release_state"]
-        kept.clear()
-        kept.extend(releases)
-        link = AgentLink(node, peer, kept)
+        link = AgentLink(node, peer, self._kept.pop(node, ()))
         self._links[node] = link
         return link
 
@@ -149,6 +159,8 @@ class AgentLinks:
         if self._links.get(link.node) is not link:
             return False
         del self._links[link.node]
+        for queued in link.releases():
+            self._keep(link.node, queued)
         return True
 
     def connected(self) -> list[AgentLink]:
@@ -159,7 +171,25 @@ class AgentLinks:
         """Whether the node's agent is connected."""
         return node in self._links
 
-    def send(self, command: LaunchWorkers | StopWorkers | ReleaseState) -> None:
+    async def migrate(self, command: MigrateState, node: NodeId) -> str | None:
+        """Have a node fetch a version, beside whatever else it is told: a copy may take minutes.
+
+        Returns why it failed, empty where it did not; None where the node is not there to ask (the
+        core asks again when it joins).
+        """
+        link = self._links.get(node)
+        if link is None:
+            return None
+        params = {"command": CODEC.to_plain(command)}
+        try:
+            await link.peer.call("migrate_state", params, timeout_s=MIGRATION_TIMEOUT_S)
+        except ConnectionLostError:
+            return None
+        except PlexRLError as error:
+            return error.message
+        return ""
+
+    def send(self, command: LaunchWorkers | StopWorkers | ReleaseState | PrefetchState) -> None:
         """Pass a command to the agent of every node it speaks of."""
         match command:
             case LaunchWorkers():
@@ -167,11 +197,16 @@ class AgentLinks:
             case StopWorkers():
                 method, nodes = "stop", command.nodes
             case ReleaseState():
-                method, nodes = "release_state", command.nodes
+                method, nodes = RELEASE, command.nodes
+            case PrefetchState():
+                method, nodes = "prefetch_state", command.nodes
         params = {"command": CODEC.to_plain(command)}
         for node in nodes:
             link = self._links.get(node)
             if link is not None:
                 link.send(method, params)
-            elif method == "release_state":
-                self._kept.setdefault(node, deque(maxlen=OUTBOX_MAX)).append((method, params))
+            elif method == RELEASE:
+                self._keep(node, (method, params))
+
+    def _keep(self, node: NodeId, queued: Queued) -> None:
+        self._kept.setdefault(node, deque(maxlen=OUTBOX_MAX)).append(queued)

@@ -26,19 +26,21 @@ from plexrl.errors import (
     StorageError,
     UnavailableError,
 )
-from plexrl.ids import OperationId
+from plexrl.ids import NodeId, OperationId
 from plexrl.scheduler.commands import (
     AbortOperation,
     Command,
     DiscardBlobs,
     LaunchWorkers,
+    MigrateState,
+    PrefetchState,
     ReleaseState,
     RunOperation,
     SetTimer,
     StopWorkers,
 )
 from plexrl.scheduler.core import SchedulerCore
-from plexrl.scheduler.events import CODEC, Event, TimerFired
+from plexrl.scheduler.events import CODEC, Event, StateMigrated, TimerFired
 from plexrl.scheduler.journal import Entry, Journal
 from plexrl.scheduler.links import AgentLinks, RouterLinks
 
@@ -93,6 +95,7 @@ class Shell:
         self._queue: asyncio.Queue[_Item] = asyncio.Queue(QUEUE_MAX)
         self._kept: deque[_Item] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._migrating: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
 
     async def request(self, event: Event) -> None:
@@ -130,8 +133,7 @@ class Shell:
         """Return when the operation is final or `timeout_s` seconds have passed."""
 
         def is_final() -> bool:
-            view = self.core.operation_view(operation, self.clock.now())
-            return view["state"] in ("finished", "failed", "cancelled")
+            return self.core.is_final(operation)
 
         try:
             async with asyncio.timeout(timeout_s), self._changed:
@@ -266,10 +268,27 @@ class Shell:
                     self._set_timer(command.at)
                 case RunOperation() | AbortOperation() | DiscardBlobs():
                     await self.routers.send(command)
-                case LaunchWorkers() | StopWorkers() | ReleaseState():
+                case LaunchWorkers() | StopWorkers() | ReleaseState() | PrefetchState():
                     self.agents.send(command)
+                case MigrateState():
+                    for node in command.nodes:
+                        self._migrating.add(asyncio.create_task(self._migrate(command, node)))
                 case _:
                     raise AssertionError(f"no way to carry out {command}")
+
+    async def _migrate(self, command: MigrateState, node: NodeId) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            error = await self.agents.migrate(command, node)
+            if error is not None:
+                await self.report(
+                    StateMigrated(
+                        deployment=command.deployment, node=node, seq=command.seq, error=error
+                    )
+                )
+        finally:
+            self._migrating.discard(task)
 
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:

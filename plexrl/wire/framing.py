@@ -15,10 +15,12 @@ from typing import Any
 
 import msgspec
 
-from plexrl.errors import ConnectionLostError, PayloadTooLargeError
+from plexrl.errors import ConnectionLostError, InvalidRequestError, PayloadTooLargeError
 
 HEADER_BYTES_MAX = 64 << 20
 PAYLOAD_BYTES_MAX = 16 << 30
+UNSEEN_BYTES_MAX = 64 << 20
+"""Memory taken on the word of a length alone; beyond it, memory grows with what has arrived."""
 
 _LENGTHS = struct.Struct("<IQ")
 
@@ -49,11 +51,13 @@ def recv_frame(
     Raises:
         ConnectionLostError: the peer closed, also in the middle of a frame.
         PayloadTooLargeError: a length beyond the bound; the stream cannot be used further.
+        InvalidRequestError: the header is no msgpack map with text keys.
     """
     header_bytes, payload_bytes = _LENGTHS.unpack(_recv_exactly(sock, _LENGTHS.size))
     _check_lengths(header_bytes, payload_bytes, payload_bytes_max)
-    header: Header = msgspec.msgpack.decode(_recv_exactly(sock, header_bytes), type=dict[str, Any])
-    return header, _recv_exactly(sock, payload_bytes)
+    body = _recv_exactly(sock, header_bytes)
+    payload = _recv_exactly(sock, payload_bytes)
+    return _decode_header(body), payload
 
 
 async def write_frame(
@@ -74,18 +78,28 @@ async def write_frame(
         raise ConnectionLostError(f"the peer closed the connection: {error}") from error
 
 
-async def read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
+async def read_frame(
+    reader: asyncio.StreamReader, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX
+) -> tuple[Header, bytes]:
     """The next frame of an asyncio stream. Raises as `recv_frame`."""
     try:
         lengths = await reader.readexactly(_LENGTHS.size)
         header_bytes, payload_bytes = _LENGTHS.unpack(lengths)
-        _check_lengths(header_bytes, payload_bytes)
+        _check_lengths(header_bytes, payload_bytes, payload_bytes_max)
         body = await reader.readexactly(header_bytes)
         payload = await reader.readexactly(payload_bytes) if payload_bytes else b""
     except (asyncio.IncompleteReadError, OSError) as error:
         raise ConnectionLostError("the peer closed the connection") from error
-    header: Header = msgspec.msgpack.decode(body, type=dict[str, Any])
-    return header, payload
+    return _decode_header(body), payload
+
+
+def _decode_header(body: bytes | bytearray) -> Header:
+    try:
+        header: Header = msgspec.msgpack.decode(body, type=dict[str, Any])
+    except (ValueError, RecursionError) as error:
+        # msgspec lets bad UTF-8 and deep nesting through as Python's own errors.
+        raise InvalidRequestError(f"a frame's header is malformed: {error}") from error
+    return header
 
 
 def _check_lengths(
@@ -101,12 +115,15 @@ def _check_lengths(
 
 
 def _recv_exactly(sock: socket.socket, size: int) -> bytearray:
-    buffer = bytearray(size)
-    view = memoryview(buffer)
+    buffer = bytearray(min(size, UNSEEN_BYTES_MAX))
     filled = 0
-    while filled < size:
-        count = sock.recv_into(view[filled:])
-        if count == 0:
-            raise ConnectionLostError("the peer closed the connection")
-        filled += count
-    return buffer
+    while True:
+        with memoryview(buffer) as view:
+            while filled < len(buffer):
+                count = sock.recv_into(view[filled:])
+                if count == 0:
+                    raise ConnectionLostError("the peer closed the connection")
+                filled += count
+        if filled == size:
+            return buffer
+        buffer += bytes(min(size - filled, filled))

@@ -2,10 +2,15 @@
 
 A `Peer` sends requests, answers the other side's, and passes typed errors across. Every call has a
 deadline. When the connection ends, pending calls raise `ConnectionLostError` and `run` returns.
+
+A call is a header `{"method", "params"}`, with `"call"` where an answer is wanted; an answer is
+`{"answer", "result"}` or `{"answer", "error"}`. A frame that is neither ends the connection.
 """
 
 import asyncio
+import contextlib
 import itertools
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -13,10 +18,13 @@ from plexrl.errors import (
     ConnectionLostError,
     DeadlineExceededError,
     InvalidRequestError,
+    PayloadTooLargeError,
     PlexRLError,
     from_wire,
 )
 from plexrl.wire.framing import read_frame, write_frame
+
+LOG = logging.getLogger(__name__)
 
 Handler = Callable[["Peer", dict[str, Any]], Awaitable[dict[str, Any] | None]]
 
@@ -73,6 +81,8 @@ class Peer:
 
     async def notify(self, method: str, params: Mapping[str, Any] | None = None) -> None:
         """Tell the other side something; no answer is awaited."""
+        if self._closed:
+            raise ConnectionLostError(f"cannot say {method!r}: the connection is closed")
         await write_frame(self._writer, {"method": method, "params": dict(params or {})})
 
     async def run(self) -> None:
@@ -81,14 +91,18 @@ class Peer:
             async with asyncio.TaskGroup() as tasks:
                 try:
                     while True:
-                        header, _ = await read_frame(self._reader)
+                        # Calls and answers are all header.
+                        header, _ = await read_frame(self._reader, payload_bytes_max=0)
                         if "method" in header:
+                            call_id = _call_id(header)
                             await self._slots.acquire()
-                            task = tasks.create_task(self._serve(header))
+                            task = tasks.create_task(self._serve(call_id, header))
                             task.add_done_callback(lambda _: self._slots.release())
                         else:
                             self._settle(header)
-                except ConnectionLostError:
+                except PlexRLError as error:
+                    if not isinstance(error, ConnectionLostError):
+                        LOG.warning("closing a connection: %s", error)
                     # No task may outlive the connection that would carry its answer.
                     raise _ConnectionEnded from None
         except* _ConnectionEnded:
@@ -109,31 +123,52 @@ class Peer:
         self._writer.transport.abort()
         self.close()
 
-    async def _serve(self, header: dict[str, Any]) -> None:
-        call_id = header.get("call")
-        handler = self._handlers.get(header["method"])
-        answer: dict[str, Any]
+    async def _serve(self, call_id: int | None, header: dict[str, Any]) -> None:
         try:
-            if handler is None:
-                raise InvalidRequestError(f"unknown method {header['method']!r}")
-            answer = {"answer": call_id, "result": await handler(self, header["params"]) or {}}
+            answer = {"answer": call_id, "result": await self._result(header)}
         except PlexRLError as error:
             answer = {"answer": call_id, "error": error.to_wire()}
-        if call_id is not None:
-            try:
-                await write_frame(self._writer, answer)
-            except ConnectionLostError:
-                # The caller sees the same loss and retries; there is nobody left to tell.
-                return
+        if call_id is None:
+            return
+        try:
+            await write_frame(self._writer, answer)
+        except ConnectionLostError:
+            # The caller sees the same loss and retries; there is nobody left to tell.
+            return
+        except PayloadTooLargeError as error:
+            refusal = {"answer": call_id, "error": error.to_wire()}
+            with contextlib.suppress(ConnectionLostError):
+                await write_frame(self._writer, refusal)
+
+    async def _result(self, header: dict[str, Any]) -> dict[str, Any]:
+        method, params = header["method"], header.get("params")
+        handler = self._handlers.get(method) if isinstance(method, str) else None
+        if handler is None:
+            raise InvalidRequestError(f"unknown method {method!r}")
+        if not isinstance(params, dict):
+            raise InvalidRequestError(f"the params of {method!r} are no map")
+        return await handler(self, params) or {}
 
     def _settle(self, header: dict[str, Any]) -> None:
-        future = self._pending.get(header["answer"])
+        call_id, result, error = (header.get(key) for key in ("answer", "result", "error"))
+        told = error if "error" in header else result
+        if not isinstance(call_id, int) or not isinstance(told, dict):
+            raise InvalidRequestError("a frame is neither a call nor an answer")
+        future = self._pending.get(call_id)
         if future is None or future.done():
+            # Its caller has stopped waiting.
             return
         if "error" in header:
-            future.set_exception(from_wire(header["error"]))
+            future.set_exception(from_wire(told))
         else:
-            future.set_result(header["result"])
+            future.set_result(told)
+
+
+def _call_id(header: dict[str, Any]) -> int | None:
+    call_id = header.get("call")
+    if call_id is not None and not isinstance(call_id, int):
+        raise InvalidRequestError(f"a call's number is {type(call_id).__name__}, not an integer")
+    return call_id
 
 
 class _ConnectionEnded(Exception):

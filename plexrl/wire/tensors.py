@@ -44,9 +44,10 @@ def decode_params(body: bytes | bytearray | memoryview) -> dict[str, Any]:
             raise InvalidRequestError("the body is no safetensors file: its header is cut short")
         header_json = bytes(view[_HEADER_LENGTH.size : _HEADER_LENGTH.size + length])
         header = msgspec.json.decode(header_json, type=dict[str, Any])
-        metadata = header.get("__metadata__", {})
+        metadata = msgspec.convert(header.get("__metadata__", {}), dict[str, str])
         return msgspec.json.decode(metadata.get(METADATA_KEY, "{}"), type=dict[str, Any])
-    except (struct.error, msgspec.DecodeError, AttributeError) as error:
+    except (struct.error, ValueError, RecursionError) as error:
+        # msgspec lets bad UTF-8 and deep nesting through as Python's own errors.
         raise InvalidRequestError(f"the body is no safetensors file: {error}") from error
 
 
@@ -59,6 +60,7 @@ def decode_body(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], A
     params = decode_params(body)
     try:
         arrays: Arrays = load(bytes(body))
-    except (SafetensorError, ValueError, KeyError) as error:
+    except (SafetensorError, ValueError, LookupError, TypeError, ArithmeticError) as error:
+        # A dtype that numpy has not, or a shape beyond its bounds.
         raise InvalidRequestError(f"the body is no safetensors file: {error}") from error
     return params, arrays

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plexrl.errors import ConnectionLostError, PayloadTooLargeError
+from plexrl.errors import PlexRLError
 from plexrl.wire.framing import Buffer, recv_frame, send_frame
 
 LOG = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Server:
             while True:
                 header, payload = recv_frame(sock)
                 self.requests.put(Request(connection, header, payload))
-        except (ConnectionLostError, PayloadTooLargeError, OSError) as error:
+        except (PlexRLError, OSError) as error:
             LOG.info("a router left: %s", error)
         finally:
             sock.close()

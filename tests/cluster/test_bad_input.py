@@ -144,21 +144,33 @@ def test_malformed_operations_have_stable_codes(
     assert (response.status_code, response.json()["error"]["code"]) == (400, code)
 
 
-def test_a_body_that_is_no_safetensors_is_refused(
-    embedded: EmbeddedCluster, job: plexrl.Job
+@pytest.mark.parametrize(
+    ("kind", "content", "content_type", "names"),
+    [
+        ("forward", b"\xff" * 64, MEDIA_TYPE, "safetensors"),
+        ("forward", b"\x10\xc3\0\0\0\0\0\0" + b'{"a":' + b"[" * 49_995, MEDIA_TYPE, "safetensors"),
+        ("barrier", b"[" * 50_000, "application/json", "JSON object"),
+        ("barrier", b'{"a":"\xff"}', "application/json", "JSON object"),
+    ],
+    ids=["garbage", "deep-safetensors", "deep-json", "bad-text"],
+)
+def test_a_body_of_another_format_is_refused(
+    embedded: EmbeddedCluster,
+    job: plexrl.Job,
+    kind: str,
+    content: bytes,
+    content_type: str,
+    names: str,
 ) -> None:
     job.train_deployment("actor", MODEL)
     response = httpx.post(
-        f"{embedded.url}/v1/jobs/{job.job}/deployments/actor/operations/forward",
+        f"{embedded.url}/v1/jobs/{job.job}/deployments/actor/operations/{kind}",
         params={"operation": f"{job.job}:garbage"},
-        content=b"\xff" * 64,
-        headers={
-            "Authorization": f"Bearer {embedded.api_key}",
-            "Content-Type": "application/vnd.plexrl.safetensors",
-        },
+        content=content,
+        headers={"Authorization": f"Bearer {embedded.api_key}", "Content-Type": content_type},
     )
     assert response.status_code == 400
-    assert "safetensors" in response.json()["error"]["message"]
+    assert names in response.json()["error"]["message"]
 
 
 def test_a_key_that_is_missing_or_wrong_is_refused(embedded: EmbeddedCluster) -> None:

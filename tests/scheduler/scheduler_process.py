@@ -76,10 +76,11 @@ class SchedulerProcess:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[Peer]:
-        """A connection as a router has it, without saying hello."""
+        """A router's connection."""
         peer = Peer(*await asyncio.open_unix_connection(self.listen), {})
         running = asyncio.create_task(peer.run())
         try:
+            await peer.call("hello", {"role": "router", "router": "r"})
             yield peer
         finally:
             peer.close()
@@ -93,7 +94,7 @@ class SchedulerProcess:
     async def jobs(self) -> list[str]:
         """Every job it knows."""
         async with self.connected() as peer:
-            answer = await peer.call("list_jobs", {})
+            answer = await peer.call("list_jobs", {"tenant": None, "as_operator": True})
             return [view["job"] for view in answer["jobs"]]
 
 

@@ -1,0 +1,459 @@
+"""One connection of the scheduler's socket: who is there, and what it may ask or report.
+
+The first call is `hello` and says the role; before it nothing else is served. A router asks for its
+callers and reports what became of operations; a node agent reports on the workers of its own node.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from plexrl.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+    PlexRLError,
+    UnavailableError,
+    UnknownDeploymentError,
+    UnknownJobError,
+    UnknownOperationError,
+)
+from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, RouterId
+from plexrl.scheduler import calls
+from plexrl.scheduler import events as ev
+from plexrl.scheduler.calls import Plain, Scope
+from plexrl.scheduler.links import AgentLink
+from plexrl.scheduler.shell import Shell
+from plexrl.wire.rpc import Handler, Peer
+
+WAIT_S_MAX = 120.0
+LOG_PAGE_MAX = 1000
+READ_LOG_TIMEOUT_S = 10.0
+
+Ask = tuple[type[Any], Callable[[Any, Any], Awaitable[Plain]]]
+"""The type of a call's parameters, and what answers it, given scope and parameters."""
+Report = tuple[type[Any], Callable[[Any], Awaitable[Plain]]]
+"""The type of a report, and what takes it in."""
+
+
+class Owner(Protocol):
+    """Whoever outlives the connections."""
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` in the background, no longer than the service lives."""
+        ...
+
+    def node_came(self, node: NodeId) -> None:
+        """A node's agent said hello."""
+        ...
+
+    def node_went(self, node: NodeId) -> None:
+        """The last connection of a node's agent ended."""
+        ...
+
+    def router_went(self, router: RouterId) -> None:
+        """The last connection of a router ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Greeted:
+    """Who said hello."""
+
+    role: str
+    router: RouterId | None = None
+    link: AgentLink | None = None
+    sending: asyncio.Task[None] | None = None
+
+
+class Connection:
+    """One connection, from its first call to its end."""
+
+    def __init__(self, owner: Owner, shell: Shell) -> None:
+        self._owner = owner
+        self._shell = shell
+        self._greeted: _Greeted | None = None
+        self._router_calls = RouterCalls(shell)
+        self._agent_calls = AgentCalls(shell)
+
+    def handlers(self) -> dict[str, Handler]:
+        """The methods of the contract between the scheduler and its peers."""
+        return {
+            "hello": self._hello,
+            **{name: self._ask(name, ask) for name, ask in self._router_calls.asks().items()},
+            **{
+                name: self._report(name, "router", report)
+                for name, report in self._router_calls.reports().items()
+            },
+            **{
+                name: self._report(name, "agent", report)
+                for name, report in self._agent_calls.reports().items()
+            },
+        }
+
+    def ended(self, peer: Peer) -> None:
+        """The connection is over."""
+        greeted = self._greeted
+        if greeted is None:
+            return
+        if greeted.sending is not None:
+            greeted.sending.cancel()
+        if greeted.router is not None and self._shell.routers.remove(greeted.router, peer):
+            self._owner.router_went(greeted.router)
+        if greeted.link is not None and self._shell.agents.remove(greeted.link):
+            self._owner.node_went(greeted.link.node)
+
+    async def _hello(self, peer: Peer, params: Plain) -> Plain:
+        if self._greeted is not None:
+            raise ConflictError(f"this connection said hello before, as {self._greeted.role}")
+        rest = dict(params)
+        role = rest.pop("role", None)
+        # The role is set before anything is awaited: calls that follow unasked find it.
+        if role == "router":
+            await self._hello_router(peer, calls.parse(calls.RouterHello, rest).router)
+        elif role == "agent":
+            await self._hello_agent(peer, calls.parse(ev.NodeJoined, rest))
+        else:
+            raise InvalidRequestError(f"role {role!r} is unknown: say router or agent")
+        return {}
+
+    async def _hello_router(self, peer: Peer, router: RouterId) -> None:
+        self._greeted = _Greeted("router", router=router)
+        self._shell.routers.add(router, peer)
+        await self._shell.report(ev.RouterJoined(router=router))
+        await self._shell.routers.flush()
+
+    async def _hello_agent(self, peer: Peer, joined: ev.NodeJoined) -> None:
+        link = self._shell.agents.add(joined.node, peer)
+        self._greeted = _Greeted("agent", link=link, sending=self._owner.keep(link.run()))
+        self._agent_calls.node = joined.node
+        self._owner.node_came(joined.node)
+        await self._shell.report(joined)
+
+    def _check_role(self, name: str, role: str) -> None:
+        if self._greeted is None:
+            raise PermissionDeniedError(f"say hello before {name!r}")
+        if self._greeted.role != role:
+            raise PermissionDeniedError(
+                f"{name!r} is for a connection that said hello as {role}, this one is of a "
+                f"{self._greeted.role}"
+            )
+
+    def _ask(self, name: str, ask: Ask) -> Handler:
+        kind, answer = ask
+
+        async def handler(_: Peer, params: Plain) -> Plain:
+            self._check_role(name, "router")
+            scope, rest = calls.take_scope(params)
+            return await answer(scope, calls.parse(kind, rest))
+
+        return handler
+
+    def _report(self, name: str, role: str, report: Report) -> Handler:
+        kind, take = report
+
+        async def handler(_: Peer, params: Plain) -> Plain:
+            self._check_role(name, role)
+            return await take(calls.parse(kind, params))
+
+        return handler
+
+
+class RouterCalls:
+    """What routers ask and report."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._core = shell.core
+
+    def asks(self) -> dict[str, Ask]:
+        """Calls made for a tenant or for the operator."""
+        return {
+            "create_tenant": (calls.CreateTenant, self._create_tenant),
+            "configure_tenant": (calls.ConfigureTenant, self._configure_tenant),
+            "list_tenants": (calls.Nothing, self._list_tenants),
+            "list_usage": (calls.Nothing, self._list_usage),
+            "drain_node": (ev.NodeDrainChanged, self._drain_node),
+            "explain_job": (calls.OneJob, self._explain_job),
+            "submit_job": (calls.SubmitJob, self._submit_job),
+            "finish_job": (ev.JobFinished, self._change_job),
+            "heartbeat": (ev.ControllerSeen, self._change_job),
+            "list_jobs": (calls.Nothing, self._list_jobs),
+            "get_job": (calls.OneJob, self._get_job),
+            "create_deployment": (ev.DeploymentCreated, self._create_deployment),
+            "get_deployment": (calls.OneDeployment, self._get_deployment),
+            "submit_operation": (ev.OperationSubmitted, self._submit_operation),
+            "cancel_operation": (ev.OperationCancelled, self._cancel_operation),
+            "wait_operation": (calls.WaitOperation, self._wait_operation),
+            "list_operations": (calls.ListOperations, self._list_operations),
+            "list_nodes": (calls.Nothing, self._list_nodes),
+            "list_groups": (calls.Nothing, self._list_groups),
+            "status": (calls.Nothing, self._status),
+            "read_log": (calls.ReadLog, self._read_log),
+        }
+
+    def reports(self) -> dict[str, Report]:
+        """Calls of the router itself."""
+        return {
+            "authenticate": (calls.Authenticate, self._authenticate),
+            "operation_finished": (ev.OperationFinished, self._operation_finished),
+            "operation_failed": (ev.OperationFailed, self._operation_failed),
+        }
+
+    # Tenants and the cluster
+
+    async def _authenticate(self, call: calls.Authenticate) -> Plain:
+        tenant, is_operator = self._core.authenticate(call.key_digest)
+        return {"tenant": tenant, "is_operator": is_operator}
+
+    async def _create_tenant(self, scope: Scope, call: calls.CreateTenant) -> Plain:
+        _check_operator(scope)
+        if call.name in self._core.tenants():
+            raise ConflictError(f"tenant {call.name!r} exists already: choose another name")
+        await self._shell.request(ev.TenantCreated(tenant=call.name, key_digest=call.key_digest))
+        return {}
+
+    async def _list_tenants(self, scope: Scope, _: calls.Nothing) -> Plain:
+        _check_operator(scope)
+        return {"tenants": self._core.list_tenants(self._now())}
+
+    async def _configure_tenant(self, scope: Scope, call: calls.ConfigureTenant) -> Plain:
+        _check_operator(scope)
+        known = {view["tenant"]: view for view in self._core.list_tenants(self._now())}
+        if call.name not in known:
+            raise NotFoundError(f"there is no tenant {call.name!r}: create it first")
+        view = known[call.name]
+        wanted = {
+            name: view[name] if getattr(call, name) is msgspec.UNSET else getattr(call, name)
+            for name in ("weight", "jobs_max", "gpus_max", "gpu_seconds_max")
+        }
+        await self._shell.request(ev.TenantConfigured(tenant=call.name, **wanted))
+        (changed,) = [
+            view for view in self._core.list_tenants(self._now()) if view["tenant"] == call.name
+        ]
+        return changed
+
+    async def _list_usage(self, scope: Scope, _: calls.Nothing) -> Plain:
+        return {"usage": self._core.usage(scope)}
+
+    async def _drain_node(self, scope: Scope, event: ev.NodeDrainChanged) -> Plain:
+        _check_operator(scope)
+        await self._shell.request(event)
+        (view,) = [each for each in self._core.list_nodes() if each["node"] == event.node]
+        return view
+
+    async def _list_groups(self, scope: Scope, _: calls.Nothing) -> Plain:
+        _check_operator(scope)
+        return {"groups": self._core.list_groups(self._now())}
+
+    async def _list_nodes(self, scope: Scope, _: calls.Nothing) -> Plain:
+        del scope
+        return {"nodes": self._core.list_nodes()}
+
+    async def _status(self, scope: Scope, _: calls.Nothing) -> Plain:
+        del scope
+        return self._core.status(self._now())
+
+    # Jobs and deployments
+
+    async def _submit_job(self, scope: Scope, call: calls.SubmitJob) -> Plain:
+        if scope is None:
+            raise InvalidRequestError("a job is submitted for one tenant: name it")
+        if scope not in self._core.tenants():
+            raise NotFoundError(f"there is no tenant {scope!r}: create it first")
+        await self._shell.request(
+            ev.JobSubmitted(
+                job=call.job,
+                tenant=scope,
+                name=call.name,
+                controller_timeout_s=call.controller_timeout_s,
+                reattach_timeout_s=call.reattach_timeout_s,
+                priority=call.priority,
+                gang=call.gang,
+                expected_s=call.expected_s,
+            )
+        )
+        return self._core.job_view(call.job, self._now())
+
+    async def _change_job(self, scope: Scope, event: ev.JobFinished | ev.ControllerSeen) -> Plain:
+        self._own_job(scope, event.job)
+        await self._shell.request(event)
+        return self._core.job_view(event.job, self._now())
+
+    async def _list_jobs(self, scope: Scope, _: calls.Nothing) -> Plain:
+        return {"jobs": self._core.list_jobs(scope, self._now())}
+
+    async def _get_job(self, scope: Scope, call: calls.OneJob) -> Plain:
+        return self._own_job(scope, call.job)
+
+    async def _explain_job(self, scope: Scope, call: calls.OneJob) -> Plain:
+        self._own_job(scope, call.job)
+        return self._core.explain_job(call.job, self._now())
+
+    async def _create_deployment(self, scope: Scope, event: ev.DeploymentCreated) -> Plain:
+        self._own_job(scope, event.job)
+        if event.deployment.rpartition("/")[0] != event.job:
+            raise InvalidRequestError(
+                f"a deployment of job {event.job!r} is named '{event.job}/<name>', "
+                f"not {event.deployment!r}"
+            )
+        await self._shell.request(event)
+        return self._core.deployment_view(event.deployment, self._now())
+
+    async def _get_deployment(self, scope: Scope, call: calls.OneDeployment) -> Plain:
+        return self._own_deployment(scope, call.deployment)
+
+    # Operations
+
+    async def _submit_operation(self, scope: Scope, event: ev.OperationSubmitted) -> Plain:
+        self._own_deployment(scope, event.deployment)
+        if event.source is not None:
+            self._own_deployment(scope, event.source)
+        await self._shell.request(event)
+        return self._core.operation_view(event.operation, self._now())
+
+    async def _cancel_operation(self, scope: Scope, event: ev.OperationCancelled) -> Plain:
+        self._own_operation(scope, event.operation)
+        await self._shell.request(event)
+        return self._core.operation_view(event.operation, self._now())
+
+    async def _wait_operation(self, scope: Scope, call: calls.WaitOperation) -> Plain:
+        self._own_operation(scope, call.operation)
+        if call.timeout_s > 0:
+            await self._shell.wait_final(call.operation, min(call.timeout_s, WAIT_S_MAX))
+        return self._core.operation_view(call.operation, self._now())
+
+    async def _list_operations(self, scope: Scope, call: calls.ListOperations) -> Plain:
+        limit = max(1, min(call.limit, LOG_PAGE_MAX))
+        rows = self._core.operation_log(scope, call.job, max(0, call.after), limit, self._now())
+        return {"operations": rows}
+
+    async def _operation_finished(self, event: ev.OperationFinished) -> Plain:
+        await self._shell.report(event)
+        return {}
+
+    async def _operation_failed(self, event: ev.OperationFailed) -> Plain:
+        await self._shell.report(calls.with_readable_error(event))
+        return {}
+
+    # Logs
+
+    async def _read_log(self, scope: Scope, call: calls.ReadLog) -> Plain:
+        """The logs that could be had, and in `failed` the nodes that gave none."""
+        job = self._own_job(scope, call.job)
+        names = [
+            view["deployment"]
+            for view in job["deployments"]
+            if call.deployment in (None, view["deployment"], view["deployment"].split("/")[-1])
+        ]
+        links = self._shell.agents.connected()
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                (link.node, tasks.create_task(_logs_on(link, name, call.lines)))
+                for name in names
+                for link in links
+            ]
+        logs: list[Plain] = []
+        failed: dict[str, str] = {}
+        for node, task in asked:
+            found = task.result()
+            if isinstance(found, PlexRLError):
+                failed[node] = found.message
+            else:
+                logs += found
+        return {
+            "logs": logs,
+            "failed": [{"node": node, "reason": reason} for node, reason in failed.items()],
+        }
+
+    # Whose is it? Another tenant's object is answered like one that does not exist.
+
+    def _now(self) -> float:
+        return self._shell.clock.now()
+
+    def _own_job(self, scope: Scope, job: JobId) -> Plain:
+        view = self._core.job_view(job, self._now())
+        if scope not in (None, view["tenant"]):
+            raise UnknownJobError(f"there is no job {job!r}")
+        return view
+
+    def _own_deployment(self, scope: Scope, deployment: DeploymentId) -> Plain:
+        view = self._core.deployment_view(deployment, self._now())
+        owner = self._core.job_view(JobId(view["job"]), self._now())["tenant"]
+        if scope not in (None, owner):
+            raise UnknownDeploymentError(f"there is no deployment {deployment!r}")
+        return view
+
+    def _own_operation(self, scope: Scope, operation: OperationId) -> None:
+        view = self._core.operation_view(operation, self._now())
+        if scope not in (None, view["tenant"]):
+            raise UnknownOperationError(f"there is no operation {operation!r}, or not any more")
+
+
+class AgentCalls:
+    """What a node agent reports of its own node's workers."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._core = shell.core
+        self.node: NodeId | None = None
+        """Known from the hello on."""
+
+    def reports(self) -> dict[str, Report]:
+        """Calls of the agent."""
+        return {
+            "worker_ready": (ev.WorkerReady, self._worker_ready),
+            "worker_exited": (ev.WorkerExited, self._worker_exited),
+        }
+
+    async def _worker_ready(self, event: ev.WorkerReady) -> Plain:
+        if not self._is_current(event):
+            return {"wanted": False}
+        await self._shell.report(event)
+        return {"wanted": self._is_current(event)}
+
+    async def _worker_exited(self, event: ev.WorkerExited) -> Plain:
+        if self._is_current(event):
+            await self._shell.report(event)
+        return {}
+
+    def _is_current(self, event: ev.WorkerReady | ev.WorkerExited) -> bool:
+        """Whether the report is of a worker that the core wants now.
+
+        Raises:
+            PermissionDeniedError: of one that it wants on another node.
+        """
+        try:
+            view = self._core.deployment_view(event.deployment, self._shell.clock.now())
+        except UnknownDeploymentError:
+            return False
+        if view["incarnation"] != event.incarnation or view["state"] == "stopped":
+            return False
+        node = {rank["rank"]: rank["node"] for rank in view["ranks"]}.get(event.rank)
+        if node != self.node:
+            raise PermissionDeniedError(
+                f"rank {event.rank} of {event.deployment!r} is no worker of node {self.node!r}"
+            )
+        return True
+
+
+def _check_operator(scope: Scope) -> None:
+    if scope is not None:
+        raise PermissionDeniedError("this is the operator's alone")
+
+
+async def _logs_on(link: AgentLink, deployment: str, lines: int) -> list[Plain] | PlexRLError:
+    """One node's part of a deployment's logs, or why there is none."""
+    params = {"deployment": deployment, "lines": lines}
+    try:
+        answer = await link.peer.call("read_log", params, timeout_s=READ_LOG_TIMEOUT_S)
+    except PlexRLError as error:
+        return error
+    logs = answer.get("logs")
+    if not isinstance(logs, list):
+        return UnavailableError("its answer is malformed")
+    return logs
