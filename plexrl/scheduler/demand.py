@@ -123,8 +123,18 @@ class Footprint:
                 mark(first, start, stop, weight)
             ring.reshape(self.cycles, period)[:] = first
             return ring
-        for start, stop, weight in self.intervals().tolist():
-            mark(ring, start, stop, weight)
+        starts, stops, weights = self.intervals().T
+        for weight in sorted(set(weights.tolist())):
+            chosen = weights == weight
+            size = self.horizon_slots + 1
+            # A stop beyond the ring's end: to the end, and on from its start.
+            over = np.maximum(stops[chosen] - self.horizon_slots, 0)
+            changes = np.bincount(starts[chosen], minlength=size) - np.bincount(
+                stops[chosen] - over, minlength=size
+            )
+            changes[0] += np.count_nonzero(over)
+            changes -= np.bincount(over[over > 0], minlength=size)
+            np.maximum(ring, weight, out=ring, where=np.cumsum(changes[:-1]) > 0)
         return ring
 
     def edges(self) -> list[tuple[int, int, int]]:

@@ -129,9 +129,12 @@ class FoldTable:
 
     def _search_chunk(self, rows: NDArray[np.intp], wanted: ShiftSearch) -> list[Fit]:
         cells = self.cells
-        sums = np.zeros((len(rows), 3 * cells + 1), dtype=np.int64)
-        folded = self._rows[rows]
-        np.cumsum(np.concatenate([folded, folded, folded], axis=1), axis=1, out=sums[:, 1:])
+        # Three turns: a segment may begin in the first and end in the third.
+        sums = np.zeros((len(rows), 3 * cells + 1), dtype=np.int32)
+        np.cumsum(self._rows[rows], axis=1, out=sums[:, 1 : cells + 1])
+        turn = sums[:, cells : cells + 1]
+        sums[:, cells + 1 : 2 * cells + 1] = sums[:, 1 : cells + 1] + turn
+        sums[:, 2 * cells + 1 :] = sums[:, cells + 1 : 2 * cells + 1] + turn
         overlap = self._box_sums(sums, wanted, 0)
         near = overlap
         if wanted.margin_slots:
@@ -156,15 +159,15 @@ class FoldTable:
         ]
 
     def _box_sums(
-        self, sums: NDArray[np.int64], wanted: ShiftSearch, margin: int
-    ) -> NDArray[np.int64]:
+        self, sums: NDArray[np.int32], wanted: ShiftSearch, margin: int
+    ) -> NDArray[np.int32]:
         """Summed weight under all segments for every shift: [rows, shifts]."""
         shifts = math.floor(self.period)
         phase = wanted.start_slot - math.floor(wanted.start_slot / self.period) * self.period
         # A fractional period rounds edges differently in every cycle: two cells either side cover
         # the cut of the cell and of the wrap.
         margin += 0 if self.is_whole else 2
-        total = np.zeros((len(sums), shifts), dtype=np.int64)
+        total = np.zeros((len(sums), shifts), dtype=np.int32)
         for offset, duration, _ in wanted.footprint.segments:
             low = math.floor(phase + offset) - margin
             high = math.ceil(phase + (offset + duration)) + margin

@@ -146,10 +146,9 @@ def nearest(
     config = context.config
     footprint = project(trace, config.horizon_slots, config.period_tolerance)
     longest = max(math.ceil(duration) for _, duration, _ in footprint.segments)
-    feasible = context.inventory.index.gang_feasible(
+    if strict and not context.inventory.index.gang_feasible(
         deployment.node_type, deployment.workers, longest
-    )
-    if strict and not feasible:
+    ):
         return []
     wanted = ShiftSearch(
         footprint=footprint,

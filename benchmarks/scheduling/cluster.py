@@ -1,0 +1,113 @@
+"""Clusters to measure on: nodes of eight GPUs full of residents with the published profiles."""
+
+import random
+from dataclasses import dataclass
+
+from plexrl.scheduler.config import SchedulerConfig
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.demand import DemandTrace, Segment
+from plexrl.scheduler.estimates import Estimates
+from plexrl.scheduler.events import NodeJoined
+from plexrl.scheduler.nodes import node_joined
+from plexrl.scheduler.placement import place
+from plexrl.scheduler.state import Deployment, Job
+
+GPUS = 8
+GIB = 1 << 30
+NODES_OF_A_JOB = (1, 1, 1, 2, 2)
+PUBLISHED = ((289.03, 57.5), (284.80, 83.5), (589.71, 111.4))
+"""(cycle, seconds on the group) of 7B, 30B and 235B (PlexRL Table 2)."""
+
+
+def config(**changes: object) -> SchedulerConfig:
+    """Settings of the measured cores."""
+    fields: dict[str, object] = {
+        "listen": "-",
+        "journal": "-",
+        "operator_key_digest": "0",
+        "policy": "spread",
+        **changes,
+    }
+    return SchedulerConfig(**fields)  # type: ignore[arg-type]  # read from a table
+
+
+def node(index: int) -> NodeJoined:
+    """One of the cluster's nodes, 32 to a rack."""
+    return NodeJoined(
+        node=f"n{index:05}",  # type: ignore[arg-type]
+        gpus=GPUS,
+        gpu_memory_bytes=80 * GIB,
+        host_memory_bytes=2048 * GIB,
+        statemanager=f"sm{index}",
+        node_type="h",
+        block=f"rack{index // 32:04}",
+    )
+
+
+def demand(rng: random.Random) -> DemandTrace:
+    """One of the published profiles, a little longer or shorter, in two segments."""
+    period_s, busy_s = rng.choice(PUBLISHED)
+    scale = rng.uniform(0.9, 1.1)
+    log_prob_s, update_s = 0.2 * busy_s * scale, 0.8 * busy_s * scale
+    segments = (
+        Segment(offset_s=0.0, duration_s=log_prob_s),
+        Segment(offset_s=log_prob_s + 6.0, duration_s=update_s),
+    )
+    return DemandTrace(period_s=period_s * scale, segments=segments, jitter_s=3.0, cycles=3)
+
+
+@dataclass(slots=True)
+class Population:
+    """Nodes, and jobs on them, in a context of the scheduler's core."""
+
+    context: Context
+    rng: random.Random
+    made: int = 0
+
+    def deployment(self) -> Deployment:
+        """A warm deployment that is on no group yet."""
+        self.made += 1
+        name = f"j{self.made}"
+        self.context.state.jobs[name] = Job(  # type: ignore[index]
+            job=name,  # type: ignore[arg-type]
+            tenant="t",  # type: ignore[arg-type]
+            name=name,
+            controller_timeout_s=1e9,
+            reattach_timeout_s=1e9,
+            submitted_at=0.0,
+            seen_at=0.0,
+        )
+        deployment = Deployment(
+            deployment=f"{name}/actor",  # type: ignore[arg-type]
+            job=name,  # type: ignore[arg-type]
+            kind="train",
+            workers=GPUS * self.rng.choice(NODES_OF_A_JOB),
+            state_bytes=100 * GIB,
+            exclusive=False,
+            spec_json="{}",
+            created_at=0.0,
+            estimates=Estimates(100 * GIB),
+            trace=demand(self.rng),
+        )
+        self.context.state.deployments[deployment.deployment] = deployment
+        return deployment
+
+
+def populate(nodes: int, residents: int, seed: int) -> Population:
+    """A cluster of `nodes` with at most `residents` placed by the spread policy."""
+    population = Population(Context(config()), random.Random(seed))
+    for index in range(nodes):
+        node_joined(population.context, node(index), 0.0)
+    placed = 0
+    for attempt in range(2 * residents):
+        if placed == residents:
+            break
+        deployment = population.deployment()
+        now = population.rng.uniform(0, 28_800)
+        if place(population.context, deployment, now) is None:
+            del population.context.state.deployments[deployment.deployment]
+            del population.context.state.jobs[deployment.job]
+            continue
+        placed += 1
+        del attempt
+    return population
