@@ -5,6 +5,7 @@ import time
 
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import Population, populate
+from plexrl.ids import GroupId
 from plexrl.scheduler.demand import project
 from plexrl.scheduler.placement import leave, place
 from plexrl.scheduler.state import Deployment
@@ -15,7 +16,8 @@ NAIVE_ROUNDS = 3
 
 def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
     """(table rows, figures)."""
-    rows, figures = [], {}
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
     for nodes, residents in ((256, 500), (12_800, 20_000)):
         population = populate(nodes, residents, seed=nodes)
         placed = sum(len(g.members) for g in population.context.state.groups.values())
@@ -75,11 +77,11 @@ def _naive(population: Population) -> float:
 
 
 def _scan(
-    deployment: Deployment, rings: dict[str, tuple[int, bytes]], horizon: int
-) -> tuple[int, str] | None:
+    deployment: Deployment, rings: dict[GroupId, tuple[int, bytes]], horizon: int
+) -> tuple[int, GroupId] | None:
     assert deployment.trace is not None
     footprint = project(deployment.trace, horizon, 0.02)
-    best: tuple[int, str] | None = None
+    best: tuple[int, GroupId] | None = None
     for name, (gpus, ring) in rings.items():
         if gpus != deployment.workers:
             continue

@@ -13,13 +13,14 @@ A job that asked for a gang gets GPUs for all its deployments at once or for non
 beyond the starvation bound is passed by no other job that would take free GPUs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from plexrl.errors import CapacityError, ModelDoesNotFitError
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.node_pool import NodeKind
 from plexrl.scheduler.placement import leave, place, shares
-from plexrl.scheduler.state import Deployment, Job, Node, Tenant
+from plexrl.scheduler.state import Deployment, Job, Tenant
 from plexrl.scheduler.usage import recent_gpu_seconds
 
 JOB_S = 3600.0
@@ -29,7 +30,7 @@ SHARE_WINDOW_S = 3600.0
 """GPU-seconds used count as much as the same number held over this time."""
 
 
-def check_it_can_fit(nodes: Sequence[Node], deployment: Deployment) -> None:
+def check_it_can_fit(sizes: Mapping[NodeKind, tuple[int, int]], deployment: Deployment) -> None:
     """Refuse what not even the empty cluster could hold.
 
     Raises:
@@ -38,14 +39,10 @@ def check_it_can_fit(nodes: Sequence[Node], deployment: Deployment) -> None:
             the tiers it is offloaded to.
     """
     name, wanted = deployment.deployment, deployment.node_type
-    typed = [node for node in nodes if wanted in ("", node.node_type)]
+    typed = {kind: size for kind, size in sizes.items() if wanted in ("", kind.node_type)}
     of_type = f" of type {wanted!r}" if wanted else ""
     per_rank = -(-deployment.state_bytes // deployment.workers)
-    kinds: dict[tuple[str, int], int] = {}
-    for node in typed:
-        key = (node.node_type, node.gpu_memory_bytes)
-        kinds[key] = kinds.get(key, 0) + node.gpus
-    gpus = max(kinds.values(), default=0)
+    gpus = max((gpus for gpus, _ in typed.values()), default=0)
     if deployment.workers > gpus:
         raise CapacityError(
             f"deployment {name!r} asks for {deployment.workers} GPUs{of_type}; the cluster has "
@@ -53,7 +50,9 @@ def check_it_can_fit(nodes: Sequence[Node], deployment: Deployment) -> None:
             workers=deployment.workers,
             gpus=gpus,
         )
-    memory = max(bytes_ for (_, bytes_), count in kinds.items() if count >= deployment.workers)
+    memory = max(
+        kind.gpu_memory_bytes for kind, (count, _) in typed.items() if count >= deployment.workers
+    )
     if per_rank > memory:
         needed = -(-deployment.state_bytes // memory)
         raise ModelDoesNotFitError(
@@ -62,7 +61,7 @@ def check_it_can_fit(nodes: Sequence[Node], deployment: Deployment) -> None:
             bytes_per_gpu=per_rank,
             gpu_memory_bytes=memory,
         )
-    tiers = sum(node.host_memory_bytes + node.nvme_bytes for node in typed)
+    tiers = sum(tier_bytes for _, tier_bytes in typed.values())
     if shares(deployment) and deployment.state_bytes > tiers:
         raise ModelDoesNotFitError(
             f"deployment {name!r} has {deployment.state_bytes} bytes of state; the host tiers and "

@@ -14,6 +14,7 @@ starts again builds it anew and decides as before.
 
 import math
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,6 +49,8 @@ class GroupSlots:
     shape: Shape
     row: int
     footprints: dict[DeploymentId, Footprint] = field(default_factory=dict)
+    intervals: dict[DeploymentId, NDArray[np.int64]] = field(default_factory=dict)
+    """Of the footprints, on the ring."""
     duties: dict[DeploymentId, float] = field(default_factory=dict)
     free: FreeIntervals | None = None
     """Made when it is first asked for after a change."""
@@ -204,13 +207,28 @@ class CapacityIndex:
             )
         self._take(slots, footprint, -1)
         slots.footprints[deployment] = footprint
+        slots.intervals[deployment] = footprint.intervals()
         slots.duties[deployment] = duty
+        self._after_change(slots)
+
+    def fill(
+        self, group: GroupId, residents: Mapping[DeploymentId, tuple[Footprint, float]]
+    ) -> None:
+        """Reserve for all residents of an empty group at once: (footprint, duty) of each."""
+        slots = self._groups[group]
+        assert not slots.footprints, f"{group} is not empty"
+        for deployment, (footprint, duty) in residents.items():
+            self._take(slots, footprint, -1)
+            slots.footprints[deployment] = footprint
+            slots.intervals[deployment] = footprint.intervals()
+            slots.duties[deployment] = duty
         self._after_change(slots)
 
     def release(self, group: GroupId, deployment: DeploymentId) -> None:
         """Give a footprint back; the index is then as it was before `reserve`."""
         slots = self._groups[group]
         footprint = slots.footprints.pop(deployment)
+        del slots.intervals[deployment]
         del slots.duties[deployment]
         self._take(slots, footprint, +1)
         self._after_change(slots)
@@ -222,6 +240,9 @@ class CapacityIndex:
         if footprint.is_always and not slots.footprints:
             profile.add(0, self.horizon_slots, gpus)
             return
+        if any(other.is_always for other in slots.footprints.values()):
+            # There is nothing that only this one takes.
+            return
         alone = footprint.weights() > 0
         for other in slots.footprints.values():
             alone &= other.weights() == 0
@@ -230,7 +251,7 @@ class CapacityIndex:
     def _after_change(self, slots: GroupSlots) -> None:
         slots.free = None
         table, row = self._tables[slots.shape], slots.row
-        table.intervals[row] = [each.intervals() for each in slots.footprints.values()]
+        table.intervals[row] = list(slots.intervals.values())
         # Summed anew and exactly: the same members give the same number, whatever their history.
         table.load[row] = math.fsum(slots.duties.values())
         table.members[row] = len(slots.footprints)

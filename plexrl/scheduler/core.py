@@ -308,10 +308,9 @@ class SchedulerCore:
             node_type=event.node_type,
             trace=event.trace,
         )
-        nodes = list(context.state.nodes.values())
-        if not nodes:
+        if not context.state.nodes:
             raise UnavailableError("no node has joined the cluster yet: try again in a moment")
-        check_it_can_fit(nodes, deployment)
+        check_it_can_fit(context.inventory.sizes(), deployment)
         context.state.deployments[event.deployment] = deployment
         job.deployments.append(event.deployment)
         if deployment.trace is None:
@@ -423,7 +422,7 @@ class SchedulerCore:
 
     def _operation(self, name: OperationId) -> Operation:
         operation = self._context.state.operations.get(name)
-        if operation is None:
+        if operation is None or operation.is_forgotten:
             raise UnknownOperationError(f"there is no operation {name!r}, or not any more")
         return operation
 

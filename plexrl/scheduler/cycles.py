@@ -25,7 +25,9 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     )
     if renewed:
         remember(context, deployment)
-        _follow(context, deployment)
+        if context.policy.repacks:
+            # Only these policies plan by time; the others count members.
+            _follow(context, deployment)
         job = context.job(deployment.job)
         if job.state == JobState.PROFILING:
             job.state = next_state(job.state, JobTrigger.CYCLE_ENDED)

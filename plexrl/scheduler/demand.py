@@ -115,6 +115,9 @@ class Footprint:
 
     def weights(self) -> NDArray[np.int32]:
         """Weight of this footprint in every slot of the ring, 0 where it is idle: [H] int32."""
+        if self.is_always:
+            weight = max(weight for _, _, weight in self.segments)
+            return np.full(self.horizon_slots, weight, dtype=np.int32)
         ring = np.zeros(self.horizon_slots, dtype=np.int32)
         if self.is_whole:
             period = self.horizon_slots // self.cycles
@@ -150,6 +153,9 @@ class Footprint:
 
         Starts lie on the ring; a stop may pass its end and then wraps.
         """
+        if self.is_always:
+            weight = max(weight for _, _, weight in self.segments)
+            return np.array([[0, self.horizon_slots, weight]], dtype=np.int64)
         # Multiplied before it is divided, so that no error grows over the cycles.
         base = np.arange(self.cycles) * self.horizon_slots / self.cycles + self.shift
         found = np.empty((self.cycles, len(self.segments), 3), dtype=np.int64)

@@ -31,10 +31,11 @@ class Estimates:
 
     def observe(self, kind: OperationKind, tokens: int, seconds: float) -> None:
         """Take in a completed run."""
-        self.seconds_by_kind[kind] = _blend(self.seconds_by_kind.get(kind), seconds)
+        by_kind = self.seconds_by_kind
+        by_kind[kind] = _blend(by_kind.get(kind), seconds)
         if tokens > 0:
-            per_token = seconds / tokens
-            self.seconds_per_token[kind] = _blend(self.seconds_per_token.get(kind), per_token)
+            per_token = self.seconds_per_token
+            per_token[kind] = _blend(per_token.get(kind), seconds / tokens)
 
     def observe_burst(self, seconds: float, tokens: int) -> None:
         """Take in a completed burst whose first operation had these `tokens`."""

@@ -8,7 +8,6 @@ from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
 from plexrl.scheduler.explain_placement import attempts, near_groups, why_no_gpus
 from plexrl.scheduler.placement import shares
-from plexrl.scheduler.profiler import waiting_part
 from plexrl.scheduler.state import Deployment, Job, WpgState
 
 View = dict[str, Any]
@@ -67,7 +66,7 @@ def _deployment(context: Context, deployment: Deployment, now: float) -> View:
         "placement": None if record is None else msgspec.to_builtins(record),
         "moves": deployment.moves,
         "moved_because": deployment.moved_because,
-        "waiting_part": waiting_part(deployment.cycles),
+        "waiting_part": deployment.waiting_part,
         "profile": None,
         "attempts": [],
         "near": [],

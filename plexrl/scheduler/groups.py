@@ -69,9 +69,10 @@ def next_operation(context: Context, deployment: Deployment) -> Operation | None
     """The head of the queue if it could run now, were its WPG on the device."""
     if not deployment.queue:
         return None
-    head = context.state.operations[deployment.queue[0]]
+    operations = context.state.operations
+    head = operations[deployment.queue[0]]
     if head.after is not None:
-        dependency = context.state.operations.get(head.after)
+        dependency = operations.get(head.after)
         if dependency is not None and dependency.state != OperationState.FINISHED:
             return None
     return head
@@ -80,7 +81,8 @@ def next_operation(context: Context, deployment: Deployment) -> Operation | None
 def wants_the_group(context: Context, deployment: Deployment, now: float) -> bool:
     """It has something to run, processes to run it, and no back-off to sit out."""
     return (
-        deployment.is_ready
+        bool(deployment.queue)
+        and deployment.state == WpgState.READY
         and deployment.relocation is None
         and now >= deployment.held_back_until
         and next_operation(context, deployment) is not None
@@ -90,25 +92,27 @@ def wants_the_group(context: Context, deployment: Deployment, now: float) -> boo
 def candidate(context: Context, group: Group, deployment: Deployment) -> Candidate:
     """The burst that `deployment` has waiting, as the ordering rules see it."""
     estimates = deployment.estimates
-    operations = [context.state.operations[name] for name in deployment.queue[:LOOK_AHEAD]]
+    queue = deployment.queue
     head_s = queued_s = burst_s = arrived_at = cycle_s = 0.0
-    if operations:
-        seconds = [estimates.operation_s(op.kind, op.tokens) for op in operations]
-        head_s, queued_s = seconds[0], sum(seconds)
-        arrived_at = min(op.submitted_at for op in operations)
-        burst_s = estimates.burst_s(operations[0].tokens)
+    if queue:
+        operations = context.state.operations
+        head = operations[queue[0]]
+        # The queue is in order of submission; what a fault put back in front is older still.
+        arrived_at = head.submitted_at
+        head_s = queued_s = estimates.operation_s(head.kind, head.tokens)
+        for name in queue[1:LOOK_AHEAD]:
+            operation = operations[name]
+            queued_s += estimates.operation_s(operation.kind, operation.tokens)
+        burst_s = estimates.burst_s(head.tokens)
         if deployment.burst_ended_at is not None:
             cycle_s = max(0.0, arrived_at - deployment.burst_ended_at) + max(queued_s, burst_s)
     setup_s = 0.0
     holder = group.holder
-    places = len(group.members)
-    turns_away = places
     if deployment.deployment != holder:
         setup_s = estimates.move_s(OperationKind.LOAD)
         if holder is not None:
-            setup_s += context.deployment(holder).estimates.move_s(OperationKind.OFFLOAD)
-            own, other = group.members.index(deployment.deployment), group.members.index(holder)
-            turns_away = (own - other) % places
+            resident = context.state.deployments[holder]
+            setup_s += resident.estimates.move_s(OperationKind.OFFLOAD)
     return Candidate(
         name=deployment.deployment,
         arrived_at=arrived_at,
@@ -117,9 +121,17 @@ def candidate(context: Context, group: Group, deployment: Deployment) -> Candida
         head_s=head_s,
         cycle_s=cycle_s,
         served_at=deployment.served_at,
-        turns_away=turns_away,
-        priority=context.job(deployment.job).priority,
+        turns_away=_turns_away(group, deployment),
+        priority=context.state.jobs[deployment.job].priority,
     )
+
+
+def _turns_away(group: Group, deployment: Deployment) -> int:
+    """Places behind the holder in the fixed cycle of members; the holder itself is last."""
+    members, holder = group.members, group.holder
+    if holder is None or holder == deployment.deployment:
+        return len(members)
+    return (members.index(deployment.deployment) - members.index(holder)) % len(members)
 
 
 def _holder(context: Context, group: Group) -> Deployment | None:
@@ -130,12 +142,13 @@ def _waiting(
     context: Context, group: Group, now: float, besides: Deployment | None = None
 ) -> list[Deployment]:
     """All members but one that want the group."""
-    members = [context.deployment(name) for name in group.members]
-    return [
-        member
-        for member in members
-        if member is not besides and member.queue and wants_the_group(context, member, now)
-    ]
+    deployments = context.state.deployments
+    found = []
+    for name in group.members:
+        member = deployments[name]
+        if member.queue and member is not besides and wants_the_group(context, member, now):
+            found.append(member)
+    return found
 
 
 def _first(context: Context, group: Group, waiting: Sequence[Deployment], now: float) -> Deployment:
@@ -335,12 +348,14 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
         _go_on_with_burst(context, holder, head, now)
         holder.queue.pop(0)
         start(context, group, holder, head, now)
+        if head.kind != OperationKind.GENERATE:
+            return
 
 
 def _go_on_with_burst(context: Context, holder: Deployment, head: Operation, now: float) -> None:
     """Count `head` to the holder's burst, or to a new one if the holder was idle for too long."""
     idle_since = holder.idle_since
-    if holder.burst_started_at is not None and idle_since is not None:
+    if holder.burst_started_at is not None and idle_since is not None and now > idle_since:
         if now - idle_since > _gap_s_max(context, holder):
             end_burst(holder, now)
         elif head.submitted_at > idle_since:

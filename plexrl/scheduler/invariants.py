@@ -51,5 +51,6 @@ def _check_deployment(context: Context, deployment: Deployment) -> None:
     if placed and deployment.completed_seq > deployment.durable_seq:
         assert seqs, f"{name}: nothing rebuilds {deployment.completed_seq}"
         assert seqs[-1] == deployment.completed_seq, f"{name}: the log lacks its end"
+    assert all(state.operations[logged].is_logged for logged in deployment.log), name
     left = len(deployment.log) - len(deployment.replaying)
     assert deployment.replaying == deployment.log[left:], f"{name}: replays what is not logged"

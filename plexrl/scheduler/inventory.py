@@ -22,19 +22,30 @@ class Inventory:
         self._state = state
         self.index = CapacityIndex(config.horizon_slots)
         self.pool = NodePool()
+        self.draining: dict[NodeId, None] = {}
+        """Nodes that operators want empty."""
+        self._sizes: dict[NodeKind, tuple[int, int]] | None = None
         self._spills: dict[GroupId, bool] = {}
         self._groups_on: dict[NodeId, dict[GroupId, None]] = {}
         for node in state.nodes.values():
             self.node_changed(node)
         for group in state.groups.values():
             self.add_group(group)
-            for name in group.members:
-                self._reserve(state.deployments[name], strict=False)
+            residents = [state.deployments[name] for name in group.members]
+            self.index.fill(
+                group.group,
+                {each.deployment: (self.footprint(each), self.duty(each)) for each in residents},
+            )
         for group in state.groups.values():
             self._set_room(group)
 
     def node_changed(self, node: Node) -> None:
         """A node joined, came back with other sizes, died, or is drained."""
+        self._sizes = None
+        if node.is_draining:
+            self.draining[node.node] = None
+        else:
+            self.draining.pop(node.node, None)
         former_type, former_gpus = self.pool.size(node.node)
         self.pool.remove(node.node)
         taken = [
@@ -88,6 +99,17 @@ class Inventory:
         touched = {name: None for node in _nodes(group) for name in self._groups_on[node]}
         for name in touched:
             self._set_room(self._state.groups[name])
+
+    def sizes(self) -> dict[NodeKind, tuple[int, int]]:
+        """(GPUs, bytes of the host and NVMe tiers) of all nodes of each kind together."""
+        if self._sizes is None:
+            self._sizes = {}
+            for node in self._state.nodes.values():
+                kind = NodeKind(node.node_type, node.gpu_memory_bytes)
+                gpus, tiers = self._sizes.get(kind, (0, 0))
+                more = node.host_memory_bytes + node.nvme_bytes
+                self._sizes[kind] = (gpus + node.gpus, tiers + more)
+        return self._sizes
 
     def groups_on(self, node: NodeId) -> list[GroupId]:
         """Groups with GPUs on that node."""

@@ -104,9 +104,8 @@ def place_waiting(context: Context, now: float) -> None:
         if all(context.deployment(name).group is not None for name in job.deployments):
             job_event(job, JobTrigger.PLACED)
 
-    for node in context.state.nodes.values():
-        if node.is_draining:
-            drain(context, node.node, now)
+    for node in sorted(context.inventory.draining):
+        drain(context, node, now)
 
 
 def launch(context: Context, deployment: Deployment) -> None:

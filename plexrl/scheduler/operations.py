@@ -191,6 +191,7 @@ def complete(
         if operation.kind in SUPERSEDING:
             drop_log(context, deployment)
         deployment.log.append(operation.operation)
+        operation.is_logged = True
     else:
         context.discard(operation.payload)
     if operation.kind == OperationKind.PUBLISH:
@@ -203,8 +204,11 @@ def complete(
 
 def _note_run(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
     began_at = operation.started_at if operation.started_at is not None else now
-    deployments = (context.deployment(name) for name in context.job(deployment.job).deployments)
-    overlapped = any(each.kind == "rollout" and each.running for each in deployments)
+    overlapped = False
+    for name in context.state.jobs[deployment.job].deployments:
+        other = context.state.deployments[name]
+        if other.kind == "rollout" and other.running:
+            overlapped = True
     run_ended(deployment, operation.kind, began_at, now, overlapped=overlapped)
     if deployment.queue:
         deployment.wants_since = now
@@ -233,8 +237,13 @@ def fail(context: Context, operation: Operation, error: PlexRLError, now: float)
 
 def drop_log(context: Context, deployment: Deployment) -> None:
     """Nothing in the replay log is needed any more."""
+    operations = context.state.operations
     for name in deployment.log:
-        context.discard(context.state.operations[name].payload)
+        operation = operations[name]
+        context.discard(operation.payload)
+        operation.is_logged = False
+        if operation.is_forgotten:
+            del operations[name]
     deployment.log.clear()
     deployment.replaying.clear()
 
@@ -256,13 +265,13 @@ def _into_history(context: Context, operation: Operation, now: float) -> None:
         bill(state, context.deployment(operation.deployment), operation, now)
     state.finished_count += 1
     operation.index = state.finished_count
-    state.finished.append(operation.operation)
-    excess = len(state.finished) - context.config.history
-    for _ in range(max(0, excess)):
-        oldest = state.operations[state.finished.pop(0)]
-        if oldest.operation in context.deployment(oldest.deployment).log:
-            # A recovery may still repeat it; look again once the next one has finished.
-            state.finished.append(oldest.operation)
-            continue
+    state.finished[operation.index] = operation.operation
+    while len(state.finished) > context.config.history:
+        first = state.finished_count - len(state.finished) + 1
+        oldest = state.operations[state.finished.pop(first)]
         context.discard(oldest.result)
-        del state.operations[oldest.operation]
+        if oldest.is_logged:
+            # A recovery may still repeat it; it goes with the log.
+            oldest.is_forgotten = True
+        else:
+            del state.operations[oldest.operation]

@@ -104,16 +104,17 @@ def _read_error(error_json: str) -> PlexRLError:
 def _in_flight(
     context: Context, name: OperationId, token: FencingToken
 ) -> tuple[Operation, Deployment, Group] | None:
-    operation = context.state.operations.get(name)
+    state = context.state
+    operation = state.operations.get(name)
     if operation is None or operation.token != token:
         return None
-    deployment = context.deployment(operation.deployment)
-    moving = deployment.moving is not None and deployment.moving.operation == name
-    if not moving and name not in deployment.running:
-        return None
-    group = context.group_of(deployment)
-    assert group is not None, f"{name} is in flight without a group"
-    return operation, deployment, group
+    deployment = state.deployments[operation.deployment]
+    if name not in deployment.running:
+        moving = deployment.moving
+        if moving is None or moving.operation != name:
+            return None
+    assert deployment.group is not None, f"{name} is in flight without a group"
+    return operation, deployment, state.groups[deployment.group]
 
 
 def _move_finished(

@@ -80,6 +80,7 @@ def next_began(deployment: Deployment, now: float) -> Cycle | None:
         started_at=cycle.started_at,
         length_s=length_s,
         waited_s=min(cycle.waited_s, length_s),
+        busy_s=sum(span.duration_s for span in cycle.spans),
         spans=tuple(cycle.spans),
     )
     deployment.cycle = OpenCycle(started_at=since)
@@ -87,6 +88,7 @@ def next_began(deployment: Deployment, now: float) -> Cycle | None:
     if deployment.cycles_seen > WARM_UP_CYCLES:
         deployment.cycles.append(over)
         del deployment.cycles[:-CYCLES_KEPT]
+        deployment.waiting_part = waiting_part(deployment.cycles)
     return over
 
 
@@ -153,12 +155,12 @@ def has_drifted(trace: DemandTrace, cycles: Sequence[Cycle], tolerance: float) -
     """Whether each of the newest cycles misses the trace, all in the same direction."""
     if len(cycles) < DRIFT_CYCLES:
         return False
-    period = [(c.length_s - c.waited_s) / trace.period_s - 1.0 for c in cycles]
-    busy = [sum(s.duration_s for s in c.spans) / trace.busy_s - 1.0 for c in cycles]
-    return any(
-        all(miss > tolerance for miss in misses) or all(miss < -tolerance for miss in misses)
-        for misses in (period, busy)
-    )
+    period_s, busy_s = trace.period_s, trace.busy_s
+    periods = [(cycle.length_s - cycle.waited_s) / period_s - 1.0 for cycle in cycles]
+    if min(periods) > tolerance or max(periods) < -tolerance:
+        return True
+    busies = [cycle.busy_s / busy_s - 1.0 for cycle in cycles]
+    return min(busies) > tolerance or max(busies) < -tolerance
 
 
 def waiting_part(cycles: Sequence[Cycle]) -> float | None:

@@ -1,6 +1,9 @@
 """What a journal holds, as a core again: the newest snapshot and the events behind it."""
 
+import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from plexrl.errors import PlexRLError, StorageError
@@ -34,6 +37,11 @@ def restore(config: SchedulerConfig, journal: Journal) -> Restored:
     Raises:
         StorageError: the journal cannot be read, or not without what it has forgotten.
     """
+    with _no_collections():
+        return _restore(config, journal)
+
+
+def _restore(config: SchedulerConfig, journal: Journal) -> Restored:
     core, position, at = _from_snapshot(config, journal)
     first, refused = position, 0
     for found, event, found_at in journal.read(after=position):
@@ -57,6 +65,19 @@ def restore(config: SchedulerConfig, journal: Journal) -> Restored:
         *(position, position - first, first, refused),
     )
     return Restored(core, position, at, first)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Millions of objects are made and none given up: walking them again and again finds nothing
+    and takes as long as making them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _from_snapshot(config: SchedulerConfig, journal: Journal) -> tuple[SchedulerCore, int, float]:

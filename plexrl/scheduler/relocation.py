@@ -16,7 +16,7 @@ from plexrl.scheduler.context import Context
 from plexrl.scheduler.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.placement import Choice, find, join, leave, nearest, place, shares, ways
 from plexrl.scheduler.policies import Way
-from plexrl.scheduler.profiler import forget_open_cycle, waiting_part
+from plexrl.scheduler.profiler import forget_open_cycle
 from plexrl.scheduler.state import Deployment, Relocation, Residency, WpgState
 
 REPACK_WINDOW_S = 3600.0
@@ -52,7 +52,12 @@ def consider_relief(context: Context, deployment: Deployment, now: float) -> Non
     if deployment.group is None or not shares(deployment):
         return
     group = context.state.groups[deployment.group]
+    if len(group.members) == 1 and not group.is_closed:
+        return
     bound = context.config.waiting_part_max
+    if not group.is_closed and _waiting(deployment) <= bound:
+        # The others have been looked at when their own cycles ended.
+        return
     parts = {name: _waiting(context.deployment(name)) for name in group.members}
     worst = max(parts.values())
     if group.is_closed and worst < REOPEN_PART * bound:
@@ -246,4 +251,4 @@ def _has_state(deployment: Deployment) -> bool:
 def _waiting(deployment: Deployment) -> float:
     if len(deployment.cycles) < CYCLES_MIN:
         return 0.0
-    return waiting_part(deployment.cycles) or 0.0
+    return deployment.waiting_part or 0.0

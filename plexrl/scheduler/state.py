@@ -171,6 +171,10 @@ class Operation:
     error_json: str | None = None
     index: int = 0
     """Place in the operation log, from 1."""
+    is_logged: bool = False
+    """In its deployment's replay log."""
+    is_forgotten: bool = False
+    """Out of the history, and kept only because a recovery may repeat it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +214,8 @@ class Cycle:
     started_at: float
     length_s: float
     waited_s: float
+    busy_s: float
+    """On the group."""
     spans: tuple[BusySpan, ...]
 
 
@@ -267,6 +273,8 @@ class Deployment:
     cycle: OpenCycle | None = None
     cycles: list[Cycle] = field(default_factory=list)
     """The newest ones, behind the warm-up."""
+    waiting_part: float | None = None
+    """waiting / (waiting + running) over `cycles`."""
     cycles_seen: int = 0
     """By the present processes."""
     publishes: bool = False
@@ -341,7 +349,7 @@ class Job:
     expected_s: float = 0.0
     """Length by the user's word; 0: unknown."""
     deployments: list[DeploymentId] = field(default_factory=list)
-    usage: dict[str, UsageRow] = field(default_factory=dict)
+    usage: dict[OperationKind, UsageRow] = field(default_factory=dict)
     """By kind of operation."""
 
 
@@ -349,7 +357,10 @@ class Job:
 class EtaErrors:
     """How far estimates of a wait were from what it became, in seconds."""
 
+    waits: int = 0
+    """Bursts that had to wait, of which a part was estimated."""
     count: int = 0
+    """Estimates compared."""
     absolute_s: float = 0.0
     """Summed."""
     late_s: float = 0.0
@@ -371,7 +382,8 @@ class State:
     profiles: dict[str, DemandTrace] = field(default_factory=dict)
     """Measured demand of deployments that were, by what a later one must share with them."""
     operations: dict[OperationId, Operation] = field(default_factory=dict)
-    finished: list[OperationId] = field(default_factory=list)
+    finished: dict[int, OperationId] = field(default_factory=dict)
+    """The newest ones by their place in the operation log, oldest first."""
     finished_count: int = 0
     eta_errors: EtaErrors = field(default_factory=EtaErrors)
     groups_made: int = 0

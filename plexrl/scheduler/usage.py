@@ -19,11 +19,11 @@ HALF_LIFE_S = 3600.0
 def meter(state: State, deployment: Deployment, now: float) -> None:
     """Share the GPU time since the last call among the runs in flight."""
     since, deployment.metered_at = deployment.metered_at, now
+    if since is None or (not deployment.running and deployment.moving is None):
+        return
     runs = list(deployment.running)
     if deployment.moving is not None:
         runs.append(deployment.moving.operation)
-    if not runs or since is None:
-        return
     each = max(0.0, now - since) * deployment.workers / len(runs)
     for name in runs:
         state.operations[name].gpu_seconds += each
@@ -32,7 +32,9 @@ def meter(state: State, deployment: Deployment, now: float) -> None:
 def bill(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
     """Enter a run that has come to its end; replays are entered nowhere."""
     payer = state.jobs[_payer(state, deployment, operation)]
-    row = payer.usage.setdefault(operation.kind.value, UsageRow())
+    row = payer.usage.get(operation.kind)
+    if row is None:
+        row = payer.usage[operation.kind] = UsageRow()
     row.operations += 1
     row.failed += operation.state != OperationState.FINISHED
     row.gpu_seconds += operation.gpu_seconds

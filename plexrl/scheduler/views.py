@@ -151,13 +151,10 @@ def operation_log(
     """Finished operations behind index `after`, oldest first, at most `limit`."""
     state = context.state
     rows: list[View] = []
-    # Indexes are consecutive but for the few that a replay log holds back.
-    first = max(0, len(state.finished) - (state.finished_count - after))
-    for name in state.finished[first:]:
-        operation = state.operations[name]
+    oldest = next(iter(state.finished), 1)
+    for index in range(max(after + 1, oldest), state.finished_count + 1):
+        operation = state.operations[state.finished[index]]
         owner = state.jobs[state.deployments[operation.deployment].job]
-        if operation.index <= after:
-            continue
         if tenant in (None, owner.tenant) and job in (None, owner.job):
             rows.append(log_view(context, operation, now))
             if len(rows) == limit:
@@ -193,7 +190,7 @@ def usage_view(context: Context, tenant: TenantId | None) -> list[View]:
             "tenant": job.tenant,
             "job": job.job,
             "name": job.name,
-            "kind": kind,
+            "kind": kind.value,
             "operations": row.operations,
             "failed": row.failed,
             "tokens": row.tokens,

@@ -120,6 +120,7 @@ def test_what_runs_beside_a_rollout_has_slack_until_the_next_segment() -> None:
             started_at=0.0,
             length_s=100.0,
             waited_s=0.0,
+            busy_s=30.0,
             spans=(BusySpan(offset_s=0.0, duration_s=30.0, overlapped=True),),
         )
     ] * 3
@@ -136,7 +137,11 @@ spans = st.builds(
 )
 cycles_of_anything = st.builds(
     lambda length, waited, found: Cycle(
-        started_at=0.0, length_s=length, waited_s=waited * length, spans=tuple(found)
+        started_at=0.0,
+        length_s=length,
+        waited_s=waited * length,
+        busy_s=sum(span.duration_s for span in found),
+        spans=tuple(found),
     ),
     st.floats(1e-3, 1e4),
     st.floats(0, 1),

@@ -1,0 +1,41 @@
+"""The scheduler's speed: placement, admission, dispatch, journal, restart.
+
+    python benchmarks/scheduler.py [--json] [part …]
+
+Parts: placement, admission, dispatch, journal, restart; all by default. The last column is the
+ratio to a plain baseline measured in the same run: a scan of every group, shift and slot
+(placement), a look through all groups and nodes for each job (admission), a look at every group
+after each event (dispatch), one commit for each event (journal), reading the whole journal
+(restart, without a snapshot).
+"""
+
+import sys
+
+from benchmarks.report import report
+from benchmarks.scheduling import admission, dispatch, journal, placement, restart
+
+PARTS = {
+    "placement": placement.measure,
+    "admission": admission.measure,
+    "dispatch": dispatch.measure,
+    "journal": journal.measure,
+    "restart": restart.measure,
+}
+
+
+def main() -> None:
+    """Measure the parts that the command line names."""
+    wanted = [name for name in sys.argv[1:] if name in PARTS] or list(PARTS)
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
+    for name in wanted:
+        sys.stderr.write(f"{name} …\n")
+        found, numbers = PARTS[name]()
+        rows += found
+        figures |= numbers
+    columns = ("what", "p50 or rate", "p99", "times the baseline")
+    report("Scheduler", columns, rows, figures)
+
+
+if __name__ == "__main__":
+    main()
