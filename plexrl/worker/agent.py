@@ -118,6 +118,9 @@ class Agent:
             "gpus": config.gpus,
             "gpu_memory_bytes": config.gpu_memory_bytes,
             "host_memory_bytes": config.host_memory_bytes,
+            "nvme_bytes": config.nvme_bytes,
+            "node_type": config.node_type,
+            "block": config.block,
             "statemanager": config.statemanager,
             "workers": [
                 {
