@@ -198,7 +198,7 @@ class AsyncCluster:
         """As `Cluster.tenants`."""
         return await asyncio.to_thread(self._sync.tenants)
 
-    async def configure_tenant(self, name: str, **settings: float | int | None) -> Plain:
+    async def configure_tenant(self, name: str, **settings: Any) -> Plain:
         """As `Cluster.configure_tenant`."""
         return await asyncio.to_thread(self._sync.configure_tenant, name, **settings)
 

@@ -5,6 +5,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from msgspec import UNSET, UnsetType
+
 from plexrl.client import requests
 from plexrl.client.job import Job
 from plexrl.client.transport import Call, Transport
@@ -121,11 +123,26 @@ class Cluster:
         call = Call(method="POST", path="/v1/tenants", json={"name": name})
         return str(self._transport.request(call).json()["api_key"])
 
-    def configure_tenant(self, name: str, **settings: float | int | None) -> Plain:
-        """Set a tenant's `weight`, `jobs_max`, `gpus_max` or `gpu_seconds_max` (operator only).
+    def configure_tenant(
+        self,
+        name: str,
+        *,
+        weight: float | UnsetType = UNSET,
+        jobs_max: int | UnsetType | None = UNSET,
+        gpus_max: int | UnsetType | None = UNSET,
+        gpu_seconds_max: float | UnsetType | None = UNSET,
+    ) -> Plain:
+        """Set a tenant's weight and quotas (operator only); returns the tenant as it is then.
 
-        What is not named stays as it is; None takes a quota away. Returns the tenant as it is then.
+        What is not named stays as it is; None takes a quota away.
         """
+        named = {
+            "weight": weight,
+            "jobs_max": jobs_max,
+            "gpus_max": gpus_max,
+            "gpu_seconds_max": gpu_seconds_max,
+        }
+        settings = {key: value for key, value in named.items() if value is not UNSET}
         return dict(self._transport.request(requests.configure_tenant(name, settings)).json())
 
     def drain(self, node: str) -> Plain:

@@ -64,7 +64,7 @@ class ClusterOptions:
             count = len(getattr(self, name))
             if count not in (0, 1, self.nodes):
                 raise InvalidRequestError(
-                    f"{name} has {count} names for {self.nodes} nodes: give one for all, or one each"
+                    f"{name} has {count} names for {self.nodes} nodes: give one, or one for each"
                 )
         if self.journal == "":
             raise InvalidRequestError(
