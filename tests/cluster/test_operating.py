@@ -1,12 +1,14 @@
-"""What an operator and a tenant see and do: explanations, usage, quotas, drains; on real processes."""
+"""What an operator and a tenant see and do, on real processes: why, how much, how many, where."""
 
 import csv
 import io
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -128,7 +130,7 @@ def test_a_job_without_gpus_is_told_why_and_until_when(
 
 
 def test_a_job_with_a_known_demand_is_shown_the_groups_it_fits(tenant: plexrl.Cluster) -> None:
-    traces = [
+    traces: list[plexrl.DemandTrace | dict[str, Any]] = [
         plexrl.DemandTrace(600, [plexrl.Segment(0, 100, 10)], jitter_s=1),
         {"period_s": 600, "segments": [{"offset_s": 0, "duration_s": 100}]},
     ]
@@ -166,7 +168,8 @@ def test_usage_is_the_sum_of_what_ran(operator: plexrl.Cluster, tenant: plexrl.C
         actor = job.train_deployment("actor", MODEL, workers=2)
         for step in range(3):
             train(actor, step)
-        actor.load_checkpoint("nothing").exception(60)
+        with pytest.raises(errors.CheckpointNotFoundError):
+            actor.load_checkpoint("nothing").result(60)
         log = operator.operations(job=job.job)
     usage = {row["kind"]: row for row in tenant.usage()}
     ran = Counter(row["kind"] for row in log if row["started_at"] is not None)
@@ -194,6 +197,30 @@ def test_usage_is_the_sum_of_what_ran(operator: plexrl.Cluster, tenant: plexrl.C
     }
     assert own[whole["tenant"]]["operations"] == sum(ran.values())
     assert "GPU-hours" in cli(operator, "usage")
+
+
+def test_a_switch_is_used_once_by_whoever_caused_it(
+    operator: plexrl.Cluster, tenant: plexrl.Cluster
+) -> None:
+    trace = plexrl.DemandTrace(600, [plexrl.Segment(0, 100)])
+    with tenant.create_job("one") as one, tenant.create_job("two") as two:
+        jobs = (one.job, two.job)
+        actors = [
+            job.train_deployment("actor", MODEL, workers=2, trace=trace) for job in (one, two)
+        ]
+        for step in range(3):
+            for actor in actors:
+                train(actor, step)
+        log = [row for job in jobs for row in operator.operations(job=job)]
+        used = [row for row in tenant.usage() if row["job"] in jobs]
+    ran = Counter(row["kind"] for row in log if row["started_at"] is not None)
+    assert ran["offload"] >= 5, "the group was to change hands at every step"
+    counted: Counter[str] = Counter()
+    for row in used:
+        counted[row["kind"]] += row["operations"]
+    assert counted == ran
+    spans = sum(row["finished_at"] - row["started_at"] for row in log if row["started_at"])
+    assert sum(row["gpu_seconds"] for row in used) == pytest.approx(2 * spans, rel=1e-6)
 
 
 def test_a_quota_on_jobs_makes_the_next_one_wait(
@@ -338,8 +365,6 @@ def test_bad_values_are_refused_with_the_place_and_the_mend(
     )
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, "invalid_request"), error
-    import re
-
     assert re.search(names, error["message"]), error["message"]
 
 
