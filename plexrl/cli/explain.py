@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import groupby
 from typing import Annotated, Any
 
 import typer
@@ -44,22 +45,35 @@ def explain(
 
 
 def _operations(operations: list[Plain]) -> None:
+    """One row for each run of operations that wait for the same; the first one's times."""
     if not operations:
         return
-    rows = [
-        (
-            each["operation"],
-            each["kind"],
-            each["reason"],
-            each["rule"],
-            each["holder"] or "nobody",
-            seconds(each["waited_s"]),
-            _eta(each),
+    rows = []
+    for (deployment, reason, rule, holder), run in groupby(operations, key=_cause):
+        first, *others = run
+        more = f", {len(others)} more" if others else ""
+        rows.append(
+            (
+                deployment,
+                f"{first['kind']} {_short(first['operation'])}{more}",
+                reason,
+                rule,
+                holder or "nobody",
+                seconds(first["waited_s"]),
+                _eta(first),
+            )
         )
-        for each in operations
-    ]
-    columns = ("operation", "kind", "reason", "rule", "group held by", "waited", "ETA")
+    columns = ("deployment", "operation", "reason", "rule", "group held by", "waited", "ETA")
     print_table("Operations", columns, rows)
+
+
+def _cause(operation: Plain) -> tuple[Any, ...]:
+    return tuple(operation[name] for name in ("deployment", "reason", "rule", "holder"))
+
+
+def _short(operation: str) -> str:
+    """Enough of `<job>:<name>` to tell it from its neighbours."""
+    return operation.rpartition(":")[2][:8]
 
 
 def _eta(operation: Plain) -> str:

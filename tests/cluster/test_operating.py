@@ -1,5 +1,6 @@
 """What an operator and a tenant see and do, on real processes: why, how much, how many, where."""
 
+import asyncio
 import csv
 import io
 import itertools
@@ -67,7 +68,8 @@ def own_name(operator: plexrl.Cluster) -> str:
 
 
 def cli(cluster: plexrl.Cluster, *words: str) -> str:
-    found = CliRunner().invoke(app, [*words, "--url", cluster.url, "--api-key", cluster.api_key])
+    where = ["--url", cluster.url, "--api-key", cluster.api_key]
+    found = CliRunner().invoke(app, [*words, *where], env={"COLUMNS": "240"})
     assert found.exit_code == 0, (found.output, found.exception)
     return found.output
 
@@ -375,11 +377,43 @@ def test_an_unknown_node_or_tenant_is_named(operator: plexrl.Cluster) -> None:
         operator.configure_tenant("nobody", jobs_max=1)
 
 
+def test_an_option_that_would_be_lost_or_a_value_that_is_none_is_refused() -> None:
+    for words, told in (
+        (("nodes", "--json", "drain", "node0"), "put --json behind drain"),
+        (("tenants", "set", "a", "--jobs-max", "x"), "give a number or none"),
+        (("tenants", "set", "a"), "nothing to set"),
+        (("usage", "--csv", "--json"), "choose one"),
+    ):
+        found = CliRunner().invoke(app, words, env={"COLUMNS": "240"})
+        assert found.exit_code == 2
+        assert told in found.output
+
+
+def test_async_controllers_operate_too(operator: plexrl.Cluster, tenant: plexrl.Cluster) -> None:
+    async def control() -> None:
+        async with await plexrl.connect_async(operator.url, operator.api_key) as cluster:
+            name = (await cluster.tenants())[-1]["tenant"]
+            assert (await cluster.configure_tenant(name, gpus_max=3))["gpus_max"] == 3
+            assert (await cluster.drain("node1"))["is_draining"]
+            assert not (await cluster.undrain("node1"))["is_draining"]
+            async with await cluster.create_job("async", priority=-1) as job:
+                trace = plexrl.DemandTrace(10, [plexrl.Segment(0, 1)])
+                actor = await job.train_deployment("actor", MODEL, node_type="slow", trace=trace)
+                await (await actor.barrier())
+                assert (await job.explain())["deployments"][0]["nodes"] == ["node1"]
+                assert {row["rank"] for row in await job.logs()} == {0}
+            assert name not in {row["tenant"] for row in await cluster.usage()}
+
+    asyncio.run(control())
+    assert tenant.usage() == []
+
+
 def test_tables_for_people(operator: plexrl.Cluster, tenant: plexrl.Cluster) -> None:
     job = tenant.create_job("shown")
     job.train_deployment("actor", MODEL).barrier().result(60)
     assert "fast" in cli(operator, "nodes")
-    assert "nobody" in cli(operator, "groups") or job.job[:4] in cli(operator, "groups")
+    assert f"{job.job}/actor" in cli(operator, "groups")
     assert own_name(operator) in cli(operator, "tenants", "list")
+    assert "worker" in json.dumps(json.loads(cli(tenant, "logs", job.job, "--json")))
     told = cli(tenant, "explain", job.job)
     assert "waits for its controller" in " ".join(told.split())
