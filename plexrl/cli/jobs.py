@@ -63,4 +63,5 @@ def logs(
         sys.stdout.write(json.dumps(answer["logs"]) + "\n")
         return
     for each in answer["logs"]:
-        sys.stdout.write(f"==> {each['deployment']} rank {each['rank']} <==\n{each['text']}\n")
+        where = f"{each['deployment']} rank {each['rank']} on {each['node']}"
+        sys.stdout.write(f"==> {where} <==\n{each['text']}\n")

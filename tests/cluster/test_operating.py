@@ -414,6 +414,8 @@ def test_tables_for_people(operator: plexrl.Cluster, tenant: plexrl.Cluster) -> 
     assert "fast" in cli(operator, "nodes")
     assert f"{job.job}/actor" in cli(operator, "groups")
     assert own_name(operator) in cli(operator, "tenants", "list")
-    assert "worker" in json.dumps(json.loads(cli(tenant, "logs", job.job, "--json")))
+    (log,) = json.loads(cli(tenant, "logs", job.job, "--json"))
+    assert "is ready" in log["text"]
+    assert f"rank 0 on {log['node']}" in cli(tenant, "logs", job.job)
     told = cli(tenant, "explain", job.job)
     assert "waits for its controller" in " ".join(told.split())
