@@ -204,6 +204,8 @@ def test_usage_is_the_sum_of_what_ran(operator: plexrl.Cluster, tenant: plexrl.C
 def test_a_switch_is_used_once_by_whoever_caused_it(
     operator: plexrl.Cluster, tenant: plexrl.Cluster
 ) -> None:
+    # The other node is taken, or a member that waits a lot would be moved there.
+    operator.create_job("filler").train_deployment("actor", MODEL, workers=2, exclusive=True)
     trace = plexrl.DemandTrace(600, [plexrl.Segment(0, 100)])
     with tenant.create_job("one") as one, tenant.create_job("two") as two:
         jobs = (one.job, two.job)
