@@ -4,7 +4,9 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from plexrl.errors import ConnectionLostError
 
@@ -14,6 +16,16 @@ if TYPE_CHECKING:
 DATA_DIR = Path("~/.plexrl")
 PATIENCE_S = 5.0
 """A person at a terminal would rather hear that nobody answers."""
+GIB = 1 << 30
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Url = Annotated[str | None, typer.Option(help="The cluster's URL.", envvar="PLEXRL_URL")]
+Key = Annotated[
+    str | None, typer.Option(help="The API key.", envvar="PLEXRL_API_KEY", show_envvar=True)
+]
+DataDir = Annotated[
+    Path, typer.Option(help="Data directory of a local cluster.", envvar="PLEXRL_DATA_DIR")
+]
 
 
 def data_dir_option(path: Path) -> Path:
@@ -54,12 +66,36 @@ class Output:
         if self._as_json:
             sys.stdout.write(json.dumps(found) + "\n")
             return
-        from rich.console import Console
-        from rich.table import Table
+        print_table(title, columns, rows)
 
-        table = Table(title=title, title_justify="left")
-        for column in columns:
-            table.add_column(column)
-        for row in rows:
-            table.add_row(*("" if value is None else str(value) for value in row))
-        Console().print(table)
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table for people; cells are shown as they are, however they look."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text("" if value is None else str(value)) for value in row))
+    Console().print(table)
+
+
+def print_line(text: str) -> None:
+    """One paragraph for people, wrapped at the terminal's width."""
+    from rich.console import Console
+
+    Console().print(text, markup=False, highlight=False)
+
+
+def seconds(value: float | None) -> str:
+    """A span of time for people; nothing where it is not known."""
+    if value is None:
+        return ""
+    if abs(value) < 120:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -2,6 +2,7 @@
 
 from plexrl.client.batch import Batch
 from plexrl.client.cluster import Cluster, connect
+from plexrl.client.demand import DemandTrace, Segment
 from plexrl.client.futures import AsyncFuture, Future
 from plexrl.client.job import Job, RolloutDeployment, TrainDeployment
 from plexrl.client.results import (
@@ -18,12 +19,14 @@ __all__ = [
     "Batch",
     "Chunk",
     "Cluster",
+    "DemandTrace",
     "ForwardResult",
     "Future",
     "GenerateResult",
     "Job",
     "RolloutDeployment",
     "Sample",
+    "Segment",
     "StepResult",
     "TrainDeployment",
     "TrainResult",

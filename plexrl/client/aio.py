@@ -146,6 +146,14 @@ class AsyncJob:
         """The job as the scheduler sees it."""
         return await asyncio.to_thread(self._sync.status)
 
+    async def explain(self) -> Plain:
+        """As `Job.explain`."""
+        return await asyncio.to_thread(self._sync.explain)
+
+    async def logs(self, deployment: str | None = None, lines: int = 100) -> list[Plain]:
+        """As `Job.logs`."""
+        return await asyncio.to_thread(self._sync.logs, deployment, lines)
+
     async def __aenter__(self) -> "AsyncJob":
         return self
 
@@ -181,6 +189,26 @@ class AsyncCluster:
     async def status(self) -> Plain:
         """The cluster in a few numbers."""
         return await asyncio.to_thread(self._sync.status)
+
+    async def usage(self) -> list[Plain]:
+        """As `Cluster.usage`."""
+        return await asyncio.to_thread(self._sync.usage)
+
+    async def tenants(self) -> list[Plain]:
+        """As `Cluster.tenants`."""
+        return await asyncio.to_thread(self._sync.tenants)
+
+    async def configure_tenant(self, name: str, **settings: Any) -> Plain:
+        """As `Cluster.configure_tenant`."""
+        return await asyncio.to_thread(self._sync.configure_tenant, name, **settings)
+
+    async def drain(self, node: str) -> Plain:
+        """As `Cluster.drain`."""
+        return await asyncio.to_thread(self._sync.drain, node)
+
+    async def undrain(self, node: str) -> Plain:
+        """As `Cluster.undrain`."""
+        return await asyncio.to_thread(self._sync.undrain, node)
 
     async def close(self) -> None:
         """Close the connections, and the embedded cluster if there is one."""

@@ -5,6 +5,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from msgspec import UNSET, UnsetType
+
 from plexrl.client import requests
 from plexrl.client.job import Job
 from plexrl.client.transport import Call, Transport
@@ -44,9 +46,28 @@ class Cluster:
         job_id: str | None = None,
         controller_timeout_s: float = 60.0,
         reattach_timeout_s: float = 300.0,
+        priority: int = 0,
+        gang: int = 0,
+        expected_s: float = 0.0,
     ) -> Job:
-        """Submit a job; this process is its controller and keeps it alive by heartbeats."""
-        call = requests.create_job(name, job_id, tenant, controller_timeout_s, reattach_timeout_s)
+        """Submit a job; this process is its controller and keeps it alive by heartbeats.
+
+        A higher `priority` (-100 to 100) goes first, for GPUs and on them. The first `gang`
+        deployments get GPUs all at once or not at all. `expected_s`, where it is known, lets the
+        scheduler say when others get the job's GPUs.
+
+        Raises:
+            QuotaExceededError: the tenant has used up its GPU-seconds.
+        """
+        options = {
+            "tenant": tenant,
+            "controller_timeout_s": controller_timeout_s,
+            "reattach_timeout_s": reattach_timeout_s,
+            "priority": priority,
+            "gang": gang,
+            "expected_s": expected_s,
+        }
+        call = requests.create_job(name, job_id, options)
         view = self._transport.request(call).json()
         return Job(
             self._transport,
@@ -88,14 +109,50 @@ class Cluster:
         call = Call(method="GET", path="/v1/operations", query=query)
         return list(self._transport.request(call).json()["operations"])
 
-    def tenants(self) -> list[str]:
-        """All tenants (operator only)."""
+    def usage(self) -> list[Plain]:
+        """What was used, a row for each job and kind of operation: the tenant's own, or all for the
+        operator."""
+        return list(self._get("/v1/usage")["usage"])
+
+    def tenants(self) -> list[Plain]:
+        """All tenants with their weights, their quotas and what they hold (operator only)."""
         return list(self._get("/v1/tenants")["tenants"])
 
     def create_tenant(self, name: str) -> str:
         """Create a tenant (operator only); returns its API key, which is shown only now."""
         call = Call(method="POST", path="/v1/tenants", json={"name": name})
         return str(self._transport.request(call).json()["api_key"])
+
+    def configure_tenant(
+        self,
+        name: str,
+        *,
+        weight: float | UnsetType = UNSET,
+        jobs_max: int | UnsetType | None = UNSET,
+        gpus_max: int | UnsetType | None = UNSET,
+        gpu_seconds_max: float | UnsetType | None = UNSET,
+    ) -> Plain:
+        """Set a tenant's weight and quotas (operator only); returns the tenant as it is then.
+
+        What is not named stays as it is; None takes a quota away.
+        """
+        named = {
+            "weight": weight,
+            "jobs_max": jobs_max,
+            "gpus_max": gpus_max,
+            "gpu_seconds_max": gpu_seconds_max,
+        }
+        settings = {key: value for key, value in named.items() if value is not UNSET}
+        return dict(self._transport.request(requests.configure_tenant(name, settings)).json())
+
+    def drain(self, node: str) -> Plain:
+        """Move all work off a node, each model between two of its operations, as soon as there is
+        room elsewhere; nothing new comes to it (operator only)."""
+        return dict(self._transport.request(requests.drain(node)).json())
+
+    def undrain(self, node: str) -> Plain:
+        """Have a drained node back in use (operator only)."""
+        return dict(self._transport.request(requests.drain(node, back=True)).json())
 
     def close(self) -> None:
         """Close the connection, and the embedded cluster if there is one."""

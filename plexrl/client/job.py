@@ -3,12 +3,13 @@
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from plexrl.client import requests
+from plexrl.client.demand import DemandTrace, plain_trace
 from plexrl.client.futures import Future
 from plexrl.client.requests import Submission
 from plexrl.client.results import (
@@ -179,8 +180,11 @@ class Job:
         exclusive: bool = False,
         backend: str | None = None,
         max_sequence_tokens: int = 512,
+        node_type: str = "",
+        trace: DemandTrace | Mapping[str, Any] | None = None,
     ) -> TrainDeployment:
-        """Create (or take up again) a model that learns, on `workers` GPUs.
+        """Create (or take up again) a model that learns, on `workers` GPUs, of nodes of `node_type`
+        where one is named. By a `trace` of its demand it is placed at once, without a measurement.
 
         Raises:
             ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
@@ -190,6 +194,8 @@ class Job:
             "exclusive": exclusive,
             "backend": backend,
             "max_sequence_tokens": max_sequence_tokens,
+            "node_type": node_type,
+            "trace": plain_trace(trace),
         }
         return TrainDeployment(self._transport, self._deploy(name, "train", model, options))
 
@@ -201,6 +207,7 @@ class Job:
         backend: str | None = None,
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
+        node_type: str = "",
     ) -> RolloutDeployment:
         """Create (or take up again) a model that generates, on a GPU of its own.
 
@@ -211,6 +218,7 @@ class Job:
             "backend": backend,
             "max_sequence_tokens": max_sequence_tokens,
             "max_concurrent_samples": max_concurrent_samples,
+            "node_type": node_type,
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))
 
@@ -225,12 +233,25 @@ class Job:
         return list(self._transport.request(call).json()["rows"])
 
     def logs(self, deployment: str | None = None, lines: int = 100) -> list[Plain]:
-        """The ends of its workers' logs."""
+        """The ends of its workers' logs; a warning is logged for every node that gave none."""
+        found = self.read_logs(deployment, lines)
+        for each in found["failed"]:
+            LOG.warning("no logs of node %s: %s", each["node"], each["reason"])
+        return list(found["logs"])
+
+    def read_logs(self, deployment: str | None = None, lines: int = 100) -> Plain:
+        """`logs`: the ends of its workers' logs; `failed`: the nodes that gave none, and why."""
         query: Plain = {"lines": lines}
         if deployment is not None:
             query["deployment"] = deployment
         call = Call(method="GET", path=f"{self._path}/logs", query=query)
-        return list(self._transport.request(call).json()["logs"])
+        return dict(self._transport.request(call).json())
+
+    def explain(self) -> Plain:
+        """Why it waits or runs as it does: a summary, its unfinished operations with reason, holder
+        and estimated start, its deployments with how they got their group or why they have none."""
+        call = Call(method="GET", path=f"{self._path}/explain")
+        return dict(self._transport.request(call).json())
 
     def status(self) -> Plain:
         """The job as the scheduler sees it."""

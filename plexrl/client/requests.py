@@ -149,21 +149,9 @@ def barrier(deployment: str) -> Submission:
     return submission(deployment, OperationKind.BARRIER, BarrierParams(), results.decode_plain)
 
 
-def create_job(
-    name: str,
-    job_id: str | None,
-    tenant: str | None,
-    controller_timeout_s: float,
-    reattach_timeout_s: float,
-) -> Call:
+def create_job(name: str, job_id: str | None, options: dict[str, Any]) -> Call:
     """Submit a job."""
-    body = {
-        "job": job_id or f"{name}-{uuid.uuid4().hex[:8]}",
-        "name": name,
-        "tenant": tenant,
-        "controller_timeout_s": controller_timeout_s,
-        "reattach_timeout_s": reattach_timeout_s,
-    }
+    body = {"job": job_id or f"{name}-{uuid.uuid4().hex[:8]}", "name": name, **options}
     return Call(method="POST", path="/v1/jobs", json=body)
 
 
@@ -173,3 +161,14 @@ def create_deployment(
     """Create a deployment."""
     body = {"name": name, "kind": kind, "model": msgspec.to_builtins(model), **options}
     return Call(method="POST", path=f"/v1/jobs/{quote(job)}/deployments", json=body)
+
+
+def configure_tenant(name: str, settings: dict[str, Any]) -> Call:
+    """Set a tenant's weight and quotas."""
+    return Call(method="PATCH", path=f"/v1/tenants/{quote(name, safe='')}", json=settings)
+
+
+def drain(node: str, *, back: bool = False) -> Call:
+    """Empty a node, or have it `back` in use."""
+    verb = "undrain" if back else "drain"
+    return Call(method="POST", path=f"/v1/nodes/{quote(node, safe='')}/{verb}")

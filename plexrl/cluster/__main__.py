@@ -22,7 +22,10 @@ def main() -> None:
     """Run until a signal, or until standard input ends."""
     parser = argparse.ArgumentParser(prog="python -m plexrl.cluster", description=__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--policy")
+    for name in ("policy", "ordering", "journal"):
+        parser.add_argument(f"--{name}")
+    for name in ("node-types", "blocks"):
+        parser.add_argument(f"--{name}", type=lambda text: tuple(text.split(",")))
     parser.add_argument("--pin-workers", type=lambda text: text == "True")
     for name in NUMBERS:
         parser.add_argument(f"--{name}", type=int)

@@ -7,6 +7,14 @@ from plexrl.errors import InvalidRequestError
 
 GIB = 1 << 30
 
+POLICIES = ("isolated", "pack", "spread", "spread+backfill")
+"""The scheduler's own; kept here too, for a cluster's parts do not import each other."""
+ORDERINGS = (
+    *("hrrs", "hrrs-operations", "fifo-bursts", "fifo-operations"),
+    *("least-recently-served", "round-robin"),
+)
+"""Likewise."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
@@ -28,10 +36,18 @@ class ClusterOptions:
     """Bind each virtual GPU's workers to cores of its own, so that no GPU lends another its
     compute, as none does in a real cluster."""
     policy: str = "pack"
-    """`pack` or `isolated`."""
+    """Which GPUs a deployment gets: one of `POLICIES`."""
+    ordering: str = "hrrs"
+    """How the members of a group take turns: one of `ORDERINGS`."""
+    node_types: tuple[str, ...] = ()
+    """What kind of node each is, for deployments that ask for one; one name goes for all nodes."""
+    blocks: tuple[str, ...] = ()
+    """Where each node stands, as `row1/rack3`; one name goes for all nodes."""
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes a free one."""
+    journal: str | None = None
+    """Path of a file or `postgresql://user@host/name`; absent: a file in `data_dir`."""
     journal_bytes_max: int | None = None
     """Bound of the journal; absent: the disk's."""
 
@@ -39,7 +55,20 @@ class ClusterOptions:
         for name in ("nodes", "gpus_per_node", "gpu_memory_bytes", "host_memory_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
-        if self.policy not in ("pack", "isolated"):
-            raise InvalidRequestError(f"policy {self.policy!r} is unknown: use pack or isolated")
+        for name, known in (("policy", POLICIES), ("ordering", ORDERINGS)):
+            if getattr(self, name) not in known:
+                raise InvalidRequestError(
+                    f"{name} {getattr(self, name)!r} is unknown: use one of {', '.join(known)}"
+                )
+        for name in ("node_types", "blocks"):
+            count = len(getattr(self, name))
+            if count not in (0, 1, self.nodes):
+                raise InvalidRequestError(
+                    f"{name} has {count} names for {self.nodes} nodes: give one, or one for each"
+                )
+        if self.journal == "":
+            raise InvalidRequestError(
+                "journal is empty: give a path or postgresql://user@host/name"
+            )
         if not 0 <= self.port < 65536:
             raise InvalidRequestError(f"port {self.port} does not exist: use 0 to 65535")

@@ -63,7 +63,7 @@ def start_embedded(data_dir: Path | None = None, **options: Any) -> EmbeddedClus
         word
         for name, value in options.items()
         if value is not None
-        for word in (f"--{name.replace('_', '-')}", str(value))
+        for word in (f"--{name.replace('_', '-')}", _word(value))
     ]
     process = subprocess.Popen(
         [sys.executable, "-m", "plexrl.cluster", "--data-dir", str(folder), *arguments],
@@ -92,3 +92,7 @@ def start_embedded(data_dir: Path | None = None, **options: Any) -> EmbeddedClus
             logs = f"see {folder}/logs"
         raise UnavailableError(f"the embedded cluster did not start: {logs}")
     return EmbeddedCluster(process, json.loads(line), temporary)
+
+
+def _word(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)

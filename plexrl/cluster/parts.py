@@ -62,9 +62,10 @@ def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int)
             "plexrl.scheduler",
             {
                 "listen": scheduler_socket,
-                "journal": str(folders.data / "journal.sqlite"),
+                "journal": _journal(options, folders),
                 "journal_bytes_max": options.journal_bytes_max,
                 "policy": options.policy,
+                "ordering": options.ordering,
                 "operator_key_digest": key_digest,
             },
         )
@@ -99,6 +100,9 @@ def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int)
                     "gpus": options.gpus_per_node,
                     "gpu_memory_bytes": options.gpu_memory_bytes,
                     "host_memory_bytes": options.host_memory_bytes,
+                    "nvme_bytes": options.nvme_bytes,
+                    "node_type": _of_node(options.node_types, index),
+                    "block": _of_node(options.blocks, index),
                     "run_dir": str(run),
                     "rendezvous_dir": str(folders.run),
                     "data_dir": str(folders.data),
@@ -120,6 +124,20 @@ def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int)
         )
     )
     return found
+
+
+def _journal(options: ClusterOptions, folders: Folders) -> str:
+    """A database's URL as it is, a path made absolute: parts need not share a working directory."""
+    if options.journal is None:
+        return str(folders.data / "journal.sqlite")
+    if "://" in options.journal:
+        return options.journal
+    return str(Path(options.journal).expanduser().resolve())
+
+
+def _of_node(names: tuple[str, ...], node: int) -> str:
+    """A node's own of `names`, or the one that is for all."""
+    return names[node % len(names)] if names else ""
 
 
 def _cores(options: ClusterOptions, node: int) -> list[int]:

@@ -16,7 +16,8 @@ from plexrl.router.config import RouterConfig
 from plexrl.router.executor import Executor
 from plexrl.router.gateway import Gateway
 from plexrl.router.metrics_log import MetricsLog
-from plexrl.router.routes_jobs import cluster_routes, deployment_routes, job_routes
+from plexrl.router.routes_cluster import cluster_routes
+from plexrl.router.routes_jobs import deployment_routes, job_routes
 from plexrl.router.routes_operations import operation_routes
 from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.schemas import ErrorResponse
@@ -101,7 +102,11 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    return await _typed(request, InvalidRequestError(f"{where}: {first['msg']}", where=where))
+    message = f"{where}: {first['msg']}"
+    value = first.get("input")
+    if isinstance(value, str | int | float):
+        message += f"; it is {value!r:.100}"
+    return await _typed(request, InvalidRequestError(message, where=where))
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -1,6 +1,5 @@
-"""Routes about tenants, jobs, deployments and the cluster."""
+"""Routes about jobs and their deployments."""
 
-import secrets
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,13 +13,12 @@ from plexrl.model_spec import (
     ModelSpec,
     parameter_count,
 )
-from plexrl.router.gateway import Gateway, key_digest
+from plexrl.router.gateway import Gateway
 from plexrl.router.schemas import (
     DeploymentRequest,
     FinishRequest,
     JobRequest,
     MetricsRequest,
-    TenantRequest,
 )
 from plexrl.router.validation import check_identifier, check_name
 
@@ -28,47 +26,6 @@ Plain = dict[str, Any]
 
 BACKENDS = {"train": ("fsdp",), "rollout": ("torch",)}
 """By kind, the default first."""
-
-
-def cluster_routes(gateway: Gateway) -> APIRouter:
-    """Status, nodes, groups and tenants."""
-    routes = APIRouter(prefix="/v1", tags=["cluster"])
-
-    @routes.get("/health", summary="Is the router up and the scheduler behind it?")
-    async def health() -> Plain:
-        return {"ok": True, "scheduler": gateway.scheduler.connected.is_set()}
-
-    @routes.get("/status", summary="The cluster in a few numbers")
-    async def status(request: Request) -> Plain:
-        caller = await gateway.caller(request)
-        return await gateway.scheduler.call("status", caller.claim)
-
-    @routes.get("/nodes", summary="All nodes")
-    async def nodes(request: Request) -> Plain:
-        caller = await gateway.caller(request)
-        return await gateway.scheduler.call("list_nodes", caller.claim)
-
-    @routes.get("/groups", summary="All node groups: who holds the lock, what switching cost")
-    async def groups(request: Request) -> Plain:
-        caller = await gateway.operator(request)
-        return await gateway.scheduler.call("list_groups", caller.claim)
-
-    @routes.get("/tenants", summary="All tenants")
-    async def tenants(request: Request) -> Plain:
-        caller = await gateway.operator(request)
-        return await gateway.scheduler.call("list_tenants", caller.claim)
-
-    @routes.post("/tenants", status_code=201, summary="Create a tenant; its key is shown once")
-    async def create_tenant(request: Request, body: TenantRequest) -> Plain:
-        caller = await gateway.operator(request)
-        check_name("tenant", body.name)
-        key = f"plx-{secrets.token_urlsafe(24)}"
-        await gateway.scheduler.call(
-            "create_tenant", {**caller.claim, "name": body.name, "key_digest": key_digest(key)}
-        )
-        return {"tenant": body.name, "api_key": key}
-
-    return routes
 
 
 def job_routes(gateway: Gateway) -> APIRouter:
@@ -96,6 +53,11 @@ def job_routes(gateway: Gateway) -> APIRouter:
     async def get(request: Request, job: str) -> Plain:
         caller = await gateway.caller(request)
         return await gateway.scheduler.call("get_job", {"job": job, **caller.claim})
+
+    @routes.get("/{job}/explain", summary="Why the job waits or runs as it does, and until when")
+    async def explain(request: Request, job: str) -> Plain:
+        caller = await gateway.caller(request)
+        return await gateway.scheduler.call("explain_job", {"job": job, **caller.claim})
 
     @routes.post("/{job}/finish", summary="Declare a job's end")
     async def finish(request: Request, job: str, body: FinishRequest) -> Plain:
@@ -154,6 +116,8 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
                 "state_bytes": parameters * per_parameter,
                 "exclusive": body.exclusive,
                 "spec_json": spec.to_json(),
+                "node_type": body.node_type,
+                "trace": None if body.trace is None else body.trace.model_dump(),
             },
         )
         return {**view, "parameters": parameters}
@@ -196,6 +160,11 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         raise InvalidRequestError(
             f"a rollout deployment runs on 1 worker, {body.workers} were asked for: make several "
             "rollout deployments instead"
+        )
+    if body.kind == "rollout" and body.trace is not None:
+        raise InvalidRequestError(
+            "a rollout deployment has its GPUs to itself, so a demand trace says nothing of it: "
+            "leave the trace out"
         )
     parameters = parameter_count(model)
     spec = DeploymentSpec(

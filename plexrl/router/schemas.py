@@ -1,8 +1,15 @@
 """Request and response bodies of the HTTP API. They go no further than the routes."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+COUNT_MAX = 1_000_000_000
+SECONDS_MAX = 1e12
+SEGMENTS_MAX = 1000
+
+Count = Annotated[int, Field(strict=True, ge=0, le=COUNT_MAX)]
+Seconds = Annotated[float, Field(strict=True, ge=0, lt=SECONDS_MAX, allow_inf_nan=False)]
 
 
 class _Strict(BaseModel):
@@ -15,6 +22,24 @@ class TenantRequest(_Strict):
     name: str = Field(description="letters, digits, '.', '_' and '-'")
 
 
+class TenantSettings(_Strict):
+    """A tenant's weight and quotas: what is absent stays as it is, null takes a quota away."""
+
+    weight: float = Field(
+        1.0,
+        strict=True,
+        gt=0,
+        le=1e6,
+        allow_inf_nan=False,
+        description="share of the cluster, beside those of the other tenants",
+    )
+    jobs_max: Count | None = Field(None, description="jobs that hold GPUs at a time")
+    gpus_max: Count | None = Field(None, description="GPUs held at a time")
+    gpu_seconds_max: Seconds | None = Field(
+        None, description="used altogether, after which new work is refused"
+    )
+
+
 class JobRequest(_Strict):
     """A job to submit."""
 
@@ -23,6 +48,17 @@ class JobRequest(_Strict):
     tenant: str | None = Field(None, description="for operators: whose job it is")
     controller_timeout_s: float = Field(60.0, gt=0, description="silence until it is detached")
     reattach_timeout_s: float = Field(300.0, ge=0, description="detached until it is cancelled")
+    priority: int = Field(
+        0,
+        strict=True,
+        ge=-100,
+        le=100,
+        description="class: higher goes first, for GPUs and on them",
+    )
+    gang: Count = Field(
+        0, description="deployments that get GPUs all at once or not at all; 0: each by itself"
+    )
+    expected_s: Seconds = Field(0.0, description="length of the job where known; 0: unknown")
 
 
 class FinishRequest(_Strict):
@@ -49,6 +85,26 @@ class ModelRequest(_Strict):
     seed: int = 0
 
 
+class SegmentRequest(_Strict):
+    """One busy stretch of a cycle."""
+
+    offset_s: Seconds = Field(description="from the start of the cycle")
+    duration_s: Seconds
+    slack_s: Seconds = Field(0.0, description="delay that does not make the cycle longer")
+
+
+class TraceRequest(_Strict):
+    """One cycle of a job on its GPUs, where the user knows it."""
+
+    period_s: float = Field(strict=True, gt=0, lt=SECONDS_MAX, allow_inf_nan=False)
+    segments: list[SegmentRequest] = Field(
+        min_length=1,
+        max_length=SEGMENTS_MAX,
+        description="in order of their offsets, disjoint, inside the period",
+    )
+    jitter_s: Seconds = Field(0.0, description="standard deviation of the cycle's length")
+
+
 class DeploymentRequest(_Strict):
     """A deployment to create."""
 
@@ -60,6 +116,10 @@ class DeploymentRequest(_Strict):
     backend: str | None = Field(None, description="fsdp for train, torch for rollout")
     max_sequence_tokens: int = Field(512, ge=2)
     max_concurrent_samples: int = Field(256, ge=1)
+    node_type: str = Field("", max_length=100, description="of nodes; empty: any")
+    trace: TraceRequest | None = Field(
+        None, description="its demand by the user's word: it is placed by it at once"
+    )
 
 
 class ErrorBody(BaseModel):

@@ -118,6 +118,9 @@ class Agent:
             "gpus": config.gpus,
             "gpu_memory_bytes": config.gpu_memory_bytes,
             "host_memory_bytes": config.host_memory_bytes,
+            "nvme_bytes": config.nvme_bytes,
+            "node_type": config.node_type,
+            "block": config.block,
             "statemanager": config.statemanager,
             "workers": [
                 {
@@ -160,13 +163,15 @@ class Agent:
         deployment = params["deployment"]
         found = []
         job, _, name = deployment.rpartition("/")
-        for path in sorted((Path(self._config.data_dir) / "logs" / job).glob(f"{name}-*.log")):
+        folder = Path(self._config.data_dir) / "logs" / self._config.node / job
+        for path in sorted(folder.glob(f"{name}-*.log")):
             if not path.stem.removeprefix(f"{name}-").isdigit():
                 continue
             text = path.read_text(errors="replace").splitlines()[-lines:]
             found.append(
                 {
                     "deployment": deployment,
+                    "node": self._config.node,
                     "rank": int(path.stem.rpartition("-")[2]),
                     "text": "\n".join(text),
                 }
@@ -195,7 +200,7 @@ class Agent:
             statemanager=config.statemanager,
             checkpoint_dir=f"{config.data_dir}/checkpoints",
             spec_json=command["spec_json"],
-            log_path=f"{config.data_dir}/logs/{job}/{name}-{rank}.log",
+            log_path=f"{config.data_dir}/logs/{config.node}/{job}/{name}-{rank}.log",
             threads=config.threads,
             cores=cores_of_gpu(config.cores, int(placement["gpu"]), config.gpus),
         )

@@ -25,6 +25,12 @@ class AgentConfig:
     """Where the ranks of a WPG find each other; the same for all nodes."""
     data_dir: str
     """For logs and checkpoints."""
+    nvme_bytes: int = 0
+    """Bound of the StateManager's NVMe tier."""
+    node_type: str = ""
+    """What the operator calls such nodes, as `h200`; deployments can ask for it."""
+    block: str = ""
+    """Where the node stands, as `row1/rack3`; nodes of one block are near each other."""
     threads: int = 1
     """Compute threads of a worker; more than its share of cores slows everybody."""
     cores: tuple[int, ...] = ()

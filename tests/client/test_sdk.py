@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import plexrl
 from plexrl import errors
+from plexrl.cli.app import app
 from plexrl.wire.tensors import MEDIA_TYPE, encode_body
 
 JOB = {"job": "j", "name": "j", "tenant": "t"}
@@ -56,7 +58,8 @@ class FakeHandler(BaseHTTPRequestHandler):
         elif "/v1/operations/" in self.path:
             self.poll()
         else:
-            self.answer(200, {**JOB, "deployment": "j/actor", "jobs": []})
+            logs = {"logs": [], "failed": [{"node": "n7", "reason": "it is silent"}]}
+            self.answer(200, {**JOB, "deployment": "j/actor", "jobs": [], **logs})
 
     do_GET = do_POST = do_DELETE = handle_any
 
@@ -189,6 +192,21 @@ def test_a_job_ends_as_its_block_does(router: FakeRouter) -> None:
             raise RuntimeError("boom")
     finishes = [path for _, path in router.requests if path.endswith("/finish")]
     assert len(finishes) == 2
+
+
+def test_a_node_that_gave_no_logs_is_told_of(
+    router: FakeRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    with plexrl.connect(router.url, "key") as cluster:
+        job = cluster.attach_job("j", heartbeat=False)
+        assert job.logs() == []
+        assert "no logs of node n7: it is silent" in caplog.text
+        assert [each["node"] for each in job.read_logs()["failed"]] == ["n7"]
+    found = CliRunner().invoke(
+        app, ["logs", "j", "--url", router.url, "--api-key", "key", "--json"]
+    )
+    assert found.stdout == "[]\n"
+    assert "n7: it is silent" in found.stderr
 
 
 def test_the_sdk_loads_nothing_heavy() -> None:

@@ -1,0 +1,89 @@
+"""`plexrl up` and `plexrl demo`: what runs until it is done."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plexrl.cli.context import DATA_DIR, GIB, DataDir, Json, data_dir_option
+from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions
+
+
+def up(
+    data_dir: DataDir = DATA_DIR,
+    nodes: Annotated[int, typer.Option(help="Virtual nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="Places for workers on each node.")] = 4,
+    gpu_memory: Annotated[float, typer.Option(help="GiB of each GPU.")] = 2.0,
+    host_memory: Annotated[float, typer.Option(help="GiB of each node's host tier.")] = 2.0,
+    policy: Annotated[str, typer.Option(help=f"Placement: {', '.join(POLICIES)}.")] = "pack",
+    ordering: Annotated[
+        str, typer.Option(help=f"Turns within a group: {', '.join(ORDERINGS)}.")
+    ] = "hrrs",
+    journal: Annotated[
+        str | None, typer.Option(help="A path, or postgresql://user@host/name.")
+    ] = None,
+    node_types: Annotated[
+        str, typer.Option(help="Kinds of the nodes, comma between: one for all, or one each.")
+    ] = "",
+    blocks: Annotated[str, typer.Option(help="Where the nodes stand, likewise.")] = "",
+    port: Annotated[int, typer.Option(help="Port of the API; 0 takes a free one.")] = 0,
+    journal_bytes_max: Annotated[int | None, typer.Option(help="Bound of the journal.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a cluster of local processes until Ctrl-C."""
+    from plexrl.cluster.supervisor import Endpoint, run_cluster
+
+    def ready(endpoint: Endpoint) -> None:
+        if as_json:
+            sys.stdout.write(endpoint.to_json() + "\n")
+        else:
+            sys.stdout.write(
+                f"PlexRL is up. Ctrl-C ends it.\n\n"
+                f"  export PLEXRL_URL={endpoint.url}\n"
+                f"  export PLEXRL_API_KEY={endpoint.api_key}   # the operator's\n\n"
+                f"  API documentation: {endpoint.url}/docs\n"
+                f"  logs and state:    {endpoint.data_dir}\n"
+            )
+        sys.stdout.flush()
+
+    options = ClusterOptions(
+        data_dir=data_dir_option(data_dir),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu_memory_bytes=int(gpu_memory * GIB),
+        host_memory_bytes=int(host_memory * GIB),
+        policy=policy,
+        ordering=ordering,
+        journal=journal,
+        node_types=_names(node_types),
+        blocks=_names(blocks),
+        port=port,
+        journal_bytes_max=journal_bytes_max,
+    )
+    run_cluster(options, ready)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("out/demo"),
+    steps: Annotated[int, typer.Option(help="RL steps of each job.")] = 150,
+    seed: Annotated[int, typer.Option(help="Of models, data and sampling.")] = 1,
+    workers: Annotated[int, typer.Option(help="Workers of a training group.")] = 2,
+    isolated: Annotated[bool, typer.Option(help="Measure the isolated baseline too.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Train two tenants' jobs on one shared group, then each alone; write a report."""
+    from rich.console import Console
+
+    from plexrl.demo.report import report_json
+    from plexrl.demo.run import DemoOptions, run_demo
+
+    options = DemoOptions(out=out, steps=steps, seed=seed, workers=workers, isolated=isolated)
+    result = run_demo(options, Console(stderr=as_json))
+    if as_json:
+        sys.stdout.write(json.dumps(report_json(result)) + "\n")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",")) if text else ()

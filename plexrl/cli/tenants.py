@@ -1,0 +1,104 @@
+"""`plexrl tenants`: keys, weights and quotas."""
+
+from typing import Annotated, Any
+
+import typer
+
+from plexrl.cli.context import DATA_DIR, DataDir, Json, Key, Output, Url, open_cluster
+
+tenants_app = typer.Typer(
+    help="Tenants, their API keys, weights and quotas (operator only).", no_args_is_help=True
+)
+Limit = Annotated[str | None, typer.Option(help="A number, or `none` for no quota.")]
+COLUMNS = (
+    *("tenant", "weight", "jobs", "jobs at most", "GPUs", "GPUs at most"),
+    *("GPU-hours", "GPU-hours at most", "share"),
+)
+
+
+@tenants_app.command("create")
+def create_tenant(
+    name: Annotated[str, typer.Argument(help="Letters, digits, '.', '_' and '-'.")],
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """Create a tenant; its API key is shown only now."""
+    with open_cluster(url, api_key, data_dir) as cluster:
+        key = cluster.create_tenant(name)
+    found = {"tenant": name, "api_key": key}
+    Output(as_json).table("Tenant", ("tenant", "API key"), [(name, key)], found)
+
+
+@tenants_app.command("list")
+def list_tenants(
+    url: Url = None, api_key: Key = None, data_dir: DataDir = DATA_DIR, as_json: Json = False
+) -> None:
+    """All tenants: weights, quotas, what they hold and used."""
+    with open_cluster(url, api_key, data_dir) as cluster:
+        found = cluster.tenants()
+    Output(as_json).table("Tenants", COLUMNS, [_row(each) for each in found], found)
+
+
+@tenants_app.command("set")
+def set_tenant(
+    name: Annotated[str, typer.Argument(help="The tenant.")],
+    weight: Annotated[
+        float | None, typer.Option(help="Share of the cluster, beside those of others.")
+    ] = None,
+    jobs_max: Limit = None,
+    gpus_max: Limit = None,
+    gpu_seconds_max: Limit = None,
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """Set a tenant's weight and quotas; what is not named stays as it is."""
+    settings: dict[str, Any] = {}
+    if weight is not None:
+        settings["weight"] = weight
+    for key, text, kind in (
+        ("jobs_max", jobs_max, int),
+        ("gpus_max", gpus_max, int),
+        ("gpu_seconds_max", gpu_seconds_max, float),
+    ):
+        if text is not None:
+            settings[key] = _limit(key, text, kind)
+    if not settings:
+        raise typer.BadParameter(
+            "nothing to set: name --weight, --jobs-max, --gpus-max or --gpu-seconds-max"
+        )
+    with open_cluster(url, api_key, data_dir) as cluster:
+        found = cluster.configure_tenant(name, **settings)
+    Output(as_json).table("Tenant", COLUMNS, [_row(found)], found)
+
+
+def _limit(key: str, text: str, kind: type[int] | type[float]) -> float | None:
+    if text == "none":
+        return None
+    try:
+        return kind(text)
+    except ValueError as error:
+        option = f"--{key.replace('_', '-')}"
+        raise typer.BadParameter(f"{option} is {text!r}: give a number or none") from error
+
+
+def _row(tenant: dict[str, Any]) -> tuple[Any, ...]:
+    seconds_max = tenant["gpu_seconds_max"]
+    return (
+        tenant["tenant"],
+        f"{tenant['weight']:g}",
+        tenant["jobs_running"],
+        _bound(tenant["jobs_max"]),
+        tenant["gpus_held"],
+        _bound(tenant["gpus_max"]),
+        f"{tenant['gpu_seconds'] / 3600:.3f}",
+        "none" if seconds_max is None else f"{seconds_max / 3600:.3f}",
+        f"{tenant['share']:.2f}",
+    )
+
+
+def _bound(limit: int | None) -> str:
+    return "none" if limit is None else str(limit)

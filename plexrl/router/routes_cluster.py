@@ -1,0 +1,76 @@
+"""Routes about the cluster: its nodes and groups, its tenants, and what they used."""
+
+import secrets
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from plexrl.router.gateway import Gateway, key_digest
+from plexrl.router.schemas import TenantRequest, TenantSettings
+from plexrl.router.validation import check_name
+
+Plain = dict[str, Any]
+
+
+def cluster_routes(gateway: Gateway) -> APIRouter:
+    """Status, nodes, groups, tenants and what they used."""
+    routes = APIRouter(prefix="/v1", tags=["cluster"])
+
+    @routes.get("/health", summary="Is the router up and the scheduler behind it?")
+    async def health() -> Plain:
+        return {"ok": True, "scheduler": gateway.scheduler.connected.is_set()}
+
+    @routes.get("/status", summary="The cluster in a few numbers")
+    async def status(request: Request) -> Plain:
+        caller = await gateway.caller(request)
+        return await gateway.scheduler.call("status", caller.claim)
+
+    @routes.get("/nodes", summary="All nodes")
+    async def nodes(request: Request) -> Plain:
+        caller = await gateway.caller(request)
+        return await gateway.scheduler.call("list_nodes", caller.claim)
+
+    @routes.get("/groups", summary="All node groups: who holds the lock, what switching cost")
+    async def groups(request: Request) -> Plain:
+        caller = await gateway.operator(request)
+        return await gateway.scheduler.call("list_groups", caller.claim)
+
+    @routes.get("/tenants", summary="All tenants: weights, quotas and what they hold")
+    async def tenants(request: Request) -> Plain:
+        caller = await gateway.operator(request)
+        return await gateway.scheduler.call("list_tenants", caller.claim)
+
+    @routes.post("/tenants", status_code=201, summary="Create a tenant; its key is shown once")
+    async def create_tenant(request: Request, body: TenantRequest) -> Plain:
+        caller = await gateway.operator(request)
+        check_name("tenant", body.name)
+        key = f"plx-{secrets.token_urlsafe(24)}"
+        await gateway.scheduler.call(
+            "create_tenant", {**caller.claim, "name": body.name, "key_digest": key_digest(key)}
+        )
+        return {"tenant": body.name, "api_key": key}
+
+    @routes.patch("/tenants/{name}", summary="Set a tenant's weight and quotas")
+    async def configure_tenant(request: Request, name: str, body: TenantSettings) -> Plain:
+        caller = await gateway.operator(request)
+        fields = {**caller.claim, "name": name, **body.model_dump(exclude_unset=True)}
+        return await gateway.scheduler.call("configure_tenant", fields)
+
+    @routes.get("/usage", summary="What was used, by job and kind of operation")
+    async def usage(request: Request) -> Plain:
+        caller = await gateway.caller(request)
+        return await gateway.scheduler.call("list_usage", caller.claim)
+
+    @routes.post("/nodes/{node}/drain", summary="Move all work off a node; nothing new comes to it")
+    async def drain(request: Request, node: str) -> Plain:
+        caller = await gateway.operator(request)
+        fields = {**caller.claim, "node": node, "is_draining": True}
+        return await gateway.scheduler.call("drain_node", fields)
+
+    @routes.post("/nodes/{node}/undrain", summary="Have a drained node back in use")
+    async def undrain(request: Request, node: str) -> Plain:
+        caller = await gateway.operator(request)
+        fields = {**caller.claim, "node": node, "is_draining": False}
+        return await gateway.scheduler.call("drain_node", fields)
+
+    return routes

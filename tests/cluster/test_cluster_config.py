@@ -1,0 +1,43 @@
+"""What `plexrl up` takes and refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions
+from plexrl.cluster.parts import Folders, parts
+from plexrl.errors import InvalidRequestError
+from plexrl.scheduler import ordering, policies
+
+
+def test_the_names_offered_are_the_schedulers() -> None:
+    assert POLICIES == policies.POLICIES
+    assert tuple(ordering.ORDERINGS) == ORDERINGS
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"policy": "tetris"}, "use one of isolated, pack, spread"),
+        ({"ordering": "lifo"}, "use one of hrrs"),
+        ({"journal": ""}, "give a path or postgresql"),
+        ({"nodes": 3, "node_types": ("a", "b")}, "2 names for 3 nodes"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_starts(
+    tmp_path: Path, options: dict[str, object], names: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=names):
+        ClusterOptions(data_dir=tmp_path, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("url", ["postgresql://me@host/plexrl", "/somewhere/events.sqlite"])
+def test_the_journal_may_lie_elsewhere(tmp_path: Path, url: str) -> None:
+    options = ClusterOptions(data_dir=tmp_path, journal=url)
+    folders = Folders.of(tmp_path)
+    folders.make()
+    try:
+        scheduler = parts(options, folders, "digest", 1)[0]
+    finally:
+        folders.remove()
+    assert scheduler.config["journal"] == url
