@@ -29,14 +29,16 @@ uneven by the square root."""
 WARM_UP_BURSTS = 96
 """Before anything is counted: phases relax within a few cycles."""
 
-QUANTILES = 32
-"""Of a cycle's variation. Every block of this many cycles has each of them once."""
+QUANTILES = 64
+"""Of a cycle's variation, each as often as the others in an order of draws."""
 
-STREAMS = 16
-"""Fixed orders of the quantiles; more residents than half as many share them, cycles apart."""
+STREAMS = 8
+"""Orders of draws; more residents than that share them, some cycles apart."""
 
-BLOCKS = 8
-"""Of quantiles before an order repeats."""
+ORDER_CYCLES = 512
+"""Before an order repeats. What varies is balanced over the whole of it only: were it over shorter
+stretches, the residents' phases would be brought back to where they were again and again, and
+wander less through each other than they do."""
 
 SHARED_PART = 0.5
 """Correlation, inside a cycle, of the time between bursts and the time in them: a long rollout
@@ -148,7 +150,7 @@ class _Member:
         self.busy_factors = [_lognormal(self.spread, normal) for normal in _NORMALS]
         stream = number % STREAMS
         self.shared_order, self.own_order = _ORDERS[2 * stream], _ORDERS[2 * stream + 1]
-        self.round = number // STREAMS
+        self.round = 37 * (number // STREAMS) % ORDER_CYCLES
         self.burst = 0
         self.burst_s = self.segments[0][0]
         self.pause_s = self.segments[-1][1]
@@ -341,19 +343,16 @@ def _lognormal(spread: float, normal: float) -> float:
 
 
 def _orders() -> list[tuple[int, ...]]:
-    """Shuffled numbers of quantiles, `BLOCKS` times each, one order a stream."""
+    """Shuffled numbers of quantiles, two orders a stream."""
     state = 1
     found = []
     for _ in range(2 * STREAMS):
-        order: list[int] = []
-        for _ in range(BLOCKS):
-            block = list(range(QUANTILES))
-            for last in range(QUANTILES - 1, 0, -1):
-                # Knuth's 64-bit generator: nothing hangs on its quality but unrelated orders.
-                state = (state * 6364136223846793005 + 1442695040888963407) & (1 << 64) - 1
-                other = (state >> 33) % (last + 1)
-                block[last], block[other] = block[other], block[last]
-            order += block
+        order = [index % QUANTILES for index in range(ORDER_CYCLES)]
+        for last in range(ORDER_CYCLES - 1, 0, -1):
+            # Knuth's 64-bit generator: nothing hangs on its quality but unrelated orders.
+            state = (state * 6364136223846793005 + 1442695040888963407) & ((1 << 64) - 1)
+            other = (state >> 33) % (last + 1)
+            order[last], order[other] = order[other], order[last]
         found.append(tuple(order))
     return found
 
