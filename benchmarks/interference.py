@@ -102,7 +102,7 @@ def run(task: tuple[Cell, int]) -> Run:
     cluster = VirtualCluster(plans, seed=seed, config=config)
     jobs = cluster.run().jobs
     told = [cluster.explained(plan.name) for plan in plans]
-    last = told[-1]["placement"]
+    last = max((each["placement"] for each in told), key=lambda placement: placement["at"])
     shared_s = 2.0 * sum(each["placement"]["overlap_s"] for each in told)
     periods_s = sum(each["profile"]["period_s"] for each in told)
     return Run(
