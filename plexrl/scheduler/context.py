@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId, TenantId
 from plexrl.scheduler.commands import Command, DiscardBlobs, SetTimer
 from plexrl.scheduler.config import SchedulerConfig
+from plexrl.scheduler.contention import Contention, Resident
 from plexrl.scheduler.inventory import Inventory
 from plexrl.scheduler.ordering import Ordering, make_ordering
 from plexrl.scheduler.policies import PlacementPolicy, make_policy
@@ -40,6 +41,8 @@ class Context:
     """Created by the event at hand."""
     relocating: dict[DeploymentId, None] = field(default_factory=dict)
     """Deployments whose move waits for an operation boundary."""
+    contentions: dict[tuple[Resident, ...], Contention] = field(default_factory=dict)
+    """Predicted already under these settings, for whoever waits is tried on a group many times."""
     _held: dict[TenantId, tuple[int, dict[JobId, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -56,6 +59,7 @@ class Context:
         self.waiting.clear()
         self.relocating.clear()
         self._held.clear()
+        self.contentions.clear()
         for deployment in self.state.deployments.values():
             if deployment.relocation is not None:
                 self.relocating[deployment.deployment] = None

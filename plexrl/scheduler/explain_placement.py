@@ -8,7 +8,7 @@ import numpy as np
 from plexrl.scheduler.admission import over_quota, waiting_order
 from plexrl.scheduler.capacity import Shape
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.placement import nearest, ways
+from plexrl.scheduler.placement import fitting, nearest, ways
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.state import Deployment
 
@@ -54,6 +54,7 @@ def near_groups(context: Context, deployment: Deployment, now: float) -> list[Vi
             "shift_s": float(choice.shift_slots),
             "overlap_s": choice.overlap_s,
             "interference_s": choice.interference_s,
+            "contention": choice.contention,
             "load": context.inventory.index.load(choice.group),
         }
         for choice in nearest(context, deployment, now, strict=False, count=NEAR_MAX)
@@ -83,10 +84,17 @@ def _attempt(context: Context, deployment: Deployment, way: Way, now: float) -> 
     open_count = counts["open"]
     if open_count and way in (Way.STRICT, Way.OVERLAP) and deployment.trace is not None:
         longest = math.ceil(max(s.duration_s for s in deployment.trace.segments))
-        found = nearest(context, deployment, now, strict=way == Way.STRICT, count=1)
-        if not found:
-            kind = "free at any shift" if way == Way.STRICT else "near enough to free"
+        strict = way == Way.STRICT
+        fits = fitting(context, deployment, now, strict=strict)
+        if not fits:
+            kind = "free at any shift" if strict else "near enough to free"
             refused.append(f"{open_count} have no window of {longest} s {kind}")
+        elif not nearest(context, deployment, now, strict=strict, count=1):
+            bound = f"{context.config.waiting_part_max:.0%}"
+            refused.append(
+                f"in the nearest of the {len(fits)} where it fits, a member would wait for more "
+                f"than {bound} of its time"
+            )
     groups = f"{counts['groups']} groups of {deployment.workers} GPUs"
     row["why"] = groups + (": " + ", ".join(refused) if refused else "")
     return row

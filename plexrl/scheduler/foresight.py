@@ -8,6 +8,7 @@ of a member that has, unless its response ratio has passed the starvation bound 
 from plexrl.scheduler.commands import PrefetchState
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.hrrs import Candidate, response_ratio
+from plexrl.scheduler.placement import owns_time
 from plexrl.scheduler.relocation import nodes_of
 from plexrl.scheduler.state import Deployment, Group
 from plexrl.wire.operations import OperationKind
@@ -39,16 +40,6 @@ def next_critical_s(
         if soonest is None or due_s < soonest:
             soonest = due_s
     return soonest
-
-
-def owns_time(member: Deployment) -> bool:
-    """Whether the plan holds time free for it that must not be taken: placed strictly, and what it
-    does there delays its job."""
-    placement, reservation = member.placement, member.reservation
-    if placement is None or reservation is None or reservation.trace is None:
-        return False
-    critical = any(s.slack_s < s.duration_s for s in reservation.trace.segments)
-    return critical and placement.overlap_s == 0
 
 
 def holds_back(

@@ -6,24 +6,32 @@ restored from a snapshot goes on as the one that wrote it would have.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plexrl.ids import GroupId
 from plexrl.scheduler.capacity import Shape, ShapeTable
+from plexrl.scheduler.contention import Contention, Resident, TurnRule, predict
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.demand import project
+from plexrl.scheduler.demand import DemandTrace, project
 from plexrl.scheduler.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.folds import ShiftSearch
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.state import Deployment, Group, PlacementRecord, Reservation
+from plexrl.wire.operations import OperationKind
 
 CANDIDATES_PER_PASS = 256
 """Groups fitted at a time, the least loaded first; the first pass with a fit ends the search. As
 with the share of nodes that kube-scheduler scores, the cost of a decision is bounded so; the groups
 left out are fuller than all that were looked at."""
+
+PREDICTIONS_MAX = 4
+"""Best-fitting groups of a search whose contention is predicted: each costs milliseconds."""
+
+PREDICTIONS_KEPT = 4096
+"""Before all are forgotten."""
 
 SPILL_BYTES_PER_S = 1e9
 """Of a move to or from NVMe where host memory is full."""
@@ -39,6 +47,8 @@ class Choice:
     overlap_s: float = 0.0
     interference_s: float = 0.0
     cost: float = 0.0
+    contention: float | None = None
+    """Predicted for the group with the newcomer; absent where it was not."""
 
 
 def place(
@@ -53,7 +63,7 @@ def place(
             group = _new_group(context, deployment)
             if group is None:
                 continue
-            choice = Choice(group=group.group, way=way)
+            choice = Choice(group=group.group, way=way, contention=0.0)
         else:
             found = find(context, deployment, way, now)
             if found is None:
@@ -88,6 +98,7 @@ def join(
         setup_s=deployment.state_bytes / MOVE_BYTES_PER_S,
         overlap_s=choice.overlap_s,
         interference_s=choice.interference_s,
+        contention=choice.contention,
     )
 
 
@@ -139,7 +150,75 @@ def find(context: Context, deployment: Deployment, way: Way, now: float) -> Choi
 def nearest(
     context: Context, deployment: Deployment, now: float, *, strict: bool, count: int
 ) -> list[Choice]:
-    """The `count` groups in whose time the deployment's trace fits best, best first."""
+    """The `count` groups in whose time the deployment's trace fits best, best first.
+
+    A group where a member, the newcomer among them, would wait for more than its service level
+    allows is none of them (PlexRL §7.2). Of those that fit, only the best few are looked at so.
+    """
+    found: list[Choice] = []
+    for choice in fitting(context, deployment, now, strict=strict)[: max(count, PREDICTIONS_MAX)]:
+        expected = contention_with(context, deployment, choice)
+        if expected is None:
+            found.append(choice)
+        elif expected.worst <= context.config.waiting_part_max:
+            found.append(replace(choice, contention=expected.group))
+        if len(found) == count:
+            break
+    return found
+
+
+def contention_with(context: Context, deployment: Deployment, choice: Choice) -> Contention | None:
+    """What the members of the chosen group would wait for, with `deployment` among them; None where
+    somebody's demand is not known."""
+    if deployment.trace is None:
+        return None
+    owns = has_critical(deployment.trace) and choice.overlap_s == 0
+    residents = [_resident(deployment, deployment.trace, owns=owns)]
+    for name in context.state.groups[choice.group].members:
+        member = context.deployment(name)
+        if member.reservation is None or member.reservation.trace is None:
+            return None
+        residents.append(_resident(member, member.reservation.trace, owns=owns_time(member)))
+    key = tuple(residents)
+    known = context.contentions.get(key)
+    if known is None:
+        rule = TurnRule(
+            anticipates=context.anticipates,
+            guards_slack=context.policy.guards_slack,
+            starvation_ratio=context.config.starvation_ratio,
+        )
+        if len(context.contentions) >= PREDICTIONS_KEPT:
+            context.contentions.clear()
+        known = context.contentions[key] = predict(residents, rule)
+    return known
+
+
+def owns_time(member: Deployment) -> bool:
+    """Whether the plan holds time free for it that must not be taken: placed strictly, and what it
+    does there delays its job."""
+    placement, reservation = member.placement, member.reservation
+    if placement is None or reservation is None or reservation.trace is None:
+        return False
+    return has_critical(reservation.trace) and placement.overlap_s == 0
+
+
+def has_critical(trace: DemandTrace) -> bool:
+    """Whether there is a segment that cannot wait as long as it lasts."""
+    return any(each.slack_s < each.duration_s for each in trace.segments)
+
+
+def _resident(deployment: Deployment, trace: DemandTrace, *, owns: bool) -> Resident:
+    estimates = deployment.estimates
+    return Resident(
+        trace=trace,
+        load_s=estimates.move_s(OperationKind.LOAD),
+        offload_s=estimates.move_s(OperationKind.OFFLOAD),
+        owns_time=owns,
+    )
+
+
+def fitting(context: Context, deployment: Deployment, now: float, *, strict: bool) -> list[Choice]:
+    """All groups found in whose time the deployment's trace fits, best first."""
     trace = deployment.trace
     if trace is None:
         return []
@@ -186,11 +265,8 @@ def nearest(
             if fits:
                 break
     found.sort(key=lambda each: each[:2])
-    best = [choice for _, _, choice in found[:count]]
-    if strict:
-        return best
-    bound = config.overlap_max * trace.busy_s
-    return [choice for choice in best if choice.overlap_s <= bound]
+    bound = math.inf if strict else config.overlap_max * trace.busy_s
+    return [choice for _, _, choice in found if choice.overlap_s <= bound]
 
 
 def has_room(

@@ -99,6 +99,9 @@ class PlacementRecord:
     overlap_s: float
     """Seconds of a cycle in which another member is busy too, by the plan."""
     interference_s: float
+    contention: float | None = None
+    """waiting / (waiting + running) that the group's members were to have on average once phases
+    had relaxed, this one among them; absent where a member's demand was not known."""
 
 
 @dataclass(slots=True, kw_only=True)

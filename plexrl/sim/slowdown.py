@@ -33,6 +33,15 @@ class JobReport:
 
     job: str
     cycles: tuple[CycleRecord, ...]
+    profiled: tuple[float, ...] = ()
+    """The core's own measurement of the waiting part, read from time to time."""
+
+    @property
+    def waiting_part(self) -> float:
+        """waiting / (waiting + running), where running is the cycle had it not to wait: as the
+        core's profiler counts it."""
+        total_s = sum(cycle.cycle_s for cycle in self.cycles)
+        return sum(cycle.wait_s for cycle in self.cycles) / total_s if total_s > 0 else 0.0
 
     @property
     def duty_wait(self) -> float:

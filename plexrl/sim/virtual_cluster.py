@@ -14,11 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from typing import Any
 
 from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, RouterId, TenantId
 from plexrl.scheduler import SchedulerConfig, SchedulerCore
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
+from plexrl.scheduler.demand import DemandTrace
 from plexrl.sim.profiles import Cycle, JobProfile
 from plexrl.sim.slowdown import CycleRecord, JobReport, RunReport
 from plexrl.wire.operations import OperationKind
@@ -27,6 +29,13 @@ BACKWARD_SHARE = 0.95
 """Of an update's seconds; the optimizer step has the rest."""
 
 FOREVER_S = 1e12
+
+PROFILER_SAMPLE = 8
+"""Cycles from one reading of the core's waiting part to the next: it spans the newest 8, so that
+readings share none."""
+
+TRAIN, ROLLOUT = "train", "rollout"
+"""Node types, so that no rollout takes a train group's GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +50,8 @@ class JobPlan:
     cycles have the group to themselves."""
     warm_up: int = 0
     """Cycles before those."""
+    trace: DemandTrace | None = None
+    """Declared at submission; absent: the scheduler has to profile the job."""
 
 
 @dataclass(slots=True)
@@ -53,6 +64,8 @@ class _Job:
     began_at: float = 0.0
     done: int = 0
     records: list[CycleRecord] = field(default_factory=list)
+    profiled: list[float] = field(default_factory=list)
+    """Readings of the core's waiting part."""
 
     @property
     def actor(self) -> DeploymentId:
@@ -70,6 +83,8 @@ class _Job:
 class VirtualCluster:
     """Runs jobs to their end: `VirtualCluster(plans, seed=1).run()`.
 
+    There are GPUs for `groups` train groups of one GPU each, and for everybody's rollout.
+
     The same plans, seed and ordering give the same log, byte for byte; and a job's drawn cycles
     depend on the seed and its name only, so that rules can be compared cycle by cycle.
     """
@@ -80,8 +95,10 @@ class VirtualCluster:
         *,
         seed: int,
         config: SchedulerConfig | None = None,
+        groups: int = 1,
         keep_log: bool = False,
     ) -> None:
+        self._groups = groups
         self._core = SchedulerCore(config or virtual_config())
         self._jobs = {JobId(plan.name): _Job(plan, Random(f"{seed}:{plan.name}")) for plan in plans}
         self._now = 0.0
@@ -104,17 +121,20 @@ class VirtualCluster:
         """Every event and command, one JSON line each; empty unless it was asked for."""
         return b"\n".join(self._log or [])
 
+    def explained(self, name: str) -> dict[str, Any]:
+        """What the core says of that job's train deployment."""
+        job = self._jobs[JobId(name)]
+        told = self._core.explain_job(JobId(name), self._now)
+        found: dict[str, Any] = next(
+            each for each in told["deployments"] if each["deployment"] == job.actor
+        )
+        return found
+
     def run(self) -> RunReport:
         """Run until every job has done its cycles."""
-        self._send(
-            ev.NodeJoined(
-                node=NodeId("node"),
-                gpus=1 + len(self._jobs),
-                gpu_memory_bytes=1 << 40,
-                host_memory_bytes=1 << 50,
-                statemanager="statemanager",
-            )
-        )
+        self._join("rollout", ROLLOUT, gpus=len(self._jobs))
+        for number in range(self._groups):
+            self._join(f"train{number}", TRAIN, gpus=1)
         self._send(ev.RouterJoined(router=RouterId("router")))
         for job in self._jobs.values():
             self._at(job.plan.start_s, partial(self._start, job))
@@ -122,6 +142,18 @@ class VirtualCluster:
             self._now, _, happen = heapq.heappop(self._planned)
             happen()
         return self._report()
+
+    def _join(self, name: str, node_type: str, gpus: int) -> None:
+        self._send(
+            ev.NodeJoined(
+                node=NodeId(name),
+                gpus=gpus,
+                gpu_memory_bytes=1 << 40,
+                host_memory_bytes=1 << 50,
+                statemanager=f"{name}/statemanager",
+                node_type=node_type,
+            )
+        )
 
     # The shell: events in, commands out.
 
@@ -156,6 +188,12 @@ class VirtualCluster:
                         address=f"{command.deployment}:{rank.rank}",
                     )
                     self._at(self._now, partial(self._send, ready))
+            case cmd.MigrateState():
+                for node in command.nodes:
+                    moved = ev.StateMigrated(
+                        deployment=command.deployment, node=node, seq=command.seq
+                    )
+                    self._at(self._now, partial(self._send, moved))
             case _:
                 # Nothing in a virtual cluster holds blobs, and none of its jobs ends early.
                 pass
@@ -220,6 +258,8 @@ class VirtualCluster:
                     state_bytes=job.plan.profile.state_bytes,
                     exclusive=False,
                     spec_json="{}",
+                    node_type=TRAIN if kind == "train" else ROLLOUT,
+                    trace=job.plan.trace if kind == "train" else None,
                 )
             )
         self._begin_cycle(job)
@@ -252,7 +292,14 @@ class VirtualCluster:
                     group_s=job.cycle.group_s,
                 )
             )
+            if len(job.records) % PROFILER_SAMPLE == 0:
+                self._read_profiler(job)
         self._begin_cycle(job)
+
+    def _read_profiler(self, job: _Job) -> None:
+        actor = self.explained(job.plan.name)
+        if actor["waiting_part"] is not None:
+            job.profiled.append(actor["waiting_part"])
 
     def _later(self, job: _Job, step: Callable[[_Job], None]) -> None:
         self._at(self._now + job.plan.profile.controller_s, lambda: step(job))
@@ -278,7 +325,7 @@ class VirtualCluster:
         switches = sum(int(group["switches"]) for group in self._core.list_groups(self._now))
         return RunReport(
             jobs=tuple(
-                JobReport(job=str(name), cycles=tuple(job.records))
+                JobReport(job=str(name), cycles=tuple(job.records), profiled=tuple(job.profiled))
                 for name, job in self._jobs.items()
             ),
             switches=switches,
@@ -286,9 +333,12 @@ class VirtualCluster:
         )
 
 
-def virtual_config(*, ordering: str = "hrrs", anticipation: bool | None = None) -> SchedulerConfig:
+def virtual_config(
+    *, ordering: str = "hrrs", anticipation: bool | None = None, **changes: Any
+) -> SchedulerConfig:
     """The configuration of a simulated scheduler: the live defaults, and nothing kept for long."""
     return SchedulerConfig(
+        **changes,
         listen="-",
         journal="-",
         operator_key_digest="-",
