@@ -179,19 +179,19 @@ def test_any_history_finds_what_looking_at_everything_finds(
     before = pool.snapshot()
     held: list[tuple[RankPlacement, ...]] = []
     for step, *arguments in history:
-        index = arguments[0]
-        assert isinstance(index, int)
-        name = f"n{index % len(members)}"
+        number = arguments[0]
+        assert isinstance(number, int)
+        name = f"n{number % len(members)}"
         if step == "find":
             _, node_type, memory = arguments
             assert isinstance(node_type, str)
             assert isinstance(memory, int)
-            found = pool.find(index, node_type, memory)
-            wanted = oracle.find(index, node_type, memory)
+            found = pool.find(number, node_type, memory)
+            wanted = oracle.find(number, node_type, memory)
             assert (found is None) == (wanted is None)
             if found is None or wanted is None:
                 continue
-            assert [gpu.rank for gpu in found] == list(range(index))
+            assert [gpu.rank for gpu in found] == list(range(number))
             assert {gpu.node for gpu in found} <= set(wanted)
             if len({oracle.nodes[n][1] for n in wanted}) == 1:
                 assert {gpu.node for gpu in found} == {n for n in wanted if oracle.free[n]}
@@ -200,7 +200,7 @@ def test_any_history_finds_what_looking_at_everything_finds(
             for gpu in found:
                 oracle.free[gpu.node].remove(gpu.gpu)
         elif step == "give" and held:
-            given_back = held.pop(index % len(held))
+            given_back = held.pop(number % len(held))
             pool.give_back(given_back)
             for gpu in given_back:
                 oracle.free[gpu.node].add(gpu.gpu)
@@ -211,7 +211,7 @@ def test_any_history_finds_what_looking_at_everything_finds(
             pool.open(name)
             oracle.closed.discard(name)
         elif step == "again":
-            at = index % len(members)
+            at = number % len(members)
             pool.remove(name)
             taken = set(range(sizes[at])) - oracle.free[name]
             pool.add(name, members[at][0], members[at][1], sizes[at], taken)
