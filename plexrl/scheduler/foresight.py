@@ -44,11 +44,11 @@ def next_critical_s(
 def owns_time(member: Deployment) -> bool:
     """Whether the plan holds time free for it that must not be taken: placed strictly, and what it
     does there delays its job."""
-    placement, reservation = member.placement, member.reservation
-    if placement is None or reservation is None or reservation.trace is None:
+    reservation = member.reservation
+    if reservation is None or reservation.trace is None:
         return False
     critical = any(s.slack_s < s.duration_s for s in reservation.trace.segments)
-    return critical and placement.overlap_s == 0
+    return critical and reservation.overlap_s == 0
 
 
 def holds_back(

@@ -163,7 +163,7 @@ def _move_out(context: Context, group: Group, now: float) -> bool:
     """Carry on the moves of members that are between operations; True where the group waits."""
     for name in list(group.members):
         member = context.deployment(name)
-        if not is_due(member):
+        if not is_due(context, member):
             continue
         if member.residency == Residency.DEVICE and group.holder == name:
             _offload(context, group, member, now)
