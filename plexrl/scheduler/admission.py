@@ -10,16 +10,20 @@ The order of waiting deployments, first criterion first:
 6. time of submission, then name.
 
 A job that asked for a gang gets GPUs for all its deployments at once or for none. One that waits
-beyond the starvation bound is passed by no other job that would take free GPUs.
+beyond the starvation bound is passed by no other job that would take free GPUs it might be waiting
+for; where the policy does not backfill, nobody is.
 """
 
+import heapq
 from collections.abc import Mapping
+from itertools import takewhile
 
 from plexrl.errors import CapacityError, ModelDoesNotFitError
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.node_pool import NodeKind
-from plexrl.scheduler.placement import leave, place, shares
+from plexrl.scheduler.placement import leave, place, shares, ways
+from plexrl.scheduler.policies import Way
 from plexrl.scheduler.state import Deployment, Job, Tenant
 from plexrl.scheduler.usage import recent_gpu_seconds
 
@@ -28,6 +32,9 @@ JOB_S = 3600.0
 
 SHARE_WINDOW_S = 3600.0
 """GPU-seconds used count as much as the same number held over this time."""
+
+_Wish = tuple[str, int]
+"""(node type, workers) of a deployment that nobody may pass."""
 
 
 def check_it_can_fit(sizes: Mapping[NodeKind, tuple[int, int]], deployment: Deployment) -> None:
@@ -89,29 +96,45 @@ def admit(context: Context, now: float) -> list[Deployment]:
     everybody = context.place_waiting
     context.place_waiting = False
     newcomers, context.newcomers = context.newcomers, []
-    names = list(context.waiting) if everybody else newcomers
-    candidates = [context.deployment(name) for name in names if name in context.waiting]
-    if len(candidates) > 1:
-        keyed = {d.deployment: _turn(context, d, now) for d in candidates}
-        candidates.sort(key=lambda d: keyed[d.deployment])
-    hungry = _starving(context, now)
+    tried = set(context.waiting if everybody else newcomers)
+    names = {name for name in tried if name in context.waiting}
+    if names:
+        names.update(_unpassable(context, now))
+    turns = [(_turn(context, context.deployment(name), now), name) for name in names]
+    heapq.heapify(turns)
+    ahead: set[_Wish] = set()
     failed: set[tuple[object, ...]] = set()
     placed: list[Deployment] = []
     seen: set[DeploymentId] = set()
-    for deployment in candidates:
-        if deployment.deployment in seen:
+    while turns:
+        turn, name = heapq.heappop(turns)
+        deployment = context.deployment(name)
+        if name in seen:
+            continue
+        turn_now = _turn(context, deployment, now)
+        if turn_now > turn:
+            # What was placed meanwhile counts against its tenant.
+            heapq.heappush(turns, (turn_now, name))
             continue
         gang = _gang(context, deployment)
         seen.update(each.deployment for each in gang)
-        if not _may_start(context, gang, now, hungry):
+        if why_not_yet(context, deployment) is not None:
             continue
-        keys = {_likeness(each) for each in gang}
-        if keys & failed:
-            continue
-        if _place_all(context, gang, now):
+        only = _ways_left(context, gang, ahead, now)
+        likeness = {_likeness(each, only[each.deployment]) for each in gang}
+        is_new = any(each.deployment in tried for each in gang)
+        if is_new and not likeness & failed and _place_all(context, gang, only, now):
             placed += gang
-        elif len(gang) == 1:
-            failed |= keys
+            # Now that their job has GPUs, it is the turn of its other deployments.
+            for other in context.job(deployment.job).deployments:
+                if other in names and other not in seen:
+                    turn = _turn(context, context.deployment(other), now)
+                    heapq.heappush(turns, (turn, other))
+            continue
+        if len(gang) == 1:
+            failed |= likeness
+        if not context.policy.backfills or _starves(context, deployment, now):
+            ahead.update((each.node_type, each.workers) for each in gang)
     return placed
 
 
@@ -138,11 +161,24 @@ def over_quota(context: Context, job: Job, gpus: int) -> str | None:
     return None
 
 
-def _place_all(context: Context, gang: list[Deployment], now: float) -> bool:
+def why_not_yet(context: Context, deployment: Deployment) -> tuple[str, str] | None:
+    """(reason, rule) for which `deployment` may not have GPUs even where some are free."""
+    job = context.job(deployment.job)
+    if job.gang and len(job.deployments) < job.gang:
+        have = len(job.deployments)
+        return f"its gang of {job.gang} has {have} deployments so far", "gang"
+    gpus = sum(each.workers for each in _gang(context, deployment))
+    reason = over_quota(context, job, gpus)
+    return None if reason is None else (reason, "quota")
+
+
+def _place_all(
+    context: Context, gang: list[Deployment], only: dict[DeploymentId, tuple[Way, ...]], now: float
+) -> bool:
     done: list[Deployment] = []
     # The largest first: it has the fewest places to go.
     for deployment in sorted(gang, key=lambda d: (-d.workers, d.created_at, d.deployment)):
-        if place(context, deployment, now) is None:
+        if place(context, deployment, now, only=only[deployment.deployment]) is None:
             for each in reversed(done):
                 leave(context, each)
                 each.ranks = ()
@@ -162,42 +198,38 @@ def _gang(context: Context, deployment: Deployment) -> list[Deployment]:
     return [context.deployment(name) for name in job.deployments if name in context.waiting]
 
 
-def _may_start(
-    context: Context, gang: list[Deployment], now: float, hungry: Deployment | None
-) -> bool:
-    job = context.job(gang[0].job)
-    if job.gang and len(job.deployments) < job.gang:
-        return False
-    if over_quota(context, job, sum(each.workers for each in gang)) is not None:
-        return False
-    if _is_partial(context, job):
-        return True
-    if hungry is None or hungry in gang:
-        return True
-    if context.policy.backfills and not _starves(context, hungry, now):
-        return True
-    # Behind a job that waits, only a place in a group that exists is free for the taking.
-    return all(shares(each) and each.workers != hungry.workers for each in gang)
+def _ways_left(
+    context: Context, gang: list[Deployment], ahead: set[_Wish], now: float
+) -> dict[DeploymentId, tuple[Way, ...]]:
+    """How each of `gang` may get GPUs behind those `ahead`, whom nobody may pass: none that they
+    may be waiting for, free or in a group of the size they want."""
+    found = {each.deployment: ways(context, each, now) for each in gang}
+    if _is_partial(context, context.job(gang[0].job)):
+        return found
+    for each in gang:
+        rivals = [workers for kind, workers in ahead if _alike(kind, each.node_type)]
+        if each.workers in rivals:
+            found[each.deployment] = ()
+        elif rivals:
+            left = [way for way in found[each.deployment] if way != Way.DEDICATED]
+            found[each.deployment] = tuple(left)
+    return found
 
 
-def _starving(context: Context, now: float) -> Deployment | None:
-    """The waiting deployment whose turn it is, if it has been passed over for too long, or at
-    all where the policy lets nobody pass."""
-    best: tuple[tuple[object, ...], Deployment] | None = None
-    for name in context.waiting:
-        deployment = context.deployment(name)
-        if context.policy.backfills and not _starves(context, deployment, now):
-            # In the order of creation: who came later has waited less.
-            break
-        job = context.job(deployment.job)
-        if over_quota(context, job, deployment.workers) is not None:
-            continue
-        if job.gang and len(job.deployments) < job.gang:
-            continue
-        key = _turn(context, deployment, now)
-        if best is None or key < best[0]:
-            best = key, deployment
-    return None if best is None else best[1]
+def _alike(one_type: str, other_type: str) -> bool:
+    """Whether two wishes could be for the same node."""
+    return "" in (one_type, other_type) or one_type == other_type
+
+
+def _unpassable(context: Context, now: float) -> list[DeploymentId]:
+    """Those waiting whom nobody behind them may pass."""
+    if not context.policy.backfills:
+        return list(context.waiting)
+    # In the order of creation: who came later has waited less.
+    starving = takewhile(
+        lambda name: _starves(context, context.deployment(name), now), context.waiting
+    )
+    return list(starving)
 
 
 def _starves(context: Context, deployment: Deployment, now: float) -> bool:
@@ -232,7 +264,7 @@ def tenant_share(context: Context, name: TenantId, now: float) -> float:
     return (gpus + used / SHARE_WINDOW_S) / weight
 
 
-def _likeness(deployment: Deployment) -> tuple[object, ...]:
+def _likeness(deployment: Deployment, only: tuple[Way, ...]) -> tuple[object, ...]:
     """What two deployments share that both fit or both do not."""
     return (
         deployment.workers,
@@ -240,6 +272,7 @@ def _likeness(deployment: Deployment) -> tuple[object, ...]:
         shares(deployment),
         deployment.state_bytes,
         deployment.trace,
+        only,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from plexrl.scheduler.admission import over_quota, waiting_order
+from plexrl.scheduler.admission import waiting_order, why_not_yet
 from plexrl.scheduler.capacity import Shape
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.placement import fitting, nearest, ways
@@ -22,13 +22,9 @@ def why_no_gpus(
     context: Context, deployment: Deployment, now: float
 ) -> tuple[str, str, float | None]:
     """(reason, rule, ETA) of a deployment that has no GPUs."""
-    job = context.job(deployment.job)
-    if job.gang and len(job.deployments) < job.gang:
-        have = len(job.deployments)
-        return f"its gang of {job.gang} has {have} deployments so far", "gang", None
-    quota = over_quota(context, job, deployment.workers)
-    if quota is not None:
-        return quota, "quota", None
+    held = why_not_yet(context, deployment)
+    if held is not None:
+        return *held, None
     order = waiting_order(context, now)
     position = next(i for i, each in enumerate(order) if each is deployment)
     eta_s = _capacity_eta_s(context, deployment, now)

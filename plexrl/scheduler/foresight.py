@@ -51,7 +51,11 @@ def holds_back(
     """
     if not context.policy.guards_slack or owns_time(guest):
         return None
-    if response_ratio(burst, now) >= context.config.starvation_ratio:
+    config = context.config
+    if response_ratio(burst, now) >= config.starvation_ratio:
+        return None
+    starves_at = max(burst.arrived_at, burst.served_at) + config.starvation_bound_s
+    if now >= starves_at:
         return None
     critical_s = next_critical_s(context, group, guest, now)
     if critical_s is None:
@@ -61,8 +65,8 @@ def holds_back(
     if burst.service_s + burst.setup_s + back_s <= critical_s:
         return None
     effective_s = burst.service_s + burst.setup_s
-    patience_s = (context.config.starvation_ratio - 1.0) * effective_s
-    left_s = burst.arrived_at + patience_s - now
+    patience_s = (config.starvation_ratio - 1.0) * effective_s
+    left_s = min(burst.arrived_at + patience_s, starves_at) - now
     return max(0.001, min(left_s, critical_s + effective_s))
 
 

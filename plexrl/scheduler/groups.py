@@ -37,10 +37,9 @@ def advance(context: Context, group: Group, now: float) -> None:
     holder = _holder(context, group)
     if holder is None:
         waiting = _waiting(context, group, now)
-        if waiting:
-            chosen = _first(context, group, waiting, now)
-            if not _held_back(context, group, chosen, now):
-                _grant(context, group, chosen, now)
+        chosen = _first_not_held_back(context, group, waiting, now)
+        if chosen is not None:
+            _grant(context, group, chosen, now)
         return
     if holder.moving is not None or not holder.is_ready:
         return
@@ -55,10 +54,10 @@ def advance(context: Context, group: Group, now: float) -> None:
     if not holder.running and not _goes_on(context, holder, now):
         waiting = _waiting(context, group, now, besides=holder)
         if waiting and _may_be_relieved(context, group, holder, waiting, now):
-            chosen = _first(context, group, waiting, now)
-            if not _held_back(context, group, chosen, now):
+            chosen = _first_not_held_back(context, group, waiting, now)
+            if chosen is not None:
                 _switch(context, group, holder, chosen, now)
-            return
+                return
         if not waiting and not holder.queue:
             _anticipate(context, group, holder, now)
             return
@@ -161,6 +160,19 @@ def _first(context: Context, group: Group, waiting: Sequence[Deployment], now: f
     return context.deployment(DeploymentId(best.name))
 
 
+def _first_not_held_back(
+    context: Context, group: Group, waiting: Sequence[Deployment], now: float
+) -> Deployment | None:
+    """The first of `waiting` that need not keep out of a critical segment."""
+    left = list(waiting)
+    while left:
+        chosen = _first(context, group, left, now)
+        if not _held_back(context, group, chosen, now):
+            return chosen
+        left.remove(chosen)
+    return None
+
+
 def _held_back(context: Context, group: Group, chosen: Deployment, now: float) -> bool:
     """Whether the burst that is next in order must keep out of a critical segment; looks again."""
     if not context.policy.guards_slack:
@@ -176,7 +188,7 @@ def _move_out(context: Context, group: Group, now: float) -> bool:
     """Carry on the moves of members that are between operations; True where the group waits."""
     for name in list(group.members):
         member = context.deployment(name)
-        if not is_due(member):
+        if not is_due(context, member):
             continue
         if member.residency == Residency.DEVICE and group.holder == name:
             _offload(context, group, member, now)

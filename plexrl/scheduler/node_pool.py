@@ -93,10 +93,12 @@ class NodePool:
             self._set_free(node, sorted(set(self._nodes[node].free) - indexes))
 
     def give_back(self, gpus: Sequence[RankPlacement]) -> None:
-        """These GPUs are free again."""
+        """These GPUs are free again, as far as their nodes still have them."""
         for node, indexes in _by_node(gpus).items():
-            if node in self._nodes:
-                self._set_free(node, sorted(indexes | set(self._nodes[node].free)))
+            found = self._nodes.get(node)
+            if found is not None:
+                there = {index for index in indexes if index < found.gpus}
+                self._set_free(node, sorted(there | set(found.free)))
 
     def size(self, node: NodeId) -> tuple[str, int]:
         """(type, GPUs) of a node as it was added; no GPUs for an unknown one."""

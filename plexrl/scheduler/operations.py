@@ -261,6 +261,9 @@ def finish_move(
 def _into_history(context: Context, operation: Operation, now: float) -> None:
     state = context.state
     operation.finished_at = now
+    if operation.source is not None:
+        # A move of the trainer may have waited for it.
+        context.touch(context.deployment(operation.source).group)
     if operation.started_at is not None:
         bill(state, context.deployment(operation.deployment), operation, now)
     state.finished_count += 1

@@ -122,10 +122,13 @@ Rank = tuple[bool, int, Key]
 
 
 def rank(ordering: Ordering, candidate: Candidate, now: float, starvation_bound_s: float) -> Rank:
-    """What orders candidates, the lowest first: who has waited beyond the bound, then the higher
-    priority class, then the rule."""
-    starves = now - candidate.arrived_at >= starvation_bound_s
-    return (not starves, -candidate.priority, ordering.key(candidate, now))
+    """What orders candidates, the lowest first: who has waited beyond the bound, in the order of
+    waiting, whatever their class; then the higher priority class, then the rule."""
+    # What is still in the queue of one that was served lately does not make it starve.
+    since = max(candidate.arrived_at, candidate.served_at)
+    if now - since >= starvation_bound_s:
+        return (False, 0, (since, 0.0, candidate.name))
+    return (True, -candidate.priority, ordering.key(candidate, now))
 
 
 def first(

@@ -87,7 +87,9 @@ def join(
     deployment.ranks = group.gpus
     trace = deployment.trace if shares(deployment) else None
     start_slot = int(now) % context.config.horizon_slots
-    deployment.reservation = Reservation(shift=float(start_slot + choice.shift_slots), trace=trace)
+    deployment.reservation = Reservation(
+        shift=float(start_slot + choice.shift_slots), trace=trace, overlap_s=choice.overlap_s
+    )
     context.inventory.reserve(deployment, strict=choice.way == Way.STRICT)
     deployment.placement = PlacementRecord(
         at=now,
@@ -132,7 +134,24 @@ def reserve_anew(context: Context, deployment: Deployment, shift: float) -> None
     """Replace the deployment's footprint by that of its present trace, at `shift` slots."""
     context.inventory.release(deployment)
     deployment.reservation = Reservation(shift=shift, trace=deployment.trace)
+    overlap_s = _overlap_s(context, deployment)
+    deployment.reservation = replace(deployment.reservation, overlap_s=overlap_s)
     context.inventory.reserve(deployment, strict=False)
+
+
+def _overlap_s(context: Context, deployment: Deployment) -> float:
+    """Seconds of a cycle in which a member is busy that has a profile and time of its own; others
+    came later or by sufferance, and give way."""
+    footprint = context.inventory.footprint(deployment)
+    others = np.zeros(footprint.horizon_slots, dtype=np.bool_)
+    for name in context.state.groups[_placed(deployment)].members:
+        reservation = context.deployment(name).reservation
+        if name == deployment.deployment or reservation is None or reservation.trace is None:
+            continue
+        if reservation.overlap_s == 0:
+            others |= context.inventory.footprint(context.deployment(name)).weights() > 0
+    busy = footprint.weights() > 0
+    return float(np.count_nonzero(busy & others)) / footprint.cycles
 
 
 def find(context: Context, deployment: Deployment, way: Way, now: float) -> Choice | None:
@@ -196,10 +215,10 @@ def contention_with(context: Context, deployment: Deployment, choice: Choice) ->
 def owns_time(member: Deployment) -> bool:
     """Whether the plan holds time free for it that must not be taken: placed strictly, and what it
     does there delays its job."""
-    placement, reservation = member.placement, member.reservation
-    if placement is None or reservation is None or reservation.trace is None:
+    reservation = member.reservation
+    if reservation is None or reservation.trace is None:
         return False
-    return has_critical(reservation.trace) and placement.overlap_s == 0
+    return has_critical(reservation.trace) and reservation.overlap_s == 0
 
 
 def has_critical(trace: DemandTrace) -> bool:
@@ -265,7 +284,7 @@ def fitting(context: Context, deployment: Deployment, now: float, *, strict: boo
             if fits:
                 break
     found.sort(key=lambda each: each[:2])
-    bound = math.inf if strict else config.overlap_max * trace.busy_s
+    bound = 0.0 if strict else config.overlap_max * trace.busy_s
     return [choice for _, _, choice in found if choice.overlap_s <= bound]
 
 

@@ -10,14 +10,18 @@ Moves cost; a job is moved only where the gain within `REPACK_WINDOW_S` exceeds 
 job wander.
 """
 
+import math
+from collections.abc import Callable
+from typing import assert_never
+
 from plexrl.ids import NodeId
 from plexrl.scheduler.commands import MigrateState, ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.placement import Choice, find, join, leave, nearest, place, shares, ways
 from plexrl.scheduler.policies import Way
-from plexrl.scheduler.profiler import forget_open_cycle
-from plexrl.scheduler.state import Deployment, Relocation, Residency, WpgState
+from plexrl.scheduler.profiler import forget_open_cycle, waiting_part
+from plexrl.scheduler.state import Deployment, MoveCause, Relocation, Residency, WpgState
 
 REPACK_WINDOW_S = 3600.0
 """Over which a move must pay."""
@@ -42,9 +46,10 @@ def consider_repacking(context: Context, deployment: Deployment, now: float) -> 
     """A profile is new: is there a group in whose gaps the job would pay to run?"""
     if not context.policy.repacks or not may_move(context, deployment, now):
         return
-    found = _reachable(context, deployment, nearest(context, deployment, now, strict=True, count=4))
-    if found and gain_s(context, deployment, found[0]) > HYSTERESIS * cost_s(deployment):
-        _begin(context, deployment, f"repacked into the gaps of {found[0].group}", now)
+    choice = _destination(context, deployment, MoveCause.REPACK, now)
+    if choice is not None:
+        reason = f"repacked into the gaps of {choice.group}"
+        _begin(context, deployment, MoveCause.REPACK, reason, now)
 
 
 def consider_relief(context: Context, deployment: Deployment, now: float) -> None:
@@ -69,9 +74,12 @@ def consider_relief(context: Context, deployment: Deployment, now: float) -> Non
         context.inventory.refresh(group)
     if worst <= bound or len(group.members) < 2 or parts[deployment.deployment] < worst:
         return
-    if may_move(context, deployment, now) and _elsewhere(context, deployment, now):
+    if not may_move(context, deployment, now):
+        return
+    if _destination(context, deployment, MoveCause.RELIEF, now) is not None:
         part = f"{parts[deployment.deployment]:.0%}"
-        _begin(context, deployment, f"waited {part} of its time, the bound is {bound:.0%}", now)
+        reason = f"waited {part} of its time, the bound is {bound:.0%}"
+        _begin(context, deployment, MoveCause.RELIEF, reason, now)
 
 
 def drain(context: Context, node: NodeId, now: float) -> None:
@@ -79,8 +87,11 @@ def drain(context: Context, node: NodeId, now: float) -> None:
     for name in context.inventory.groups_on(node):
         for member in list(context.state.groups[name].members):
             deployment = context.deployment(member)
-            if deployment.relocation is None and _elsewhere(context, deployment, now):
-                _begin(context, deployment, f"node {node!r} is drained", now)
+            if deployment.relocation is not None:
+                continue
+            if _destination(context, deployment, MoveCause.DRAIN, now) is not None:
+                reason = f"node {node!r} is drained"
+                _begin(context, deployment, MoveCause.DRAIN, reason, now)
 
 
 def may_move(context: Context, deployment: Deployment, now: float) -> bool:
@@ -101,8 +112,7 @@ def gain_s(context: Context, deployment: Deployment, choice: Choice) -> float:
     frees = 0.0
     if len(group.members) == 1:
         frees = 1.0 if context.waiting else FREE_GROUP_VALUE
-    now_overlap_s = deployment.placement.overlap_s if deployment.placement is not None else 0.0
-    relief = (now_overlap_s - choice.overlap_s) / deployment.trace.period_s
+    relief = (_overlap_s(deployment) - choice.overlap_s) / deployment.trace.period_s
     return REPACK_WINDOW_S * (frees + relief)
 
 
@@ -111,13 +121,16 @@ def cost_s(deployment: Deployment) -> float:
     return LAUNCH_S + 3.0 * deployment.state_bytes / MOVE_BYTES_PER_S
 
 
-def is_due(deployment: Deployment) -> bool:
-    """A move is wanted and the WPG is between operations."""
+def is_due(context: Context, deployment: Deployment) -> bool:
+    """A move is wanted, the WPG is between operations, and its state is whole: on the device, and
+    where a rollout is yet to pull what was published of it."""
     return (
         deployment.relocation is not None
         and deployment.state == WpgState.READY
         and not deployment.running
+        and not deployment.replaying
         and deployment.moving is None
+        and not _is_pulled(context, deployment)
     )
 
 
@@ -127,7 +140,7 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     assert relocation is not None, f"{deployment.deployment} is not on the move"
     deployment.relocation = None
     context.relocating.pop(deployment.deployment, None)
-    choice = _elsewhere(context, deployment, now)
+    choice = _destination(context, deployment, relocation.cause, now)
     if choice is None or deployment.group is None:
         return False
     old_group = context.state.groups[deployment.group]
@@ -162,6 +175,8 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
         deployment.state = WpgState.MIGRATING
         deployment.awaited_nodes = missing
         send_migration(context, deployment)
+    else:
+        _release_left_nodes(context, deployment)
     return True
 
 
@@ -188,11 +203,8 @@ def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
     deployment.awaited_nodes.remove(node)
     if deployment.awaited_nodes:
         return False
-    here = nodes_of(deployment)
-    gone = tuple(each for each in deployment.state_nodes if each not in here)
-    if gone:
-        context.emit(ReleaseState(deployment=deployment.deployment, nodes=gone))
-    deployment.state_nodes = list(here)
+    _release_left_nodes(context, deployment)
+    deployment.state_nodes = list(nodes_of(deployment))
     deployment.state = WpgState.RECOVERING
     return True
 
@@ -202,13 +214,77 @@ def nodes_of(deployment: Deployment) -> tuple[NodeId, ...]:
     return tuple(sorted({rank.node for rank in deployment.ranks}))
 
 
-def _begin(context: Context, deployment: Deployment, reason: str, now: float) -> None:
-    deployment.relocation = Relocation(reason=reason, asked_at=now)
+def _begin(
+    context: Context, deployment: Deployment, cause: MoveCause, reason: str, now: float
+) -> None:
+    deployment.relocation = Relocation(reason=reason, asked_at=now, cause=cause)
     context.relocating[deployment.deployment] = None
     context.touch(deployment.group)
 
 
-def _elsewhere(context: Context, deployment: Deployment, now: float) -> Choice | None:
+def _release_left_nodes(context: Context, deployment: Deployment) -> None:
+    """Have the nodes that the deployment is on no more drop what they keep of it."""
+    here = nodes_of(deployment)
+    gone = tuple(each for each in deployment.state_nodes if each not in here)
+    if gone:
+        context.emit(ReleaseState(deployment=deployment.deployment, nodes=gone))
+        deployment.state_nodes = [each for each in deployment.state_nodes if each in here]
+
+
+def _is_pulled(context: Context, deployment: Deployment) -> bool:
+    """Whether a sync has still to finish whose weights the deployment has published."""
+    operations = context.state.operations
+    for name in context.job(deployment.job).deployments:
+        other = context.deployment(name)
+        for each in (*other.running, *other.queue):
+            operation = operations[each]
+            if operation.source != deployment.deployment or operation.after is None:
+                continue
+            publish = operations.get(operation.after)
+            if publish is None or publish.state.is_final:
+                return True
+    return False
+
+
+def _destination(
+    context: Context, deployment: Deployment, cause: MoveCause, now: float
+) -> Choice | None:
+    """Where a move for this cause would lead now; None: nowhere, or it is not worth it."""
+    match cause:
+        case MoveCause.REPACK:
+            near = nearest(context, deployment, now, strict=True, count=4)
+            found = _reachable(context, deployment, near)
+            if found and gain_s(context, deployment, found[0]) > HYSTERESIS * cost_s(deployment):
+                return found[0]
+            return None
+        case MoveCause.RELIEF:
+            return _elsewhere(
+                context, deployment, now, lambda choice: _relieves(context, deployment, choice)
+            )
+        case MoveCause.DRAIN:
+            return _elsewhere(context, deployment, now, lambda _: True)
+        case _:
+            assert_never(cause)
+
+
+def _relieves(context: Context, deployment: Deployment, choice: Choice) -> bool:
+    """Whether less is to be waited for there than here."""
+    assert deployment.group is not None
+    rivals = len(context.state.groups[deployment.group].members) - 1
+    match choice.way:
+        case Way.DEDICATED:
+            return rivals > 0
+        case Way.STRICT:
+            return True
+        case Way.OVERLAP:
+            return choice.overlap_s < _overlap_s(deployment)
+        case _:
+            return len(context.state.groups[choice.group].members) < rivals
+
+
+def _elsewhere(
+    context: Context, deployment: Deployment, now: float, suits: Callable[[Choice], bool]
+) -> Choice | None:
     """Where the deployment could go, other than where it is."""
     for way in ways(context, deployment, now):
         match way:
@@ -220,16 +296,21 @@ def _elsewhere(context: Context, deployment: Deployment, now: float) -> Choice |
                     reach or {gpu.node for gpu in gpus} <= set(deployment.state_nodes)
                 ):
                     assert deployment.group is not None
-                    return Choice(group=deployment.group, way=way)
+                    own = Choice(group=deployment.group, way=way)
+                    if suits(own):
+                        return own
             case Way.STRICT | Way.OVERLAP:
                 strict = way == Way.STRICT
                 found = nearest(context, deployment, now, strict=strict, count=4)
-                if reachable := _reachable(context, deployment, found):
-                    return reachable[0]
+                for choice in _reachable(context, deployment, found):
+                    if suits(choice):
+                        return choice
             case _:
-                choice = find(context, deployment, way, now)
-                if choice is not None and _reachable(context, deployment, [choice]):
-                    return choice
+                joined = find(context, deployment, way, now)
+                if joined is None or not _reachable(context, deployment, [joined]):
+                    continue
+                if suits(joined):
+                    return joined
     return None
 
 
@@ -248,7 +329,15 @@ def _has_state(deployment: Deployment) -> bool:
     return deployment.durable_seq > 0 or deployment.residency == Residency.DEVICE
 
 
+def _overlap_s(deployment: Deployment) -> float:
+    return 0.0 if deployment.reservation is None else deployment.reservation.overlap_s
+
+
 def _waiting(deployment: Deployment) -> float:
-    if len(deployment.cycles) < CYCLES_MIN:
+    """The part of its time that a member waits, in the cycles since it came to its group."""
+    record = deployment.placement
+    since = -math.inf if record is None else record.at
+    cycles = [cycle for cycle in deployment.cycles if cycle.started_at >= since]
+    if len(cycles) < CYCLES_MIN:
         return 0.0
-    return deployment.waiting_part or 0.0
+    return waiting_part(cycles) or 0.0

@@ -81,6 +81,8 @@ class Reservation:
     """Slots from the ring's start to the start of one of its cycles."""
     trace: DemandTrace | None
     """Absent: all of it, because no profile says less."""
+    overlap_s: float = 0.0
+    """Seconds of a cycle in which a member with time of its own is busy too, by the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,12 +182,24 @@ class Operation:
     """Out of the history, and kept only because a recovery may repeat it."""
 
 
+class MoveCause(StrEnum):
+    """Why a WPG is to move: it says where it may go."""
+
+    REPACK = "repack"
+    """Only into a gap that pays."""
+    RELIEF = "relief"
+    """Only to where it waits less."""
+    DRAIN = "drain"
+    """Anywhere."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relocation:
     """A move to other GPUs that waits for an operation boundary."""
 
     reason: str
     asked_at: float
+    cause: MoveCause = MoveCause.DRAIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
