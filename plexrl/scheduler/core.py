@@ -53,6 +53,7 @@ from plexrl.scheduler.state import Deployment, Job, Operation, WpgState
 from plexrl.scheduler.tenants import (
     authenticate,
     check_budget,
+    check_gpus,
     tenant_configured,
     tenant_created,
 )
@@ -286,7 +287,8 @@ class SchedulerCore:
         if known is not None:
             same = (known.job, known.kind, known.workers, known.exclusive, known.spec_json)
             exclusive = event.exclusive or event.kind == "rollout"
-            if same != (event.job, event.kind, event.workers, exclusive, event.spec_json):
+            asked = (event.job, event.kind, event.workers, exclusive, event.spec_json)
+            if (*same, known.node_type) != (*asked, event.node_type):
                 raise ConflictError(
                     f"deployment {event.deployment!r} exists with other settings: use another name"
                 )
@@ -311,6 +313,7 @@ class SchedulerCore:
         if not context.state.nodes:
             raise UnavailableError("no node has joined the cluster yet: try again in a moment")
         check_it_can_fit(context.inventory.sizes(), deployment)
+        check_gpus(context.state, job.tenant, event.workers)
         context.state.deployments[event.deployment] = deployment
         job.deployments.append(event.deployment)
         if deployment.trace is None:

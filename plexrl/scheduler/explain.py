@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.eta import goes_before, start_s
-from plexrl.scheduler.explain_placement import why_no_gpus
+from plexrl.scheduler.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.foresight import holds_back
 from plexrl.scheduler.groups import candidate
 from plexrl.scheduler.state import Deployment, Group, Operation, WpgState
@@ -21,8 +21,8 @@ class Explanation:
     """`order`, `burst`, `slack`, `launching`, `recovering`, `migrating`, `relocation`, `capacity`,
     `quota`, `gang`, `turn`, `dependency`, `backoff`, `switch`, `router`, `running`, or the name of
     the ordering rule."""
-    holder: DeploymentId | None
-    """Who has the group's lock."""
+    holder: str | None
+    """Who has the group's lock; of another tenant's deployment only that it is one."""
     eta_s: float | None
     """Estimated seconds until it starts; absent where nothing is known."""
     position: int
@@ -35,7 +35,9 @@ def explain(context: Context, operation: Operation, now: float) -> Explanation |
         return None
     deployment = context.deployment(operation.deployment)
     group = context.group_of(deployment)
-    holder = None if group is None else group.holder
+    holder = None
+    if group is not None and group.holder is not None:
+        holder = name_for(context, group.holder, deployment)
     reason, rule, eta_s = _reason(context, operation, deployment, group, now)
     queue = deployment.queue
     position = queue.index(operation.operation) if operation.operation in queue else 0
@@ -104,9 +106,10 @@ def _why_another_holds(
         return "a switch of the group is under way", "switch", eta_s
     before = goes_before(context, group, deployment, now)
     if before:
-        names = ", ".join(each.name for each in before)
-        return f"{names} goes first by the rule {rule}", rule, eta_s
-    return f"{holder.deployment} is in the middle of its burst", "burst", eta_s
+        names = [name_for(context, DeploymentId(each.name), deployment) for each in before]
+        return f"{', '.join(names)} goes first by the rule {rule}", rule, eta_s
+    who = name_for(context, holder.deployment, deployment)
+    return f"{who} is in the middle of its burst", "burst", eta_s
 
 
 def _seconds_ahead(context: Context, operation: Operation, deployment: Deployment) -> float:

@@ -5,9 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission import waiting_order, why_not_yet
 from plexrl.scheduler.capacity import Shape
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.node_pool import NodeKind
 from plexrl.scheduler.placement import fitting, nearest, ways
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.state import Deployment
@@ -25,8 +27,11 @@ def why_no_gpus(
     held = why_not_yet(context, deployment)
     if held is not None:
         return *held, None
-    order = waiting_order(context, now)
-    position = next(i for i, each in enumerate(order) if each is deployment)
+    position = 0
+    for other in waiting_order(context, now):
+        if other is deployment:
+            break
+        position += _is_rival(deployment, other)
     eta_s = _capacity_eta_s(context, deployment, now)
     what = f"{deployment.workers} GPUs"
     if deployment.node_type:
@@ -41,12 +46,21 @@ def attempts(context: Context, deployment: Deployment, now: float) -> list[View]
     return [_attempt(context, deployment, way, now) for way in ways(context, deployment, now)]
 
 
+def name_for(context: Context, name: DeploymentId, reader: Deployment) -> str:
+    """A deployment's name as the owner of `reader` may see it."""
+    owner = context.job(context.deployment(name).job).tenant
+    return name if owner == context.job(reader.job).tenant else "another tenant's job"
+
+
 def near_groups(context: Context, deployment: Deployment, now: float) -> list[View]:
     """The groups, other than its own, in whose time the deployment's trace fits best."""
     return [
         {
             "group": choice.group,
-            "members": list(context.state.groups[choice.group].members),
+            "members": [
+                name_for(context, member, deployment)
+                for member in context.state.groups[choice.group].members
+            ],
             "shift_s": float(choice.shift_slots),
             "overlap_s": choice.overlap_s,
             "interference_s": choice.interference_s,
@@ -60,11 +74,10 @@ def near_groups(context: Context, deployment: Deployment, now: float) -> list[Vi
 def _attempt(context: Context, deployment: Deployment, way: Way, now: float) -> View:
     if way == Way.DEDICATED:
         free = context.inventory.pool.free_gpus(deployment.node_type)
-        return {
-            "way": way.value,
-            "free_gpus": free,
-            "why": f"{free} GPUs are in no group, {deployment.workers} of one kind are wanted",
-        }
+        why = f"{free} GPUs are in no group, {deployment.workers} of one kind are wanted"
+        if context.inventory.draining:
+            why += f"; {len(context.inventory.draining)} nodes are being drained"
+        return {"way": way.value, "free_gpus": free, "why": why}
     counts = _census(context, deployment)
     row: View = {"way": way.value, **counts}
     refused = [
@@ -128,20 +141,32 @@ def _census_of(
 
 
 def _capacity_eta_s(context: Context, deployment: Deployment, now: float) -> float | None:
-    """Seconds until jobs whose users said how long they take have given back enough GPUs."""
-    free = context.inventory.pool.free_gpus(deployment.node_type)
+    """Seconds until jobs whose users said how long they take have given back enough GPUs of a kind
+    that suits, whoever is before it; None where too few say so."""
+    free = {
+        kind: context.inventory.pool.free_gpus(kind.node_type)
+        for kind in context.inventory.sizes()
+        if deployment.node_type in ("", kind.node_type)
+    }
     ends = []
     for job in context.state.jobs.values():
-        if job.state.is_final or not job.expected_s:
+        if job.state.is_final or not job.expected_s or job.job == deployment.job:
             continue
-        gpus = sum(
-            len(context.state.groups[each.group].gpus)
-            for each in (context.deployment(name) for name in job.deployments)
-            if each.group is not None and len(context.state.groups[each.group].members) == 1
-        )
-        ends.append((max(0.0, job.submitted_at + job.expected_s - now), gpus))
-    for end_s, gpus in sorted(ends):
-        free += gpus
-        if free >= deployment.workers:
-            return end_s
+        end_s = max(0.0, job.submitted_at + job.expected_s - now)
+        for name in job.deployments:
+            placed = context.group_of(context.deployment(name))
+            if placed is not None and len(placed.members) == 1:
+                kind = NodeKind(placed.node_type, placed.gpu_memory_bytes)
+                ends.append((end_s, kind, len(placed.gpus)))
+    for end_s, kind, gpus in sorted(ends):
+        if kind in free:
+            free[kind] += gpus
+            if free[kind] >= deployment.workers:
+                return end_s
     return None
+
+
+def _is_rival(deployment: Deployment, other: Deployment) -> bool:
+    """Whether the two could want the same GPUs."""
+    wishes = (deployment.node_type, other.node_type)
+    return "" in wishes or wishes[0] == wishes[1]

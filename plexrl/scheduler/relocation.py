@@ -74,6 +74,9 @@ def consider_relief(context: Context, deployment: Deployment, now: float) -> Non
         context.inventory.refresh(group)
     if worst <= bound or len(group.members) < 2 or parts[deployment.deployment] < worst:
         return
+    if not context.policy.repacks:
+        # Who packs wants density; new members are kept away, nobody is moved.
+        return
     if not may_move(context, deployment, now):
         return
     if _destination(context, deployment, MoveCause.RELIEF, now) is not None:

@@ -69,6 +69,23 @@ def check_budget(state: State, name: TenantId) -> None:
         )
 
 
+def check_gpus(state: State, name: TenantId, workers: int) -> None:
+    """Refuse what its tenant's quota could never hold.
+
+    Raises:
+        QuotaExceededError: it asks for more GPUs than the tenant may hold at all.
+    """
+    tenant = state.tenants.get(name)
+    if tenant is None or tenant.gpus_max is None or workers <= tenant.gpus_max:
+        return
+    raise QuotaExceededError(
+        f"a deployment of {workers} GPUs is more than tenant {name!r} may hold, {tenant.gpus_max}: "
+        "ask for fewer workers, or an operator for a larger quota",
+        workers=workers,
+        quota=tenant.gpus_max,
+    )
+
+
 def authenticate(state: State, key_digest: str) -> tuple[TenantId, bool]:
     """(tenant, is operator) of an API key's digest.
 

@@ -194,7 +194,7 @@ TestCluster.settings = settings(
     max_examples=120,
     stateful_step_count=50,
     deadline=None,
-    # Explaining a failure traces every line of the core: minutes for what a look at it tells.
-    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+    # Shrinking and explaining a failure of this size takes many minutes, without an end in sight.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
