@@ -296,6 +296,9 @@ def _grant(context: Context, group: Group, deployment: Deployment, now: float) -
 def load(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Start the load of the holder's last complete version."""
     deployment.residency = Residency.MOVING
+    if group.prefetched == deployment.deployment:
+        # Once it has left the GPUs again, its state may lie on NVMe again.
+        group.prefetched = None
     _move(context, group, deployment, OperationKind.LOAD, deployment.durable_seq, now)
 
 
