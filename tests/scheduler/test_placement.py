@@ -15,9 +15,7 @@ HORIZON = 1200
 
 
 def trace(busy_s: float, period_s: float = 100.0, offset_s: float = 0.0) -> DemandTrace:
-    return DemandTrace(
-        period_s=period_s, segments=(Segment(offset_s=offset_s, duration_s=busy_s),)
-    )
+    return DemandTrace(period_s=period_s, segments=(Segment(offset_s=offset_s, duration_s=busy_s),))
 
 
 def cluster_of(gpus: int, policy: str, **changes: object) -> FakeCluster:
@@ -218,9 +216,7 @@ demands = st.builds(
 wishes = st.lists(
     st.one_of(
         st.tuples(st.just("end"), st.integers(0, 20)),
-        st.tuples(
-            st.sampled_from((1, 2, 4)), st.one_of(st.none(), demands), st.floats(0.0, 90.0)
-        ),
+        st.tuples(st.sampled_from((1, 2, 4)), st.one_of(st.none(), demands), st.floats(0.0, 90.0)),
     ),
     min_size=4,
     max_size=25,
