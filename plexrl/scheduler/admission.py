@@ -22,7 +22,7 @@ from plexrl.errors import CapacityError, ModelDoesNotFitError
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.node_pool import NodeKind
-from plexrl.scheduler.placement import leave, place, shares, ways
+from plexrl.scheduler.placement import leave, patience_ends_at, place, shares, ways
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.state import Deployment, Job, Tenant
 from plexrl.scheduler.usage import recent_gpu_seconds
@@ -84,7 +84,7 @@ def enqueue_deployment(context: Context, deployment: Deployment) -> None:
     context.newcomers.append(deployment.deployment)
     if context.policy.repacks and shares(deployment):
         # By then it may share where it could not before.
-        context.wake(deployment.created_at + context.config.cold_start_patience_s, "placement:")
+        context.wake(patience_ends_at(context, deployment), "placement:")
 
 
 def admit(context: Context, now: float) -> list[Deployment]:

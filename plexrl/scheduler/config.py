@@ -99,7 +99,7 @@ class SchedulerConfig:
     """(name, key digest) of tenants made at the first start."""
 
     def __post_init__(self) -> None:
-        make_policy(self.policy, self.cold_start_patience_s)
+        make_policy(self.policy)
         if self.ordering not in ORDERINGS:
             raise InvalidRequestError(
                 f"ordering {self.ordering!r} is unknown: use one of {', '.join(ORDERINGS)}"

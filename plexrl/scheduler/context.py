@@ -51,7 +51,7 @@ class Context:
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Go on under these settings; make anew what follows from them and the state."""
         self.config = config
-        self.policy = make_policy(config.policy, config.cold_start_patience_s)
+        self.policy = make_policy(config.policy)
         self.ordering = make_ordering(config.ordering)
         wanted = config.anticipation
         self.anticipates = self.ordering.anticipates if wanted is None else wanted

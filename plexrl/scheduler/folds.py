@@ -48,7 +48,8 @@ class Fit:
     shift_slots: int
     """δ: slots from the search's start to the first cycle."""
     overlap_s: float
-    """Seconds of a cycle in which a resident is busy too; 0 for a strict fit."""
+    """Seconds of a cycle in which a resident is busy too, those with slack counting as a quarter
+    and those of several residents for each; 0 for a strict fit."""
     interference_s: float
     """Overlap with the margin added, by weight of what is overlapped."""
     cost: float

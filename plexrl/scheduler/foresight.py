@@ -30,7 +30,7 @@ def next_critical_s(
         member = context.deployment(name)
         if member is besides or not owns_time(member) or not member.is_ready:
             continue
-        think_s, ended_at = member.estimates.think_seconds, member.burst_ended_at
+        think_s, ended_at = member.estimates.think_seconds, _worked_until(member)
         if think_s is None or ended_at is None or member.queue or member.running:
             continue
         due_s = ended_at + think_s - now
@@ -40,6 +40,13 @@ def next_critical_s(
         if soonest is None or due_s < soonest:
             soonest = due_s
     return soonest
+
+
+def _worked_until(member: Deployment) -> float | None:
+    """When the last burst ended; that of a holder that has paused may be over too."""
+    if member.burst_started_at is not None and member.idle_since is not None:
+        return member.idle_since
+    return member.burst_ended_at
 
 
 def holds_back(

@@ -47,8 +47,6 @@ def advance(context: Context, group: Group, now: float) -> None:
         if not holder.running:
             _replay_next(context, group, holder, now)
         return
-    if holder.running and context.inventory.spills(group):
-        _look_ahead(context, group, holder, now)
     if holder.relocation is not None:
         return
     if not holder.running and not _goes_on(context, holder, now):
@@ -62,6 +60,8 @@ def advance(context: Context, group: Group, now: float) -> None:
             _anticipate(context, group, holder, now)
             return
     _dispatch(context, group, holder, now)
+    if holder.running and context.inventory.spills(group):
+        _look_ahead(context, group, holder, now)
 
 
 def next_operation(context: Context, deployment: Deployment) -> Operation | None:
@@ -309,6 +309,9 @@ def _grant(context: Context, group: Group, deployment: Deployment, now: float) -
 def load(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Start the load of the holder's last complete version."""
     deployment.residency = Residency.MOVING
+    if group.prefetched == deployment.deployment:
+        # Once it has left the GPUs again, its state may lie on NVMe again.
+        group.prefetched = None
     _move(context, group, deployment, OperationKind.LOAD, deployment.durable_seq, now)
 
 

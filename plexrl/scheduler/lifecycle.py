@@ -136,16 +136,6 @@ def restart(context: Context, deployment: Deployment, reason: str, now: float) -
     """Start the WPG over from its last complete version; its group goes to others meanwhile."""
     job = context.job(deployment.job)
     deployment.failures += 1
-    if deployment.failures > context.config.launch_attempts:
-        end_job(
-            context,
-            job,
-            JobTrigger.FAILED,
-            f"the workers of {deployment.deployment!r} were lost {deployment.failures} times "
-            f"without completing an operation; the last time: {reason}",
-            now,
-        )
-        return
     interrupted = [name for name, command in deployment.running.items() if not command.replay]
     deployment.running.clear()
     for name in interrupted:
@@ -159,6 +149,16 @@ def restart(context: Context, deployment: Deployment, reason: str, now: float) -
         # It is made anew when it is needed again, under a name of its own.
         del context.state.operations[deployment.moving.operation]
         deployment.moving = None
+    if deployment.failures > context.config.launch_attempts:
+        end_job(
+            context,
+            job,
+            JobTrigger.FAILED,
+            f"the workers of {deployment.deployment!r} were lost {deployment.failures} times "
+            f"without completing an operation; the last time: {reason}",
+            now,
+        )
+        return
     deployment.replaying.clear()
     forget_open_cycle(deployment)
     if deployment.queue:

@@ -108,8 +108,15 @@ def ways(context: Context, deployment: Deployment, now: float) -> tuple[Way, ...
     """How `deployment` may get GPUs, best first."""
     if not shares(deployment):
         return (Way.DEDICATED,)
-    waited_s = now - deployment.created_at
-    return context.policy.ways(has_profile=deployment.trace is not None, waited_s=waited_s)
+    return context.policy.ways(
+        has_profile=deployment.trace is not None,
+        is_patience_over=now >= patience_ends_at(context, deployment),
+    )
+
+
+def patience_ends_at(context: Context, deployment: Deployment) -> float:
+    """Until when a job without a profile waits for a group of its own."""
+    return deployment.created_at + context.config.cold_start_patience_s
 
 
 def shares(deployment: Deployment) -> bool:

@@ -36,8 +36,9 @@ class PlacementPolicy(Protocol):
     repacks: bool
     """Jobs are placed again once their profile is known."""
 
-    def ways(self, *, has_profile: bool, waited_s: float) -> tuple[Way, ...]:
-        """The ways to try, best first."""
+    def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
+        """The ways to try, best first. `is_patience_over`: a job without a profile has waited long
+        enough for a group of its own."""
         ...
 
 
@@ -49,9 +50,9 @@ class Isolated:
     guards_slack = False
     repacks = False
 
-    def ways(self, *, has_profile: bool, waited_s: float) -> tuple[Way, ...]:
+    def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
         """Only new groups."""
-        del has_profile, waited_s
+        del has_profile, is_patience_over
         return (Way.DEDICATED,)
 
 
@@ -63,9 +64,9 @@ class Pack:
     guards_slack = False
     repacks = False
 
-    def ways(self, *, has_profile: bool, waited_s: float) -> tuple[Way, ...]:
+    def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
         """A group that exists before a new one."""
-        del has_profile, waited_s
+        del has_profile, is_patience_over
         return (Way.PACKED, Way.DEDICATED)
 
 
@@ -77,14 +78,11 @@ class Spread:
     guards_slack = True
     repacks = True
 
-    def __init__(self, cold_start_patience_s: float) -> None:
-        self._patience_s = cold_start_patience_s
-
-    def ways(self, *, has_profile: bool, waited_s: float) -> tuple[Way, ...]:
+    def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
         """Warm: fit strictly, else new, else overlap least. Cold: new, in the end any."""
         if has_profile:
             return (Way.STRICT, Way.DEDICATED, Way.OVERLAP)
-        if waited_s >= self._patience_s:
+        if is_patience_over:
             return (Way.DEDICATED, Way.EMPTIEST)
         return (Way.DEDICATED,)
 
@@ -99,7 +97,7 @@ class SpreadBackfill(Spread):
 POLICIES = ("isolated", "pack", "spread", "spread+backfill")
 
 
-def make_policy(name: str, cold_start_patience_s: float) -> PlacementPolicy:
+def make_policy(name: str) -> PlacementPolicy:
     """The policy of that name.
 
     Raises:
@@ -111,7 +109,7 @@ def make_policy(name: str, cold_start_patience_s: float) -> PlacementPolicy:
         case "pack":
             return Pack()
         case "spread":
-            return Spread(cold_start_patience_s)
+            return Spread()
         case "spread+backfill":
-            return SpreadBackfill(cold_start_patience_s)
+            return SpreadBackfill()
     raise InvalidRequestError(f"policy {name!r} is unknown: use one of {', '.join(POLICIES)}")
