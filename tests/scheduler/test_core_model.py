@@ -170,13 +170,14 @@ class Cluster(RuleBasedStateMachine):
             if view["state"] == "waiting":
                 assert not view["group"], "it waits and has GPUs"
                 continue
+            story = self.cluster.core.explain_job(view["job"], self.cluster.now)
+            assert view["pending"] == 0, f"{name} is placed and does not run: {story}"
             wpg = self.cluster.wpgs[name]
             held = wpg.device
             if held is None:
                 held = wpg.versions.get(view["durable_seq"], [])
             if view["residency"] in ("device", "offloaded"):
                 assert held == wanted, name
-            assert view["pending"] == 0, f"{name} is placed and its operations do not run"
 
     def _submit(self, name: str, kind: str) -> None:
         self.count += 1
