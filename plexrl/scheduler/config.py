@@ -61,6 +61,9 @@ class SchedulerConfig:
     waiting_part_max: float = 0.3
     """Bound on waiting / (waiting + running) of a job; past it its group takes no more members and
     the job that waits most is moved (PlexRL §7.2)."""
+    relief_after_s: float = 60.0
+    """How long a job must have been on its group before it is moved for waiting: new neighbours
+    settle first."""
     profile_cycles: int = 3
     """Cycles, warm-up not counted, that make a profile."""
     drift_tolerance: float = 0.2

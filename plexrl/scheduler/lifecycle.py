@@ -68,6 +68,9 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
     deployment.state = WpgState.STOPPED
     deployment.residency = Residency.NONE
     deployment.addresses.clear()
+    # What nobody asks for any more would be written into every snapshot.
+    forget_open_cycle(deployment)
+    deployment.cycles.clear()
 
 
 def _leave_group(context: Context, deployment: Deployment) -> None:
@@ -181,7 +184,10 @@ def restart(context: Context, deployment: Deployment, reason: str, now: float) -
 def worker_ready(context: Context, deployment: Deployment, rank: int, address: str) -> None:
     """A rank of the current incarnation listens."""
     deployment.addresses[rank] = address
-    if len(deployment.addresses) == deployment.workers and not deployment.is_ready:
+    if len(deployment.addresses) < deployment.workers:
+        return
+    deployment.endpoints = tuple(address for _, address in sorted(deployment.addresses.items()))
+    if not deployment.is_ready:
         deployment.state = WpgState.READY
         context.touch(deployment.group)
 

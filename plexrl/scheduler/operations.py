@@ -146,7 +146,7 @@ def start(
         replay=replay,
         params_json=operation.params_json,
         payload=operation.payload,
-        addresses=tuple(deployment.addresses[rank] for rank in sorted(deployment.addresses)),
+        addresses=deployment.endpoints,
         sources=sources,
         source=operation.source,
         source_seq=operation.source_seq,

@@ -74,8 +74,8 @@ def consider_relief(context: Context, deployment: Deployment, now: float) -> Non
         context.inventory.refresh(group)
     if worst <= bound or len(group.members) < 2 or parts[deployment.deployment] < worst:
         return
-    if not context.policy.repacks:
-        # Who packs wants density; new members are kept away, nobody is moved.
+    record = deployment.placement
+    if record is None or now - record.at < context.config.relief_after_s:
         return
     if not may_move(context, deployment, now):
         return

@@ -261,6 +261,9 @@ class Deployment:
     placement: PlacementRecord | None = None
     incarnation: int = 0
     addresses: dict[int, str] = field(default_factory=dict)
+    """Of the workers that are there, by rank."""
+    endpoints: tuple[str, ...] = ()
+    """All of them in the order of ranks, once the WPG is ready."""
     failures: int = 0
     """Launches since an operation last completed."""
     queue: list[OperationId] = field(default_factory=list)

@@ -16,7 +16,7 @@ REST_S = 100.0
 def cluster_of(nodes: int = 2, gpus: int = 2, **changes: object) -> FakeCluster:
     """Nodes n0, n1, … and a policy that repacks."""
     fields: dict[str, object] = {"policy": "spread", "profile_cycles": 2, "anticipation": False}
-    cluster = FakeCluster(**{**fields, **changes})
+    cluster = FakeCluster(**{**fields, "relief_after_s": 0.0, **changes})
     for index in range(nodes):
         cluster.join_node(gpus, f"n{index}")
     cluster.join_router()
