@@ -124,6 +124,7 @@ def leave(context: Context, deployment: Deployment) -> None:
     context.inventory.release(deployment)
     deployment.group = None
     deployment.reservation = None
+    _give_time_back(context, group)
     if not group.members:
         context.inventory.remove_group(group)
         del context.state.groups[group.group]
@@ -137,19 +138,31 @@ def reserve_anew(context: Context, deployment: Deployment, shift: float) -> None
     overlap_s = _overlap_s(context, deployment)
     deployment.reservation = replace(deployment.reservation, overlap_s=overlap_s)
     context.inventory.reserve(deployment, strict=False)
+    _give_time_back(context, context.state.groups[_placed(deployment)])
+
+
+def _give_time_back(context: Context, group: Group) -> None:
+    """A footprint has gone from where it was: whoever overlapped with it only has time of its own
+    again."""
+    for name in group.members:
+        member = context.deployment(name)
+        reservation = member.reservation
+        if reservation is None or reservation.trace is None or reservation.overlap_s == 0:
+            continue
+        overlap_s = _overlap_s(context, member)
+        if overlap_s < reservation.overlap_s:
+            member.reservation = replace(reservation, overlap_s=overlap_s)
 
 
 def _overlap_s(context: Context, deployment: Deployment) -> float:
-    """Seconds of a cycle in which a member is busy that has a profile and time of its own; others
-    came later or by sufferance, and give way."""
+    """Seconds of a cycle in which another member with a profile is busy. One without gives way."""
     footprint = context.inventory.footprint(deployment)
     others = np.zeros(footprint.horizon_slots, dtype=np.bool_)
     for name in context.state.groups[_placed(deployment)].members:
         reservation = context.deployment(name).reservation
         if name == deployment.deployment or reservation is None or reservation.trace is None:
             continue
-        if reservation.overlap_s == 0:
-            others |= context.inventory.footprint(context.deployment(name)).weights() > 0
+        others |= context.inventory.footprint(context.deployment(name)).weights() > 0
     busy = footprint.weights() > 0
     return float(np.count_nonzero(busy & others)) / footprint.cycles
 
