@@ -204,13 +204,12 @@ def contention_with(context: Context, deployment: Deployment, choice: Choice) ->
     somebody's demand is not known."""
     if deployment.trace is None:
         return None
-    owns = has_critical(deployment.trace) and choice.overlap_s == 0
-    residents = [_resident(deployment, deployment.trace, owns=owns)]
+    residents = [_resident(deployment, deployment.trace)]
     for name in context.state.groups[choice.group].members:
         member = context.deployment(name)
         if member.reservation is None or member.reservation.trace is None:
             return None
-        residents.append(_resident(member, member.reservation.trace, owns=owns_time(member)))
+        residents.append(_resident(member, member.reservation.trace))
     key = tuple(residents)
     known = context.contentions.get(key)
     if known is None:
@@ -218,6 +217,10 @@ def contention_with(context: Context, deployment: Deployment, choice: Choice) ->
             anticipates=context.anticipates,
             guards_slack=context.policy.guards_slack,
             starvation_ratio=context.config.starvation_ratio,
+            starvation_bound_s=context.config.starvation_bound_s,
+            horizon_slots=context.config.horizon_slots,
+            period_tolerance=context.config.period_tolerance,
+            profile_cycles=context.config.profile_cycles,
         )
         if len(context.contentions) >= PREDICTIONS_KEPT:
             context.contentions.clear()
@@ -239,13 +242,12 @@ def has_critical(trace: DemandTrace) -> bool:
     return any(each.slack_s < each.duration_s for each in trace.segments)
 
 
-def _resident(deployment: Deployment, trace: DemandTrace, *, owns: bool) -> Resident:
+def _resident(deployment: Deployment, trace: DemandTrace) -> Resident:
     estimates = deployment.estimates
     return Resident(
         trace=trace,
         load_s=estimates.move_s(OperationKind.LOAD),
         offload_s=estimates.move_s(OperationKind.OFFLOAD),
-        owns_time=owns,
     )
 
 
