@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from plexrl.scheduler.demand import DemandTrace, commensurate
+from plexrl.scheduler.profiler import WARM_UP_CYCLES
 
 BURSTS = 560
 """Followed in all, the warm-up not counted: more make a prediction dearer by as much, and less
@@ -90,7 +91,7 @@ class TurnRule:
     period_tolerance: float = 0.02
     """Part of a period by which a plan's may differ from it."""
     profile_cycles: int = 3
-    """That a member's period is measured over."""
+    """That a member's period is measured over, before its plan follows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +141,7 @@ class _Member:
         "burst_s",
         "busy_factors",
         "counted_at",
+        "cycles",
         "ended_at",
         "is_critical",
         "load_s",
@@ -171,7 +173,7 @@ class _Member:
         stream = number % STREAMS
         self.shared_order, self.own_order = _ORDERS[2 * stream], _ORDERS[2 * stream + 1]
         self.round = 37 * (number // STREAMS) % ORDER_CYCLES
-        self.burst = 0
+        self.burst = self.cycles = 0
         self.burst_s = self.segments[0][0]
         self.pause_s = self.segments[-1][1]
         # Where they begin makes no difference once they have relaxed: as far apart as can be.
@@ -183,7 +185,7 @@ class _Member:
 class _Plan:
     """A member's footprint on the ring."""
 
-    __slots__ = ("cycles", "meets", "period", "segments", "shift")
+    __slots__ = ("cycles", "meets", "period", "segments", "shift", "slots")
 
     def __init__(self, trace: DemandTrace, rule: TurnRule) -> None:
         self.cycles = commensurate(trace.period_s, rule.horizon_slots, rule.period_tolerance)
@@ -191,6 +193,8 @@ class _Plan:
         stretch = self.period / trace.period_s
         self.segments = [(each.offset_s * stretch, each.duration_s) for each in trace.segments]
         self.shift: float | None = None
+        self.slots: list[tuple[int, int]] = []
+        """(first, number) of each segment; none where nothing is planned yet."""
         self.meets: dict[int, float] = {}
         """By the other's cycles: slots after which the two stand to each other as before."""
 
@@ -201,23 +205,24 @@ class _Plan:
         beside = (at - self.shift) % self.period
         return min(beside, self.period - beside) > PHASE_TOLERANCE * self.period
 
+    def lay(self, at: float) -> None:
+        """Plan a cycle to start at `at`; the edges of segments are rounded outward to slots."""
+        self.shift = at
+        self.slots = []
+        for offset, duration in self.segments:
+            start = math.floor(at + offset)
+            self.slots.append((start, math.ceil(at + offset + duration) - start))
+
     def overlaps(self, other: "_Plan") -> bool:
-        """Whether both are busy in a slot; the edges of segments are rounded outward."""
-        if self.shift is None or other.shift is None:
-            return False
+        """Whether both are busy in a slot."""
         meets = self.meets.get(other.cycles)
         if meets is None:
             meets = self.period * self.cycles / math.lcm(self.cycles, other.cycles)
             self.meets[other.cycles] = meets
-        shift, other_shift = self.shift % self.period, other.shift % other.period
-        for offset, duration in self.segments:
-            start = math.floor(shift + offset)
-            stop = math.ceil(shift + offset + duration)
-            for other_offset, other_duration in other.segments:
-                other_start = math.floor(other_shift + other_offset)
+        for start, length in self.slots:
+            for other_start, other_length in other.slots:
                 after = (other_start - start) % meets
-                other_stop = math.ceil(other_shift + other_offset + other_duration)
-                if after < stop - start or meets - after < other_stop - other_start:
+                if after < length or meets - after < other_length:
                     return True
         return False
 
@@ -323,22 +328,28 @@ class _Network:
 
     def _follow(self, member: _Member, plan: _Plan) -> None:
         """Lay the plan where the member runs; whoever overlaps with nobody has time of its own."""
-        plan.shift = member.asked_at
+        plan.lay(member.asked_at)
         for each in self.members:
             if each is member or not each.owns_time:
                 each.owns_time = each.is_critical and self._is_apart(each)
 
     def _is_apart(self, member: _Member) -> bool:
         plan = member.plan
-        return plan is not None and not any(
-            other.plan is not None and plan.overlaps(other.plan)
-            for other in self.members
-            if other is not member
-        )
+        if plan is None or plan.shift is None:
+            return False
+        for other in self.members:
+            if other is not member and other.plan is not None and plan.overlaps(other.plan):
+                return False
+        return True
 
     def _serve(self, member: _Member) -> None:
         plan = member.plan
-        if plan is not None and member.burst == 0 and plan.is_beside(member.asked_at):
+        if (
+            plan is not None
+            and member.burst == 0
+            and member.cycles >= self.rule.profile_cycles + WARM_UP_CYCLES
+            and plan.is_beside(member.asked_at)
+        ):
             self._follow(member, plan)
         waited_s = self.now - member.asked_at
         member.waited_s += waited_s
@@ -347,6 +358,7 @@ class _Network:
         member.burst += 1
         if member.burst == len(member.segments):
             member.burst = 0
+            member.cycles += 1
             member.round = (member.round + 1) % len(member.shared_order)
         shared = member.shared_order[member.round]
         own = member.own_order[member.round]
