@@ -91,7 +91,7 @@ class TurnRule:
     period_tolerance: float = 0.02
     """Part of a period by which a plan's may differ from it."""
     profile_cycles: int = 3
-    """That a member's period is measured over, before its plan follows it."""
+    """That a member's period is measured over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +150,7 @@ class _Member:
         "own_order",
         "owns_time",
         "pause_s",
+        "pauses_seen",
         "plan",
         "round",
         "segments",
@@ -176,6 +177,8 @@ class _Member:
         self.burst = self.cycles = 0
         self.burst_s = self.segments[0][0]
         self.pause_s = self.segments[-1][1]
+        # Nobody is expected before a pause of theirs has been seen; the first is before any burst.
+        self.pauses_seen = -1
         # Where they begin makes no difference once they have relaxed: as far apart as can be.
         self.asked_at = phase * resident.trace.period_s
         self.ended_at = self.asked_at - self.pause_s
@@ -192,7 +195,7 @@ class _Plan:
         self.period = rule.horizon_slots / self.cycles
         stretch = self.period / trace.period_s
         self.segments = [(each.offset_s * stretch, each.duration_s) for each in trace.segments]
-        self.shift: float | None = None
+        self.shift = 0.0
         self.slots: list[tuple[int, int]] = []
         """(first, number) of each segment; none where nothing is planned yet."""
         self.meets: dict[int, float] = {}
@@ -200,8 +203,6 @@ class _Plan:
 
     def is_beside(self, at: float) -> bool:
         """Whether a cycle that starts at `at` is no more where it was planned."""
-        if self.shift is None:
-            return True
         beside = (at - self.shift) % self.period
         return min(beside, self.period - beside) > PHASE_TOLERANCE * self.period
 
@@ -246,12 +247,18 @@ class _Network:
 
         Those of the others overlap with all: unequal periods of one ring come together somewhere.
         """
-        for member, trace in zip(self.members, traces, strict=True):
+        for trace in traces:
             error_s = trace.jitter_s / math.sqrt(self.rule.profile_cycles)
             if error_s > self.rule.period_tolerance * trace.period_s:
                 return
+        # As placement lays them, one behind the other; who does not fit so is a guest at first.
+        behind_s = float(math.floor(-self.members[0].pause_s))
         for member, trace in zip(self.members, traces, strict=True):
             member.plan = _Plan(trace, self.rule)
+            member.plan.lay(behind_s)
+            member.owns_time = member.is_critical and self._is_apart(member)
+            last = trace.segments[-1]
+            behind_s += math.ceil(last.offset_s + last.duration_s)
 
     def count_from_here(self) -> None:
         """Forget what was waited so far."""
@@ -335,7 +342,7 @@ class _Network:
 
     def _is_apart(self, member: _Member) -> bool:
         plan = member.plan
-        if plan is None or plan.shift is None:
+        if plan is None:
             return False
         for other in self.members:
             if other is not member and other.plan is not None and plan.overlaps(other.plan):
@@ -344,13 +351,12 @@ class _Network:
 
     def _serve(self, member: _Member) -> None:
         plan = member.plan
-        if (
-            plan is not None
-            and member.burst == 0
-            and member.cycles >= self.rule.profile_cycles + WARM_UP_CYCLES
-            and plan.is_beside(member.asked_at)
-        ):
-            self._follow(member, plan)
+        if plan is not None and member.burst == 0 and member.cycles > 0:
+            # It follows a member that has left it, and one that has just been measured.
+            is_measured = member.cycles == self.rule.profile_cycles + WARM_UP_CYCLES
+            if is_measured or plan.is_beside(member.asked_at):
+                self._follow(member, plan)
+        member.pauses_seen += 1
         waited_s = self.now - member.asked_at
         member.waited_s += waited_s
         member.ended_at = self.now = self.now + member.burst_s
@@ -393,6 +399,8 @@ class _Network:
         now = self.now
         expected, soonest = self.holder, math.inf
         for member in self.members:
+            if member.pauses_seen == 0:
+                continue
             if critical and (member.asked_at <= now or not member.owns_time):
                 continue
             due = member.ended_at + member.pause_s
@@ -415,6 +423,7 @@ class _Network:
             for member in self.members
             if member is not guest
             and member.owns_time
+            and member.pauses_seen > 0
             and member.asked_at > self.now
             and self.now <= member.ended_at + (1.0 + LATE_PART) * member.pause_s
         ]
