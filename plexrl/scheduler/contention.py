@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from plexrl.scheduler.demand import DemandTrace, commensurate
-from plexrl.scheduler.profiler import WARM_UP_CYCLES
 
 BURSTS = 560
 """Followed in all, the warm-up not counted: more make a prediction dearer by as much, and less
@@ -352,8 +351,9 @@ class _Network:
     def _serve(self, member: _Member) -> None:
         plan = member.plan
         if plan is not None and member.burst == 0 and member.cycles > 0:
-            # It follows a member that has left it, and one that has just been measured.
-            is_measured = member.cycles == self.rule.profile_cycles + WARM_UP_CYCLES
+            # It follows a member that has left it, and one that has just been measured. The warm-up
+            # ends inside the first burst: that a job publishes is known once it has.
+            is_measured = member.cycles == self.rule.profile_cycles
             if is_measured or plan.is_beside(member.asked_at):
                 self._follow(member, plan)
         member.pauses_seen += 1
