@@ -9,10 +9,12 @@ rule. The network is followed for a fixed number of bursts, without a draw of ch
 quantiles of a lognormal law, each as often as the others, in fixed shuffled orders.
 
 A prediction is a function of the residents alone, whatever order they are named in. It costs 2 to
-3 µs a burst, so 1.5 to 2 ms, nearly however many residents there are.
+3 µs a burst, so 1 to 2 ms, nearly however many residents there are.
 
 Where the rule guards slack, plans matter after all: they say who has time of its own, and follow
 each member to where it runs. So plans are laid here as the scheduler lays them, on the same ring.
+Some residents have several ways of running that keep themselves up once they are in one: which it
+is hangs on how they began, so the beginning is followed too, for members that came evenly spread.
 
 Not modelled: priority classes, recoveries, prefetches (a load takes what it takes on average), and
 rules of turns other than `hrrs`.
