@@ -4,7 +4,8 @@
 
 Jobs are placed by policy `spread` on one group, with their demand declared, by the scheduler's own
 core on a virtual clock, and then run for `CYCLES` cycles each and seed. *predicted* is what the
-last placement recorded: waiting / (waiting + running) on average over the group's members.
+last placement recorded: waiting / (waiting + running) on average over the group's members; mean
+over seeds, since by then the others' demand is what a few cycles of the seed's have shown of it.
 *profiler* is what the core's profiler then measured, *measured* the same from the simulator's own
 records: mean over jobs and seeds, `±` its standard error over seeds. A prediction is held to 10 %
 of the measured part (`rel`), or where that is below 10 % to one percentage point (`abs`): both
@@ -140,10 +141,11 @@ def rows_of(
     held = baseline_held = 0
     for cell in cells:
         found = runs[cell]
-        predicted, measured = found[0].predicted, fmean(each.measured for each in found)
+        predicted = fmean(each.predicted for each in found)
+        measured = fmean(each.measured for each in found)
         error = stdev(each.measured for each in found) / sqrt(len(found))
         profiler = fmean(each.profiler for each in found)
-        overlap = found[0].overlap
+        overlap = fmean(each.overlap for each in found)
         is_held, bound = holds(predicted, measured)
         held += is_held
         baseline_held += holds(overlap, measured)[0]

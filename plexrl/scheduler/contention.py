@@ -9,7 +9,12 @@ rule. The network is followed for a fixed number of bursts, without a draw of ch
 quantiles of a lognormal law, each as often as the others, in fixed shuffled orders.
 
 A prediction is a function of the residents alone, whatever order they are named in. It costs 2 to
-3 µs a burst, so 1.5 to 2 ms, nearly however many residents there are.
+3 µs a burst, so 1 to 2 ms, nearly however many residents there are.
+
+Where the rule guards slack, plans matter after all: they say who has time of its own, and follow
+each member to where it runs. So plans are laid here as the scheduler lays them, on the same ring.
+Some residents have several ways of running that keep themselves up once they are in one: which it
+is hangs on how they began, so the beginning is followed too, for members that came evenly spread.
 
 Not modelled: priority classes, recoveries, prefetches (a load takes what it takes on average), and
 rules of turns other than `hrrs`.
@@ -20,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from plexrl.scheduler.demand import DemandTrace
+from plexrl.scheduler.demand import DemandTrace, commensurate
 
 BURSTS = 560
 """Followed in all, the warm-up not counted: more make a prediction dearer by as much, and less
@@ -53,6 +58,9 @@ WEIGHT_MAX = 8.0
 OVERDUE = 2.0
 """A member is expected until this many times its usual pause have passed."""
 
+PHASE_TOLERANCE = 0.1
+"""Part of the period by which a member may run beside its plan before the plan follows it."""
+
 LATE_PART = 0.5
 """Of its usual pause, for which a critical member that is late still keeps guests out."""
 
@@ -64,8 +72,6 @@ class Resident:
     trace: DemandTrace
     load_s: float = 0.0
     offload_s: float = 0.0
-    owns_time: bool = True
-    """Guests keep out of its bursts where the rule guards slack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +81,18 @@ class TurnRule:
     anticipates: bool = True
     """A group that nobody waits for is switched to whoever is expected first."""
     guards_slack: bool = False
-    """Guests wait for a gap between the bursts of those that own time."""
+    """Guests, whose plan overlaps with another's, wait for a gap between the bursts of those that
+    have time of their own."""
     starvation_ratio: float = 2.0
     """Response ratio from which a guest waits no longer."""
+    starvation_bound_s: float = 600.0
+    """Of waiting, after which it does not either."""
+    horizon_slots: int = 28_800
+    """Of the ring that plans are laid on."""
+    period_tolerance: float = 0.02
+    """Part of a period by which a plan's may differ from it."""
+    profile_cycles: int = 3
+    """That a member's period is measured over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +142,17 @@ class _Member:
         "burst_s",
         "busy_factors",
         "counted_at",
+        "cycles",
         "ended_at",
+        "is_critical",
         "load_s",
         "offload_s",
         "own_factors",
         "own_order",
         "owns_time",
         "pause_s",
+        "pauses_seen",
+        "plan",
         "round",
         "segments",
         "shared_factors",
@@ -143,7 +162,9 @@ class _Member:
 
     def __init__(self, number: int, resident: Resident, phase: float) -> None:
         self.load_s, self.offload_s = resident.load_s, resident.offload_s
-        self.owns_time = resident.owns_time
+        self.plan: _Plan | None = None
+        self.is_critical = any(each.slack_s < each.duration_s for each in resident.trace.segments)
+        self.owns_time = False
         round_trip_s = self.load_s + self.offload_s
         self.segments = _bursts(resident.trace, round_trip_s)
         """(seconds of the burst, of the pause behind it, slack)."""
@@ -154,13 +175,58 @@ class _Member:
         stream = number % STREAMS
         self.shared_order, self.own_order = _ORDERS[2 * stream], _ORDERS[2 * stream + 1]
         self.round = 37 * (number // STREAMS) % ORDER_CYCLES
-        self.burst = 0
+        self.burst = self.cycles = 0
         self.burst_s = self.segments[0][0]
         self.pause_s = self.segments[-1][1]
+        # Nobody is expected before a pause of theirs has been seen; the first is before any burst.
+        self.pauses_seen = -1
         # Where they begin makes no difference once they have relaxed: as far apart as can be.
         self.asked_at = phase * resident.trace.period_s
         self.ended_at = self.asked_at - self.pause_s
         self.waited_s = self.counted_at = 0.0
+
+
+class _Plan:
+    """A member's footprint on the ring."""
+
+    __slots__ = ("cycles", "meets", "period", "segments", "shift", "slots")
+
+    def __init__(self, trace: DemandTrace, rule: TurnRule) -> None:
+        self.cycles = commensurate(trace.period_s, rule.horizon_slots, rule.period_tolerance)
+        self.period = rule.horizon_slots / self.cycles
+        stretch = self.period / trace.period_s
+        self.segments = [(each.offset_s * stretch, each.duration_s) for each in trace.segments]
+        self.shift = 0.0
+        self.slots: list[tuple[int, int]] = []
+        """(first, number) of each segment; none where nothing is planned yet."""
+        self.meets: dict[int, float] = {}
+        """By the other's cycles: slots after which the two stand to each other as before."""
+
+    def is_beside(self, at: float) -> bool:
+        """Whether a cycle that starts at `at` is no more where it was planned."""
+        beside = (at - self.shift) % self.period
+        return min(beside, self.period - beside) > PHASE_TOLERANCE * self.period
+
+    def lay(self, at: float) -> None:
+        """Plan a cycle to start at `at`; the edges of segments are rounded outward to slots."""
+        self.shift = at
+        self.slots = []
+        for offset, duration in self.segments:
+            start = math.floor(at + offset)
+            self.slots.append((start, math.ceil(at + offset + duration) - start))
+
+    def overlaps(self, other: "_Plan") -> bool:
+        """Whether both are busy in a slot."""
+        meets = self.meets.get(other.cycles)
+        if meets is None:
+            meets = self.period * self.cycles / math.lcm(self.cycles, other.cycles)
+            self.meets[other.cycles] = meets
+        for start, length in self.slots:
+            for other_start, other_length in other.slots:
+                after = (other_start - start) % meets
+                if after < length or meets - after < other_length:
+                    return True
+        return False
 
 
 class _Network:
@@ -174,6 +240,26 @@ class _Network:
         self.holder = min(self.members, key=lambda each: each.asked_at)
         self.now = self.holder.asked_at
         self.just_ended = False
+        if rule.guards_slack:
+            self._make_plans([each.trace for each in residents])
+
+    def _make_plans(self, traces: Sequence[DemandTrace]) -> None:
+        """Plans for members whose periods are measured well enough to be told from each other.
+
+        Those of the others overlap with all: unequal periods of one ring come together somewhere.
+        """
+        for trace in traces:
+            error_s = trace.jitter_s / math.sqrt(self.rule.profile_cycles)
+            if error_s > self.rule.period_tolerance * trace.period_s:
+                return
+        # As placement lays them, one behind the other; who does not fit so is a guest at first.
+        behind_s = float(math.floor(-self.members[0].pause_s))
+        for member, trace in zip(self.members, traces, strict=True):
+            member.plan = _Plan(trace, self.rule)
+            member.plan.lay(behind_s)
+            member.owns_time = member.is_critical and self._is_apart(member)
+            last = trace.segments[-1]
+            behind_s += math.ceil(last.offset_s + last.duration_s)
 
     def count_from_here(self) -> None:
         """Forget what was waited so far."""
@@ -202,32 +288,45 @@ class _Network:
         if not self.just_ended and holder.asked_at <= self.now:
             self._serve(holder)
             return True
-        first = self._first(waiting)
-        if self.rule.guards_slack and not first.owns_time:
-            wait_s = self._kept_out_s(first)
-            if wait_s > 0.0:
-                arrivals = [m.asked_at for m in self.members if m.asked_at > self.now]
-                self.now = min([self.now + wait_s, *arrivals])
-                self.just_ended = False
-                return False
+        first, wait_s = self._first_not_kept_out(waiting)
+        if first is None:
+            return self._look_out(wait_s)
         if first is not holder:
             self.now += holder.offload_s + first.load_s
         self._serve(first)
         return True
 
-    def _look_out(self) -> bool:
-        """Nobody waits: have the group ready for whoever is expected."""
+    def _first_not_kept_out(self, waiting: list[_Member]) -> tuple[_Member | None, float]:
+        """Who is first of those that may start, or until when to look again."""
+        wait_s = math.inf
+        while waiting:
+            first = self._first(waiting)
+            if first.plan is None or first.owns_time:
+                return first, 0.0
+            kept_out_s = self._kept_out_s(first)
+            if kept_out_s <= 0.0:
+                return first, 0.0
+            wait_s = min(wait_s, kept_out_s)
+            waiting = [member for member in waiting if member is not first]
+        return None, wait_s
+
+    def _look_out(self, wait_s: float | None = None) -> bool:
+        """Nobody waits, or only those kept out for this long: have the group ready for whoever is
+        expected."""
         self.just_ended = False
         holder = self.holder
-        expected = self._expected() if self.rule.anticipates else holder
+        expected = holder
+        if self.rule.anticipates:
+            expected = self._expected(critical=wait_s is not None)
         if expected is holder:
-            self.now = min([member.asked_at for member in self.members])
+            arrivals = [member.asked_at for member in self.members if member.asked_at > self.now]
+            until = math.inf if wait_s is None else self.now + wait_s
+            self.now = min([until, *arrivals])
             return False
         self.now += holder.offload_s
         if expected.asked_at > self.now:
             came = [member for member in self.members if member.asked_at <= self.now]
-            if came:
-                expected = self._first(came)
+            expected = self._first_not_kept_out(came)[0] or expected
         self.now += expected.load_s
         self.holder = expected
         if expected.asked_at > self.now:
@@ -235,7 +334,31 @@ class _Network:
         self._serve(expected)
         return True
 
+    def _follow(self, member: _Member, plan: _Plan) -> None:
+        """Lay the plan where the member runs; whoever overlaps with nobody has time of its own."""
+        plan.lay(member.asked_at)
+        for each in self.members:
+            if each is member or not each.owns_time:
+                each.owns_time = each.is_critical and self._is_apart(each)
+
+    def _is_apart(self, member: _Member) -> bool:
+        plan = member.plan
+        if plan is None:
+            return False
+        for other in self.members:
+            if other is not member and other.plan is not None and plan.overlaps(other.plan):
+                return False
+        return True
+
     def _serve(self, member: _Member) -> None:
+        plan = member.plan
+        if plan is not None and member.burst == 0 and member.cycles > 0:
+            # It follows a member that has left it, and one that has just been measured. The warm-up
+            # ends inside the first burst: that a job publishes is known once it has.
+            is_measured = member.cycles == self.rule.profile_cycles
+            if is_measured or plan.is_beside(member.asked_at):
+                self._follow(member, plan)
+        member.pauses_seen += 1
         waited_s = self.now - member.asked_at
         member.waited_s += waited_s
         member.ended_at = self.now = self.now + member.burst_s
@@ -243,6 +366,7 @@ class _Network:
         member.burst += 1
         if member.burst == len(member.segments):
             member.burst = 0
+            member.cycles += 1
             member.round = (member.round + 1) % len(member.shared_order)
         shared = member.shared_order[member.round]
         own = member.own_order[member.round]
@@ -272,10 +396,15 @@ class _Network:
                 best, best_urgency = member, urgency
         return best
 
-    def _expected(self) -> _Member:
+    def _expected(self, *, critical: bool) -> _Member:
+        """Who is due first; `critical`: of those with time of their own that have not asked yet."""
         now = self.now
         expected, soonest = self.holder, math.inf
         for member in self.members:
+            if member.pauses_seen == 0:
+                continue
+            if critical and (member.asked_at <= now or not member.owns_time):
+                continue
             due = member.ended_at + member.pause_s
             if due < soonest and now <= member.ended_at + OVERDUE * member.pause_s:
                 expected, soonest = member, due
@@ -287,6 +416,7 @@ class _Network:
         if guest is not self.holder:
             effective_s += guest.load_s + self.holder.offload_s
         patience_s = (self.rule.starvation_ratio - 1.0) * effective_s
+        patience_s = min(patience_s, self.rule.starvation_bound_s)
         left_s = guest.asked_at + patience_s - self.now
         if left_s <= 1e-9:
             return 0.0
@@ -295,6 +425,7 @@ class _Network:
             for member in self.members
             if member is not guest
             and member.owns_time
+            and member.pauses_seen > 0
             and member.asked_at > self.now
             and self.now <= member.ended_at + (1.0 + LATE_PART) * member.pause_s
         ]
@@ -310,7 +441,7 @@ def _sort_key(resident: Resident) -> tuple[float, ...]:
     segments = (
         value for each in trace.segments for value in (each.offset_s, each.duration_s, each.slack_s)
     )
-    switch = (resident.load_s, resident.offload_s, float(resident.owns_time))
+    switch = (resident.load_s, resident.offload_s)
     return (trace.period_s, trace.jitter_s, *switch, *segments)
 
 

@@ -15,6 +15,7 @@ from plexrl.scheduler.hrrs import Candidate
 from plexrl.scheduler.lifecycle import launch
 from plexrl.scheduler.operations import start
 from plexrl.scheduler.ordering import first
+from plexrl.scheduler.placement import owns_time
 from plexrl.scheduler.relocation import finish as finish_relocation
 from plexrl.scheduler.relocation import is_due
 from plexrl.scheduler.state import Deployment, Group, Operation, Residency, WpgState
@@ -55,6 +56,11 @@ def advance(context: Context, group: Group, now: float) -> None:
             chosen = _first_not_held_back(context, group, waiting, now)
             if chosen is not None:
                 _switch(context, group, holder, chosen, now)
+                return
+            if not holder.queue:
+                # All who wait keep out of a critical segment, and the holder has had its moment.
+                end_burst(holder, now)
+                _anticipate(context, group, holder, now, held_back=True)
                 return
         if not waiting and not holder.queue:
             _anticipate(context, group, holder, now)
@@ -241,11 +247,15 @@ def _round_trip_s(deployment: Deployment) -> float:
     return estimates.move_s(OperationKind.OFFLOAD) + estimates.move_s(OperationKind.LOAD)
 
 
-def _anticipate(context: Context, group: Group, holder: Deployment, now: float) -> None:
+def _anticipate(
+    context: Context, group: Group, holder: Deployment, now: float, *, held_back: bool = False
+) -> None:
     """Switch a group that nobody waits for to the member whose next burst is expected first.
 
     Only once the holder's own burst is known to be over. A wrong guess costs little: whoever comes
     instead needs a switch either way, and one that comes during the offload is handed the group.
+    Where members wait but are held back, it is for one with time of its own, and only such a one is
+    switched to.
     """
     if (
         not context.anticipates
@@ -253,16 +263,23 @@ def _anticipate(context: Context, group: Group, holder: Deployment, now: float) 
         or holder.burst_ended_at is None
     ):
         return
-    expected = _expected_next(context, group, now)
+    expected = _expected_next(context, group, now, critical=held_back)
     if expected is not None and expected is not holder:
         _switch(context, group, holder, expected, now)
 
 
-def _expected_next(context: Context, group: Group, now: float) -> Deployment | None:
-    """The member whose next burst is due first, by when its last one ended and its usual pause."""
+def _expected_next(
+    context: Context, group: Group, now: float, *, critical: bool = False
+) -> Deployment | None:
+    """The member whose next burst is due first, by when its last one ended and its usual pause.
+
+    `critical`: of those with time of their own that have not asked yet.
+    """
     expected = []
     for name in group.members:
         member = context.deployment(name)
+        if critical and (member.queue or not owns_time(member)):
+            continue
         think_s, ended_at = member.estimates.think_seconds, member.burst_ended_at
         if think_s is None or ended_at is None or not member.is_ready:
             continue
@@ -294,7 +311,7 @@ def successor(context: Context, group: Group, now: float) -> Deployment | None:
     if not wants_the_group(context, incoming, now):
         waiting = _waiting(context, group, now)
         if waiting:
-            return _first(context, group, waiting, now)
+            return _first_not_held_back(context, group, waiting, now) or incoming
     return incoming
 
 

@@ -131,6 +131,7 @@ def leave(context: Context, deployment: Deployment) -> None:
     context.inventory.release(deployment)
     deployment.group = None
     deployment.reservation = None
+    _give_time_back(context, group)
     if not group.members:
         context.inventory.remove_group(group)
         del context.state.groups[group.group]
@@ -144,19 +145,31 @@ def reserve_anew(context: Context, deployment: Deployment, shift: float) -> None
     overlap_s = _overlap_s(context, deployment)
     deployment.reservation = replace(deployment.reservation, overlap_s=overlap_s)
     context.inventory.reserve(deployment, strict=False)
+    _give_time_back(context, context.state.groups[_placed(deployment)])
+
+
+def _give_time_back(context: Context, group: Group) -> None:
+    """A footprint has gone from where it was: whoever overlapped with it only has time of its own
+    again."""
+    for name in group.members:
+        member = context.deployment(name)
+        reservation = member.reservation
+        if reservation is None or reservation.trace is None or reservation.overlap_s == 0:
+            continue
+        overlap_s = _overlap_s(context, member)
+        if overlap_s < reservation.overlap_s:
+            member.reservation = replace(reservation, overlap_s=overlap_s)
 
 
 def _overlap_s(context: Context, deployment: Deployment) -> float:
-    """Seconds of a cycle in which a member is busy that has a profile and time of its own; others
-    came later or by sufferance, and give way."""
+    """Seconds of a cycle in which another member with a profile is busy. One without gives way."""
     footprint = context.inventory.footprint(deployment)
     others = np.zeros(footprint.horizon_slots, dtype=np.bool_)
     for name in context.state.groups[_placed(deployment)].members:
         reservation = context.deployment(name).reservation
         if name == deployment.deployment or reservation is None or reservation.trace is None:
             continue
-        if reservation.overlap_s == 0:
-            others |= context.inventory.footprint(context.deployment(name)).weights() > 0
+        others |= context.inventory.footprint(context.deployment(name)).weights() > 0
     busy = footprint.weights() > 0
     return float(np.count_nonzero(busy & others)) / footprint.cycles
 
@@ -198,13 +211,12 @@ def contention_with(context: Context, deployment: Deployment, choice: Choice) ->
     somebody's demand is not known."""
     if deployment.trace is None:
         return None
-    owns = has_critical(deployment.trace) and choice.overlap_s == 0
-    residents = [_resident(deployment, deployment.trace, owns=owns)]
+    residents = [_resident(deployment, deployment.trace)]
     for name in context.state.groups[choice.group].members:
         member = context.deployment(name)
         if member.reservation is None or member.reservation.trace is None:
             return None
-        residents.append(_resident(member, member.reservation.trace, owns=owns_time(member)))
+        residents.append(_resident(member, member.reservation.trace))
     key = tuple(residents)
     known = context.contentions.get(key)
     if known is None:
@@ -212,6 +224,10 @@ def contention_with(context: Context, deployment: Deployment, choice: Choice) ->
             anticipates=context.anticipates,
             guards_slack=context.policy.guards_slack,
             starvation_ratio=context.config.starvation_ratio,
+            starvation_bound_s=context.config.starvation_bound_s,
+            horizon_slots=context.config.horizon_slots,
+            period_tolerance=context.config.period_tolerance,
+            profile_cycles=context.config.profile_cycles,
         )
         if len(context.contentions) >= PREDICTIONS_KEPT:
             context.contentions.clear()
@@ -233,13 +249,12 @@ def has_critical(trace: DemandTrace) -> bool:
     return any(each.slack_s < each.duration_s for each in trace.segments)
 
 
-def _resident(deployment: Deployment, trace: DemandTrace, *, owns: bool) -> Resident:
+def _resident(deployment: Deployment, trace: DemandTrace) -> Resident:
     estimates = deployment.estimates
     return Resident(
         trace=trace,
         load_s=estimates.move_s(OperationKind.LOAD),
         offload_s=estimates.move_s(OperationKind.OFFLOAD),
-        owns_time=owns,
     )
 
 

@@ -157,6 +157,8 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     deployment.replaying.clear()
     deployment.residency = Residency.NONE
     forget_open_cycle(deployment)
+    if deployment.queue:
+        deployment.wants_since = now
     if old_group.holder == deployment.deployment:
         old_group.holder = None
     if old_group.incoming == deployment.deployment:

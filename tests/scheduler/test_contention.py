@@ -19,15 +19,14 @@ def resident(
     period_s: float = 100.0,
     jitter_s: float = 0.0,
     switch_s: float = 4.0,
-    *,
-    owns_time: bool = True,
+    slack_s: float = 0.0,
 ) -> Resident:
     trace = DemandTrace(
         period_s=period_s,
-        segments=(Segment(offset_s=0.0, duration_s=busy_s),),
+        segments=(Segment(offset_s=0.0, duration_s=busy_s, slack_s=slack_s),),
         jitter_s=jitter_s,
     )
-    return Resident(trace=trace, load_s=switch_s / 2, offload_s=switch_s / 2, owns_time=owns_time)
+    return Resident(trace=trace, load_s=switch_s / 2, offload_s=switch_s / 2)
 
 
 def test_a_resident_alone_waits_for_nothing() -> None:
@@ -87,7 +86,7 @@ def test_the_order_of_naming_makes_no_difference() -> None:
     named = [
         resident(jitter_s=10.0),
         resident(busy_s=35.0, period_s=120.0, jitter_s=5.0),
-        resident(busy_s=11.0, owns_time=False),
+        resident(busy_s=11.0, slack_s=11.0),
         resident(jitter_s=10.0),
     ]
     expected = dict(zip(named, predict(named, SLACK_RULE).members, strict=True))
@@ -123,6 +122,36 @@ def test_segments_nearer_than_a_switch_are_one_burst() -> None:
     # The gap counts as variable as the burst, so the two are near, not the same.
     whole = resident(jitter_s=10.0)
     assert predict([cut] * 4).group == pytest.approx(predict([whole] * 4).group, abs=0.01)
+
+
+def test_members_whose_plans_keep_apart_wait_as_without_the_guard() -> None:
+    residents = [resident()] * 3
+    assert predict(residents, SLACK_RULE) == predict(residents)
+
+
+def test_members_whose_plans_cannot_be_told_apart_are_all_guests() -> None:
+    """Nobody has time of their own, so nobody is kept out."""
+    residents = [resident(jitter_s=15.0, busy_s=30.0)] * 4
+    assert predict(residents, SLACK_RULE) == predict(residents)
+
+
+def test_guests_are_kept_out_of_the_time_of_those_whose_plan_is_apart() -> None:
+    """Near saturation some plans always overlap: who is held back then loses time for all."""
+    residents = [resident(busy_s=30.0, period_s=120.0)] * 2 + [
+        resident(busy_s=60.0, period_s=120.0)
+    ]
+    assert predict(residents, SLACK_RULE).group > predict(residents).group + 0.01
+
+
+def test_a_guest_that_starves_is_kept_out_no_more() -> None:
+    residents = [resident(busy_s=30.0, period_s=120.0)] * 2 + [
+        resident(busy_s=60.0, period_s=120.0)
+    ]
+    for rule in (
+        TurnRule(guards_slack=True, starvation_ratio=1.0),
+        TurnRule(guards_slack=True, starvation_bound_s=0.0),
+    ):
+        assert predict(residents, rule) == predict(residents)
 
 
 CASES = [
