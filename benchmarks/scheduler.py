@@ -2,19 +2,20 @@
 
     python benchmarks/scheduler.py [--json] [part …]
 
-Parts: placement, admission, dispatch, journal, restart; all by default. The last column is the
-ratio to a plain baseline measured in the same run: a scan of every group, shift and slot
-(placement), a look through all groups and nodes for each job (admission), a look at every group
-after each event (dispatch), one commit for each event (journal), reading the whole journal
-(restart, without a snapshot).
+Parts: tree, placement, admission, dispatch, journal, restart; all by default. The last column is
+the ratio to a plain baseline measured in the same run: a binary tree in plain Python (tree), a scan
+of every group, shift and slot (placement), a look through all groups and nodes for each job
+(admission), a look at every group after each event (dispatch), one client with a commit for each
+event (journal), a replay of all events without a snapshot (restart).
 """
 
 import sys
 
 from benchmarks.report import report
-from benchmarks.scheduling import admission, dispatch, journal, placement, restart
+from benchmarks.scheduling import admission, dispatch, journal, placement, restart, tree
 
 PARTS = {
+    "tree": tree.measure,
     "placement": placement.measure,
     "admission": admission.measure,
     "dispatch": dispatch.measure,
