@@ -35,14 +35,14 @@ def advance(context: Context, group: Group, now: float) -> None:
     """Decide everything about `group` that can be decided now."""
     if context.relocating and _move_out(context, group, now):
         return
-    holder = _holder(context, group)
-    if holder is None:
+    if group.holder is None:
         waiting = _waiting(context, group, now)
         chosen = _first_not_held_back(context, group, waiting, now)
         if chosen is not None:
             _grant(context, group, chosen, now)
         return
-    if holder.moving is not None or not holder.is_ready:
+    holder = context.state.deployments[group.holder]
+    if holder.moving is not None or holder.state != WpgState.READY:
         return
     if holder.replaying:
         if not holder.running:
@@ -139,10 +139,6 @@ def _turns_away(group: Group, deployment: Deployment) -> int:
     return (members.index(deployment.deployment) - members.index(holder)) % len(members)
 
 
-def _holder(context: Context, group: Group) -> Deployment | None:
-    return None if group.holder is None else context.deployment(group.holder)
-
-
 def _waiting(
     context: Context, group: Group, now: float, besides: Deployment | None = None
 ) -> list[Deployment]:
@@ -208,7 +204,9 @@ def _move_out(context: Context, group: Group, now: float) -> bool:
 
 def _goes_on(context: Context, holder: Deployment, now: float) -> bool:
     """Whether the holder's burst goes on, whoever waits."""
-    if not context.ordering.holds_bursts or not wants_the_group(context, holder, now):
+    if not holder.queue or not context.ordering.holds_bursts:
+        return False
+    if not wants_the_group(context, holder, now):
         return False
     started_at = holder.burst_started_at if holder.burst_started_at is not None else now
     return now - started_at < context.config.burst_max_s
@@ -367,8 +365,9 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
         if head is None or now < holder.held_back_until:
             return
         if holder.running:
-            kinds = {command.kind for command in holder.running.values()}
-            if kinds != {OperationKind.GENERATE} or head.kind != OperationKind.GENERATE:
+            if head.kind != OperationKind.GENERATE:
+                return
+            if any(each.kind != OperationKind.GENERATE for each in holder.running.values()):
                 return
         elif (
             len(holder.log) >= context.config.snapshot_operations

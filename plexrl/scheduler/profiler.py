@@ -31,8 +31,11 @@ MAD_TO_DEVIATION = 1.4826
 DRIFT_CYCLES = 3
 """In a row that a profile must miss before it is made anew: one slow step is no drift."""
 
-SPANS_MAX = 4096
-"""Runs of one cycle that are kept; a cycle that has more is no cycle that a plan could use."""
+SAME_SPAN_S = 1e-3
+"""A shorter pause between two runs is none."""
+
+SPANS_MAX = 1024
+"""Spans of one cycle that are kept; a cycle that has more is no cycle that a plan could use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +63,19 @@ def run_ended(
     """An operation has left the group. `overlapped`: a rollout of the job was under way by then, so
     that what follows may not have waited for this operation."""
     cycle = deployment.cycle
-    if cycle is None or len(cycle.spans) >= SPANS_MAX:
+    if cycle is None:
         return
-    seconds = max(0.0, now - began_at)
     offset_s = max(0.0, began_at - cycle.started_at - cycle.waited_s)
-    cycle.spans.append(BusySpan(offset_s=offset_s, duration_s=seconds, overlapped=overlapped))
-    cycle.ends = cycle.ends or _is_end(deployment, kind)
+    spans = cycle.spans
+    last = spans[-1] if spans else None
+    if last is not None and offset_s - last.offset_s - last.duration_s <= SAME_SPAN_S:
+        last.duration_s = max(last.duration_s, offset_s + now - began_at - last.offset_s)
+        last.overlapped = overlapped
+    elif len(spans) < SPANS_MAX:
+        span = BusySpan(offset_s=offset_s, duration_s=now - began_at, overlapped=overlapped)
+        spans.append(span)
+    if not cycle.ends:
+        cycle.ends = _is_end(deployment, kind)
 
 
 def next_began(deployment: Deployment, now: float) -> Cycle | None:

@@ -203,9 +203,10 @@ class Relocation:
     cause: MoveCause = MoveCause.DRAIN
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class BusySpan:
-    """One run on the group, on the clock of a cycle from which waiting is taken out."""
+    """Runs on the group without a pause between them, on the clock of a cycle from which waiting is
+    taken out."""
 
     offset_s: float
     duration_s: float

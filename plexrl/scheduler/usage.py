@@ -8,12 +8,14 @@ Operations that run side by side share the time they overlap in equal parts.
 
 import math
 
-from plexrl.ids import JobId
 from plexrl.scheduler.state import Deployment, Operation, State, Tenant, UsageRow
 from plexrl.wire.operations import OperationState
 
 HALF_LIFE_S = 3600.0
 """Of the use that counts against a tenant in admission."""
+
+FADE_STEP_S = 10.0
+"""Use is let fade in steps no shorter than this, far below the half-life."""
 
 
 def meter(state: State, deployment: Deployment, now: float) -> None:
@@ -21,17 +23,19 @@ def meter(state: State, deployment: Deployment, now: float) -> None:
     since, deployment.metered_at = deployment.metered_at, now
     if since is None or (not deployment.running and deployment.moving is None):
         return
-    runs = list(deployment.running)
-    if deployment.moving is not None:
-        runs.append(deployment.moving.operation)
-    each = max(0.0, now - since) * deployment.workers / len(runs)
-    for name in runs:
-        state.operations[name].gpu_seconds += each
+    held = max(0.0, now - since) * deployment.workers
+    moving, running = deployment.moving, deployment.running
+    if moving is not None:
+        state.operations[moving.operation].gpu_seconds += held / (1 + len(running))
+        held -= held / (1 + len(running))
+    for name in running:
+        state.operations[name].gpu_seconds += held / len(running)
 
 
 def bill(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
     """Enter a run that has come to its end; replays are entered nowhere."""
-    payer = state.jobs[_payer(state, deployment, operation)]
+    cause = operation.caused_by
+    payer = state.jobs[deployment.job if cause is None else state.deployments[cause].job]
     row = payer.usage.get(operation.kind)
     if row is None:
         row = payer.usage[operation.kind] = UsageRow()
@@ -41,9 +45,11 @@ def bill(state: State, deployment: Deployment, operation: Operation, now: float)
     row.tokens += operation.tokens
     tenant = state.tenants.get(payer.tenant)
     if tenant is not None:
-        tenant.recent_gpu_seconds = recent_gpu_seconds(tenant, now) + operation.gpu_seconds
-        tenant.recent_at = now
         tenant.gpu_seconds += operation.gpu_seconds
+        if tenant.recent_at is None or now - tenant.recent_at >= FADE_STEP_S:
+            tenant.recent_gpu_seconds = recent_gpu_seconds(tenant, now)
+            tenant.recent_at = now
+        tenant.recent_gpu_seconds += operation.gpu_seconds
 
 
 def recent_gpu_seconds(tenant: Tenant, now: float) -> float:
@@ -51,8 +57,3 @@ def recent_gpu_seconds(tenant: Tenant, now: float) -> float:
     if tenant.recent_at is None:
         return 0.0
     return tenant.recent_gpu_seconds * math.exp2(-(now - tenant.recent_at) / HALF_LIFE_S)
-
-
-def _payer(state: State, deployment: Deployment, operation: Operation) -> JobId:
-    cause = operation.caused_by
-    return deployment.job if cause is None else state.deployments[cause].job
