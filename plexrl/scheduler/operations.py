@@ -75,8 +75,7 @@ def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
             submitted_at=now,
             internal=True,
         )
-        _queue(source, after, now)
-        context.touch(source.group)
+        _queue(context, source, after, now)
     deployment = context.deployment(event.deployment)
     context.state.operations[event.operation] = Operation(
         operation=event.operation,
@@ -89,14 +88,16 @@ def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
         submitted_at=now,
         after=after,
     )
-    _queue(deployment, event.operation, now)
-    context.touch(deployment.group)
+    _queue(context, deployment, event.operation, now)
 
 
-def _queue(deployment: Deployment, operation: OperationId, now: float) -> None:
+def _queue(context: Context, deployment: Deployment, operation: OperationId, now: float) -> None:
     if deployment.wants_since is None and not deployment.running:
         deployment.wants_since = now
     deployment.queue.append(operation)
+    if len(deployment.queue) == 1:
+        # Behind another one it changes nothing about who goes next now.
+        context.touch(deployment.group)
 
 
 def start(
