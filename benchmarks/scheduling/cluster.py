@@ -9,7 +9,8 @@ from plexrl.scheduler.demand import DemandTrace, Segment
 from plexrl.scheduler.estimates import Estimates
 from plexrl.scheduler.events import NodeJoined
 from plexrl.scheduler.nodes import node_joined
-from plexrl.scheduler.placement import place
+from plexrl.scheduler.placement import fitting, join, place
+from plexrl.scheduler.policies import Way
 from plexrl.scheduler.state import Deployment, Job
 
 GPUS = 8
@@ -99,15 +100,21 @@ def populate(nodes: int, residents: int, seed: int) -> Population:
     for index in range(nodes):
         node_joined(population.context, node(index), 0.0)
     placed = 0
-    for attempt in range(2 * residents):
+    for _ in range(2 * residents):
         if placed == residents:
             break
         deployment = population.deployment()
-        now = population.rng.uniform(0, 28_800)
-        if place(population.context, deployment, now) is None:
+        if _settle(population.context, deployment, population.rng.uniform(0, 28_800)):
+            placed += 1
+        else:
             del population.context.state.deployments[deployment.deployment]
             del population.context.state.jobs[deployment.job]
-            continue
-        placed += 1
-        del attempt
     return population
+
+
+def _settle(context: Context, deployment: Deployment, now: float) -> bool:
+    """Place as the spread policy does, but for the predicted contention."""
+    for choice in fitting(context, deployment, now, strict=True)[:1]:
+        join(context, context.state.groups[choice.group], deployment, choice, now)
+        return True
+    return place(context, deployment, now, only=(Way.DEDICATED,)) is not None

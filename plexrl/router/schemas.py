@@ -96,7 +96,7 @@ class SegmentRequest(_Strict):
 class TraceRequest(_Strict):
     """One cycle of a job on its GPUs, where the user knows it."""
 
-    period_s: float = Field(strict=True, gt=0, lt=SECONDS_MAX, allow_inf_nan=False)
+    period_s: float = Field(strict=True, ge=1e-3, lt=SECONDS_MAX, allow_inf_nan=False)
     segments: list[SegmentRequest] = Field(
         min_length=1,
         max_length=SEGMENTS_MAX,

@@ -82,6 +82,16 @@ def enqueue_deployment(context: Context, deployment: Deployment) -> None:
     """A deployment was created: it waits for GPUs until the end of this event at least."""
     context.waiting[deployment.deployment] = None
     context.newcomers.append(deployment.deployment)
+    _wake_when_patience_ends(context, deployment)
+
+
+def wake_patient(context: Context) -> None:
+    """The settings are others: whoever waits may share at a time at which it could not before."""
+    for name in context.waiting:
+        _wake_when_patience_ends(context, context.deployment(name))
+
+
+def _wake_when_patience_ends(context: Context, deployment: Deployment) -> None:
     if context.policy.repacks and shares(deployment):
         # By then it may share where it could not before.
         context.wake(patience_ends_at(context, deployment), "placement:")

@@ -22,7 +22,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, GroupId, JobId, OperationId, TenantId
 from plexrl.scheduler import events as ev
-from plexrl.scheduler.admission import check_it_can_fit, enqueue_deployment
+from plexrl.scheduler.admission import check_it_can_fit, enqueue_deployment, wake_patient
 from plexrl.scheduler.commands import (
     AbortOperation,
     Command,
@@ -176,6 +176,7 @@ class SchedulerCore:
     def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
         if event.settings_json:
             self._take_settings(event.settings_json)
+            wake_patient(self._context)
         state = self._context.state
         state.routers.clear()
         for node in state.nodes.values():
@@ -313,7 +314,7 @@ class SchedulerCore:
         if not context.state.nodes:
             raise UnavailableError("no node has joined the cluster yet: try again in a moment")
         check_it_can_fit(context.inventory.sizes(), deployment)
-        check_gpus(context.state, job.tenant, event.workers)
+        check_gpus(context, job, event.workers)
         context.state.deployments[event.deployment] = deployment
         job.deployments.append(event.deployment)
         if deployment.trace is None:

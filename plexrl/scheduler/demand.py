@@ -14,6 +14,19 @@ from numpy.typing import NDArray
 
 from plexrl.errors import InvalidRequestError
 
+PERIOD_S_MIN = 1e-3
+PERIOD_S_MAX = 1e9
+
+SEGMENTS_MAX = 64
+"""Of one cycle. A footprint is as many intervals as it has cycles and segments."""
+
+SHORTEST_PLANNED_S = 4.0
+"""Shorter cycles are planned as one block of the same duty in a cycle of this length: slots are too
+coarse to say more of them."""
+
+INTERVALS_MAX = 50_000
+"""Of one footprint on the ring; beyond it a cycle is planned as one block too."""
+
 CRITICAL_WEIGHT = 4
 """Of a busy second that must not be delayed, against 1 for one that has slack."""
 
@@ -42,8 +55,16 @@ class DemandTrace:
     """How many were measured; 0: declared, not measured."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.period_s) and self.period_s > 0):
-            raise InvalidRequestError(f"a demand trace needs a period above 0, not {self.period_s}")
+        if not PERIOD_S_MIN <= self.period_s <= PERIOD_S_MAX:
+            raise InvalidRequestError(
+                f"a demand trace needs a period of {PERIOD_S_MIN:g} s to {PERIOD_S_MAX:g} s, not "
+                f"{self.period_s}"
+            )
+        if len(self.segments) > SEGMENTS_MAX:
+            raise InvalidRequestError(
+                f"a demand trace has at most {SEGMENTS_MAX} segments, not {len(self.segments)}: "
+                "merge neighbouring ones"
+            )
         if not (math.isfinite(self.jitter_s) and self.jitter_s >= 0):
             raise InvalidRequestError(f"a demand trace's jitter is at least 0, not {self.jitter_s}")
         end = 0.0
@@ -190,7 +211,7 @@ def commensurate(period_s: float, horizon_slots: int, tolerance: float) -> int:
     jobs of similar periods get equal or harmonic ones, without which no two footprints of a ring
     can stay apart.
     """
-    ideal = horizon_slots / period_s
+    ideal = horizon_slots / max(period_s, min(SHORTEST_PLANNED_S, horizon_slots))
     nearest = max(1, min(horizon_slots, round(ideal)))
     if horizon_slots % nearest == 0:
         return nearest
@@ -204,6 +225,9 @@ def project(trace: DemandTrace, horizon_slots: int, tolerance: float = 0.0) -> F
     """The footprint of `trace` at shift 0, its offsets stretched to the commensurate period."""
     cycles = commensurate(trace.period_s, horizon_slots, tolerance)
     period = horizon_slots / cycles
+    if trace.period_s < SHORTEST_PLANNED_S or cycles * len(trace.segments) > INTERVALS_MAX:
+        block = (0.0, min(trace.duty, 1.0) * period, CRITICAL_WEIGHT)
+        return Footprint(horizon_slots=horizon_slots, cycles=cycles, shift=0.0, segments=(block,))
     stretch = period / trace.period_s
     segments = []
     for segment in trace.segments:

@@ -13,7 +13,7 @@ from plexrl.scheduler.context import Context
 from plexrl.scheduler.foresight import holds_back, prefetch
 from plexrl.scheduler.hrrs import Candidate
 from plexrl.scheduler.lifecycle import launch
-from plexrl.scheduler.operations import start
+from plexrl.scheduler.operations import OWN_MARK, start
 from plexrl.scheduler.ordering import first
 from plexrl.scheduler.placement import owns_time
 from plexrl.scheduler.relocation import finish as finish_relocation
@@ -436,7 +436,8 @@ def _move(
     now: float,
 ) -> None:
     """Issue an internal operation that moves the WPG's whole state."""
-    name = OperationId(f"{deployment.deployment}:{kind}:{group.token}:{context.state.moves_made}")
+    number = f"{group.token}.{context.state.moves_made}"
+    name = OperationId(f"{deployment.deployment}{OWN_MARK}{kind}.{number}")
     context.state.moves_made += 1
     operation = Operation(
         operation=name,

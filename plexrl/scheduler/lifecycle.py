@@ -147,7 +147,12 @@ def restart(context: Context, deployment: Deployment, reason: str, now: float) -
         operation.started_at = None
         # What a fault made void is nobody's use.
         operation.gpu_seconds = 0.0
-    deployment.queue[:0] = interrupted
+    # A generation whose end was asked for is over: nobody wants it drawn again.
+    aborted = [name for name in interrupted if context.state.operations[name].is_aborted]
+    for name in aborted:
+        error = OperationCancelledError(f"operation {name!r} was cancelled")
+        fail(context, context.state.operations[name], error, now)
+    deployment.queue[:0] = [name for name in interrupted if name not in aborted]
     if deployment.moving is not None:
         # It is made anew when it is needed again, under a name of its own.
         del context.state.operations[deployment.moving.operation]

@@ -17,7 +17,9 @@ from plexrl.scheduler.state import Deployment, Group, Operation
 from plexrl.scheduler.usage import bill, meter
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
-PUBLISH_SUFFIX = ":publish"
+OWN_MARK = "#"
+"""In the name of every operation that the scheduler makes for itself, and of no other."""
+
 RETRY_AFTER_S = 1.0
 
 MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT})
@@ -27,11 +29,16 @@ MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAP
 def check_source(
     event: OperationSubmitted, deployment: Deployment, source: Deployment | None
 ) -> None:
-    """Refuse a sync without a train deployment of its own job, and a source for anything else.
+    """Refuse a name of the scheduler's own, a sync without a train deployment of its own job, and a
+    source for anything else.
 
     Raises:
         InvalidRequestError: it is one of these.
     """
+    if OWN_MARK in event.operation:
+        raise InvalidRequestError(
+            f"operation id {event.operation!r}: {OWN_MARK!r} is for the scheduler's own names"
+        )
     if (event.kind == OperationKind.SYNC_WEIGHTS) != (source is not None):
         raise InvalidRequestError("sync_weights, and only it, names a source deployment")
     if source is not None and (source.job != deployment.job or source.kind != "train"):
@@ -62,7 +69,7 @@ def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
     """Take in a checked submission; a sync brings the publish it depends on with it."""
     after: OperationId | None = None
     if event.source is not None:
-        after = OperationId(event.operation + PUBLISH_SUFFIX)
+        after = OperationId(f"{event.operation}{OWN_MARK}publish")
         source = context.deployment(event.source)
         context.state.operations[after] = Operation(
             operation=after,
@@ -74,6 +81,7 @@ def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
             source=None,
             submitted_at=now,
             internal=True,
+            serves=event.operation,
         )
         _queue(context, source, after, now)
     deployment = context.deployment(event.deployment)
@@ -196,8 +204,7 @@ def complete(
     else:
         context.discard(operation.payload)
     if operation.kind == OperationKind.PUBLISH:
-        waiting = OperationId(operation.operation.removesuffix(PUBLISH_SUFFIX))
-        dependent = context.state.operations.get(waiting)
+        dependent = _served(context, operation)
         if dependent is not None:
             dependent.source_seq = operation.seq
     _into_history(context, operation, now)
@@ -225,15 +232,19 @@ def fail(context: Context, operation: Operation, error: PlexRLError, now: float)
     operation.error_json = msgspec.json.encode(error.to_wire()).decode()
     context.discard(operation.payload)
     _into_history(context, operation, now)
-    if operation.kind != OperationKind.PUBLISH:
-        return
-    waiting = OperationId(operation.operation.removesuffix(PUBLISH_SUFFIX))
-    dependent = context.state.operations.get(waiting)
+    dependent = _served(context, operation)
     if dependent is not None and dependent.state == OperationState.PENDING:
         deployment = context.deployment(dependent.deployment)
-        deployment.queue.remove(waiting)
+        deployment.queue.remove(dependent.operation)
         fail(context, dependent, error, now)
         context.touch(deployment.group)
+
+
+def _served(context: Context, operation: Operation) -> Operation | None:
+    """The operation that a publish was made for, while it is known."""
+    if operation.serves is None:
+        return None
+    return context.state.operations.get(operation.serves)
 
 
 def drop_log(context: Context, deployment: Deployment) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from plexrl.errors import CapacityError
 from plexrl.ids import GroupId
 from plexrl.scheduler.capacity import Shape, ShapeTable
 from plexrl.scheduler.contention import Contention, Resident, TurnRule, predict
@@ -90,7 +91,13 @@ def join(
     deployment.reservation = Reservation(
         shift=float(start_slot + choice.shift_slots), trace=trace, overlap_s=choice.overlap_s
     )
-    context.inventory.reserve(deployment, strict=choice.way == Way.STRICT)
+    try:
+        context.inventory.reserve(deployment, strict=choice.way == Way.STRICT)
+    except CapacityError:
+        group.members.remove(deployment.deployment)
+        deployment.group = deployment.reservation = None
+        deployment.ranks = ()
+        raise
     deployment.placement = PlacementRecord(
         at=now,
         way=choice.way.value,

@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from plexrl.scheduler.demand import DemandTrace, Segment
+from plexrl.scheduler.demand import (
+    PERIOD_S_MAX,
+    PERIOD_S_MIN,
+    SEGMENTS_MAX,
+    DemandTrace,
+    Segment,
+)
 from plexrl.scheduler.state import BusySpan, Cycle, Deployment, OpenCycle
 from plexrl.wire.operations import OperationKind
 
@@ -112,15 +118,19 @@ def forget_open_cycle(deployment: Deployment) -> None:
 def profile(cycles: Sequence[Cycle]) -> DemandTrace | None:
     """The demand trace that these cycles agree on; None where there is nothing to see."""
     periods = [cycle.length_s - cycle.waited_s for cycle in cycles]
-    if not periods or min(periods) <= 0:
+    if not periods:
         return None
     period_s = median(periods)
+    if not PERIOD_S_MIN <= period_s <= PERIOD_S_MAX:
+        return None
     merged = [_merge(cycle.spans, MERGE_PART * period_s) for cycle in cycles]
     counts = Counter(len(each) for each in merged if each)
     if not counts:
         return None
     # The commonest number of segments; of equally common ones the smaller.
     usual = min(counts, key=lambda count: (-counts[count], count))
+    if usual > SEGMENTS_MAX:
+        return None
     agreeing = [each for each in merged if len(each) == usual]
     segments: list[Segment] = []
     end_s = 0.0

@@ -154,6 +154,8 @@ class Operation:
     internal: bool = False
     after: OperationId | None = None
     """Must be finished first (the publish of a sync)."""
+    serves: OperationId | None = None
+    """Of a publish: the sync it is made for."""
     state: OperationState = OperationState.PENDING
     seq: int = 0
     """Given at the first dispatch; kept over recoveries."""

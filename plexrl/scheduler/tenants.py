@@ -8,8 +8,9 @@ from plexrl.errors import (
     QuotaExceededError,
 )
 from plexrl.ids import TenantId
+from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import TenantConfigured, TenantCreated
-from plexrl.scheduler.state import State, Tenant
+from plexrl.scheduler.state import Job, State, Tenant
 
 WEIGHT_MAX = 1e6
 
@@ -69,17 +70,20 @@ def check_budget(state: State, name: TenantId) -> None:
         )
 
 
-def check_gpus(state: State, name: TenantId, workers: int) -> None:
-    """Refuse what its tenant's quota could never hold.
+def check_gpus(context: Context, job: Job, workers: int) -> None:
+    """Refuse a deployment of that size which its tenant's quota could never hold, by itself or with
+    the rest of its gang.
 
     Raises:
         QuotaExceededError: it asks for more GPUs than the tenant may hold at all.
     """
-    tenant = state.tenants.get(name)
+    tenant = context.state.tenants.get(job.tenant)
+    if job.gang:
+        workers += sum(context.deployment(name).workers for name in job.deployments)
     if tenant is None or tenant.gpus_max is None or workers <= tenant.gpus_max:
         return
     raise QuotaExceededError(
-        f"a deployment of {workers} GPUs is more than tenant {name!r} may hold, {tenant.gpus_max}: "
+        f"{workers} GPUs at once are more than tenant {job.tenant!r} may hold, {tenant.gpus_max}: "
         "ask for fewer workers, or an operator for a larger quota",
         workers=workers,
         quota=tenant.gpus_max,

@@ -81,11 +81,12 @@ def test_a_gang_that_does_not_fit_leaves_shared_groups_as_they_were() -> None:
 
 def test_a_gang_beyond_its_tenants_quota_says_so_and_holds_nobody_up() -> None:
     cluster = cluster_of()
-    tenant(cluster, "t", gpus_max=3)
     submit(cluster, "a", 4, tenant="u")
     cluster.job("g", gang=2)
     cluster.deploy("g/one", workers=2)
     cluster.deploy("g/two", workers=2)
+    # An operator lowers the quota while it waits.
+    tenant(cluster, "t", gpus_max=3)
     cluster.pass_time(BOUND_S + 1)
     submit(cluster, "b", 3, tenant="u")
     end(cluster, "a")
@@ -94,6 +95,15 @@ def test_a_gang_beyond_its_tenants_quota_says_so_and_holds_nobody_up() -> None:
     tenant(cluster, "t", gpus_max=4)
     end(cluster, "b")
     assert placed(cluster) == ["g/one", "g/two"]
+
+
+def test_a_gang_that_its_tenants_quota_could_never_hold_is_refused() -> None:
+    cluster = cluster_of()
+    tenant(cluster, "t", gpus_max=3)
+    cluster.job("g", gang=2)
+    cluster.deploy("g/one", workers=2)
+    with pytest.raises(errors.QuotaExceededError, match="4 GPUs at once"):
+        cluster.deploy("g/two", workers=2)
 
 
 def test_all_that_fits_starts_when_a_large_job_ends() -> None:

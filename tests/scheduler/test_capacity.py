@@ -65,7 +65,7 @@ def test_a_footprint_covers_every_slot_it_touches_and_no_other(footprint: Footpr
     assert set(np.flatnonzero(footprint.weights()).tolist()) == slow_slots(footprint)
 
 
-@given(st.floats(1, 50_000), st.sampled_from((0.0, 0.02, 0.1)))
+@given(st.floats(4, 50_000), st.sampled_from((0.0, 0.02, 0.1)))
 def test_a_commensurate_period_closes_the_ring_and_is_near_the_real_one(
     period_s: float, tolerance: float
 ) -> None:
@@ -282,6 +282,22 @@ def test_a_malformed_trace_is_refused(
             period_s=period_s,
             segments=tuple(Segment(offset_s=at, duration_s=for_s) for at, for_s in segments),
         )
+
+
+def test_a_cycle_too_short_for_slots_is_planned_as_a_block_of_the_same_duty() -> None:
+    quick = DemandTrace(
+        period_s=0.01, segments=tuple(Segment(offset_s=i / 1e4, duration_s=5e-5) for i in range(60))
+    )
+    footprint = project(quick, 28_800)
+    assert len(footprint.intervals()) <= 28_800 / 4
+    ((_, duration, _),) = footprint.segments
+    assert duration / footprint.period == pytest.approx(quick.duty)
+
+
+@pytest.mark.parametrize("period_s", [1e-310, 1e-9, 1e300, float("nan")])
+def test_a_period_beyond_all_reason_is_refused(period_s: float) -> None:
+    with pytest.raises(errors.InvalidRequestError):
+        DemandTrace(period_s=period_s, segments=(Segment(offset_s=0.0, duration_s=0.0),))
 
 
 def test_work_that_has_slack_weighs_less() -> None:

@@ -117,7 +117,7 @@ def test_a_sync_waits_for_the_publish_of_its_trainer(cluster: FakeCluster) -> No
     assert cluster.state_of("a:2") == "finished"
     rows = cluster.core.operation_log(None, None, 0, 100, cluster.now)
     order = [row["operation"] for row in rows if not row["operation"].startswith("a/")]
-    assert order == ["a:1", "a:2:publish", "a:2"]
+    assert order == ["a:1", "a:2#publish", "a:2"]
 
 
 def test_generates_overlap_and_a_sync_waits_for_them(cluster: FakeCluster) -> None:
@@ -397,3 +397,30 @@ def test_a_sync_needs_no_history_of_its_publish() -> None:
         cluster.execute(next(run for run in cluster.runs if run.deployment == "a/actor"))
     cluster.settle()
     assert cluster.state_of("a:2") == "finished"
+
+
+def test_no_name_of_a_callers_is_a_name_of_the_schedulers(cluster: FakeCluster) -> None:
+    with_jobs(cluster, "a")
+    cluster.deploy("a/rollout", "rollout", workers=1)
+    cluster.settle()
+    cluster.submit("x:publish", "a/actor", "forward_backward")
+    cluster.submit("a/actor:load:1:1", "a/actor", "optim_step")
+    cluster.submit("x", "a/rollout", "sync_weights", source="a/actor")
+    with pytest.raises(errors.InvalidRequestError, match="own names"):
+        cluster.submit("x#publish", "a/actor", "forward_backward")
+    cluster.settle()
+    assert cluster.wpgs["a/actor"].device == ["x:publish", "a/actor:load:1:1"]
+    assert cluster.state_of("x") == "finished"
+
+
+def test_a_cancelled_generation_is_not_drawn_again_after_a_crash(cluster: FakeCluster) -> None:
+    cluster.job("a")
+    cluster.deploy("a/rollout", "rollout", workers=1)
+    cluster.settle()
+    cluster.submit("g", "a/rollout", "generate")
+    cluster.execute(cluster.runs[0])
+    assert [run.kind.value for run in cluster.runs] == ["generate"]
+    cluster.send(ev.OperationCancelled(operation="g"))
+    cluster.kill("a/rollout")
+    cluster.settle()
+    assert cluster.state_of("g") == "cancelled"
