@@ -106,7 +106,7 @@ def test_spread_makes_a_new_group_before_it_overlaps() -> None:
 @pytest.mark.parametrize(("overlap_max", "way"), [(0.2, None), (0.3, "overlap")])
 def test_overlap_is_accepted_up_to_its_bound(overlap_max: float, way: str | None) -> None:
     """15 s of 60 s lie on another's time at best: two gaps of 35 s are free."""
-    cluster = cluster_of(2, "spread", overlap_max=overlap_max, load_max=2.0)
+    cluster = cluster_of(2, "spread", overlap_max=overlap_max, load_max=2.0, waiting_part_max=1.0)
     two = DemandTrace(
         period_s=100.0,
         segments=(
