@@ -28,7 +28,7 @@ CANDIDATES_PER_PASS = 256
 with the share of nodes that kube-scheduler scores, the cost of a decision is bounded so; the groups
 left out are fuller than all that were looked at."""
 
-PREDICTIONS_MAX = 4
+PREDICTIONS_MAX = 2
 """Best-fitting groups of a search whose contention is predicted: each costs milliseconds."""
 
 PREDICTIONS_KEPT = 4096
