@@ -229,7 +229,7 @@ class RouterCalls:
         view = known[call.name]
         wanted = {
             name: view[name] if getattr(call, name) is msgspec.UNSET else getattr(call, name)
-            for name in ("weight", "jobs_max", "gpus_max", "gpu_seconds_max")
+            for name in ("weight", "jobs_max", "gpus_max", "gpu_seconds_max", "priority_max")
         }
         await self._shell.request(ev.TenantConfigured(tenant=call.name, **wanted))
         (changed,) = [

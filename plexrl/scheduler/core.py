@@ -54,6 +54,7 @@ from plexrl.scheduler.tenants import (
     authenticate,
     check_budget,
     check_gpus,
+    check_priority,
     tenant_configured,
     tenant_created,
 )
@@ -73,8 +74,6 @@ from plexrl.wire.operations import USER_KINDS, OperationKind, OperationState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-PRIORITY_MAX = 100
 
 
 class SchedulerCore:
@@ -243,10 +242,9 @@ class SchedulerCore:
             raise InvalidRequestError(
                 "controller_timeout_s must be above 0 and reattach_timeout_s at least 0"
             )
-        if not -PRIORITY_MAX <= event.priority <= PRIORITY_MAX:
-            raise InvalidRequestError(f"priority is between -{PRIORITY_MAX} and {PRIORITY_MAX}")
         if event.gang < 0 or not 0 <= event.expected_s < 1e12:
             raise InvalidRequestError("gang and expected_s are at least 0, and finite")
+        check_priority(context.state, event.tenant, event.priority)
         check_budget(context.state, event.tenant)
         context.state.jobs[event.job] = Job(
             job=event.job,

@@ -132,6 +132,8 @@ class Tenant:
     """GPUs held at the same time, a shared one counting for each job on it; more wait."""
     gpu_seconds_max: float | None = None
     """In all; beyond it nothing new is accepted."""
+    priority_max: int = 0
+    """The highest priority class of its jobs; an operator's jobs may have any."""
     gpu_seconds: float = 0.0
     """Used in all."""
     recent_gpu_seconds: float = 0.0
