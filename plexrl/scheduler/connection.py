@@ -251,12 +251,10 @@ class RouterCalls:
         return {"groups": self._core.list_groups(self._now())}
 
     async def _list_nodes(self, scope: Scope, _: calls.Nothing) -> Plain:
-        del scope
-        return {"nodes": self._core.list_nodes()}
+        return {"nodes": self._core.list_nodes(scope)}
 
     async def _status(self, scope: Scope, _: calls.Nothing) -> Plain:
-        del scope
-        return self._core.status(self._now())
+        return self._core.status(self._now(), scope)
 
     # Jobs and deployments
 

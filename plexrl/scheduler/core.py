@@ -457,9 +457,10 @@ class SchedulerCore:
         jobs = self._context.state.jobs.values()
         return [job_view(self._context, job) for job in jobs if tenant in (None, job.tenant)]
 
-    def list_nodes(self) -> list[View]:
-        """All nodes."""
-        return [node_view(self._context, node) for node in self._context.state.nodes.values()]
+    def list_nodes(self, tenant: TenantId | None = None) -> list[View]:
+        """All nodes, as a tenant or (None) the operator may see them."""
+        nodes = self._context.state.nodes.values()
+        return [node_view(self._context, node, tenant) for node in nodes]
 
     def list_groups(self, now: float) -> list[View]:
         """All node groups."""
@@ -472,9 +473,9 @@ class SchedulerCore:
         """Finished operations behind index `after`, oldest first, at most `limit`."""
         return operation_log(self._context, tenant, job, after, limit, now)
 
-    def status(self, now: float) -> View:
-        """The cluster in a few numbers."""
-        return cluster_view(self._context, now)
+    def status(self, now: float, tenant: TenantId | None = None) -> View:
+        """The cluster in a few numbers, as a tenant or (None) the operator may see them."""
+        return cluster_view(self._context, tenant, now)
 
     def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:
         """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""
