@@ -169,7 +169,8 @@ class Operation:
     expected_at: float | None = None
     """When it was expected to start, by the estimate made as it arrived."""
     caused_by: DeploymentId | None = None
-    """Of an offload: who wanted the group, and pays."""
+    """Of an offload: who gets the group, waiting or expected, and pays; absent: nobody, as in a
+    drain, and the deployment's own job pays."""
     is_aborted: bool = False
     """Its early end has been asked for."""
     source_seq: int = 0
