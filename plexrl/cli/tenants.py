@@ -1,4 +1,4 @@
-"""`plexrl tenants`: keys, weights and quotas."""
+"""`plexrl tenants`: keys, weights, quotas and priorities."""
 
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ tenants_app = typer.Typer(
 Limit = Annotated[str | None, typer.Option(help="A number, or `none` for no quota.")]
 COLUMNS = (
     *("tenant", "weight", "jobs", "jobs at most", "GPUs", "GPUs at most"),
-    *("GPU-hours", "GPU-hours at most", "share"),
+    *("GPU-hours", "GPU-hours at most", "share", "priority at most"),
 )
 
 
@@ -50,15 +50,20 @@ def set_tenant(
     jobs_max: Limit = None,
     gpus_max: Limit = None,
     gpu_seconds_max: Limit = None,
+    priority_max: Annotated[
+        int | None, typer.Option(help="Highest priority of its jobs, -100 to 100.")
+    ] = None,
     url: Url = None,
     api_key: Key = None,
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """Set a tenant's weight and quotas; what is not named stays as it is."""
+    """Set a tenant's weight, quotas and highest priority; what is not named stays as it is."""
     settings: dict[str, Any] = {}
     if weight is not None:
         settings["weight"] = weight
+    if priority_max is not None:
+        settings["priority_max"] = priority_max
     for key, text, kind in (
         ("jobs_max", jobs_max, int),
         ("gpus_max", gpus_max, int),
@@ -68,7 +73,8 @@ def set_tenant(
             settings[key] = _limit(key, text, kind)
     if not settings:
         raise typer.BadParameter(
-            "nothing to set: name --weight, --jobs-max, --gpus-max or --gpu-seconds-max"
+            "nothing to set: name --weight, --jobs-max, --gpus-max, --gpu-seconds-max or "
+            "--priority-max"
         )
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.configure_tenant(name, **settings)
@@ -97,6 +103,7 @@ def _row(tenant: dict[str, Any]) -> tuple[Any, ...]:
         f"{tenant['gpu_seconds'] / 3600:.3f}",
         "none" if seconds_max is None else f"{seconds_max / 3600:.3f}",
         f"{tenant['share']:.2f}",
+        "any" if tenant["is_operator"] else tenant["priority_max"],
     )
 
 

@@ -52,7 +52,8 @@ class Cluster:
     ) -> Job:
         """Submit a job; this process is its controller and keeps it alive by heartbeats.
 
-        A higher `priority` (-100 to 100) goes first, for GPUs and on them. The first `gang`
+        A higher `priority` (-100 to 100, no higher than the tenant may) goes first, for GPUs and
+        on them. The first `gang`
         deployments get GPUs all at once or not at all. `expected_s`, where it is known, lets the
         scheduler say when others get the job's GPUs.
 
@@ -131,8 +132,10 @@ class Cluster:
         jobs_max: int | UnsetType | None = UNSET,
         gpus_max: int | UnsetType | None = UNSET,
         gpu_seconds_max: float | UnsetType | None = UNSET,
+        priority_max: int | UnsetType = UNSET,
     ) -> Plain:
-        """Set a tenant's weight and quotas (operator only); returns the tenant as it is then.
+        """Set a tenant's weight, quotas and highest priority of jobs (operator only); returns the
+        tenant as it is then.
 
         What is not named stays as it is; None takes a quota away.
         """
@@ -141,6 +144,7 @@ class Cluster:
             "jobs_max": jobs_max,
             "gpus_max": gpus_max,
             "gpu_seconds_max": gpu_seconds_max,
+            "priority_max": priority_max,
         }
         settings = {key: value for key, value in named.items() if value is not UNSET}
         return dict(self._transport.request(requests.configure_tenant(name, settings)).json())

@@ -164,7 +164,7 @@ def create_deployment(
 
 
 def configure_tenant(name: str, settings: dict[str, Any]) -> Call:
-    """Set a tenant's weight and quotas."""
+    """Set a tenant's weight, quotas and highest priority."""
     return Call(method="PATCH", path=f"/v1/tenants/{quote(name, safe='')}", json=settings)
 
 

@@ -50,7 +50,7 @@ def cluster_routes(gateway: Gateway) -> APIRouter:
         )
         return {"tenant": body.name, "api_key": key}
 
-    @routes.patch("/tenants/{name}", summary="Set a tenant's weight and quotas")
+    @routes.patch("/tenants/{name}", summary="Set a tenant's weight, quotas and highest priority")
     async def configure_tenant(request: Request, name: str, body: TenantSettings) -> Plain:
         caller = await gateway.operator(request)
         fields = {**caller.claim, "name": name, **body.model_dump(exclude_unset=True)}

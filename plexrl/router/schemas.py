@@ -23,7 +23,8 @@ class TenantRequest(_Strict):
 
 
 class TenantSettings(_Strict):
-    """A tenant's weight and quotas: what is absent stays as it is, null takes a quota away."""
+    """A tenant's weight, quotas and highest priority: what is absent stays as it is, null takes a
+    quota away."""
 
     weight: float = Field(
         1.0,
@@ -37,6 +38,9 @@ class TenantSettings(_Strict):
     gpus_max: Count | None = Field(None, description="GPUs held at a time")
     gpu_seconds_max: Seconds | None = Field(
         None, description="used altogether, after which new work is refused"
+    )
+    priority_max: int = Field(
+        0, strict=True, ge=-100, le=100, description="the highest priority of its jobs"
     )
 
 

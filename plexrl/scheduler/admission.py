@@ -293,4 +293,5 @@ def quota_of(tenant: Tenant) -> dict[str, float | int | None]:
         "jobs_max": tenant.jobs_max,
         "gpus_max": tenant.gpus_max,
         "gpu_seconds_max": tenant.gpu_seconds_max,
+        "priority_max": tenant.priority_max,
     }

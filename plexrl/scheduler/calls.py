@@ -63,13 +63,15 @@ class SubmitJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigureTenant:
-    """A tenant's weight and quotas; what is absent stays as it is, null takes a quota away."""
+    """A tenant's weight, quotas and highest priority; what is absent stays as it is, null takes a
+    quota away."""
 
     name: TenantId
     weight: float | msgspec.UnsetType = msgspec.UNSET
     jobs_max: int | msgspec.UnsetType | None = msgspec.UNSET
     gpus_max: int | msgspec.UnsetType | None = msgspec.UNSET
     gpu_seconds_max: float | msgspec.UnsetType | None = msgspec.UNSET
+    priority_max: int | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -266,14 +266,6 @@ class CapacityIndex:
             slots.free = FreeIntervals(self.horizon_slots, slots.footprints.values())
         return slots.free
 
-    def footprints(self, group: GroupId) -> dict[DeploymentId, Footprint]:
-        """The residents' footprints."""
-        return self._groups[group].footprints
-
-    def shape(self, group: GroupId) -> Shape:
-        """The group's shape."""
-        return self._groups[group].shape
-
     def row(self, group: GroupId, shape: Shape) -> int | None:
         """The group's row in the table of `shape`, if it is of that shape."""
         slots = self._groups[group]

@@ -229,7 +229,7 @@ class RouterCalls:
         view = known[call.name]
         wanted = {
             name: view[name] if getattr(call, name) is msgspec.UNSET else getattr(call, name)
-            for name in ("weight", "jobs_max", "gpus_max", "gpu_seconds_max")
+            for name in ("weight", "jobs_max", "gpus_max", "gpu_seconds_max", "priority_max")
         }
         await self._shell.request(ev.TenantConfigured(tenant=call.name, **wanted))
         (changed,) = [
@@ -251,12 +251,10 @@ class RouterCalls:
         return {"groups": self._core.list_groups(self._now())}
 
     async def _list_nodes(self, scope: Scope, _: calls.Nothing) -> Plain:
-        del scope
-        return {"nodes": self._core.list_nodes()}
+        return {"nodes": self._core.list_nodes(scope)}
 
     async def _status(self, scope: Scope, _: calls.Nothing) -> Plain:
-        del scope
-        return self._core.status(self._now())
+        return self._core.status(self._now(), scope)
 
     # Jobs and deployments
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from plexrl.scheduler.demand import DemandTrace, commensurate
+from plexrl.scheduler.hrrs import WEIGHT_MAX
 
 BURSTS = 560
 """Followed in all, the warm-up not counted: more make a prediction dearer by as much, and less
@@ -51,9 +52,6 @@ makes a large batch, but not only its length makes it late."""
 
 PAUSE_WEIGHT = 0.3
 """Of the newest pause in what a member's usual one is held to be."""
-
-WEIGHT_MAX = 8.0
-"""A cycle counts as at most this many times its burst in the order of turns."""
 
 OVERDUE = 2.0
 """A member is expected until this many times its usual pause have passed."""

@@ -93,7 +93,8 @@ class Context:
             self.dirty[group] = None
 
     def wake(self, at: float, what: str) -> None:
-        """Look at `what` (`group:<id>` or `job:<id>`) again at `at`."""
+        """Look at `what` again at `at`: `group:<id>`, `job:<id>`, `placement:`, `migration:<id>` or
+        `node:<id>`."""
         heapq.heappush(self.timers, (at, what))
 
     def due(self, now: float) -> list[str]:

@@ -54,6 +54,7 @@ from plexrl.scheduler.tenants import (
     authenticate,
     check_budget,
     check_gpus,
+    check_priority,
     tenant_configured,
     tenant_created,
 )
@@ -73,8 +74,6 @@ from plexrl.wire.operations import USER_KINDS, OperationKind, OperationState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-PRIORITY_MAX = 100
 
 
 class SchedulerCore:
@@ -244,10 +243,9 @@ class SchedulerCore:
             raise InvalidRequestError(
                 "controller_timeout_s must be above 0 and reattach_timeout_s at least 0"
             )
-        if not -PRIORITY_MAX <= event.priority <= PRIORITY_MAX:
-            raise InvalidRequestError(f"priority is between -{PRIORITY_MAX} and {PRIORITY_MAX}")
         if event.gang < 0 or not 0 <= event.expected_s < 1e12:
             raise InvalidRequestError("gang and expected_s are at least 0, and finite")
+        check_priority(context.state, event.tenant, event.priority)
         check_budget(context.state, event.tenant)
         context.state.jobs[event.job] = Job(
             job=event.job,
@@ -460,9 +458,10 @@ class SchedulerCore:
         jobs = self._context.state.jobs.values()
         return [job_view(self._context, job) for job in jobs if tenant in (None, job.tenant)]
 
-    def list_nodes(self) -> list[View]:
-        """All nodes."""
-        return [node_view(self._context, node) for node in self._context.state.nodes.values()]
+    def list_nodes(self, tenant: TenantId | None = None) -> list[View]:
+        """All nodes, as a tenant or (None) the operator may see them."""
+        nodes = self._context.state.nodes.values()
+        return [node_view(self._context, node, tenant) for node in nodes]
 
     def list_groups(self, now: float) -> list[View]:
         """All node groups."""
@@ -475,9 +474,9 @@ class SchedulerCore:
         """Finished operations behind index `after`, oldest first, at most `limit`."""
         return operation_log(self._context, tenant, job, after, limit, now)
 
-    def status(self, now: float) -> View:
-        """The cluster in a few numbers."""
-        return cluster_view(self._context, now)
+    def status(self, now: float, tenant: TenantId | None = None) -> View:
+        """The cluster in a few numbers, as a tenant or (None) the operator may see them."""
+        return cluster_view(self._context, tenant, now)
 
     def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:
         """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""

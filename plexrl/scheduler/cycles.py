@@ -1,14 +1,12 @@
 """What follows from a cycle that is over: profile, plan, service level, repacking."""
 
+from plexrl.scheduler.contention import PHASE_TOLERANCE
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.placement import reserve_anew, shares
 from plexrl.scheduler.profiler import ProfilerConfig, refresh
 from plexrl.scheduler.relocation import consider_relief, consider_repacking
 from plexrl.scheduler.state import Deployment
-
-PHASE_TOLERANCE = 0.1
-"""Part of the period by which a job may run beside its plan before the plan follows it."""
 
 PROFILES_MAX = 10_000
 """Profiles remembered for jobs that come again."""

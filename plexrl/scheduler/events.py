@@ -102,13 +102,14 @@ class TenantCreated(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfigured(Event):
-    """An operator set a tenant's weight and quotas; None: no limit."""
+    """An operator set a tenant's weight, quotas and highest priority; None: no limit."""
 
     tenant: TenantId
     weight: float
     jobs_max: int | None
     gpus_max: int | None
     gpu_seconds_max: float | None
+    priority_max: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,13 +28,6 @@ class FreeIntervals:
         self.starts: NDArray[np.intp] = edges[0::2]
         self.stops: NDArray[np.intp] = edges[1::2]
 
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def free_slots(self) -> int:
-        """Slots in all windows together."""
-        return int((self.stops - self.starts).sum())
-
     def fits(self, footprint: Footprint) -> bool:
         """Whether every segment of every cycle lies inside one window."""
         intervals = footprint.intervals()

@@ -74,18 +74,12 @@ class NodePool:
         del self._nodes[node]
 
     def close(self, node: NodeId) -> None:
-        """No new group may use the node (drain); what it has stays."""
+        """No new group may use the node (drain) until it is removed and added again; what it has
+        stays."""
         found = self._nodes.get(node)
         if found is not None and found.is_open:
             self._leave(node)
             found.is_open = False
-
-    def open(self, node: NodeId) -> None:
-        """The node takes groups again."""
-        found = self._nodes.get(node)
-        if found is not None and not found.is_open:
-            found.is_open = True
-            self._enter(node)
 
     def take(self, gpus: Sequence[RankPlacement]) -> None:
         """These GPUs belong to a group now."""

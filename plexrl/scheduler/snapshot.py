@@ -24,8 +24,8 @@ _KEPT = ("state", "timers", "timer_at")
 
 def encode(context: Context) -> bytes:
     """`context` as it stands between two events."""
-    idle = not (context.commands or context.discards or context.dirty or context.place_waiting)
-    assert idle, "a snapshot inside an event"
+    to_do = (context.commands, context.discards, context.dirty, context.place_waiting)
+    assert not any((*to_do, context.newcomers, context.cycles_over)), "a snapshot inside an event"
     kept = {name: getattr(context, name) for name in _kept_fields()}
     head = {"version": VERSION, "settings": core_settings(context.config)}
     return msgspec.msgpack.encode({**head, **kept})

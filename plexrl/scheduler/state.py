@@ -132,6 +132,8 @@ class Tenant:
     """GPUs held at the same time, a shared one counting for each job on it; more wait."""
     gpu_seconds_max: float | None = None
     """In all; beyond it nothing new is accepted."""
+    priority_max: int = 0
+    """The highest priority class of its jobs; an operator's jobs may have any."""
     gpu_seconds: float = 0.0
     """Used in all."""
     recent_gpu_seconds: float = 0.0
@@ -169,7 +171,8 @@ class Operation:
     expected_at: float | None = None
     """When it was expected to start, by the estimate made as it arrived."""
     caused_by: DeploymentId | None = None
-    """Of an offload: who wanted the group, and pays."""
+    """Of an offload: who gets the group, waiting or expected, and pays; absent: nobody, as in a
+    drain, and the deployment's own job pays."""
     is_aborted: bool = False
     """Its early end has been asked for."""
     source_seq: int = 0

@@ -1,4 +1,4 @@
-"""Tenants: their keys, weights, quotas and budgets."""
+"""Tenants: their keys, weights, quotas, budgets and priorities."""
 
 from plexrl.errors import (
     AuthenticationError,
@@ -13,6 +13,7 @@ from plexrl.scheduler.events import TenantConfigured, TenantCreated
 from plexrl.scheduler.state import Job, State, Tenant
 
 WEIGHT_MAX = 1e6
+PRIORITY_MAX = 100
 
 
 def tenant_created(state: State, event: TenantCreated) -> None:
@@ -31,7 +32,7 @@ def tenant_created(state: State, event: TenantCreated) -> None:
 
 
 def tenant_configured(state: State, event: TenantConfigured) -> None:
-    """Set a tenant's weight and quotas.
+    """Set a tenant's weight, quotas and highest priority.
 
     Raises:
         NotFoundError: there is no such tenant.
@@ -46,10 +47,15 @@ def tenant_configured(state: State, event: TenantConfigured) -> None:
             f"tenant {event.tenant!r}: the weight is above 0 and at most {WEIGHT_MAX:.0f}, quotas "
             "are at least 0 or none"
         )
+    if not -PRIORITY_MAX <= event.priority_max <= PRIORITY_MAX:
+        raise InvalidRequestError(
+            f"tenant {event.tenant!r}: priority_max is between -{PRIORITY_MAX} and {PRIORITY_MAX}"
+        )
     tenant.weight = event.weight
     tenant.jobs_max = event.jobs_max
     tenant.gpus_max = event.gpus_max
     tenant.gpu_seconds_max = event.gpu_seconds_max
+    tenant.priority_max = event.priority_max
 
 
 def check_budget(state: State, name: TenantId) -> None:
@@ -68,6 +74,26 @@ def check_budget(state: State, name: TenantId) -> None:
             used=tenant.gpu_seconds,
             quota=tenant.gpu_seconds_max,
         )
+
+
+def check_priority(state: State, name: TenantId, priority: int) -> None:
+    """Refuse a priority class that the tenant may not put its jobs in; an operator's may be any.
+
+    Raises:
+        InvalidRequestError: there is no such class.
+        QuotaExceededError: it is above the tenant's highest.
+    """
+    if not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
+        raise InvalidRequestError(f"priority is between -{PRIORITY_MAX} and {PRIORITY_MAX}")
+    tenant = state.tenants.get(name)
+    if tenant is None or tenant.is_operator or priority <= tenant.priority_max:
+        return
+    raise QuotaExceededError(
+        f"priority {priority} is above the highest that tenant {name!r} may use, "
+        f"{tenant.priority_max}: ask for that or less, or an operator for a higher priority_max",
+        priority=priority,
+        quota=tenant.priority_max,
+    )
 
 
 def check_gpus(context: Context, job: Job, workers: int) -> None:

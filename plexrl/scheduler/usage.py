@@ -1,8 +1,10 @@
 """What tenants used: GPU-seconds by job and kind of operation, exact to the journal (PlexRL §7.2).
 
 A run is billed for the time it held its group's GPUs, from its start to the report of its end. A
-context switch is billed to the job that caused it: the load of its own state and the offload of
-whoever was there before. What a fault made necessary (a run cut off, a replay) is nobody's.
+context switch is billed to the job that gets the group: the load of its own state and the offload
+of whoever was there before, in anticipation too, where that job was only expected. The offload for
+a drain is the drained job's own. Of what a fault made necessary, a run cut off and a replay are
+nobody's; the load of the state into new workers is their job's.
 Operations that run side by side share the time they overlap in equal parts.
 """
 

@@ -117,14 +117,15 @@ def group_view(context: Context, group: Group) -> View:
     }
 
 
-def node_view(context: Context, node: Node) -> View:
-    """One node."""
+def node_view(context: Context, node: Node, tenant: TenantId | None = None) -> View:
+    """One node; for a tenant without what only the operator has business with: where its
+    StateManager listens, and the groups on it, which are mostly others'."""
     reserved = sum(
         gpu.node == node.node
         for name in context.inventory.groups_on(node.node)
         for gpu in context.state.groups[name].gpus
     )
-    return {
+    view: View = {
         "node": node.node,
         "gpus": node.gpus,
         "gpus_reserved": reserved,
@@ -134,10 +135,12 @@ def node_view(context: Context, node: Node) -> View:
         "node_type": node.node_type,
         "block": node.block,
         "is_draining": node.is_draining,
-        "groups": context.inventory.groups_on(node.node),
         "alive": node.alive,
-        "statemanager": node.statemanager,
     }
+    if tenant is None:
+        view["groups"] = context.inventory.groups_on(node.node)
+        view["statemanager"] = node.statemanager
+    return view
 
 
 def operation_log(
@@ -162,24 +165,33 @@ def operation_log(
     return rows
 
 
-def cluster_view(context: Context, now: float) -> View:
-    """The cluster in a few numbers."""
+def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
+    """The cluster in a few numbers; for a tenant its machines, and of the rest the tenant's own."""
     state = context.state
-    live = [job for job in state.jobs.values() if not job.state.is_final]
     nodes = [node for node in state.nodes.values() if node.alive]
-    return {
+    view: View = {
         "now": now,
         "nodes": len(nodes),
         "gpus": sum(node.gpus for node in nodes),
         "gpus_reserved": sum(len(group.gpus) for group in state.groups.values()),
         "routers": len(state.routers),
-        "tenants": len(state.tenants),
-        "jobs_live": len(live),
-        "jobs_total": len(state.jobs),
-        "deployments_waiting": len(context.waiting),
-        "operations_finished": state.finished_count,
-        "operations_pending": sum(len(d.queue) for d in state.deployments.values()),
-        "context_switches": sum(group.switches for group in state.groups.values()),
+    }
+    jobs = [job for job in state.jobs.values() if tenant in (None, job.tenant)]
+    if tenant is None:
+        view["tenants"] = len(state.tenants)
+        view["operations_finished"] = state.finished_count
+        view["context_switches"] = sum(group.switches for group in state.groups.values())
+    else:
+        # Those that ran: what was called off before has no row of use.
+        rows = (row for job in jobs for row in job.usage.values())
+        view["operations_finished"] = sum(row.operations for row in rows)
+    names = [name for job in jobs for name in job.deployments]
+    return {
+        **view,
+        "jobs_live": sum(not job.state.is_final for job in jobs),
+        "jobs_total": len(jobs),
+        "deployments_waiting": sum(name in context.waiting for name in names),
+        "operations_pending": sum(len(state.deployments[name].queue) for name in names),
     }
 
 

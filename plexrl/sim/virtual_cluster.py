@@ -131,7 +131,11 @@ class VirtualCluster:
         return found
 
     def run(self) -> RunReport:
-        """Run until every job has done its cycles."""
+        """Run until every job has done its cycles.
+
+        Raises:
+            RuntimeError: nothing more can happen, and some have not.
+        """
         self._join("rollout", ROLLOUT, gpus=len(self._jobs))
         for number in range(self._groups):
             self._join(f"train{number}", TRAIN, gpus=1)
@@ -139,6 +143,12 @@ class VirtualCluster:
         for job in self._jobs.values():
             self._at(job.plan.start_s, partial(self._start, job))
         while not all(job.is_complete for job in self._jobs.values()):
+            if not self._planned:
+                stuck = [str(name) for name, job in self._jobs.items() if not job.is_complete]
+                raise RuntimeError(
+                    f"at {self._now:g} s nothing more can happen, and these jobs are not complete: "
+                    f"{', '.join(stuck)}: see `explained` for what each waits for"
+                )
             self._now, _, happen = heapq.heappop(self._planned)
             happen()
         return self._report()

@@ -105,6 +105,9 @@ def test_a_job_without_gpus_is_told_why_and_until_when(
     first.train_deployment("a", MODEL, workers=2).barrier().result(60)
     second = tenant.create_job("second", expected_s=900)
     second.train_deployment("a", MODEL, workers=2).barrier().result(60)
+    with pytest.raises(errors.QuotaExceededError, match="priority 5 is above"):
+        tenant.create_job("third", priority=5)
+    cli(operator, "tenants", "set", own_name(operator), "--priority-max", "5")
     third = tenant.create_job("third", priority=5)
     waiting = third.train_deployment("actor", MODEL, workers=2)
     future = waiting.barrier()

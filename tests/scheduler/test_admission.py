@@ -140,6 +140,33 @@ def test_a_higher_class_comes_first() -> None:
     assert order == ["high/actor", "middle/actor", "low/actor"]
 
 
+def test_no_tenant_makes_itself_first() -> None:
+    cluster = cluster_of()
+    tenant(cluster, "t")
+    with pytest.raises(errors.QuotaExceededError, match="an operator for a higher priority_max"):
+        cluster.job("a", priority=1)
+    assert not cluster.core.list_jobs(None, cluster.now)
+    cluster.job("low", priority=-100)
+    tenant(cluster, "t", priority_max=7)
+    assert cluster.core.list_tenants(cluster.now)[0]["priority_max"] == 7
+    cluster.job("a", priority=7)
+    with pytest.raises(errors.QuotaExceededError) as refused:
+        cluster.job("b", priority=8)
+    assert refused.value.code == "quota_exceeded"
+    tenant(cluster, "t")
+    cluster.job("a", priority=7)  # Said again, and known: it keeps what it was given.
+    with pytest.raises(errors.InvalidRequestError):
+        tenant(cluster, "t", priority_max=101)
+
+
+def test_an_operators_jobs_may_have_any_priority() -> None:
+    cluster = cluster_of()
+    cluster.send(ev.TenantCreated(tenant="t", key_digest="t", is_operator=True))
+    cluster.job("a", priority=100)
+    with pytest.raises(errors.InvalidRequestError):
+        cluster.job("b", priority=101)
+
+
 def test_a_short_job_has_the_better_response_ratio() -> None:
     cluster = cluster_of()
     submit(cluster, "a", 4)

@@ -383,6 +383,27 @@ def test_an_abort_is_said_again_to_the_next_router(cluster: FakeCluster) -> None
     assert kinds(commands) == ["generate", "AbortOperation"]
 
 
+def test_an_id_is_known_again_while_it_is_among_the_last_of_history() -> None:
+    cluster = FakeCluster(history=3)
+    cluster.start_node()
+    cluster.job("a")
+    cluster.deploy("a/rollout", "rollout", workers=1)
+    for number in range(1, 4):
+        cluster.submit(f"a:{number}", "a/rollout", "generate")
+        cluster.settle()
+    known = [row["operation"] for row in cluster.core.operation_log(None, None, 0, 9, cluster.now)]
+    for operation in (name for name in known if name.startswith("a:")):
+        cluster.submit(operation, "a/rollout", "generate")
+    assert not cluster.runs, "a repetition runs again"
+    for number in range(4, 7):
+        cluster.submit(f"a:{number}", "a/rollout", "generate")
+        cluster.settle()
+    with pytest.raises(errors.UnknownOperationError):
+        cluster.state_of("a:1")
+    cluster.submit("a:1", "a/rollout", "generate")
+    assert [run.operation for run in cluster.runs] == ["a:1"]
+
+
 def test_a_sync_needs_no_history_of_its_publish() -> None:
     cluster = FakeCluster(history=1)
     cluster.start_node()

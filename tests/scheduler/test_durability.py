@@ -18,7 +18,9 @@ from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.config import PROCESS_SETTINGS, core_settings, with_core_settings
+from plexrl.scheduler.context import Context
 from plexrl.scheduler.recovery import restore
+from plexrl.scheduler.snapshot import encode
 from plexrl.scheduler.sql_journal import SqlJournal
 from tests.scheduler.fake_cluster import FakeCluster, config
 
@@ -227,6 +229,15 @@ def test_old_events_are_replayed_under_their_own_settings(journal: SqlJournal) -
     )
     answer(core, deployment, cluster.now)
     assert len(core.list_groups(cluster.now)) == 2
+
+
+@pytest.mark.parametrize("to_do", ["newcomers", "cycles_over", "dirty"])
+def test_no_snapshot_is_made_inside_an_event(to_do: str) -> None:
+    context = Context(config())
+    encode(context)
+    setattr(context, to_do, {"j/actor": None} if to_do != "newcomers" else ["j/actor"])
+    with pytest.raises(AssertionError, match="inside an event"):
+        encode(context)
 
 
 def test_the_cores_settings_are_all_but_the_processes_own() -> None:

@@ -72,13 +72,14 @@ def test_a_group_is_of_one_kind_with_the_least_memory_that_suffices() -> None:
     assert pool.find(1, "c", 0) is None
 
 
-def test_a_closed_node_gives_nothing_until_it_is_open_again() -> None:
+def test_a_closed_node_gives_nothing_until_it_is_added_again() -> None:
     pool = pool_of(("n1", "x", 4), ("n2", "x", 4))
     pool.close("n1")
     assert nodes_of(pool.find(2, "", 0)) == ["n2"]
     assert pool.find(5, "", 0) is None
     assert pool.free_gpus() == 4
-    pool.open("n1")
+    pool.remove("n1")
+    pool.add("n1", SMALL, "x", 4, ())
     assert pool.free_gpus() == 8
     assert nodes_of(pool.find(5, "", 0)) == ["n1", "n2"]
 
@@ -154,7 +155,7 @@ steps = st.lists(
             st.sampled_from((0, 80)),
         ),
         st.tuples(st.just("give"), st.integers(0, 9)),
-        st.tuples(st.sampled_from(("close", "open", "again")), st.integers(0, 5)),
+        st.tuples(st.sampled_from(("close", "again")), st.integers(0, 5)),
     ),
     max_size=30,
 )
@@ -207,9 +208,6 @@ def test_any_history_finds_what_looking_at_everything_finds(
         elif step == "close":
             pool.close(name)
             oracle.closed.add(name)
-        elif step == "open":
-            pool.open(name)
-            oracle.closed.discard(name)
         elif step == "again":
             at = number % len(members)
             pool.remove(name)
@@ -220,8 +218,9 @@ def test_any_history_finds_what_looking_at_everything_finds(
         assert pool.snapshot() == now
     for each in held:
         pool.give_back(each)
-    for name in before:
-        pool.open(name)
+    for index, (kind, block, gpus) in enumerate(members):
+        pool.remove(f"n{index}")
+        pool.add(f"n{index}", kind, block, gpus, ())
     assert pool.snapshot() == before
 
 

@@ -224,6 +224,31 @@ def test_what_is_the_operators_alone_is_no_tenants(tmp_path: Path) -> None:
     run_live(talk)
 
 
+def test_a_tenant_is_shown_the_machines_and_nothing_of_other_tenants(tmp_path: Path) -> None:
+    async def talk() -> None:
+        async with live(tmp_path) as cluster:
+            router = await with_one_job(cluster)
+            await router.call("submit_job", job_of("b", "k"))
+            (whole,) = (await router.call("list_nodes", OPERATOR))["nodes"]
+            for claim in (A, B):
+                (node,) = (await router.call("list_nodes", claim))["nodes"]
+                assert whole.keys() - node.keys() == {"groups", "statemanager"}
+                assert node == {name: whole[name] for name in node}
+            everybody = await router.call("status", OPERATOR)
+            assert (everybody["tenants"], everybody["jobs_total"]) == (3, 2)
+            assert everybody["operations_pending"] == 1
+            of_a, of_b = [await router.call("status", claim) for claim in (A, B)]
+            assert everybody.keys() - of_a.keys() == {"tenants", "context_switches"}
+            assert (of_a["jobs_total"], of_a["jobs_live"], of_a["operations_pending"]) == (1, 1, 1)
+            assert (of_b["jobs_total"], of_b["jobs_live"], of_b["operations_pending"]) == (1, 1, 0)
+            assert of_a["gpus"] == everybody["gpus"]
+            await router.call("finish_job", {**B, "job": "k", "outcome": "completed"})
+            of_b = await router.call("status", B)
+            assert (of_b["jobs_total"], of_b["jobs_live"]) == (1, 0)
+
+    run_live(talk)
+
+
 def test_a_created_tenant_is_no_operator(tmp_path: Path) -> None:
     async def talk() -> None:
         async with live(tmp_path) as cluster:

@@ -178,6 +178,28 @@ def test_a_switch_is_billed_to_whoever_wanted_it() -> None:
     assert {job: rows[job, "load"] for job in "abc"} == {"a": 14.0, "b": 6.0, "c": 6.0}
 
 
+def test_the_load_after_a_workers_death_is_the_jobs_and_the_repeated_run_is_nobodys() -> None:
+    cluster = Metered()
+    cluster.start_node()
+    cluster.job("a")
+    cluster.deploy("a/actor")
+    cluster.settle()
+    cluster.submit("a:1", "a/actor", "forward_backward")
+    cluster.settle()
+    before = {u["kind"]: u["gpu_seconds"] for u in cluster.core.usage(None)}
+    cluster.kill("a/actor")
+    cluster.launch(cluster.launches[0])
+    cluster.submit("a:2", "a/actor", "barrier")
+    ran = []
+    while cluster.runs:
+        ran.append((cluster.runs[0].kind.value, cluster.runs[0].replay))
+        cluster.pass_time(5.0)
+        cluster.execute(cluster.runs[0])
+    assert ran == [("load", False), ("forward_backward", True), ("barrier", False)]
+    rows = {u["kind"]: u["gpu_seconds"] for u in cluster.core.usage(None)}
+    assert rows == {**before, "load": before["load"] + 10.0, "barrier": 10.0}
+
+
 def test_the_run_that_ends_a_job_by_its_last_crash_is_billed_to_nobody() -> None:
     cluster = Metered(launch_attempts=1)
     cluster.start_node()

@@ -5,6 +5,8 @@ from random import Random
 
 import pytest
 
+from plexrl.ids import DeploymentId, JobId, NodeId, TenantId
+from plexrl.scheduler import events as ev
 from plexrl.scheduler.ordering import ORDERINGS
 from plexrl.sim import (
     PUBLISHED,
@@ -44,6 +46,39 @@ def test_a_job_alone_loses_nothing(name: str) -> None:
     assert report.switches == 0
     assert [cycle.wait_s for cycle in report.jobs[0].cycles] == pytest.approx([0.0] * 12, abs=1e-6)
     assert report.jobs[0].duty_wait == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_run_in_which_nothing_more_can_happen_names_the_jobs_that_wait() -> None:
+    cluster = VirtualCluster(plans(1), seed=1)
+    node = ev.NodeJoined(
+        node=NodeId("train0"),
+        gpus=1,
+        gpu_memory_bytes=1 << 40,
+        host_memory_bytes=1 << 50,
+        statemanager="train0/statemanager",
+        node_type="train",
+    )
+    submitted = ev.JobSubmitted(
+        job=JobId("holder"),
+        tenant=TenantId("tenant"),
+        name="holder",
+        controller_timeout_s=1e13,
+        reattach_timeout_s=1e13,
+    )
+    created = ev.DeploymentCreated(
+        deployment=DeploymentId("holder/actor"),
+        job=JobId("holder"),
+        kind="train",
+        workers=1,
+        state_bytes=1,
+        exclusive=True,
+        spec_json="{}",
+        node_type="train",
+    )
+    for event in (node, submitted, created):
+        cluster.core.handle(event, 0.0)
+    with pytest.raises(RuntimeError, match="these jobs are not complete: job0"):
+        cluster.run()
 
 
 def test_the_published_means_add_up_to_the_published_cycle() -> None:
