@@ -8,6 +8,7 @@ from plexrl.scheduler.eta import goes_before, start_s
 from plexrl.scheduler.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.foresight import holds_back
 from plexrl.scheduler.groups import candidate
+from plexrl.scheduler.relocation import stops
 from plexrl.scheduler.state import Deployment, Group, Operation, WpgState
 from plexrl.wire.operations import OperationState
 
@@ -68,7 +69,7 @@ def _reason(
     if deployment.state == WpgState.MIGRATING:
         nodes = ", ".join(deployment.awaited_nodes)
         return f"its state is on the way to {nodes}", "migrating", None
-    if deployment.relocation is not None:
+    if deployment.relocation is not None and stops(context, deployment):
         return f"it is about to be moved: {deployment.relocation.reason}", "relocation", None
     ahead = _seconds_ahead(context, operation, deployment)
     if operation.after is not None:

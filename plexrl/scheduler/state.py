@@ -282,6 +282,8 @@ class Deployment:
     """Version that the StateManagers hold whole; 0: the initial weights, which are rebuilt."""
     published_seq: int | None = None
     relocation: Relocation | None = None
+    no_move_until: float = 0.0
+    """After a move for which a node found no room; it works on where it is meanwhile."""
     moves: int = 0
     """Relocations so far."""
     moved_at: float | None = None
