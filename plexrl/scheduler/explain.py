@@ -9,6 +9,7 @@ from plexrl.scheduler.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.foresight import holds_back
 from plexrl.scheduler.groups import candidate
 from plexrl.scheduler.relocation import stops
+from plexrl.scheduler.replacement import awaited
 from plexrl.scheduler.state import Deployment, Group, Operation, WpgState
 from plexrl.wire.operations import OperationState
 
@@ -63,6 +64,10 @@ def _reason(
         return why_no_gpus(context, deployment, now)
     if deployment.state == WpgState.LAUNCHING:
         return "its workers are starting", "launching", None
+    if deployment.state in (WpgState.RECOVERING, WpgState.MIGRATING):
+        nodes = ", ".join(awaited(context, deployment))
+        if nodes:
+            return f"it waits for {nodes} to be back with its GPUs and state", "recovering", None
     if deployment.state == WpgState.RECOVERING:
         why = f"moved ({deployment.moved_because})" if deployment.moved_because else "lost"
         return f"its workers were {why} and are starting again", "recovering", None

@@ -193,8 +193,14 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     deployment.moves += 1
     deployment.moved_at = now
     deployment.moved_because = relocation.reason
-    deployment.state = WpgState.RECOVERING
     context.place_waiting = True
+    settle(context, deployment)
+    return True
+
+
+def settle(context: Context, deployment: Deployment) -> None:
+    """It has other GPUs: its state is to follow (`MIGRATING`), or its workers can be launched."""
+    deployment.state = WpgState.RECOVERING
     missing = sorted(set(nodes_of(deployment)) - set(deployment.state_nodes))
     if deployment.durable_seq and missing:
         deployment.state = WpgState.MIGRATING
@@ -202,7 +208,6 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
         send_migration(context, deployment)
     else:
         _release_left_nodes(context, deployment)
-    return True
 
 
 def send_migration(context: Context, deployment: Deployment) -> None:

@@ -69,6 +69,9 @@ class Node:
     nvme_bytes: int = 0
     """Bound of its NVMe tier."""
     alive: bool = True
+    lost_at: float | None = None
+    """Since when it has been away; absent while it is there, and while nothing is known yet of a
+    node after the scheduler was started anew."""
     is_draining: bool = False
     """An operator wants it empty."""
 
