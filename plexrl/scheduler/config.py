@@ -82,6 +82,9 @@ class SchedulerConfig:
     others, taken as they were published, do not)."""
     node_grace_s: float = 5.0
     """Silence of a node agent after which its node counts as lost."""
+    node_replace_s: float = 120.0
+    """How long WPGs wait for a lost node before they are placed elsewhere: a reboot is cheaper than
+    the copies and launches of all its WPGs."""
     snapshot_operations: int = 64
     """Mutations after which a WPG that no switch has offloaded is snapshotted: the most that a
     recovery replays."""
@@ -111,7 +114,7 @@ class SchedulerConfig:
         for name in (*counts, "snapshot_events", "horizon_slots", "profile_cycles"):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
-        for name in ("lease_s", "node_grace_s", "burst_hold_s", "burst_max_s"):
+        for name in ("lease_s", "node_grace_s", "node_replace_s", "burst_hold_s", "burst_max_s"):
             if not math.isfinite(getattr(self, name)):
                 raise InvalidRequestError(f"{name} must be a finite number of seconds")
         if self.lease_s <= 0:

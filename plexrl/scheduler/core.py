@@ -20,7 +20,7 @@ from plexrl.errors import (
     UnknownJobError,
     UnknownOperationError,
 )
-from plexrl.ids import DeploymentId, GroupId, JobId, OperationId, TenantId
+from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId, TenantId
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.admission import check_it_can_fit, enqueue_deployment, wake_patient
 from plexrl.scheduler.commands import (
@@ -48,6 +48,7 @@ from plexrl.scheduler.nodes import node_drain_changed, node_joined, node_lost, s
 from plexrl.scheduler.operations import check_room, check_source, enqueue, fail
 from plexrl.scheduler.outcomes import run_failed, run_finished
 from plexrl.scheduler.relocation import send_migration
+from plexrl.scheduler.replacement import look_at_node
 from plexrl.scheduler.snapshot import decode, encode
 from plexrl.scheduler.state import Deployment, Job, Operation, WpgState
 from plexrl.scheduler.tenants import (
@@ -137,6 +138,8 @@ class SchedulerCore:
                 context.touch(GroupId(name))
             case "placement":
                 context.place_waiting = context.place_waiting or bool(context.waiting)
+            case "node" if name in context.state.nodes:
+                look_at_node(context, NodeId(name), now)
             case "migration":
                 deployment = context.state.deployments.get(DeploymentId(name))
                 if deployment is not None and deployment.state == WpgState.MIGRATING:

@@ -8,6 +8,8 @@ from plexrl.scheduler.eta import goes_before, start_s
 from plexrl.scheduler.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.foresight import holds_back
 from plexrl.scheduler.groups import candidate
+from plexrl.scheduler.relocation import stops
+from plexrl.scheduler.replacement import awaited
 from plexrl.scheduler.state import Deployment, Group, Operation, WpgState
 from plexrl.wire.operations import OperationState
 
@@ -62,13 +64,17 @@ def _reason(
         return why_no_gpus(context, deployment, now)
     if deployment.state == WpgState.LAUNCHING:
         return "its workers are starting", "launching", None
+    if deployment.state in (WpgState.RECOVERING, WpgState.MIGRATING):
+        nodes = ", ".join(awaited(context, deployment))
+        if nodes:
+            return f"it waits for {nodes} to be back with its GPUs and state", "recovering", None
     if deployment.state == WpgState.RECOVERING:
         why = f"moved ({deployment.moved_because})" if deployment.moved_because else "lost"
         return f"its workers were {why} and are starting again", "recovering", None
     if deployment.state == WpgState.MIGRATING:
         nodes = ", ".join(deployment.awaited_nodes)
         return f"its state is on the way to {nodes}", "migrating", None
-    if deployment.relocation is not None:
+    if deployment.relocation is not None and stops(context, deployment):
         return f"it is about to be moved: {deployment.relocation.reason}", "relocation", None
     ahead = _seconds_ahead(context, operation, deployment)
     if operation.after is not None:

@@ -17,7 +17,7 @@ from plexrl.scheduler.operations import OWN_MARK, start
 from plexrl.scheduler.ordering import first
 from plexrl.scheduler.placement import owns_time
 from plexrl.scheduler.relocation import finish as finish_relocation
-from plexrl.scheduler.relocation import is_due
+from plexrl.scheduler.relocation import is_due, stops
 from plexrl.scheduler.state import Deployment, Group, Operation, Residency, WpgState
 from plexrl.wire.operations import OperationKind, OperationState
 
@@ -48,7 +48,7 @@ def advance(context: Context, group: Group, now: float) -> None:
         if not holder.running:
             _replay_next(context, group, holder, now)
         return
-    if holder.relocation is not None:
+    if stops(context, holder):
         return
     if not holder.running and not _goes_on(context, holder, now):
         waiting = _waiting(context, group, now, besides=holder)
@@ -88,7 +88,7 @@ def wants_the_group(context: Context, deployment: Deployment, now: float) -> boo
     return (
         bool(deployment.queue)
         and deployment.state == WpgState.READY
-        and deployment.relocation is None
+        and not stops(context, deployment)
         and now >= deployment.held_back_until
         and next_operation(context, deployment) is not None
     )

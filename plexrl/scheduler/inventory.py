@@ -185,6 +185,8 @@ class Inventory:
         nodes = [self._state.nodes[node] for node in _nodes(group)]
         if any(node.is_draining or not node.alive for node in nodes):
             return False
+        if any(gpu.gpu >= self._state.nodes[gpu.node].gpus for gpu in group.gpus):
+            return False
         if not self._policy.repacks:
             return True
         # A profile is taken undisturbed (PlexRL §4.3.2, cold start).

@@ -2,13 +2,13 @@
 
 from plexrl.errors import OperationCancelledError
 from plexrl.scheduler.admission import admit
-from plexrl.scheduler.commands import LaunchWorkers, ReleaseState, StopWorkers
+from plexrl.scheduler.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.operations import drop_log, fail
 from plexrl.scheduler.placement import leave
 from plexrl.scheduler.profiler import forget_open_cycle
-from plexrl.scheduler.relocation import drain, nodes_of
+from plexrl.scheduler.relocation import drain, nodes_of, settle
 from plexrl.scheduler.state import Deployment, Job, Residency, WpgState
 from plexrl.scheduler.usage import meter
 from plexrl.wire.operations import OperationState
@@ -99,11 +99,15 @@ def release_lock(context: Context, deployment: Deployment) -> None:
 def place_waiting(context: Context, now: float) -> None:
     """Give GPUs to every deployment whose turn it is, and start its workers."""
     for deployment in admit(context, now):
-        deployment.state = WpgState.LAUNCHING
-        launch(context, deployment)
         context.touch(deployment.group)
         job = context.job(deployment.job)
-        deployment.state_nodes = []
+        if deployment.incarnation:
+            # It had GPUs before, and lost them with their node.
+            settle(context, deployment)
+        else:
+            deployment.state = WpgState.LAUNCHING
+        if deployment.state != WpgState.MIGRATING:
+            launch(context, deployment)
         if all(context.deployment(name).group is not None for name in job.deployments):
             job_event(job, JobTrigger.PLACED)
 
@@ -118,9 +122,15 @@ def launch(context: Context, deployment: Deployment) -> None:
     send_launch(context, deployment)
 
 
+def has_gpu(context: Context, rank: RankPlacement) -> bool:
+    """Whether the rank's node is there, and still has that GPU."""
+    node = context.state.nodes[rank.node]
+    return node.alive and rank.gpu < node.gpus
+
+
 def send_launch(context: Context, deployment: Deployment) -> None:
     """Issue (or issue again) the launch of the current incarnation."""
-    if not all(context.state.nodes[node].alive for node in nodes_of(deployment)):
+    if not all(has_gpu(context, rank) for rank in deployment.ranks):
         return
     assert deployment.group is not None, f"{deployment.deployment} launches without GPUs"
     context.emit(
@@ -137,6 +147,13 @@ def send_launch(context: Context, deployment: Deployment) -> None:
 
 def restart(context: Context, deployment: Deployment, reason: str, now: float) -> None:
     """Start the WPG over from its last complete version; its group goes to others meanwhile."""
+    if stop(context, deployment, reason, now):
+        launch(context, deployment)
+
+
+def stop(context: Context, deployment: Deployment, reason: str, now: float) -> bool:
+    """Give the WPG's processes up; what ran is queued again. False: that was once too often, and
+    the job has ended."""
     job = context.job(deployment.job)
     deployment.failures += 1
     interrupted = [name for name, command in deployment.running.items() if not command.replay]
@@ -166,7 +183,7 @@ def restart(context: Context, deployment: Deployment, reason: str, now: float) -
             f"without completing an operation; the last time: {reason}",
             now,
         )
-        return
+        return False
     deployment.replaying.clear()
     forget_open_cycle(deployment)
     if deployment.queue:
@@ -183,7 +200,7 @@ def restart(context: Context, deployment: Deployment, reason: str, now: float) -
         )
     )
     deployment.state = WpgState.RECOVERING
-    launch(context, deployment)
+    return True
 
 
 def worker_ready(context: Context, deployment: Deployment, rank: int, address: str) -> None:

@@ -5,7 +5,8 @@ from plexrl.scheduler.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import NodeDrainChanged, NodeJoined, NodeLost, StateMigrated
 from plexrl.scheduler.lifecycle import launch, restart, send_launch, worker_ready
-from plexrl.scheduler.relocation import drain, migrated, nodes_of, send_migration
+from plexrl.scheduler.relocation import migrated, nodes_of, send_migration
+from plexrl.scheduler.replacement import look_at_node, replace_shrunk
 from plexrl.scheduler.state import Deployment, Node, WpgState
 
 MIGRATION_RETRY_S = 2.0
@@ -27,6 +28,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         is_draining=known is not None and known.is_draining,
     )
     context.inventory.node_changed(context.state.nodes[event.node])
+    replace_shrunk(context, event.node, now)
     seen = {(worker.deployment, worker.rank): worker for worker in event.workers}
     wanted = set()
     for deployment in list(context.state.deployments.values()):
@@ -62,6 +64,9 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         if name not in live or not _keeps_state(live[name], event.node):
             context.emit(ReleaseState(deployment=name, nodes=(event.node,)))
     context.place_waiting = True
+    # What lies on this node may be what the WPGs of a lost one were waiting for.
+    for other in list(context.state.nodes):
+        look_at_node(context, other, now)
 
 
 def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) -> None:
@@ -71,7 +76,7 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
     node.is_draining = event.is_draining
     context.inventory.node_changed(node)
     if event.is_draining:
-        drain(context, event.node, now)
+        look_at_node(context, event.node, now)
         return
     for name in sorted(context.relocating):
         deployment = context.deployment(name)
@@ -110,6 +115,9 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
     if node is None:
         return
     node.alive = False
+    if node.lost_at is None:
+        node.lost_at = now
+    context.wake(node.lost_at + context.config.node_replace_s, f"node:{event.node}")
     context.inventory.node_changed(node)
     for deployment in list(context.state.deployments.values()):
         here = [rank.rank for rank in deployment.ranks if rank.node == event.node]
@@ -123,3 +131,4 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
                 deployment.addresses.pop(rank, None)
         else:
             restart(context, deployment, f"node {event.node!r} was lost", now)
+    look_at_node(context, event.node, now)

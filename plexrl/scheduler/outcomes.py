@@ -10,7 +10,7 @@ from plexrl.scheduler.groups import end_burst, load, successor
 from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
 from plexrl.scheduler.operations import complete, drop_log, fail, finish_move
-from plexrl.scheduler.relocation import nodes_of
+from plexrl.scheduler.relocation import call_off, nodes_of
 from plexrl.scheduler.state import Deployment, Group, Operation, Residency
 from plexrl.scheduler.usage import meter
 from plexrl.wire.operations import OperationKind, OperationState
@@ -197,6 +197,11 @@ def _move_called_off(
     if operation.kind == OperationKind.SNAPSHOT:
         deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         return
+    if deployment.relocation is not None:
+        call_off(context, deployment, now)
+        if operation.kind == OperationKind.OFFLOAD and held_back is deployment:
+            # Nobody waits for the group: it goes on with its own work.
+            return
     held_back.held_back_until = now + BACK_OFF_S
     held_back.held_back_reason = reason
     context.wake(held_back.held_back_until, f"group:{group.group}")

@@ -38,6 +38,9 @@ LAUNCH_S = 30.0
 CYCLES_MIN = 3
 """Measured cycles before the service level says anything."""
 
+BACK_OFF_S = 30.0
+"""Before a move that found no room is thought of again."""
+
 REOPEN_PART = 0.8
 """Of the bound on waiting, below which all members must be for a group to take members again."""
 
@@ -90,7 +93,7 @@ def drain(context: Context, node: NodeId, now: float) -> None:
     for name in context.inventory.groups_on(node):
         for member in list(context.state.groups[name].members):
             deployment = context.deployment(member)
-            if deployment.relocation is not None:
+            if deployment.relocation is not None or now < deployment.no_move_until:
                 continue
             if _destination(context, deployment, MoveCause.DRAIN, now) is not None:
                 reason = f"node {node!r} is drained"
@@ -100,6 +103,8 @@ def drain(context: Context, node: NodeId, now: float) -> None:
 def may_move(context: Context, deployment: Deployment, now: float) -> bool:
     """Whether enough time has passed since the last move, twice as much for each there was."""
     if deployment.relocation is not None or deployment.state != WpgState.READY:
+        return False
+    if now < deployment.no_move_until:
         return False
     if deployment.moved_at is None:
         return True
@@ -135,6 +140,21 @@ def is_due(context: Context, deployment: Deployment) -> bool:
         and deployment.moving is None
         and not _is_pulled(context, deployment)
     )
+
+
+def stops(context: Context, deployment: Deployment) -> bool:
+    """It starts nothing more, so that its move comes due. While others pull its weights it works on
+    where it is: what they wait for may be its own work."""
+    return deployment.relocation is not None and not _is_pulled(context, deployment)
+
+
+def call_off(context: Context, deployment: Deployment, now: float) -> None:
+    """The move wanted room that is not there: the WPG stays where it is for a while."""
+    deployment.relocation = None
+    context.relocating.pop(deployment.deployment, None)
+    deployment.no_move_until = now + BACK_OFF_S
+    for node in nodes_of(deployment):
+        context.wake(deployment.no_move_until, f"node:{node}")
 
 
 def finish(context: Context, deployment: Deployment, now: float) -> bool:
@@ -173,8 +193,14 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     deployment.moves += 1
     deployment.moved_at = now
     deployment.moved_because = relocation.reason
-    deployment.state = WpgState.RECOVERING
     context.place_waiting = True
+    settle(context, deployment)
+    return True
+
+
+def settle(context: Context, deployment: Deployment) -> None:
+    """It has other GPUs: its state is to follow (`MIGRATING`), or its workers can be launched."""
+    deployment.state = WpgState.RECOVERING
     missing = sorted(set(nodes_of(deployment)) - set(deployment.state_nodes))
     if deployment.durable_seq and missing:
         deployment.state = WpgState.MIGRATING
@@ -182,7 +208,6 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
         send_migration(context, deployment)
     else:
         _release_left_nodes(context, deployment)
-    return True
 
 
 def send_migration(context: Context, deployment: Deployment) -> None:
@@ -237,10 +262,13 @@ def _release_left_nodes(context: Context, deployment: Deployment) -> None:
 
 
 def _is_pulled(context: Context, deployment: Deployment) -> bool:
-    """Whether a sync has still to finish whose weights the deployment has published."""
+    """Whether a sync has still to finish whose weights the deployment has published. One that has
+    no GPUs to finish on may take for ever, and is not waited for."""
     operations = context.state.operations
     for name in context.job(deployment.job).deployments:
         other = context.deployment(name)
+        if other.group is None:
+            continue
         for each in (*other.running, *other.queue):
             operation = operations[each]
             if operation.source != deployment.deployment or operation.after is None:

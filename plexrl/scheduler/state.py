@@ -69,6 +69,9 @@ class Node:
     nvme_bytes: int = 0
     """Bound of its NVMe tier."""
     alive: bool = True
+    lost_at: float | None = None
+    """Since when it has been away; absent while it is there, and while nothing is known yet of a
+    node after the scheduler was started anew."""
     is_draining: bool = False
     """An operator wants it empty."""
 
@@ -287,6 +290,8 @@ class Deployment:
     """Version that the StateManagers hold whole; 0: the initial weights, which are rebuilt."""
     published_seq: int | None = None
     relocation: Relocation | None = None
+    no_move_until: float = 0.0
+    """After a move for which a node found no room; it works on where it is meanwhile."""
     moves: int = 0
     """Relocations so far."""
     moved_at: float | None = None

@@ -1,0 +1,117 @@
+"""WPGs whose node is lost, or has come back with fewer GPUs: other GPUs for those that can follow.
+
+A WPG can follow where its state survives: without a durable version the replay log rebuilds all of
+it, and a version can be copied from any living node that holds it. It leaves its group and waits
+for GPUs like a new one, ahead of others as one whose turn came long ago; no operation is lost, for
+queue and log stay. One whose only durable version lies on the lost node waits for that node.
+"""
+
+from plexrl.ids import NodeId
+from plexrl.scheduler.commands import ReleaseState, StopWorkers
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.jobs import JobTrigger
+from plexrl.scheduler.lifecycle import has_gpu, job_event, release_lock, stop
+from plexrl.scheduler.placement import leave
+from plexrl.scheduler.relocation import drain, nodes_of
+from plexrl.scheduler.state import Deployment, Node, Residency, WpgState
+
+
+def look_at_node(context: Context, name: NodeId, now: float) -> None:
+    """Move off the node whatever should not stay there, as far as it can go now."""
+    node = context.state.nodes[name]
+    if not node.alive:
+        if _is_given_up(context, node, now):
+            for deployment in _on(context, name):
+                _replace(context, deployment)
+    elif node.is_draining:
+        drain(context, name, now)
+    else:
+        replace_shrunk(context, name, now)
+
+
+def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
+    """Move the WPGs on GPUs that the node has no more; their workers there are gone."""
+    gpus = context.state.nodes[name].gpus
+    for deployment in _on(context, name):
+        if all(rank.gpu < gpus for rank in deployment.ranks if rank.node == name):
+            continue
+        if deployment.state not in (WpgState.RECOVERING, WpgState.MIGRATING):
+            reason = f"node {name!r} came back with {gpus} GPUs"
+            if not stop(context, deployment, reason, now):
+                continue
+            # Such of its workers as are still there are not those that are wanted.
+            deployment.incarnation += 1
+        _replace(context, deployment)
+
+
+def awaited(context: Context, deployment: Deployment) -> tuple[NodeId, ...]:
+    """The nodes without which the WPG cannot go on: it has ranks on them that no launch reaches, or
+    only they hold its state. None for one that waits for nothing but its processes."""
+    nodes = context.state.nodes
+    if deployment.durable_seq and not any(nodes[each].alive for each in deployment.state_nodes):
+        return tuple(sorted(deployment.state_nodes))
+    lacking = {rank.node for rank in deployment.ranks if not has_gpu(context, rank)}
+    return tuple(sorted(lacking))
+
+
+def _on(context: Context, node: NodeId) -> list[Deployment]:
+    """The deployments with ranks on a node."""
+    return [
+        context.deployment(member)
+        for name in context.inventory.groups_on(node)
+        for member in list(context.state.groups[name].members)
+    ]
+
+
+def _is_given_up(context: Context, node: Node, now: float) -> bool:
+    if node.lost_at is None:
+        return False
+    return node.is_draining or now >= node.lost_at + context.config.node_replace_s
+
+
+def _survives(context: Context, deployment: Deployment) -> bool:
+    if not deployment.durable_seq:
+        return True
+    nodes = context.state.nodes
+    return context.config.migrates and any(nodes[each].alive for each in deployment.state_nodes)
+
+
+def _replace(context: Context, deployment: Deployment) -> None:
+    """Take the WPG off its group and have it placed anew, if there is something to go on from."""
+    if not _survives(context, deployment):
+        return
+    nodes = nodes_of(deployment)
+    context.emit(
+        StopWorkers(
+            deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=nodes
+        )
+    )
+    unwanted = tuple(each for each in nodes if each not in deployment.state_nodes)
+    if unwanted:
+        # Copies of a version that were on their way there.
+        context.emit(ReleaseState(deployment=deployment.deployment, nodes=unwanted))
+    job = context.job(deployment.job)
+    context.hold(job.tenant, deployment, -1)
+    release_lock(context, deployment)
+    leave(context, deployment)
+    deployment.ranks = ()
+    deployment.placement = None
+    deployment.addresses.clear()
+    deployment.awaited_nodes.clear()
+    deployment.residency = Residency.NONE
+    deployment.relocation = None
+    context.relocating.pop(deployment.deployment, None)
+    deployment.state = WpgState.WAITING
+    job_event(job, JobTrigger.DISPLACED)
+    _enqueue(context, deployment)
+    for name in context.relocating:
+        # One that waited for this WPG to pull its weights waits no more.
+        context.touch(context.deployment(name).group)
+
+
+def _enqueue(context: Context, deployment: Deployment) -> None:
+    waiting = {*context.waiting, deployment.deployment}
+    # They are kept in the order of their creation.
+    context.waiting.clear()
+    context.waiting.update({name: None for name in context.state.deployments if name in waiting})
+    context.place_waiting = True
