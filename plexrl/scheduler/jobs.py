@@ -31,6 +31,8 @@ class JobTrigger(StrEnum):
     """What can happen to a job."""
 
     PLACED = "placed"
+    DISPLACED = "displaced"
+    """One of its deployments waits for GPUs again."""
     GRANTED = "granted"
     CYCLE_ENDED = "cycle_ended"
     OFFLOADED = "offloaded"
@@ -49,6 +51,7 @@ _LIVE = (
 
 TRANSITIONS: dict[tuple[JobState, JobTrigger], JobState] = {
     (JobState.QUEUED, JobTrigger.PLACED): JobState.ADMITTED,
+    (JobState.ADMITTED, JobTrigger.DISPLACED): JobState.QUEUED,
     (JobState.ADMITTED, JobTrigger.GRANTED): JobState.PROFILING,
     (JobState.PROFILING, JobTrigger.CYCLE_ENDED): JobState.RUNNING,
     (JobState.PROFILING, JobTrigger.OFFLOADED): JobState.SUSPENDED,
