@@ -201,7 +201,9 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
 def settle(context: Context, deployment: Deployment) -> None:
     """It has other GPUs: its state is to follow (`MIGRATING`), or its workers can be launched."""
     deployment.state = WpgState.RECOVERING
-    missing = sorted(set(nodes_of(deployment)) - set(deployment.state_nodes))
+    # Each of several nodes has the parts of its own ranks only: the ranks lie otherwise now.
+    held = set(deployment.state_nodes) if len(deployment.state_nodes) == 1 else set()
+    missing = sorted(set(nodes_of(deployment)) - held)
     if deployment.durable_seq and missing:
         deployment.state = WpgState.MIGRATING
         deployment.awaited_nodes = missing

@@ -1,9 +1,10 @@
 """WPGs whose node is lost, or has come back with fewer GPUs: other GPUs for those that can follow.
 
 A WPG can follow where its state survives: without a durable version the replay log rebuilds all of
-it, and a version can be copied from any living node that holds it. It leaves its group and waits
+it, and a version can be copied while all nodes that hold it live: each has the parts of its own
+ranks only. It leaves its group and waits
 for GPUs like a new one, ahead of others as one whose turn came long ago; no operation is lost, for
-queue and log stay. One whose only durable version lies on the lost node waits for that node.
+queue and log stay. One whose durable version lies on the lost node waits for that node.
 """
 
 from plexrl.ids import NodeId
@@ -48,8 +49,9 @@ def awaited(context: Context, deployment: Deployment) -> tuple[NodeId, ...]:
     """The nodes without which the WPG cannot go on: it has ranks on them that no launch reaches, or
     only they hold its state. None for one that waits for nothing but its processes."""
     nodes = context.state.nodes
-    if deployment.durable_seq and not any(nodes[each].alive for each in deployment.state_nodes):
-        return tuple(sorted(deployment.state_nodes))
+    dead = [each for each in deployment.state_nodes if not nodes[each].alive]
+    if deployment.durable_seq and dead:
+        return tuple(sorted(dead))
     lacking = {rank.node for rank in deployment.ranks if not has_gpu(context, rank)}
     return tuple(sorted(lacking))
 
@@ -73,7 +75,7 @@ def _survives(context: Context, deployment: Deployment) -> bool:
     if not deployment.durable_seq:
         return True
     nodes = context.state.nodes
-    return context.config.migrates and any(nodes[each].alive for each in deployment.state_nodes)
+    return context.config.migrates and all(nodes[each].alive for each in deployment.state_nodes)
 
 
 def _replace(context: Context, deployment: Deployment) -> None:

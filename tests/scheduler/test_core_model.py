@@ -7,6 +7,8 @@ order, none twice, and in the end all of them. The laws of the state and the equ
 capacity index with one made anew are checked after every event.
 """
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -33,8 +35,9 @@ class Cluster(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(("isolated", "pack", "spread", "spread+backfill")),
         ordering=st.sampled_from(("hrrs", "hrrs-operations", "fifo-bursts")),
+        node_replace_s=st.sampled_from((0.0, 50.0, 1e6)),
     )
-    def start(self, policy: str, ordering: str) -> None:
+    def start(self, policy: str, ordering: str, node_replace_s: float) -> None:
         self.cluster = FakeCluster(
             policy=policy,
             ordering=ordering,
@@ -43,6 +46,7 @@ class Cluster(RuleBasedStateMachine):
             repack_interval_s=30.0,
             waiting_part_max=0.2,
             starvation_bound_s=200.0,
+            node_replace_s=node_replace_s,
         )
         for node in NODES:
             self.cluster.join_node(2, node=node, node_type="t", nvme_bytes=1 << 30)
@@ -118,14 +122,28 @@ class Cluster(RuleBasedStateMachine):
     def migrate(self, data: st.DataObject, error: str) -> None:
         self.cluster.migrate(data.draw(st.sampled_from(self.cluster.migrations)), error)
 
-    @rule(node=st.sampled_from(NODES))
-    def lose_or_return_node(self, node: str) -> None:
+    @precondition(lambda self: any(run.kind == "offload" for run in self.cluster.runs))
+    @rule()
+    def refuse_offload(self) -> None:
+        run = next(run for run in self.cluster.runs if run.kind == "offload")
+        self.cluster.runs.remove(run)
+        self.cluster.send(
+            ev.OperationFailed(
+                operation=run.operation,
+                token=run.token,
+                error_json='{"code": "state_tier_full", "message": "no room", "details": {}}',
+                state_intact=True,
+            )
+        )
+
+    @rule(node=st.sampled_from(NODES), gpus=st.sampled_from((1, 2, 2)))
+    def lose_or_return_node(self, node: str, gpus: int) -> None:
         if node in self.up:
             self.up.remove(node)
             self.cluster.lose_node(node)
         else:
             self.up.add(node)
-            self.cluster.join_node(node=node, node_type="t", nvme_bytes=1 << 30)
+            self._join(node, gpus)
 
     @rule(node=st.sampled_from(NODES), is_draining=st.booleans())
     def drain(self, node: str, is_draining: bool) -> None:
@@ -148,6 +166,12 @@ class Cluster(RuleBasedStateMachine):
         self.cluster.pass_time(seconds)
 
     @invariant()
+    def nothing_is_launched_on_gpus_that_are_not_there(self) -> None:
+        for launch in self.cluster.launches:
+            for rank in launch.ranks:
+                assert rank.gpu < self.cluster.nodes[rank.node].gpus, launch
+
+    @invariant()
     def every_device_holds_a_prefix_of_what_was_submitted(self) -> None:
         for name, wanted in self.submitted.items():
             wpg = self.cluster.wpgs.get(name)
@@ -157,8 +181,7 @@ class Cluster(RuleBasedStateMachine):
     def teardown(self) -> None:
         for node in NODES:
             self.cluster.send(ev.NodeDrainChanged(node=node, is_draining=False))
-            if node not in self.up:
-                self.cluster.join_node(node=node, node_type="t", nvme_bytes=1 << 30)
+            self._join(node, 2)
         self.cluster.settle()
         views = {
             each["deployment"]: each
@@ -178,6 +201,10 @@ class Cluster(RuleBasedStateMachine):
                 held = wpg.versions.get(view["durable_seq"], [])
             if view["residency"] in ("device", "offloaded"):
                 assert held == wanted, name
+
+    def _join(self, node: str, gpus: int) -> None:
+        self.cluster.nodes[node] = replace(self.cluster.nodes[node], gpus=gpus)
+        self.cluster.join_node(node=node)
 
     def _submit(self, name: str, kind: str) -> None:
         self.count += 1

@@ -182,7 +182,7 @@ def test_the_only_durable_version_is_waited_for() -> None:
     assert explained(cluster, "a")["nodes"] == ["n0"]
 
 
-def test_a_version_that_another_node_holds_too_is_copied_from_there() -> None:
+def test_a_version_of_which_a_lost_node_has_a_part_is_waited_for() -> None:
     cluster = cluster_of(2, snapshot_operations=1)
     cluster.job("a")
     cluster.deploy("a/actor", workers=4)
@@ -191,14 +191,31 @@ def test_a_version_that_another_node_holds_too_is_copied_from_there() -> None:
     cluster.settle()
     cluster.join_node(4, "n2")
     cluster.lose_node("n0")
-    cluster.pass_time(121.0)
-    (migration,) = cluster.migrations
-    assert migration.nodes == ("n2",)
     cluster.submit("a:2", "a/actor", "forward_backward")
+    cluster.pass_time(121.0)
+    assert not cluster.migrations
+    assert reason_of(cluster, "a:2").startswith("it waits for n0")
+    cluster.join_node(node="n0")
     cluster.settle()
     assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2"]
-    commands = cluster.send(replace(cluster.nodes["n0"], states=("a/actor",)))
-    assert ReleaseState(deployment="a/actor", nodes=("n0",)) in commands
+
+
+def test_parts_of_a_version_follow_to_a_node_that_has_others_of_them() -> None:
+    cluster = cluster_of(1, policy="isolated")
+    cluster.join_node(6, "n1")
+    for job in ("b", "a"):
+        cluster.job(job)
+        cluster.deploy(f"{job}/actor", workers=4)
+    cluster.submit("a:0", "a/actor", "forward_backward")
+    cluster.settle()
+    assert explained(cluster, "a")["nodes"] == ["n0", "n1"]
+    cluster.send(ev.JobFinished(job="b", outcome="completed"))
+    drain(cluster, "n0")
+    cluster.execute(cluster.runs[0])
+    (migration,) = cluster.migrations
+    assert (migration.nodes, migration.sources) == (("n1",), ("sm:n0", "sm:n1"))
+    cluster.settle()
+    assert explained(cluster, "a")["nodes"] == ["n1"]
 
 
 def test_a_migration_whose_target_dies_goes_to_another_node() -> None:
@@ -215,6 +232,8 @@ def test_a_migration_whose_target_dies_goes_to_another_node() -> None:
     cluster.settle()
     assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2"]
     assert explained(cluster, "a")["nodes"] == [other]
+    commands = cluster.send(replace(cluster.nodes[target], states=("a/actor",)))
+    assert ReleaseState(deployment="a/actor", nodes=(target,)) in commands
 
 
 def test_workers_of_a_node_that_was_given_up_are_stopped_when_it_returns() -> None:
