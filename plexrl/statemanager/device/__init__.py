@@ -1,0 +1,1 @@
+"""Where tensors compute: memory of a device, shared by a worker and the StateManager."""
