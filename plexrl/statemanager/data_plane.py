@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from plexrl.errors import OperationCancelledError
 from plexrl.statemanager.device.memory import Run
@@ -27,6 +28,7 @@ DATA_THREADS_MAX = 4
 
 Copy = Callable[[Sequence[Run]], None]
 OnMap = Callable[[int, int], None]
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,10 @@ class DataPlane:
             return
         shares = split(runs, total, self.data_threads)
         _finish([self._movers.submit(copy, share) for share in shares])
+
+    def spread(self, task: Callable[[int], ResultT], places: Iterable[int]) -> Iterator[ResultT]:
+        """What `task` returns for each place, in their order, worked out on the data threads."""
+        return self._movers.map(task, places)
 
     def pipeline(
         self, tasks: Iterable[Callable[[], None]], cancelled: threading.Event | None = None

@@ -75,3 +75,16 @@ class FreeRanges:
             found.append(piece)
             nbytes -= piece.nbytes
         return found
+
+
+def cut(pieces: Iterable[Piece], start: int, nbytes: int) -> list[Piece]:
+    """The ranges that hold bytes [start, start + nbytes) of what lies in `pieces`."""
+    found: list[Piece] = []
+    for piece in pieces:
+        first, last = max(0, start), min(piece.nbytes, start + nbytes)
+        if first < last:
+            found.append(Piece(piece.segment, piece.offset + first, last - first))
+        start -= piece.nbytes
+        if start + nbytes <= 0:
+            break
+    return found

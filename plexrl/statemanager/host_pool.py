@@ -62,6 +62,8 @@ class HostPool:
         self._memory_node = memory_node
         self._on_map, self._on_unmap = on_map, on_unmap
         self._lock = threading.Lock()
+        self._faulted = threading.Condition(self._lock)
+        self._faulting_bytes = 0
         self._segments: dict[int, MappedFile] = {}
         self._readers: dict[int, int] = {}
         self._warm, self._cold = FreeRanges(), FreeRanges()
@@ -106,7 +108,9 @@ class HostPool:
         """
         nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
-            if self._used_bytes + self._aside_bytes + nbytes > self.bytes_max:
+            # Pages that are just being faulted in count as in use, and are free soon.
+            self._faulted.wait_for(lambda: self._has_room(nbytes) or not self._faulting_bytes)
+            if not self._has_room(nbytes):
                 raise self._full(nbytes, "its bound is reached")
             self._grow(nbytes - self._warm.nbytes - self._cold.nbytes)
             warm = self._warm.take(nbytes)
@@ -205,6 +209,9 @@ class HostPool:
 
     # The following hold `_lock` already.
 
+    def _has_room(self, nbytes: int) -> bool:
+        return self._used_bytes + self._aside_bytes + nbytes <= self.bytes_max
+
     def _grow(self, nbytes: int) -> None:
         """Add segments until there are so many bytes more."""
         while nbytes > 0:
@@ -296,8 +303,15 @@ class HostPool:
                     cold = self._cold.take(lacking)
                     # In use for as long as it takes, so that the bound holds.
                     self._used_bytes += _total(cold)
-                for piece in cold:
-                    self._fault_in(piece, is_warm=False)
+                    self._faulting_bytes = _total(cold)
+                try:
+                    for piece in cold:
+                        self._fault_in(piece, is_warm=False)
+                finally:
+                    self.free(cold)
+                    with self._lock:
+                        self._faulting_bytes = 0
+                        self._faulted.notify_all()
         except (OSError, StateTierFullError) as error:
             LOG.warning("the host tier is not wholly prefaulted: %s", error)
 
@@ -314,8 +328,6 @@ class HostPool:
             if not is_warm:
                 self._have_pages(part)
             populate(self.address(part), part.nbytes)
-        if not is_warm:
-            self.free([piece])
 
 
 def _touched(fd: int, number: int, nbytes: int) -> list[Piece]:
