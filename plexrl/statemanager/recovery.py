@@ -3,7 +3,6 @@
 import logging
 
 from plexrl.statemanager.catalog import Catalog
-from plexrl.statemanager.free_ranges import Piece
 from plexrl.statemanager.host_pool import HostPool
 from plexrl.statemanager.nvme import NvmeObjects, file_bytes
 from plexrl.statemanager.objects import ObjectState, StoredObject, Version, share_keys
@@ -75,15 +74,15 @@ def _install(
 
 def _claim(record: VersionRecord, objects: dict[str, StoredObject], pool: HostPool) -> bool:
     """Have a version's pieces counted as in use, as far as another that shares them has not."""
-    claimed: list[tuple[Piece, ...]] = []
+    claimed: list[ObjectRecord] = []
     for found in {found.id: found for found in record.objects}.values():
         if found.id in objects:
             continue
         if not pool.claim(found.pieces):
-            for pieces in claimed:
-                pool.free(pieces)
+            for one in claimed:
+                pool.free(one.pieces)
             return False
-        claimed.append(found.pieces)
+        claimed.append(found)
     return True
 
 

@@ -58,6 +58,10 @@ class Rooms:
             else:
                 self._next_use[deployment] = next_use
 
+    def now(self) -> float:
+        """On the clock that `expect` speaks of."""
+        return self._clock()
+
     def used(self, version: Version) -> None:
         """Count a version as used now; the catalog's lock is held."""
         version.last_use, version.last_use_s = self._catalog.tick(), self._clock()

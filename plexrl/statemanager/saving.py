@@ -128,7 +128,7 @@ class Saver:
             with self._catalog.lock:
                 self._catalog.install(version)
                 self._catalog.named(version, tier, header)
-                self._rooms.used(version)
+                version.last_use_s = self._rooms.now()
             self._faults.reach("put.dropped")
             return version
         except BaseException:
