@@ -16,6 +16,7 @@ from plexrl.errors import (
     PlexRLError,
 )
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.drain import Drainer
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.handlers.caller import Services
 from plexrl.statemanager.prefetch import Prefetcher
@@ -48,6 +49,7 @@ class Server:
             fencing=Fencing(Path(config.host_dir) / "fencing.json"),
             prefetcher=Prefetcher(store),
         )
+        self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()
         self._served: dict[socket.socket, threading.Thread] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -82,6 +84,8 @@ class Server:
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
         self._services.prefetcher.close()
+        if self._drainer is not None:
+            self._drainer.close()
 
     def _admit(self, connection: socket.socket) -> None:
         check_peer(connection, frozenset({0, os.getuid()}))

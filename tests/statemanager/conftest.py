@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,20 @@ class Daemon:
     def kill(self) -> None:
         """End it as a crash would."""
         self._end(signal.SIGKILL)
+
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def wait(self) -> None:
+        """Clear away a process that ended by itself."""
+        assert self.process is not None
+        self.process.communicate(timeout=DEADLINE_S)
+        self.process = None
+
+    def with_config(self, **changes: Any) -> StateManagerConfig:
+        """Its configuration with some fields changed."""
+        return replace(self.config, **changes)
 
     def terminate(self) -> str:
         """End it cleanly; returns its log."""
