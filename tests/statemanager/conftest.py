@@ -102,8 +102,9 @@ class Daemon:
         shutil.rmtree(self.config.host_dir, ignore_errors=True)
 
     def descriptors(self) -> int:
-        """How many the process has open."""
-        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+        """How many the process has open, without those of its tiers' memory, which it keeps."""
+        found = [path.readlink().name for path in Path(f"/proc/{self.pid}/fd").iterdir()]
+        return len([name for name in found if not name.endswith(".segment")])
 
     def host_files(self) -> list[Path]:
         """Headers in the host tier's directory, and leftovers of some."""
