@@ -44,7 +44,7 @@ def test_a_region_that_cannot_be_is_refused(
     memory: tuple[int, MappedFile], change: dict[str, int]
 ) -> None:
     region = Region(fd=memory[0], offset=0, nbytes=PAGE, data_offset=0)
-    with pytest.raises(OSError, match="Invalid argument|lies outside"):
+    with pytest.raises(OSError, match=r"Invalid argument|lies outside"):
         JoinedRegions([replace(region, **change)], PAGE)
 
 
