@@ -8,7 +8,6 @@ from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.file_memory import arena_memory
 from plexrl.statemanager.handlers.caller import Caller, Reply, handles, move_report, names_of
 from plexrl.statemanager.keys import StatePart
-from plexrl.statemanager.layout import lay_out
 from plexrl.statemanager.protocol import Load, Publish, Save
 from plexrl.statemanager.registry import Registration
 from plexrl.statemanager.store import StoredVersion
@@ -103,8 +102,7 @@ def _manifest(
     meta_json: str,
 ) -> Manifest:
     slices = tuple(piece for piece in own.slices if piece.key.part in parts)
-    others = caller.services.registry.others(own)
-    layout = lay_out(slices, own.rank, others)
+    layout = caller.services.registry.layout(own, parts)
     return Manifest(
         deployment=own.deployment,
         rank=own.rank,
