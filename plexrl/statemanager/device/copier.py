@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from plexrl.statemanager.device.mapping import move
 
 CHUNK_BYTES = 4 << 20
-"""What a thread takes at a time. On the machine where this was measured, 1 to 16 MiB differed by less
+"""What a thread takes at a time. Where this was measured, 1 to 16 MiB differed by less
 than one run from the next."""
 
 Copy = tuple[int, int, int]
