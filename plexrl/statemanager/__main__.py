@@ -9,6 +9,7 @@ from pathlib import Path
 
 from plexrl.cluster.process import load_config, print_ready, remove_socket, run_until_signal
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.device.choice import open_devices
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.server import Server
 from plexrl.statemanager.store import Store
@@ -26,10 +27,15 @@ def main() -> None:
     host = Tier(TierName.HOST, Path(config.host_dir))
     nvme = Tier(TierName.NVME, Path(config.nvme_dir))
     store = Store(host, config.host_bytes, nvme, config.nvme_bytes)
+    devices = open_devices(
+        config.device,
+        bytes_max=config.device_bytes,
+        prefault_bytes=config.device_prefault_bytes,
+    )
 
     async def serve(stop: asyncio.Event) -> None:
         remove_socket(config.listen)
-        server = Server(config, store)
+        server = Server(config, store, devices)
         threading.Thread(target=server.serve, daemon=True).start()
         print_ready(listen=config.listen)
         await stop.wait()

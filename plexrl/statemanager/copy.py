@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.boxes import Transfer
+from plexrl.statemanager.device.memory import DeviceMemory, Run
 from plexrl.statemanager.keys import DTYPE_BYTES, StateSlice
 from plexrl.statemanager.versions import Extent
 
@@ -30,7 +31,7 @@ def page_aligned_block(nbytes: int) -> memoryview:
 
 
 def gather(
-    source_fd: int, extents: Sequence[Extent], nbytes: int, block: memoryview
+    source_fd: int | DeviceMemory, extents: Sequence[Extent], nbytes: int, block: memoryview
 ) -> Iterator[tuple[int, int]]:
     """Bring a version's data into `block`, one block after the other, from where `extents` say.
 
@@ -47,19 +48,29 @@ def gather(
             # The block is reused, and bytes of one tenant must not end up in another's file.
             block[:] = bytes(len(block))
         for arena_offset, at, length in pieces:
-            _read_exactly(source_fd, block[at : at + length], arena_offset)
+            if isinstance(source_fd, int):
+                _read_exactly(source_fd, block[at : at + length], arena_offset)
+            else:
+                source_fd.read([_run(block[at : at + length], arena_offset)])
         yield start, count
 
 
 def scatter(
-    target_fd: int, extents: Sequence[Extent], starts: Sequence[int], start: int, data: memoryview
+    target_fd: int | DeviceMemory,
+    extents: Sequence[Extent],
+    starts: Sequence[int],
+    start: int,
+    data: memoryview,
 ) -> None:
     """Write `data`, which begins at `start` in a version's data, to where `extents` say.
 
     `starts` are the extents' file offsets.
     """
     for arena_offset, at, length in _overlaps(extents, starts, start, start + len(data)):
-        write_all(target_fd, data[at : at + length], arena_offset)
+        if isinstance(target_fd, int):
+            write_all(target_fd, data[at : at + length], arena_offset)
+        else:
+            target_fd.write([_run(data[at : at + length], arena_offset)])
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
@@ -109,3 +120,8 @@ def _read_exactly(fd: int, target: memoryview, offset: int) -> None:
         if count == 0:
             raise InvalidRequestError(f"the arena ends at byte {offset}, inside its own slices")
         target, offset = target[count:], offset + count
+
+
+def _run(memory: memoryview, offset: int) -> Run:
+    array = np.frombuffer(memory, dtype=np.uint8)
+    return Run(offset, array.ctypes.data, len(memory))

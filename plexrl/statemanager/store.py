@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from plexrl.errors import PlexRLError, StateLostError, StateTierFullError
+from plexrl.statemanager.device.memory import DeviceMemory
 from plexrl.statemanager.residency import Resident, Room, TierName, place
 from plexrl.statemanager.tier import Tier, VersionFile
 from plexrl.statemanager.versions import Extent, Manifest, VersionKind
@@ -46,7 +47,7 @@ class Lease:
     fd: int
     """Of the file, read-only."""
 
-    def read(self, target_fd: int, extents: Sequence[Extent]) -> None:
+    def read(self, target_fd: int | DeviceMemory, extents: Sequence[Extent]) -> None:
         """As `Tier.read`."""
         self.tier.read(self.file, self.fd, target_fd, extents)
 
@@ -79,7 +80,7 @@ class Store:
         self._recover()
 
     def put(
-        self, manifest: Manifest, source_fd: int, superseded: Iterable[str] = ()
+        self, manifest: Manifest, source_fd: int | DeviceMemory, superseded: Iterable[str] = ()
     ) -> StoredVersion:
         """Store a version from the arena behind `source_fd`; a version of its name is replaced.
 

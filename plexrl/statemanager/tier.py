@@ -23,6 +23,7 @@ from plexrl.errors import (
     StorageError,
 )
 from plexrl.statemanager.copy import gather, page_aligned_block, scatter, write_all
+from plexrl.statemanager.device.memory import DeviceMemory
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.versions import (
     NO_DIGEST,
@@ -108,7 +109,9 @@ class Tier:
         path = self.directory / f"{manifest.file_name}{_SUFFIX}"
         return VersionFile(manifest=manifest, path=path, data_offset=len(encode_header(manifest)))
 
-    def write(self, file: VersionFile, source_fd: int, extents: Sequence[Extent]) -> VersionFile:
+    def write(
+        self, file: VersionFile, source_fd: int | DeviceMemory, extents: Sequence[Extent]
+    ) -> VersionFile:
         """Store a planned version, its data from where `extents` lie in the source.
 
         Raises:
@@ -188,7 +191,9 @@ class Tier:
             digest.update(block[:count])
         return digest.hexdigest()
 
-    def read(self, file: VersionFile, fd: int, target_fd: int, extents: Sequence[Extent]) -> None:
+    def read(
+        self, file: VersionFile, fd: int, target_fd: int | DeviceMemory, extents: Sequence[Extent]
+    ) -> None:
         """Write a version's data to where `extents` lie in the target. `fd` is from `open`.
 
         Raises:
@@ -245,7 +250,7 @@ class Tier:
         return replace(file, manifest=manifest)
 
     def _fill_direct(
-        self, fd: int, file: VersionFile, source_fd: int, extents: Sequence[Extent]
+        self, fd: int, file: VersionFile, source_fd: int | DeviceMemory, extents: Sequence[Extent]
     ) -> Manifest:
         manifest = file.manifest
         _reserve(fd, file.nbytes)

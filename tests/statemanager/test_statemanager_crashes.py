@@ -27,6 +27,7 @@ from tests.statemanager.conftest import (
     StartDaemon,
     wait_until,
 )
+from tests.statemanager.host_memory import HostMemory
 
 KILLS = 30
 
@@ -107,8 +108,8 @@ def stored_versions(daemon: Daemon) -> dict[int, npt.NDArray[np.uint8]]:
         manifest = version.manifest
         arena = Arena(manifest.nbytes)
         with store.lease(manifest.name, manifest.description) as lease:
-            lease.read(arena.fd, manifest.extents)
-        found[manifest.seq] = np.frombuffer(arena.buffer, dtype=np.uint8)
+            lease.read(HostMemory(arena), manifest.extents)
+        found[manifest.seq] = np.frombuffer(arena.buffer, dtype=np.uint8).copy()
         arena.close()
     for tier in tiers.values():
         tier.close()

@@ -25,6 +25,7 @@ from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Lease, Store
 from plexrl.statemanager.tier import Tier
 from plexrl.statemanager.versions import Extent, Manifest, VersionKind
+from tests.statemanager.host_memory import HostMemory
 
 PAGE = 4096
 SHARDS = st.integers(0, 2)
@@ -72,7 +73,7 @@ class StoreHistory(RuleBasedStateMachine):
 
     def read(self, lease: Lease) -> npt.NDArray[np.uint8]:
         self.memory[:] = 0xEE
-        lease.read(self.arena.fd, lease.file.manifest.extents)
+        lease.read(HostMemory(self.arena), lease.file.manifest.extents)
         return self.memory[: lease.file.manifest.nbytes]
 
     @rule(name=NAMES, nbytes=st.integers(0, 5 * PAGE), superseded=st.sets(NAMES))
@@ -83,7 +84,7 @@ class StoreHistory(RuleBasedStateMachine):
         wanted = manifest(*name, nbytes)
         names = {manifest(*other, 0).name for other in superseded} - {wanted.name}
         try:
-            self.store.put(wanted, self.arena.fd, sorted(names))
+            self.store.put(wanted, HostMemory(self.arena), sorted(names))
         except StateTierFullError:
             assert np.array_equal(self.memory[:nbytes], contents)
         else:

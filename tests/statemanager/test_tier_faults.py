@@ -9,7 +9,6 @@ import pytest
 from plexrl.errors import (
     ConflictError,
     CorruptStateError,
-    InvalidRequestError,
     StateLostError,
     StateTierFullError,
     StorageError,
@@ -19,6 +18,7 @@ from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.tier import Tier
 from plexrl.statemanager.versions import Extent, Manifest, VersionKind
 from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon
+from tests.statemanager.host_memory import HostMemory
 
 STATE = MIB // 2
 """Bytes of a shard as `make_shard` makes it."""
@@ -150,9 +150,10 @@ def test_a_disk_that_is_really_full_refuses_and_leaves_the_arena(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     """The file systems refuse here, while the tiers' bounds would still let it pass."""
-    daemon = start_daemon(file_bytes_max=2 * STATE)
+    daemon = start_daemon()
     large = make_shard(daemon, deployment="a/actor", elements=256 * 1024)
     small = make_shard(daemon, deployment="b/actor")
+    daemon.limit_files(2 * STATE)
     kept = small.fill(1)
     small.offload(1)
     expected = large.fill(2)
@@ -190,16 +191,17 @@ def test_two_daemons_do_not_share_a_directory(daemon: Daemon, tmp_path: Path) ->
     Tier(TierName.HOST, tmp_path / "free").close()
 
 
-def test_an_arena_that_was_cut_short_is_refused_not_fatal(
+def test_a_worker_cannot_cut_its_memory_short_under_the_daemon(
     daemon: Daemon, make_shard: MakeShard
 ) -> None:
     shard = make_shard(daemon)
-    other = make_shard(daemon, deployment="b/actor")
-    del shard.contents
-    os.ftruncate(shard.arena.fd, 4096)
-    with pytest.raises(InvalidRequestError, match="the arena ends at byte"):
-        shard.offload(1)
-    other.offload(1)
+    expected = shard.fill(1)
+    for segment in shard.arena.segments:
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.fd, 4096)
+    shard.offload(1)
+    shard.load(1)
+    assert np.array_equal(shard.contents, expected)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, (4 << 20) + 1, (8 << 20) - 1])
@@ -222,12 +224,16 @@ def test_a_tier_gives_back_any_number_of_bytes(tmp_path: Path, name: TierName, n
         nbytes=nbytes,
     )
     stored = tier.write(
-        tier.plan(manifest), source.fd, [Extent(arena_offset=64, file_offset=0, nbytes=nbytes)]
+        tier.plan(manifest),
+        HostMemory(source),
+        [Extent(arena_offset=64, file_offset=0, nbytes=nbytes)],
     )
     assert list(tier.recover()) == [stored]
     assert stored.path.stat().st_size <= stored.nbytes
     fd = tier.open(stored)
-    tier.read(stored, fd, target.fd, [Extent(arena_offset=128, file_offset=0, nbytes=nbytes)])
+    tier.read(
+        stored, fd, HostMemory(target), [Extent(arena_offset=128, file_offset=0, nbytes=nbytes)]
+    )
     os.close(fd)
     assert np.array_equal(np.frombuffer(target.buffer, dtype=np.uint8)[128:][:nbytes], contents)
     tier.remove(stored)

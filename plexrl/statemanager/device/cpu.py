@@ -12,13 +12,12 @@ who could read each other's memory anyway; and it is cleaned before it is sent.
 import fcntl
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from plexrl.errors import DeviceMemoryFullError, InvalidRequestError, StateLostError
 from plexrl.statemanager.device.backend import DeviceKind, DeviceUsage, Loan
-from plexrl.statemanager.device.copier import Copier, Copy
-from plexrl.statemanager.device.mapping import PAGE, map_file, set_zero, unmap
+from plexrl.statemanager.device.mapping import PAGE, map_file, move, set_zero, unmap
 from plexrl.statemanager.device.memory import Run
 from plexrl.statemanager.device.segments import (
     SEGMENT_BYTES_MAX,
@@ -44,9 +43,8 @@ class _Segment:
 class CpuLoan:
     """As `Loan`. Must not be used by one thread while another ends it."""
 
-    def __init__(self, segments: Sequence[_Segment], copier: Copier) -> None:
+    def __init__(self, segments: Sequence[_Segment]) -> None:
         self._segments = tuple(segments)
-        self._copier = copier
         self._table = AddressTable([(s.address, s.nbytes) for s in segments])
         self.nbytes = self._table.nbytes
         self.segment_bytes = tuple(segment.nbytes for segment in segments)
@@ -57,20 +55,23 @@ class CpuLoan:
         return all(segment.is_clean for segment in self._segments)
 
     def read(self, runs: Sequence[Run]) -> None:
-        """As `DeviceMemory.read`."""
+        """As `DeviceMemory.read`; on the calling thread, and several may call at once."""
         self._check()
-        self._copier.copy(
-            (run.address + done, address, count) for run, done, address, count in self._split(runs)
-        )
+        for run in runs:
+            target = run.address
+            for address, count in self._table.split(run.offset, run.nbytes):
+                move(target, address, count)
+                target += count
 
     def write(self, runs: Sequence[Run]) -> None:
-        """As `DeviceMemory.write`."""
+        """As `DeviceMemory.write`; on the calling thread, and several may call at once."""
         self._check()
         self._dirty()
-        copies: Iterable[Copy] = (
-            (address, run.address + done, count) for run, done, address, count in self._split(runs)
-        )
-        self._copier.copy(copies)
+        for run in runs:
+            source = run.address
+            for address, count in self._table.split(run.offset, run.nbytes):
+                move(address, source, count)
+                source += count
 
     def clear(self, offset: int, nbytes: int) -> None:
         """As `Loan.clear`."""
@@ -95,13 +96,6 @@ class CpuLoan:
         for segment in self._segments:
             segment.is_clean = False
 
-    def _split(self, runs: Sequence[Run]) -> Iterator[tuple[Run, int, int, int]]:
-        for run in runs:
-            done = 0
-            for address, count in self._table.split(run.offset, run.nbytes):
-                yield run, done, address, count
-                done += count
-
     def _check(self) -> None:
         if not self._segments:
             raise StateLostError("the worker has given this memory back: load its state first")
@@ -113,12 +107,9 @@ class CpuDevice:
 
     kind = DeviceKind.CPU
 
-    def __init__(
-        self, copier: Copier, *, bytes_max: int | None = None, prefault_bytes: int = 0
-    ) -> None:
+    def __init__(self, *, bytes_max: int | None = None, prefault_bytes: int = 0) -> None:
         """`bytes_max` bounds what is lent and idle together (absent: nothing does);
         `prefault_bytes` are made ready at once, in segments of the usual size."""
-        self._copier = copier
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
         self._lent_bytes = 0
@@ -151,7 +142,7 @@ class CpuDevice:
         for segment in found:
             segment.uid = uid
         # The same order for every arena, whatever each segment's history.
-        return CpuLoan(sorted(found, key=lambda s: -s.nbytes), self._copier)
+        return CpuLoan(sorted(found, key=lambda s: -s.nbytes))
 
     def adopt(
         self, fds: Sequence[int], segment_bytes: Sequence[int], *, device: int, uid: int
@@ -175,7 +166,7 @@ class CpuDevice:
             with self._lock:
                 self._lent_bytes -= sum(segment_bytes)
             raise InvalidRequestError(f"a segment cannot be mapped ({error})") from error
-        return CpuLoan(taken, self._copier)
+        return CpuLoan(taken)
 
     def recycle(self, loan: Loan) -> None:
         """As `DeviceBackend.recycle`."""

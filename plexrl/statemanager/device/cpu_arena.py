@@ -53,11 +53,11 @@ class CpuArena:
         self.segments = taken
 
     def detach(self) -> None:
-        """As `WorkerArena.detach`; the arena reads as zero from then on."""
-        if self.segments:
-            map_zero(self._reserved_bytes, self.address)
-            _close(self.segments)
-            self.segments = ()
+        """As `WorkerArena.detach`; the arena reads as zero from then on, whatever was written while
+        nothing was attached."""
+        map_zero(self._reserved_bytes, self.address)
+        _close(self.segments)
+        self.segments = ()
 
     def resident_bytes(self) -> int:
         """Memory that is attached; what was written while nothing is attached is not counted."""

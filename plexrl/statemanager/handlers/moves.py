@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.device.backend import Loan
 from plexrl.statemanager.handlers.caller import Caller, Reply, handles, move_report, names_of
+from plexrl.statemanager.handlers.lending import lend_to
 from plexrl.statemanager.keys import StatePart
 from plexrl.statemanager.protocol import Load, Publish, Save
 from plexrl.statemanager.registry import Registration
@@ -20,7 +22,7 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
     own = caller.registered()
     store = caller.services.store
     started = time.perf_counter()
-    with own.moving() as arena_fd:
+    with own.moving() as memory:
         caller.services.fencing.admit(own.group, request.token)
         manifest = _manifest(own, VersionKind.STATE, request.seq, request.parts, request.meta_json)
         keep = {request.seq, request.keep_seq}
@@ -29,7 +31,7 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
         stored = _unchanged(manifest, request.same_as, found)
         moved = 0
         if stored is None:
-            stored = store.put(manifest, arena_fd, superseded)
+            stored = store.put(manifest, memory, superseded)
             moved = manifest.nbytes
         else:
             store.touch(manifest.name)
@@ -41,29 +43,37 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
 def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
     own = caller.registered()
     started = time.perf_counter()
-    with own.moving() as arena_fd:
+    with own.in_turn():
         caller.services.fencing.admit(own.group, request.token)
         wanted = _manifest(own, VersionKind.STATE, request.seq, (), "")
         with caller.services.store.lease(wanted.name, wanted.description) as lease:
             manifest = lease.file.manifest
             _check_fits(manifest, own)
-            lease.read(arena_fd, manifest.extents)
+
+            def fill(loan: Loan) -> Sequence[tuple[int, int]]:
+                lease.read(loan, manifest.extents)
+                return [(extent.arena_offset, extent.nbytes) for extent in manifest.extents]
+
+            answer = {
+                "parts": [part.value for part in manifest.parts],
+                "meta": json.loads(manifest.meta_json),
+                "stamp": manifest.stamp,
+            }
+            lent = Reply({})
+            if own.loan is None:
+                lent = lend_to(own, fill)
+            else:
+                fill(own.loan)
             seconds = time.perf_counter() - started
-            return Reply(
-                {
-                    **move_report(manifest.nbytes, seconds, lease.tier.name),
-                    "parts": [part.value for part in manifest.parts],
-                    "meta": json.loads(manifest.meta_json),
-                    "stamp": manifest.stamp,
-                }
-            )
+            report = move_report(manifest.nbytes, seconds, lease.tier.name)
+            return Reply({**answer, **report, **lent.answer}, lent.fds)
 
 
 def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
     own = caller.registered()
     store = caller.services.store
     started = time.perf_counter()
-    with own.moving() as arena_fd:
+    with own.moving() as memory:
         caller.services.fencing.admit(own.group, request.token)
         kind = VersionKind.PUBLISHED
         manifest = _manifest(own, kind, request.seq, PUBLISHED_PARTS, "{}")
@@ -73,7 +83,7 @@ def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
         )
         surplus = max(0, len(others) + 1 - caller.services.config.published_versions)
         superseded = names_of(others[:surplus])
-        stored = store.put(manifest, arena_fd, superseded)
+        stored = store.put(manifest, memory, superseded)
         store.drop(superseded)
         return Reply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
 
