@@ -10,10 +10,8 @@ from pathlib import Path
 from plexrl.cluster.process import load_config, print_ready, remove_socket, run_until_signal
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.choice import open_devices
-from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.server import Server
 from plexrl.statemanager.store import Store
-from plexrl.statemanager.tier import Tier
 
 LOG = logging.getLogger(__name__)
 
@@ -24,14 +22,12 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     config = load_config(parser.parse_args().config, StateManagerConfig)
     # The tiers are locked by their process, so whoever gets past here may take over the socket.
-    host = Tier(TierName.HOST, Path(config.host_dir))
-    nvme = Tier(TierName.NVME, Path(config.nvme_dir))
-    store = Store(host, config.host_bytes, nvme, config.nvme_bytes)
     devices = open_devices(
         config.device,
         bytes_max=config.device_bytes,
         prefault_bytes=config.device_prefault_bytes,
     )
+    store = Store(config, on_map=devices.register_host, on_unmap=devices.unregister_host)
 
     async def serve(stop: asyncio.Event) -> None:
         remove_socket(config.listen)

@@ -100,12 +100,18 @@ class Daemon:
         return memory_file_bytes("plexrl-segment", pid=self.pid)
 
     def host_files(self) -> list[Path]:
-        """Files in the host tier's directory, versions and leftovers."""
+        """Headers in the host tier's directory, and leftovers of some."""
         directory = Path(self.config.host_dir)
         return sorted(directory.glob("*.version")) + sorted(directory.glob("*.part"))
 
     def nvme_files(self) -> list[Path]:
-        return sorted(Path(self.config.nvme_dir).iterdir())
+        """Headers in the NVMe tier's directory, and leftovers of anything."""
+        directory = Path(self.config.nvme_dir)
+        return sorted(directory.glob("*.version")) + sorted(directory.glob("*.part"))
+
+    def nvme_objects(self) -> list[Path]:
+        """Files of data there."""
+        return sorted(Path(self.config.nvme_dir).glob("*.object"))
 
 
 StartDaemon = Callable[..., Daemon]
@@ -162,7 +168,7 @@ class Shard:
         group: str = "g",
         timeout_s: float = DEADLINE_S,
     ) -> None:
-        self.token, self.group = token, group
+        self.token, self.group, self.deployment = token, group, deployment
         self.slices = tuple(
             StateSlice(
                 key=StateKey(part=part, name=name),

@@ -102,7 +102,7 @@ class DeviceBackend(Protocol):
         and a warning says so."""
         ...
 
-    def unregister_host(self, address: int) -> None:
+    def unregister_host(self, address: int, nbytes: int) -> None:
         """Undo `register_host`, before the memory is unmapped."""
         ...
 

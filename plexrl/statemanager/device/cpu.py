@@ -200,7 +200,7 @@ class CpuDevice:
     def register_host(self, address: int, nbytes: int) -> None:
         """As `DeviceBackend.register_host`; host memory needs no preparation here."""
 
-    def unregister_host(self, address: int) -> None:
+    def unregister_host(self, address: int, nbytes: int) -> None:
         """As `DeviceBackend.unregister_host`."""
 
     def check_health(self) -> None:

@@ -250,7 +250,7 @@ class CudaDevices:
         self._driver.enter(0)
         self._pinning.add(address, nbytes)
 
-    def unregister_host(self, address: int) -> None:
+    def unregister_host(self, address: int, nbytes: int) -> None:  # noqa: ARG002
         """As `DeviceBackend.unregister_host`."""
         self._driver.enter(0)
         self._pinning.remove(address)

@@ -3,17 +3,21 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import Loan
 from plexrl.statemanager.handlers.caller import Caller, Reply, handles, move_report, names_of
 from plexrl.statemanager.handlers.lending import lend_to
 from plexrl.statemanager.keys import StatePart
+from plexrl.statemanager.layout import lay_out
 from plexrl.statemanager.protocol import Load, Publish, Save
 from plexrl.statemanager.registry import Registration
 from plexrl.statemanager.store import StoredVersion
-from plexrl.statemanager.versions import Manifest, VersionKind, lay_out
+from plexrl.statemanager.versions import Manifest, VersionKind, version_name
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.lease import Lease
 
 PUBLISHED_PARTS = (StatePart.BUFFER, StatePart.PARAMETER)
 
@@ -24,7 +28,9 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
     started = time.perf_counter()
     with own.moving() as memory:
         caller.services.fencing.admit(own.group, request.token)
-        manifest = _manifest(own, VersionKind.STATE, request.seq, request.parts, request.meta_json)
+        manifest = _manifest(
+            caller, own, VersionKind.STATE, request.seq, request.parts, request.meta_json
+        )
         keep = {request.seq, request.keep_seq}
         found = _versions(caller, own, VersionKind.STATE)
         superseded = names_of([v for v in found if v.manifest.seq not in keep])
@@ -42,31 +48,38 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
 
 def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
     own = caller.registered()
+    store = caller.services.store
     started = time.perf_counter()
     with own.in_turn():
         caller.services.fencing.admit(own.group, request.token)
-        wanted = _manifest(own, VersionKind.STATE, request.seq, (), "")
-        with caller.services.store.lease(wanted.name, wanted.description) as lease:
-            manifest = lease.file.manifest
-            _check_fits(manifest, own)
+        wanted = version_name(*own.shard, VersionKind.STATE, request.seq)
+        description = f"version {request.seq} of {own.deployment!r} rank {own.rank}"
+        with store.lease(wanted, description) as lease:
+            _check_fits(lease.manifest, own)
+        loaded: list[Lease] = []
 
-            def fill(loan: Loan) -> Sequence[tuple[int, int]]:
-                lease.read(loan, manifest.extents)
-                return [(extent.arena_offset, extent.nbytes) for extent in manifest.extents]
+        def fill(loan: Loan) -> Sequence[tuple[int, int]]:
+            loaded.append(store.load(wanted, description, loan))
+            extents = loaded[0].manifest.extents
+            return [(extent.arena_offset, extent.nbytes) for extent in extents]
 
-            answer = {
+        lent = Reply({})
+        if own.loan is None:
+            lent = lend_to(own, fill)
+        else:
+            fill(own.loan)
+        manifest = loaded[0].manifest
+        seconds = time.perf_counter() - started
+        return Reply(
+            {
+                **move_report(manifest.nbytes, seconds, loaded[0].tier),
+                **lent.answer,
                 "parts": [part.value for part in manifest.parts],
                 "meta": json.loads(manifest.meta_json),
                 "stamp": manifest.stamp,
-            }
-            lent = Reply({})
-            if own.loan is None:
-                lent = lend_to(own, fill)
-            else:
-                fill(own.loan)
-            seconds = time.perf_counter() - started
-            report = move_report(manifest.nbytes, seconds, lease.tier.name)
-            return Reply({**answer, **report, **lent.answer}, lent.fds)
+            },
+            lent.fds,
+        )
 
 
 def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
@@ -76,7 +89,7 @@ def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
     with own.moving() as memory:
         caller.services.fencing.admit(own.group, request.token)
         kind = VersionKind.PUBLISHED
-        manifest = _manifest(own, kind, request.seq, PUBLISHED_PARTS, "{}")
+        manifest = _manifest(caller, own, kind, request.seq, PUBLISHED_PARTS, "{}")
         others = sorted(
             (v for v in _versions(caller, own, kind) if v.manifest.seq != request.seq),
             key=lambda version: version.manifest.seq,
@@ -98,6 +111,7 @@ def _versions(caller: Caller, own: Registration, kind: VersionKind) -> list[Stor
 
 
 def _manifest(
+    caller: Caller,
     own: Registration,
     kind: VersionKind,
     seq: int,
@@ -105,7 +119,8 @@ def _manifest(
     meta_json: str,
 ) -> Manifest:
     slices = tuple(piece for piece in own.slices if piece.key.part in parts)
-    extents, nbytes = lay_out(slices)
+    others = caller.services.registry.others(own)
+    layout = lay_out(slices, own.rank, others)
     return Manifest(
         deployment=own.deployment,
         rank=own.rank,
@@ -115,8 +130,9 @@ def _manifest(
         parts=tuple(sorted(parts)),
         meta_json=meta_json,
         slices=slices,
-        extents=extents,
-        nbytes=nbytes,
+        extents=layout.extents,
+        nbytes=layout.nbytes,
+        sections=layout.sections,
     )
 
 
@@ -127,10 +143,12 @@ def _unchanged(
     for version in stored:
         there = version.manifest
         if there.stamp == same_as and there.seq == manifest.seq:
-            wanted = replace(
-                manifest, ordinal=there.ordinal, stamp=there.stamp, digest=there.digest
+            # How it is laid out depends on who else was registered then, and matters to nobody.
+            same = all(
+                getattr(there, name) == getattr(manifest, name)
+                for name in ("parts", "meta_json", "slices", "world_size", "tenant")
             )
-            return version if wanted == there else None
+            return version if same else None
     return None
 
 
