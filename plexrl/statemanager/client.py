@@ -233,7 +233,7 @@ class StateManagerClient:
         return MoveReport(bytes_moved=moved, seconds=time.perf_counter() - started, tier="host")
 
     def usage(self) -> dict[str, Any]:
-        """The node's tiers, versions and arenas, in bytes."""
+        """The node's tiers, versions and arenas, and its first device, in bytes."""
         return self._call(Usage())
 
     def release(self, deployment: str) -> None:

@@ -55,6 +55,7 @@ class EmulatedCuda:
         self.pinned: dict[int, int] = {}
         self.broken = False
         """Whether every copy fails from now on, as on a device that fell off its bus."""
+        self._failing: str | None = None
 
     def enter(self, device: int) -> None:
         if not 0 <= device < self._devices:
@@ -71,6 +72,7 @@ class EmulatedCuda:
         return GRANULARITY if device < self._devices else 0
 
     def create(self, device: int, nbytes: int) -> int:
+        self._fail_if_told("create")
         self._check(nbytes > 0 and nbytes % GRANULARITY == 0, "cuMemCreate")
         if self.taken_bytes(device) + nbytes > self._device_bytes:
             raise driver_error("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY")
@@ -95,10 +97,12 @@ class EmulatedCuda:
         return os.dup(self._handles[handle][0])
 
     def import_fd(self, fd: int) -> int:
+        self._fail_if_told("import_fd")
         self._check(self._device_behind(fd) >= 0, "cuMemImportFromShareableHandle")
         return self._hold(os.dup(fd), os.fstat(fd).st_size)
 
     def reserve(self, nbytes: int) -> int:
+        self._fail_if_told("reserve")
         self._check(nbytes > 0 and nbytes % GRANULARITY == 0, "cuMemAddressReserve")
         address = map_zero(nbytes)
         self._reserved[address] = nbytes
@@ -111,6 +115,7 @@ class EmulatedCuda:
         unmap(address, nbytes)
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
+        self._fail_if_told("map")
         fits = any(
             start <= address and address + nbytes <= start + length
             for start, length in self._reserved.items()
@@ -136,6 +141,7 @@ class EmulatedCuda:
             address += length
 
     def allow_access(self, device: int, address: int, nbytes: int) -> None:
+        self._fail_if_told("allow_access")
         self._check(0 <= device < self._devices, "cuMemSetAccess")
         inside = {at for at in self._mapped if address <= at < address + nbytes}
         self._check(sum(self._mapped[at] for at in inside) == nbytes, "cuMemSetAccess")
@@ -194,6 +200,10 @@ class EmulatedCuda:
         """Physical memory of the device that any process has open or mapped."""
         return memory_file_bytes(f"{self._name}-{device}-")
 
+    def fail_next(self, call: str) -> None:
+        """The next call of this method fails, and has done nothing."""
+        self._failing = call
+
     def check_nothing_left(self) -> None:
         """Fail where this process still holds anything of the driver's."""
         assert not self._handles
@@ -220,6 +230,11 @@ class EmulatedCuda:
         if device is None:
             raise driver_error("cuCtxGetCurrent", "CUDA_ERROR_INVALID_CONTEXT")
         return device
+
+    def _fail_if_told(self, call: str) -> None:
+        if self._failing == call:
+            self._failing = None
+            raise driver_error(call, "CUDA_ERROR_UNKNOWN")
 
     def _check(self, holds: bool, call: str) -> None:
         if not holds:
