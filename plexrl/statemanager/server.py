@@ -17,6 +17,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceBackend
+from plexrl.statemanager.drain import Drainer
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.handlers.caller import Services
 from plexrl.statemanager.prefetch import Prefetcher
@@ -50,6 +51,7 @@ class Server:
             prefetcher=Prefetcher(store),
             devices=devices,
         )
+        self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()
         self._served: dict[socket.socket, threading.Thread] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -84,6 +86,8 @@ class Server:
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
         self._services.prefetcher.close()
+        if self._drainer is not None:
+            self._drainer.close()
         self._services.devices.close()
 
     def _admit(self, connection: socket.socket) -> None:

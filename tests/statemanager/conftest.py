@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ class Daemon:
         """End it as a crash would."""
         self._end(signal.SIGKILL)
 
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def wait(self) -> None:
+        """Clear away a process that ended by itself."""
+        assert self.process is not None
+        self.process.communicate(timeout=DEADLINE_S)
+        self.process = None
+
+    def with_config(self, **changes: Any) -> StateManagerConfig:
+        """Its configuration with some fields changed."""
+        return replace(self.config, **changes)
+
     def terminate(self) -> str:
         """End it cleanly; returns its log."""
         log, status = self._end(signal.SIGTERM)
@@ -89,11 +104,10 @@ class Daemon:
         shutil.rmtree(self.config.host_dir, ignore_errors=True)
 
     def descriptors(self) -> int:
-        """How many the process has open, its device's segments apart."""
-        found = 0
-        for entry in Path(f"/proc/{self.pid}/fd").iterdir():
-            found += "memfd:plexrl-segment" not in str(entry.readlink())
-        return found
+        """How many the process has open, without those of its tiers' and its device's memory, which
+        it keeps."""
+        found = [path.readlink().name for path in Path(f"/proc/{self.pid}/fd").iterdir()]
+        return len([name for name in found if "segment" not in name])
 
     def segment_bytes(self) -> int:
         """Device memory that the process has open or mapped, lent or idle."""

@@ -376,8 +376,8 @@ def test_a_version_dropped_while_it_is_open_arrives_all_the_same(
     connection, shards, fds = opened(source, OpenState(deployment=NAME, seq=1))
     with connection, observer(source) as at_source, observer(target) as client:
         at_source.release(NAME)
-        for shard, fd in zip(shards, fds, strict=True):
-            assert client.adopt(shard, fd).bytes_moved == STATE
+        for shard in shards:
+            assert client.adopt(shard, fds).bytes_moved == STATE
         close_all(fds)
         assert at_source.usage()["host_bytes"] >= 2 * STATE
         connection.close()
@@ -452,11 +452,6 @@ def test_an_adopted_version_survives_its_daemon(
 def test_no_descriptor_is_left_open(start_daemon: StartDaemon, make_shard: MakeShard) -> None:
     source, target = start_daemon(), start_daemon()
     offloaded(source, make_shard)
-    # Each has the descriptors of its tiers' files after the first move.
-    move(source, target)
-    with observer(target) as client:
-        client.release(NAME)
-    wait_until(lambda: not target.host_files())
     before = source.descriptors(), target.descriptors()
     here = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):

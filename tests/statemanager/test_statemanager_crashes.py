@@ -97,7 +97,7 @@ def stored_versions(daemon: Daemon) -> dict[int, npt.NDArray[np.uint8]]:
     found = {}
     for version in store.find(lambda _: True):
         manifest = version.manifest
-        arena = Arena(manifest.nbytes)
+        arena = Arena(manifest.slices[-1].arena_offset + manifest.slices[-1].nbytes)
         store.load(manifest.name, manifest.description, HostMemory(arena))
         found[manifest.seq] = np.frombuffer(arena.buffer, dtype=np.uint8).copy()
         arena.close()
@@ -169,7 +169,7 @@ def test_a_worker_killed_during_an_offload_leaves_its_last_version(
         worker.start()
         ours.send(last)
         last = ours.recv()
-        wait_until(lambda: ours.poll())
+        wait_until(ours.poll)
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         worker.join()

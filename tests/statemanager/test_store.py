@@ -31,7 +31,7 @@ from tests.statemanager.host_memory import HostMemory
 
 PAGE = 4096
 SHARDS = st.integers(0, 2)
-SEQS = st.integers(0, 3)
+SEQS = st.integers(0, 1)
 NAMES = st.tuples(SHARDS, SEQS)
 
 
@@ -59,7 +59,7 @@ def manifest(rank: int, seq: int, nbytes: int, shared: int = 0) -> Manifest:
 class StoreHistory(RuleBasedStateMachine):
     """The model is what each name should hold, and what each open lease should read."""
 
-    @initialize(host_pages=st.integers(1, 12), nvme_pages=st.integers(1, 12))
+    @initialize(host_pages=st.integers(1, 24), nvme_pages=st.integers(1, 32))
     def start(self, host_pages: int, nvme_pages: int) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm"))
         self.now = 0.0
@@ -99,8 +99,8 @@ class StoreHistory(RuleBasedStateMachine):
 
     @rule(
         name=NAMES,
-        nbytes=st.integers(0, 5 * PAGE),
-        superseded=st.sets(NAMES),
+        nbytes=st.sampled_from([0, 1, PAGE, 2 * PAGE + 7, 3 * PAGE, 5 * PAGE - 1, 5 * PAGE]),
+        superseded=st.sets(NAMES, max_size=2),
         shared=st.integers(0, 2),
         same=st.booleans(),
     )
@@ -130,6 +130,12 @@ class StoreHistory(RuleBasedStateMachine):
         stored = self.names()
         for gone in names - stored:
             self.model.pop(gone, None)
+
+    @rule(names=st.sets(NAMES), seed=st.integers(0, 250))
+    def put_replicas(self, names: set[tuple[int, int]], seed: int) -> None:
+        """Ranks that hold the same, or say so: one of them differs now and then."""
+        for name in sorted(names):
+            self.put(name, 3 * PAGE, set(), 2, seed % 3 > 0)
 
     @rule(name=NAMES)
     def drop(self, name: tuple[int, int]) -> None:
@@ -273,5 +279,5 @@ class StoreHistory(RuleBasedStateMachine):
 
 def test_any_history_keeps_whole_versions_within_the_bounds() -> None:
     run_state_machine_as_test(
-        StoreHistory, settings=settings(max_examples=80, stateful_step_count=30, deadline=None)
+        StoreHistory, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
     )

@@ -54,12 +54,12 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
         caller.services.fencing.admit(own.group, request.token)
         wanted = version_name(*own.shard, VersionKind.STATE, request.seq)
         description = f"version {request.seq} of {own.deployment!r} rank {own.rank}"
-        with store.lease(wanted, description) as lease:
-            _check_fits(lease.manifest, own)
         loaded: list[Lease] = []
 
         def fill(loan: Loan) -> Sequence[tuple[int, int]]:
-            loaded.append(store.load(wanted, description, loan))
+            loaded.append(
+                store.load(wanted, description, loan, lambda manifest: _check_fits(manifest, own))
+            )
             extents = loaded[0].manifest.extents
             return [(extent.arena_offset, extent.nbytes) for extent in extents]
 
