@@ -1,4 +1,4 @@
-"""Memory behind descriptors, moved by the kernel: an arena that is a file, or another's regions.
+"""Memory behind descriptors, moved by the kernel: regions of another's files.
 
 Slower than a mapping by half, and safe where the owner may cut the file short: that ends a read,
 while it would end the process that touches the mapping.
@@ -7,7 +7,6 @@ while it would end the process that touches the mapping.
 import ctypes
 import errno
 import os
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 
@@ -77,16 +76,6 @@ class FileMemory:
             if count == 0:
                 raise self._ended(region.data_offset + inside + done)
             done += count
-
-
-def arena_memory(fd: int) -> FileMemory:
-    """A worker's arena that is one file."""
-    nbytes = sys.maxsize
-
-    def ended(at: int) -> PlexRLError:
-        return InvalidRequestError(f"the arena ends at byte {at}, inside its own slices")
-
-    return FileMemory([Region(fd=fd, offset=0, nbytes=nbytes, data_offset=0)], ended)
 
 
 def version_memory(regions: Sequence[Region], description: str) -> FileMemory:
