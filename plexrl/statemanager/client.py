@@ -7,7 +7,6 @@ client and only once it knows that the version is whole.
 """
 
 import mmap
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.boxes import plan_pull
+from plexrl.statemanager.channel import Channel, close_all
 from plexrl.statemanager.connection import connect, exchange, until_reached
 from plexrl.statemanager.copy import Bytes, copy_box
 from plexrl.statemanager.keys import StatePart, StateSlice
@@ -36,6 +36,7 @@ from plexrl.statemanager.protocol import (
     Answer,
     Load,
     OpenPublished,
+    Ping,
     Prefetch,
     Publish,
     PublishedShard,
@@ -45,8 +46,10 @@ from plexrl.statemanager.protocol import (
     Save,
     StoredShard,
     Usage,
-    close_all,
 )
+
+_FENCED = (Save, Load, Publish)
+"""Requests that say under which grant they are made."""
 
 _Shard = tuple[tuple[StateSlice, ...], Bytes]
 """A published shard's slices, and the mapped file that they lie in."""
@@ -81,15 +84,18 @@ class StateManagerClient:
         deployment: str,
         rank: int,
         world_size: int,
+        ticket: bytes,
         timeout_s: float = 600.0,
     ) -> None:
-        """`timeout_s` bounds each call, the wait for a restarting daemon included."""
+        """`ticket` says what this client may ask for. `timeout_s` bounds each call, the wait for a
+        restarting daemon included."""
         self._path = socket_path
         self._deployment = deployment
         self._rank = rank
         self._world_size = world_size
+        self._ticket = ticket
         self._timeout_s = timeout_s
-        self._socket: socket.socket | None = None
+        self._channel: Channel | None = None
         self._arena: Arena | None = None
         self._registration: Register | None = None
         self._held: tuple[int, str] | None = None
@@ -221,7 +227,7 @@ class StateManagerClient:
                 connection, held = until_reached(
                     path,
                     self._timeout_s,
-                    partial(_open_published, path, self._timeout_s, request),
+                    partial(_open_published, path, self._timeout_s, self._ticket, request),
                 )
                 open_sources.enter_context(connection)
                 shards += held
@@ -239,6 +245,10 @@ class StateManagerClient:
             seconds=time.perf_counter() - started,
             tier="host",
         )
+
+    def ping(self) -> None:
+        """One round trip: returns once the daemon has answered."""
+        self._call(Ping())
 
     def usage(self) -> dict[str, Any]:
         """The node's tiers, versions and arenas, in bytes."""
@@ -265,9 +275,9 @@ class StateManagerClient:
 
     def close(self) -> None:
         """End the connection; the daemon forgets the arena, not the versions."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
     def _save(
         self,
@@ -295,40 +305,45 @@ class StateManagerClient:
 
     def _call(self, request: Request, fds: Sequence[int] = ()) -> Answer:
         """The answer to a request, over as many connections as it takes."""
-        if isinstance(request, Save | Load | Publish) and self._registration is not None:
+        if isinstance(request, _FENCED) and self._registration is not None:
             # A later connection registers under the newest grant this rank was given.
             token = max(request.token, self._registration.token)
             self._registration = structs.replace(self._registration, token=token)
 
+        if self._channel is not None:
+            try:
+                return exchange(self._channel, request, fds)[0]
+            except (ConnectionLostError, OSError):
+                self.close()
+
         def attempt() -> Answer:
             try:
                 connection = self._connected(is_registering=isinstance(request, Register))
-                answer, _ = exchange(connection, request, fds)
-                return answer
+                return exchange(connection, request, fds)[0]
             except (ConnectionLostError, OSError):
                 self.close()
                 raise
 
         return until_reached(self._path, self._timeout_s, attempt)
 
-    def _connected(self, *, is_registering: bool) -> socket.socket:
-        if self._socket is None:
-            self._socket = connect(self._path, self._timeout_s)
+    def _connected(self, *, is_registering: bool) -> Channel:
+        if self._channel is None:
+            self._channel = connect(self._path, self._timeout_s, self._ticket)
             if self._arena is not None and self._registration is not None and not is_registering:
                 try:
-                    exchange(self._socket, self._registration, (self._arena.fd,))
+                    exchange(self._channel, self._registration, (self._arena.fd,))
                 except PlexRLError:
                     self.close()
                     raise
-        return self._socket
+        return self._channel
 
 
 def _open_published(
-    path: str, timeout_s: float, request: OpenPublished
-) -> tuple[socket.socket, list[_Shard]]:
+    path: str, timeout_s: float, ticket: bytes, request: OpenPublished
+) -> tuple[Channel, list[_Shard]]:
     """The shards that the StateManager at `path` has, mapped, and the connection that keeps them
     in place."""
-    connection = connect(path, timeout_s)
+    connection = connect(path, timeout_s, ticket)
     try:
         answer, fds = exchange(connection, request)
     except BaseException:

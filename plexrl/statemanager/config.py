@@ -1,8 +1,11 @@
 """Configuration of a node's StateManager."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.ticket_key import KEY_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +29,30 @@ class StateManagerConfig:
     """Move complete versions to the NVMe tier on a clean exit, so that a restart finds them."""
     connections_max: int = 1024
     """Connections served at once, one thread each; a node has a few for every worker."""
+    moves_max: int = 16
+    """Moves under way at once: a few more than it takes to use the memory's bandwidth up."""
+    moves_waiting_max: int = 256
+    """Moves that wait for their turn; one beyond them is told to come back."""
+    ticket_key_file: str | None = None
+    """File of the key that tickets are signed with, made where there is none, mode 0600; nodes that
+    take each other's tickets share one. Absent: `ticket.key` in `nvme_dir`."""
+    served_uids: tuple[int, ...] = ()
+    """Users whose processes are served, besides root and the daemon's own."""
+    tenant_uids: Mapping[str, int] = field(default_factory=dict)
+    """Tenants that have a user of their own: their tickets are taken from it only, and from it no
+    others."""
 
     def __post_init__(self) -> None:
-        for name in ("host_bytes", "nvme_bytes", "published_versions", "connections_max"):
+        for name in (
+            *("host_bytes", "nvme_bytes", "published_versions", "connections_max"),
+            *("moves_max", "moves_waiting_max"),
+        ):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
+
+    @property
+    def ticket_key_path(self) -> Path:
+        """Where the ticket key lies."""
+        if self.ticket_key_file is not None:
+            return Path(self.ticket_key_file)
+        return Path(self.nvme_dir) / KEY_FILE

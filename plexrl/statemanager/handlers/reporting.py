@@ -2,19 +2,29 @@
 
 from collections.abc import Sequence
 
-from plexrl.statemanager.handlers.caller import Caller, Reply, handles
-from plexrl.statemanager.protocol import Answer, Usage
+from plexrl.statemanager.handlers.caller import TICKETS, Caller, Reply, handles
+from plexrl.statemanager.protocol import Answer, Ping, Usage
 from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.tickets import Role
+
+_NOTHING = Reply({})
+
+
+def _ping(_: Caller, __: Ping, ___: Sequence[int]) -> Reply:
+    return _NOTHING
 
 
 def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
     config, store = caller.services.config, caller.services.store
+    claims = caller.claims
+    # A worker learns nothing of other deployments, nor how full they make the tiers.
+    own = None if claims.role == Role.AGENT else claims.deployment
     deployments: dict[str, Answer] = {}
 
     def entry(deployment: str) -> Answer:
         return deployments.setdefault(deployment, {"versions": [], "arena_bytes": {}})
 
-    for version in store.find(lambda _: True):
+    for version in store.find(lambda m: own in (None, m.deployment)):
         manifest = version.manifest
         entry(manifest.deployment)["versions"].append(
             {
@@ -28,7 +38,11 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
             }
         )
     for (deployment, rank), nbytes in caller.services.registry.resident_bytes().items():
+        if own not in (None, deployment):
+            continue
         entry(deployment)["arena_bytes"][str(rank)] = nbytes
+    if own is not None:
+        return Reply({"node": config.node, "deployments": deployments})
     return Reply(
         {
             "node": config.node,
@@ -41,4 +55,4 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
     )
 
 
-ENTRIES = (handles(Usage, _usage),)
+ENTRIES = (handles(Ping, _ping, TICKETS), handles(Usage, _usage, TICKETS))

@@ -9,7 +9,8 @@ from dataclasses import replace
 import msgspec
 
 from plexrl.errors import InvalidRequestError, StateLostError
-from plexrl.statemanager.handlers.caller import Caller, Reply, handles, move_report
+from plexrl.statemanager.channel import close_all
+from plexrl.statemanager.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles, move_report
 from plexrl.statemanager.protocol import (
     Adopt,
     OpenPublished,
@@ -17,13 +18,13 @@ from plexrl.statemanager.protocol import (
     Prefetch,
     PublishedShard,
     StoredShard,
-    close_all,
 )
 from plexrl.statemanager.registry import check_slices
 from plexrl.statemanager.versions import Manifest, VersionKind, lay_out, slices_in_file
 
 
 def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) -> Reply:
+    caller.check_may_pull(request.source)
     store = caller.services.store
     found = store.find(
         lambda m: (
@@ -55,7 +56,6 @@ def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) ->
 
 
 def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
-    caller.check_is_agent()
     store = caller.services.store
     found = store.find(
         lambda m: (
@@ -88,7 +88,6 @@ def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
 
 
 def _adopt(caller: Caller, request: Adopt, fds: Sequence[int]) -> Reply:
-    caller.check_is_agent()
     if len(fds) != 1:
         raise InvalidRequestError(f"adopt needs the version's descriptor; {len(fds)} came")
     started = time.perf_counter()
@@ -108,10 +107,10 @@ def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
 
 
 ENTRIES = (
-    handles(OpenPublished, _open_published),
-    handles(OpenState, _open_state),
-    handles(Adopt, _adopt),
-    handles(Prefetch, _prefetch),
+    handles(OpenPublished, _open_published, TICKETS, is_move=True),
+    handles(OpenState, _open_state, AGENTS, is_move=True),
+    handles(Adopt, _adopt, AGENTS, is_move=True),
+    handles(Prefetch, _prefetch, AGENTS),
 )
 
 
