@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from plexrl.errors import ConnectionLostError, PayloadTooLargeError
+from plexrl.errors import ConnectionLostError, InvalidRequestError, PayloadTooLargeError
 
 BODY_BYTES_MAX = 64 << 20
 DESCRIPTORS_MAX = 1024
@@ -95,10 +95,14 @@ class Channel:
 
         Raises:
             PayloadTooLargeError: it is beyond a bound; nothing was sent.
+            InvalidRequestError: it holds what msgpack cannot say, as an integer beyond 64 bits.
             OSError: the peer is gone or takes nothing.
         """
         out = self._out
-        self._encode_into(body, out, _HEAD_BYTES)
+        try:
+            self._encode_into(body, out, _HEAD_BYTES)
+        except (TypeError, OverflowError, RecursionError) as error:
+            raise InvalidRequestError(f"a message cannot be encoded: {error}") from error
         nbytes = len(out) - _HEAD_BYTES
         if nbytes > BODY_BYTES_MAX or len(fds) > DESCRIPTORS_MAX:
             self._out = bytearray(BUFFER_BYTES)

@@ -33,6 +33,10 @@ class StateManagerConfig:
     """Moves under way at once: a few more than it takes to use the memory's bandwidth up."""
     moves_waiting_max: int = 256
     """Moves that wait for their turn; one beyond them is told to come back."""
+    stuck_move_s: float = 600.0
+    """A move that is under way for longer makes the daemon unhealthy; nothing ends it."""
+    metrics_port: int | None = None
+    """`/healthz` and `/metrics` on 127.0.0.1; 0 takes a free one, absent: none."""
     ticket_key_file: str | None = None
     """File of the key that tickets are signed with, made where there is none, mode 0600; nodes that
     take each other's tickets share one. Absent: `ticket.key` in `nvme_dir`."""

@@ -23,6 +23,7 @@ from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.registry import Registry
 from plexrl.statemanager.session import Session
 from plexrl.statemanager.store import Store
+from plexrl.statemanager.tally import Tally
 from plexrl.statemanager.ticket_key import make_ticket_key
 
 LOG = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Server:
 
     def __init__(self, config: StateManagerConfig, store: Store) -> None:
         self._config = config
-        self._services = Services(
+        self.services = Services(
             config=config,
             store=store,
             registry=Registry(),
@@ -53,6 +54,7 @@ class Server:
             key=make_ticket_key(config.ticket_key_path),
             incarnations=Incarnations(),
             line=MoveLine(config.moves_max, config.moves_waiting_max),
+            tally=Tally(),
         )
         self._lock = threading.Lock()
         self._served: dict[socket.socket, threading.Thread] = {}
@@ -77,7 +79,13 @@ class Server:
                 self._admit(connection)
             except PlexRLError as error:
                 LOG.warning("a connection was refused: %s", error)
+                self.services.tally.refused(error.code)
                 _refuse(connection, error)
+
+    def connections(self) -> int:
+        """How many clients are connected."""
+        with self._lock:
+            return len(self._served)
 
     def close(self) -> None:
         """Accept no more; let moves that are under way finish, then end every connection."""
@@ -92,7 +100,7 @@ class Server:
                 LOG.debug("a client left first: %s", error)
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
-        self._services.prefetcher.close()
+        self.services.prefetcher.close()
 
     def _admit(self, connection: socket.socket) -> None:
         uid = check_peer(connection, self._served_uids)
@@ -109,7 +117,7 @@ class Server:
         thread.start()
 
     def _serve_one(self, connection: socket.socket, uid: int) -> None:
-        session = Session(self._services, uid)
+        session = Session(self.services, uid)
         try:
             channel = Channel(connection, send_timeout_s=SEND_TIMEOUT_S)
             while True:

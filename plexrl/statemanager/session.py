@@ -5,6 +5,7 @@ belongs to one rank and moves no other's state.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Union
 
@@ -15,6 +16,7 @@ from plexrl.statemanager.channel import close_all
 from plexrl.statemanager.handlers import HANDLERS
 from plexrl.statemanager.handlers.caller import AnyHandler, Caller, Reply, Services
 from plexrl.statemanager.protocol import Request
+from plexrl.statemanager.tally import MoveKind
 
 LOG = logging.getLogger(__name__)
 
@@ -50,7 +52,8 @@ class Session:
             if is_move:
                 return self._move(handler, request, fds)
             return handler(caller, request, fds)
-        except PlexRLError:
+        except PlexRLError as error:
+            self._caller.services.tally.refused(error.code)
             raise
         except Exception as error:
             # A bug of ours must not leave this client without an answer or end the others' daemon.
@@ -68,5 +71,20 @@ class Session:
 
     def _move(self, handler: AnyHandler, request: Request, fds: Sequence[int]) -> Reply:
         caller = self._caller
-        with caller.services.line.place(type(request).__name__, caller.claims.holder):
-            return handler(caller, request, fds)
+        services, name = caller.services, type(request).__name__
+        with services.line.place(name, caller.claims.holder):
+            outcome, answer = "failed", dict[str, Any]()
+            started = time.perf_counter()
+            try:
+                reply = handler(caller, request, fds)
+                outcome, answer = "ok", reply.answer
+                return reply
+            except PlexRLError as error:
+                outcome = error.code
+                raise
+            finally:
+                services.tally.moved(
+                    MoveKind(request=name, outcome=outcome, tier=answer.get("tier", "")),
+                    nbytes=answer.get("bytes_moved", 0),
+                    seconds=time.perf_counter() - started,
+                )

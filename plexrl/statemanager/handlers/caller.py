@@ -15,6 +15,7 @@ from plexrl.statemanager.protocol import Answer, Request
 from plexrl.statemanager.registry import Registration, Registry
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Store, StoredVersion
+from plexrl.statemanager.tally import Tally
 from plexrl.statemanager.tickets import Claims, Role, TicketKey, job_of
 
 RequestT = TypeVar("RequestT", bound=Request)
@@ -34,6 +35,7 @@ class Services:
     key: TicketKey
     incarnations: Incarnations
     line: MoveLine
+    tally: Tally
 
 
 @dataclass(slots=True, kw_only=True)

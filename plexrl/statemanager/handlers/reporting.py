@@ -1,5 +1,6 @@
 """Who holds how much."""
 
+import time
 from collections.abc import Sequence
 
 from plexrl.statemanager.handlers.caller import TICKETS, Caller, Reply, handles
@@ -51,6 +52,11 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
             "nvme_bytes": store.used_bytes(TierName.NVME),
             "nvme_bytes_max": config.nvme_bytes,
             "deployments": deployments,
+            "moves": [
+                {"kind": move.kind, "who": move.who, "seconds": time.monotonic() - move.began}
+                for move in caller.services.line.running()
+            ],
+            "moves_waiting": caller.services.line.waiting(),
         }
     )
 
