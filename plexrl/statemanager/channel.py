@@ -31,6 +31,7 @@ BUFFER_BYTES = 64 << 10
 
 _HEAD = struct.Struct("<IHBx")
 _HEAD_BYTES = _HEAD.size
+_pack_head, _unpack_head = _HEAD.pack_into, _HEAD.unpack_from
 _ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_AT_ONCE * array.array("i").itemsize)
 # Plain integers: an operation on the flags of `socket` costs more than the system call.
 _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
@@ -77,6 +78,7 @@ class Channel:
         # Looked up once: the round trip is counted in microseconds.
         self._target = (self._view,)
         self._encode_into = msgspec.msgpack.Encoder().encode_into
+        self._send = connection.send
         self._sendall = connection.sendall
         self._recvmsg_into = connection.recvmsg_into
 
@@ -111,9 +113,11 @@ class Channel:
                 f"{BODY_BYTES_MAX} and {DESCRIPTORS_MAX}",
                 nbytes=nbytes,
             )
-        _HEAD.pack_into(out, 0, nbytes, len(fds), kind)
+        _pack_head(out, 0, nbytes, len(fds), kind)
         if not fds:
-            self._sendall(out)
+            sent = self._send(out)
+            if sent < len(out):
+                self._sendall(memoryview(out)[sent:])
         else:
             sent = socket.send_fds(self._socket, [out], list(fds[:DESCRIPTORS_AT_ONCE]))
             if sent < len(out):
@@ -137,11 +141,15 @@ class Channel:
             filled, ancillary, flags, _ = self._recvmsg_into(
                 self._target, _ANCILLARY_BYTES, _CLOSE_ON_EXEC
             )
-            if ancillary or flags or not filled:
-                _take(filled, ancillary, flags, fds)
+            if filled > _HEAD_BYTES and not ancillary and not flags:
+                nbytes, announced, kind = _unpack_head(self._in)
+                if not announced and filled == _HEAD_BYTES + nbytes:
+                    # Nearly every message.
+                    return kind, self._view[_HEAD_BYTES:filled], fds
+            _take(filled, ancillary, flags, fds)
             while filled < _HEAD_BYTES:
                 filled += self._receive_into(self._view[filled:], fds)
-            nbytes, announced, kind = _HEAD.unpack_from(self._in)
+            nbytes, announced, kind = _unpack_head(self._in)
             if nbytes > BODY_BYTES_MAX or announced > DESCRIPTORS_MAX:
                 raise PayloadTooLargeError(
                     f"a message announced {nbytes} bytes and {announced} descriptors; the bound is "

@@ -48,6 +48,7 @@ from plexrl.statemanager.protocol import (
     Usage,
 )
 
+_PING = Ping()
 _FENCED = (Save, Load, Publish)
 """Requests that say under which grant they are made."""
 
@@ -248,7 +249,7 @@ class StateManagerClient:
 
     def ping(self) -> None:
         """One round trip: returns once the daemon has answered."""
-        self._call(Ping())
+        self._call(_PING)
 
     def usage(self) -> dict[str, Any]:
         """The node's tiers, versions and arenas, in bytes."""
