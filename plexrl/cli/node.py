@@ -102,6 +102,15 @@ def statemanager_status(
         found,
     )
     output.table(
+        "Tenants",
+        ("tenant", "in host", "on NVMe"),
+        [
+            (name or "(none)", _size(held["host"]), _size(held["nvme"]))
+            for name, held in found["tenants"].items()
+        ],
+        found,
+    )
+    output.table(
         f"Moves ({found['moves_waiting']} wait in line)",
         ("what", "whose", "for"),
         [(m["kind"], m["who"], f"{m['seconds']:.1f} s") for m in found["moves"]],

@@ -20,11 +20,9 @@ from plexrl.cluster.process import (
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.health import Health
 from plexrl.statemanager.observation import ObservationServer
-from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.server import Server
 from plexrl.statemanager.service_manager import ServiceManager
 from plexrl.statemanager.store import Store
-from plexrl.statemanager.tier import Tier
 
 LOG = logging.getLogger(__name__)
 
@@ -42,9 +40,7 @@ def main() -> None:
         else parse_config(given.config_json, StateManagerConfig, "--config-json")
     )
     # The tiers are locked by their process, so whoever gets past here may take over the socket.
-    host = Tier(TierName.HOST, Path(config.host_dir))
-    nvme = Tier(TierName.NVME, Path(config.nvme_dir))
-    store = Store(host, config.host_bytes, nvme, config.nvme_bytes)
+    store = Store(config)
 
     async def serve(stop: asyncio.Event) -> None:
         remove_socket(config.listen)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.tenant_limit import TenantLimit
 from plexrl.statemanager.ticket_key import KEY_FILE
 
 
@@ -23,6 +24,21 @@ class StateManagerConfig:
     nvme_dir: str
     nvme_bytes: int
     """Bound of the NVMe tier."""
+    host_prefault_bytes: int = 0
+    """Of the host tier made resident at start, in the background; 0 leaves that to the first moves,
+    which are slow then. Small nodes and tests want none."""
+    segment_bytes_max: int = 1 << 30
+    """Of one file of the host tier's memory; larger versions lie in several."""
+    memory_node: int | None = None
+    """NUMA node whose memory the host tier prefers; absent: all of them in turn."""
+    data_threads: int | None = None
+    """Threads that one copy between memories is split over; absent: one a core, up to 4."""
+    nvme_queue_depth: int = 8
+    """Requests of 4 MiB that an NVMe drive is given at once: an array needs several, one drive
+    loses nothing by them."""
+    drain: bool = False
+    """Copy versions to NVMe ahead of pressure. Off by default: it writes every version once, most
+    of which are superseded before they would ever have to spill."""
     published_versions: int = 2
     """Published parameter versions kept of each shard: the one being pulled and the next."""
     persist_on_exit: bool = True
@@ -40,16 +56,25 @@ class StateManagerConfig:
     ticket_key_file: str | None = None
     """File of the key that tickets are signed with, made where there is none, mode 0600; nodes that
     take each other's tickets share one. Absent: `ticket.key` in `nvme_dir`."""
+    tenant_bytes_max: int | None = None
+    """What a tenant may have stored, in both tiers; absent: as much as there is."""
+    tenant_host_bytes_max: int | None = None
+    """Of that, in the host tier; what is beyond goes to NVMe straight away. Absent: likewise."""
+    tenant_limits: Mapping[str, TenantLimit] = field(default_factory=dict)
+    """Of tenants to whom these two do not apply."""
     served_uids: tuple[int, ...] = ()
     """Users whose processes are served, besides root and the daemon's own."""
     tenant_uids: Mapping[str, int] = field(default_factory=dict)
     """Tenants that have a user of their own: their tickets are taken from it only, and from it no
     others."""
+    fault_points: tuple[str, ...] = ()
+    """For tests: where the daemon kills itself (`fault_points.POINTS`)."""
 
     def __post_init__(self) -> None:
         for name in (
             *("host_bytes", "nvme_bytes", "published_versions", "connections_max"),
             *("moves_max", "moves_waiting_max"),
+            *("segment_bytes_max", "nvme_queue_depth"),
         ):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")

@@ -65,20 +65,34 @@ class DaemonCollector(Collector):
         yield arenas
 
     def _versions(self) -> Iterator[Metric]:
-        count = _labelled("versions", "Versions stored.", "job", "kind", "tier")
-        size = _labelled("version_bytes", "Bytes of the versions stored.", "job", "kind", "tier")
-        counts: Counter[tuple[str, str, str]] = Counter()
-        sizes: Counter[tuple[str, str, str]] = Counter()
+        labels = ("tenant", "job", "kind", "tier")
+        count = _labelled("versions", "Versions stored.", *labels)
+        size = _labelled("version_bytes", "Bytes of the versions stored.", *labels)
+        taken = _labelled(
+            "tenant_bytes",
+            "What a tenant takes in a tier, replicas counted once.",
+            "tenant",
+            "tier",
+        )
+        tenants = set[str]()
+        counts: Counter[tuple[str, ...]] = Counter()
+        sizes: Counter[tuple[str, ...]] = Counter()
         for version in self._services.store.find(lambda _: True):
             manifest = version.manifest
-            key = (job_of(manifest.deployment), manifest.kind.value, version.tier.value)
+            job = job_of(manifest.deployment)
+            key = (manifest.tenant, job, manifest.kind.value, version.tier.value)
+            tenants.add(manifest.tenant)
             counts[key] += 1
             sizes[key] += manifest.nbytes
-        for key in sorted(counts):
-            count.add_metric(list(key), counts[key])
-            size.add_metric(list(key), sizes[key])
+        for labelled in sorted(counts):
+            count.add_metric(list(labelled), counts[labelled])
+            size.add_metric(list(labelled), sizes[labelled])
+        for tenant in sorted(tenants):
+            for tier, nbytes in self._services.store.used_by(tenant).items():
+                taken.add_metric([tenant, tier.value], nbytes)
         yield count
         yield size
+        yield taken
 
     def _moves(self) -> Iterator[Metric]:
         seconds = HistogramMetricFamily(

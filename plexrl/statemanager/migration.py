@@ -105,7 +105,7 @@ def _move(
     connection, shard, fds = opened
     with connection, closing(_client(target, timeout_s, ticket)) as client:
         try:
-            return client.adopt(shard, *fds)
+            return client.adopt(shard, fds)
         finally:
             close_all(fds)
 
@@ -113,7 +113,7 @@ def _move(
 def _open_state(
     path: str, timeout_s: float, ticket: bytes, request: OpenState
 ) -> tuple[Channel, StoredShard, list[int]]:
-    """One rank's version, its descriptor, and the connection that keeps it in place."""
+    """One rank's version, its descriptors, and the connection that keeps it in place."""
     connection = connect(path, timeout_s, ticket)
     try:
         answer, fds = exchange(connection, request)

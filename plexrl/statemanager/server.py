@@ -15,6 +15,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.channel import Channel, Kind, close_all
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.drain import Drainer
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.handlers.caller import Services
 from plexrl.statemanager.incarnations import Incarnations
@@ -56,6 +57,7 @@ class Server:
             line=MoveLine(config.moves_max, config.moves_waiting_max),
             tally=Tally(),
         )
+        self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()
         self._served: dict[socket.socket, threading.Thread] = {}
         users = {*config.served_uids, *config.tenant_uids.values()}
@@ -101,6 +103,8 @@ class Server:
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
         self.services.prefetcher.close()
+        if self._drainer is not None:
+            self._drainer.close()
 
     def _admit(self, connection: socket.socket) -> None:
         uid = check_peer(connection, self._served_uids)

@@ -150,8 +150,8 @@ def test_the_figures_tell_what_was_moved_refused_and_stored(
     assert figures["move_seconds_bucket", ("+Inf", "ok", "Save", "host")] == 1
     assert figures["move_seconds_sum", ("ok", "Save", "host")] > 0
     assert figures["refused_total", ("stale_token",)] == 1
-    assert figures["versions", ("job", "state", "host")] == 1
-    assert figures["version_bytes", ("job", "state", "host")] == nbytes
+    assert figures["versions", ("job", "state", "", "host")] == 1
+    assert figures["version_bytes", ("job", "state", "", "host")] == nbytes
     assert figures["tier_bytes", ("host",)] >= nbytes
     assert figures["tier_bytes_max", ("nvme",)] == 256 * MIB
     assert figures["arena_bytes", ("job",)] == shard.arena.resident_bytes()

@@ -17,6 +17,7 @@ from plexrl.errors import (
     InvalidRequestError,
     PermissionDeniedError,
     PlexRLError,
+    QuotaExceededError,
     UnavailableError,
 )
 from plexrl.statemanager.channel import close_all
@@ -24,11 +25,13 @@ from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.connection import connect, exchange
 from plexrl.statemanager.handlers import HANDLERS
 from plexrl.statemanager.keys import StateSlice
+from plexrl.statemanager.layout import lay_out
 from plexrl.statemanager.protocol import Hello, Ping, Register, Release, Request, Usage
+from plexrl.statemanager.tenant_limit import TenantLimit
 from plexrl.statemanager.ticket_key import KEY_FILE, make_ticket_key, read_ticket_key
 from plexrl.statemanager.tickets import AGENT, Claims, Role, TicketKey
-from plexrl.statemanager.versions import Manifest, VersionKind, lay_out
-from tests.statemanager.conftest import DEADLINE_S, Daemon, MakeShard, Shard, StartDaemon
+from plexrl.statemanager.versions import Manifest, VersionKind
+from tests.statemanager.conftest import ALL_PARTS, DEADLINE_S, Daemon, MakeShard, Shard, StartDaemon
 
 VICTIM = "victim/actor"
 KEY = TicketKey(b"k" * 32)
@@ -233,7 +236,7 @@ def values(hint: Any, manifest: Manifest) -> st.SearchStrategy[Any]:
 
 
 def manifest_of(shard: Shard) -> Manifest:
-    extents, nbytes = lay_out(shard.slices)
+    layout = lay_out(shard.slices)
     return Manifest(
         deployment=VICTIM,
         rank=0,
@@ -243,8 +246,9 @@ def manifest_of(shard: Shard) -> Manifest:
         parts=(),
         meta_json="{}",
         slices=shard.slices,
-        extents=extents,
-        nbytes=nbytes,
+        extents=layout.extents,
+        nbytes=layout.nbytes,
+        sections=layout.sections,
         stamp="s",
     )
 
@@ -311,3 +315,35 @@ def test_an_agent_may_name_every_state(daemon: Daemon, make_shard: MakeShard) ->
     assert VICTIM in ask(daemon, agent, Usage())["deployments"]
     ask(daemon, agent, Release(deployment=VICTIM))
     assert VICTIM not in ask(daemon, agent, Usage())["deployments"]
+
+
+def test_a_tenant_that_is_at_its_quota_is_refused_and_others_are_not(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    daemon = start_daemon(
+        tenant_bytes_max=1024, tenant_limits={"large": TenantLimit(host_bytes=1024)}
+    )
+    shard = make_shard(daemon, registered=False)
+
+    def client(tenant: str) -> closing[StateManagerClient]:
+        ticket = daemon.ticket(
+            role=Role.WORKER, tenant=tenant, job="job", deployment="job/actor", group="g"
+        )
+        return closing(
+            StateManagerClient(
+                daemon.config.listen, deployment="job/actor", rank=0, world_size=1, ticket=ticket
+            )
+        )
+
+    move: dict[str, Any] = {"keep_seq": 0, "token": 1, "parts": ALL_PARTS}
+    expected = shard.fill(1)
+    with client("small") as small:
+        small.register(shard.arena, shard.slices, group="g", token=1)
+        with pytest.raises(QuotaExceededError, match="tenant 'small'"):
+            small.offload(seq=1, **move)
+    with client("large") as large:
+        large.register(shard.arena, shard.slices, group="g", token=1)
+        assert large.offload(seq=1, **move).tier == "nvme"
+        large.load(seq=1, token=1)
+    assert np.array_equal(shard.contents, expected)
+    assert list(shard.agent.usage()["tenants"]) == ["large"]

@@ -21,6 +21,7 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
     # A worker learns nothing of other deployments, nor how full they make the tiers.
     own = None if claims.role == Role.AGENT else claims.deployment
     deployments: dict[str, Answer] = {}
+    tenants = set[str]()
 
     def entry(deployment: str) -> Answer:
         return deployments.setdefault(deployment, {"versions": [], "arena_bytes": {}})
@@ -36,8 +37,10 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
                 "world_size": manifest.world_size,
                 "stamp": manifest.stamp,
                 "tier": version.tier.value,
+                "tenant": manifest.tenant,
             }
         )
+        tenants.add(manifest.tenant)
     for (deployment, rank), nbytes in caller.services.registry.resident_bytes().items():
         if own not in (None, deployment):
             continue
@@ -52,6 +55,10 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
             "nvme_bytes": store.used_bytes(TierName.NVME),
             "nvme_bytes_max": config.nvme_bytes,
             "deployments": deployments,
+            "tenants": {
+                tenant: {tier.value: nbytes for tier, nbytes in store.used_by(tenant).items()}
+                for tenant in sorted(tenants)
+            },
             "moves": [
                 {"kind": move.kind, "who": move.who, "seconds": time.monotonic() - move.began}
                 for move in caller.services.line.running()
