@@ -64,8 +64,11 @@ class FileMemory:
         view = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
         done = 0
         while done < nbytes:
+            left = nbytes - done
+            # A file's last page by itself: the others can be moved past the page cache.
+            part = view[done : done + (left - left % PAGE_BYTES or left)]
             try:
-                count = move(region.fd, [view[done:]], region.offset + inside + done)
+                count = move(region.fd, [part], region.offset + inside + done)
             except OSError as error:
                 # A descriptor that bypasses the cache takes whole pages only.
                 if error.errno != errno.EINVAL or not use_cache(region.fd):

@@ -20,7 +20,7 @@ from plexrl.statemanager.layout import lay_out
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.tenant_limit import TenantLimit
-from plexrl.statemanager.versions import Manifest, VersionKind
+from plexrl.statemanager.versions import Manifest, Section, VersionKind
 from tests.statemanager.conftest import MIB, run_together, wait_until
 
 HOST, NVME = TierName.HOST, TierName.NVME
@@ -141,6 +141,16 @@ def test_a_replica_that_differs_in_one_byte_is_stored_apart(
     assert store.used_bytes(HOST) > 20 * MIB
     first.check(1)
     second.check(1)
+
+
+def test_a_manifest_that_names_one_replica_twice_waits_for_nobody(open_store: OpenStore) -> None:
+    store = open_store()
+    [rank] = ranks_of(store, 1)
+    manifest = rank.manifest(1)
+    halves = tuple(Section(start=start, nbytes=5 * MIB, share_key="same") for start in (0, 5 * MIB))
+    store.put(replace(manifest, sections=halves), arena_memory(rank.arena.fd))
+    rank.check(1)
+    store.check()
 
 
 def test_shared_bytes_go_with_the_last_that_has_them(open_store: OpenStore) -> None:

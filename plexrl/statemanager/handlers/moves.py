@@ -55,9 +55,12 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
         caller.services.fencing.admit(own.group, request.token)
         wanted = version_name(*own.shard, VersionKind.STATE, request.seq)
         description = f"version {request.seq} of {own.deployment!r} rank {own.rank}"
-        with caller.services.store.lease(wanted, description) as lease:
-            _check_fits(lease.manifest, own)
-        lease = caller.services.store.load(wanted, description, arena_memory(arena_fd))
+        lease = caller.services.store.load(
+            wanted,
+            description,
+            arena_memory(arena_fd),
+            lambda manifest: _check_fits(manifest, own),
+        )
         manifest = lease.manifest
         seconds = time.perf_counter() - started
         return Reply(
