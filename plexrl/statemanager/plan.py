@@ -43,7 +43,10 @@ class Source:
     request_s: float = 0.0
     """Latency that every piece costs on top of its bytes."""
     accumulated_s: float = 0.0
-    """Work that the source has before it begins with this plan."""
+    """Work that the source's link has before it begins with this plan."""
+    link: str = ""
+    """Sources of one link (a node's, say) are asked over it one after the other: their latency
+    accumulates together. Empty: the source has one of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,7 @@ class Plan:
 
     targets: tuple[TargetPlan, ...]
     busy_s: tuple[float, ...]
-    """Accumulated latency of every source once it has served this plan."""
+    """Accumulated latency of every source's link once it has served this plan."""
     columns: "Columns"
 
     @property
@@ -317,32 +320,32 @@ def _assign(
     rows = matches.holders[first] if len(first) else first
     slowness = np.array([1.0 / source.bytes_per_s for source in sources])
     request = np.array([source.request_s for source in sources])
-    busy = np.array([source.accumulated_s for source in sources])
+    names = [source.link or f"\0{index}" for index, source in enumerate(sources)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    links = np.array([numbers[name] for name in names], dtype=np.int64)
+    busy = np.zeros(len(numbers))
+    np.maximum.at(busy, links, np.array([source.accumulated_s for source in sources]))
     forced = np.flatnonzero(count == 1)
     if len(forced):
         owners = held.owners[rows[forced]]
         cost = nbytes[forced] * slowness[owners] + request[owners]
-        busy = busy + np.bincount(owners, weights=cost, minlength=len(sources))
+        busy = busy + np.bincount(links[owners], weights=cost, minlength=len(numbers))
     free = np.flatnonzero(count > 1)
     free = free[np.argsort(-nbytes[free], kind="stable")]
-    load, slow, ask = busy.tolist(), slowness.tolist(), request.tolist()
-    holders, owner_of = matches.holders, held.owners
-    for match_index, at, many, size in zip(
-        free.tolist(),
-        first[free].tolist(),
-        count[free].tolist(),
-        nbytes[free].tolist(),
-        strict=True,
+    load, slow, ask, link_of = busy.tolist(), slowness.tolist(), request.tolist(), links.tolist()
+    sizes = nbytes[free].tolist()
+    for index, at, many, size in zip(
+        free.tolist(), first[free].tolist(), count[free].tolist(), sizes, strict=True
     ):
-        candidates = holders[at : at + many]
+        candidates = matches.holders[at : at + many]
         best_row, best_owner, best_s = -1, -1, float("inf")
-        for row, owner in zip(candidates.tolist(), owner_of[candidates].tolist(), strict=True):
-            done_s = load[owner] + ask[owner] + size * slow[owner]
+        for row, owner in zip(candidates.tolist(), held.owners[candidates].tolist(), strict=True):
+            done_s = load[link_of[owner]] + ask[owner] + size * slow[owner]
             if done_s < best_s or (done_s == best_s and owner < best_owner):
                 best_row, best_owner, best_s = row, owner, done_s
-        load[best_owner] = best_s
-        rows[match_index] = best_row
-    return rows, tuple(load)
+        load[link_of[best_owner]] = best_s
+        rows[index] = best_row
+    return rows, tuple(load[link] for link in link_of)
 
 
 def _places(pool: Pool, rows: Ints, offsets: Ints) -> Ints:

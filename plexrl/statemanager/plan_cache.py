@@ -7,7 +7,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.plan import Plan, Source, make_plan
 
-_Key = tuple[tuple[tuple[str, str, float, float, float], ...], tuple[str, ...]]
+_Key = tuple[tuple[tuple[str, str, str, float, float, float], ...], tuple[str, ...]]
 
 
 class PlanCache:
@@ -27,7 +27,7 @@ class PlanCache:
         """As `make_plan`; in microseconds where the same layouts were planned lately."""
         key = (
             tuple(
-                (s.id, s.layout.digest, s.bytes_per_s, s.request_s, s.accumulated_s)
+                (s.id, s.link, s.layout.digest, s.bytes_per_s, s.request_s, s.accumulated_s)
                 for s in sources
             ),
             tuple(layout.digest for layout in targets),

@@ -6,7 +6,7 @@ So a tensor-parallel shard of a matrix is one run, and a request for a whole mod
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -152,19 +152,7 @@ def coalesced(runs: Runs, groups: Ints) -> tuple[Runs, Ints]:
     joins &= runs.targets[1:] == (runs.targets + runs.row_bytes())[:-1]
     first = np.flatnonzero(np.append(True, ~joins))
     items = np.add.reduceat(runs.items, first)
-    kept = runs.chosen(first)
-    return (
-        Runs(
-            places=kept.places,
-            targets=kept.targets,
-            items=items,
-            counts=kept.counts,
-            strides=kept.strides,
-            target_strides=kept.target_strides,
-            casts=kept.casts,
-        ),
-        groups[first],
-    )
+    return replace(runs.chosen(first), items=items), groups[first]
 
 
 def single_rows(runs: Runs) -> Runs:
@@ -181,6 +169,54 @@ def single_rows(runs: Runs) -> Runs:
         target_strides=ones * 0,
         casts=runs.casts[run],
     )
+
+
+def packed(runs: Runs) -> Runs:
+    """The runs as they are read, brought to one place without gaps: what travels on a stream."""
+    row_bytes = runs.row_bytes()
+    sizes = row_bytes * runs.counts
+    return replace(runs, targets=np.cumsum(sizes) - sizes, target_strides=row_bytes)
+
+
+def unpacked(runs: Runs) -> Runs:
+    """From where `packed` brought the runs to where they are wanted."""
+    row_bytes = runs.row_bytes()
+    sizes = row_bytes * runs.counts
+    return replace(
+        runs,
+        places=np.cumsum(sizes) - sizes,
+        items=row_bytes,
+        strides=row_bytes,
+        casts=np.full(len(runs), BYTES_CAST),
+    )
+
+
+def cut_at(runs: Runs, edges: Ints) -> tuple[Runs, Ints]:
+    """The same bytes in runs that lie between two neighbouring `edges` each at the source, and the
+    index of the edge before each. The first edge is at or before every run."""
+    ends = runs.places + (runs.counts - 1) * runs.strides + runs.row_bytes_at_source()
+    homes = np.searchsorted(edges, runs.places, "right") - 1
+    limits = np.append(edges[1:], np.iinfo(np.int64).max)
+    crosses = ends > limits[homes]
+    if not crosses.any():
+        return runs, homes
+    parts: list[Runs] = [runs.chosen(~crosses)]
+    rows = single_rows(runs.chosen(crosses))
+    while len(rows):
+        item_bytes, target_item_bytes = _item_bytes(rows.casts)
+        limit = limits[np.searchsorted(edges, rows.places, "right") - 1]
+        fits = np.minimum(rows.items, (limit - rows.places) // item_bytes)
+        assert fits.all(), "an element lies on both sides of an edge, which is a page's"
+        parts.append(replace(rows, items=fits))
+        rest = replace(
+            rows,
+            places=rows.places + fits * item_bytes,
+            targets=rows.targets + fits * target_item_bytes,
+            items=rows.items - fits,
+        )
+        rows = rest.chosen(rest.items > 0)
+    cut = concatenated(parts)
+    return cut, np.searchsorted(edges, cut.places, "right") - 1
 
 
 def without(runs: Runs, done: Runs) -> Runs:
