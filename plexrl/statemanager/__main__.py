@@ -13,6 +13,7 @@ from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.server import Server
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.tier import Tier
+from plexrl.statemanager.transport.tcp_server import TcpServer, read_secret
 
 LOG = logging.getLogger(__name__)
 
@@ -30,9 +31,15 @@ def main() -> None:
     async def serve(stop: asyncio.Event) -> None:
         remove_socket(config.listen)
         server = Server(config, store)
+        remote = None
+        if config.serve_tcp:
+            secret = read_secret(config.tcp_secret_path)
+            remote = TcpServer(config.serve_tcp, secret, store, config.connections_max)
         threading.Thread(target=server.serve, daemon=True).start()
-        print_ready(listen=config.listen)
+        print_ready(listen=config.listen, serve_tcp="" if remote is None else remote.address)
         await stop.wait()
+        if remote is not None:
+            remote.close()
         server.close()
         remove_socket(config.listen)
 

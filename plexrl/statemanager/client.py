@@ -6,13 +6,10 @@ changes nothing twice: every request names its version, and the arena is given b
 client and only once it knows that the version is whole.
 """
 
-import mmap
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,29 +24,24 @@ from plexrl.errors import (
     StateLostError,
 )
 from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.boxes import plan_pull
 from plexrl.statemanager.connection import connect, exchange, until_reached
-from plexrl.statemanager.copy import Bytes, copy_box
 from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.protocol import (
     Adopt,
     Answer,
     Load,
-    OpenPublished,
     Prefetch,
     Publish,
-    PublishedShard,
     Register,
     Release,
     Request,
     Save,
     StoredShard,
     Usage,
-    close_all,
 )
-
-_Shard = tuple[tuple[StateSlice, ...], Bytes]
-"""A published shard's slices, and the mapped file that they lie in."""
+from plexrl.statemanager.pull import KnownLayouts, Puller
+from plexrl.statemanager.transport.ways import Ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +63,16 @@ class LoadReport(MoveReport):
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullReport(MoveReport):
+    """What a pull brought."""
+
+    bytes_wanted: int
+    """Of the target's own slices; `bytes_moved` is the same unless a source was lost."""
+    bytes_by_source: dict[str, int]
+    attempts: int
+
+
 class StateManagerClient:
     """One rank's connection to its node's StateManager. Not for use by several threads at once."""
 
@@ -82,8 +84,10 @@ class StateManagerClient:
         rank: int,
         world_size: int,
         timeout_s: float = 600.0,
+        secret: bytes = b"",
     ) -> None:
-        """`timeout_s` bounds each call, the wait for a restarting daemon included."""
+        """`timeout_s` bounds each call, the wait for a restarting daemon included. `secret` is the
+        cluster's, which StateManagers ask for over TCP."""
         self._path = socket_path
         self._deployment = deployment
         self._rank = rank
@@ -94,6 +98,10 @@ class StateManagerClient:
         self._registration: Register | None = None
         self._held: tuple[int, str] | None = None
         """Seq and stamp of the stored version that the arena equals while it has that seq."""
+        self._wants: tuple[Sequence[StateSlice], Layout] | None = None
+        self._layouts = KnownLayouts()
+        self._ways = Ways(self._layouts.find, timeout_s=timeout_s, secret=secret)
+        self._puller = Puller(self._ways.open, self._layouts, timeout_s)
 
     def register(
         self, arena: Arena, slices: Sequence[StateSlice], *, group: str, token: int
@@ -180,6 +188,7 @@ class StateManagerClient:
                 self._arena.discard()
             raise
         self._held = (seq, answer["stamp"])
+        self._puller.is_torn = False
         return LoadReport(
             bytes_moved=answer["bytes_moved"],
             seconds=answer["seconds"],
@@ -195,49 +204,43 @@ class StateManagerClient:
             StateTierFullError: no tier has room.
             StaleTokenError: the group's lock has been granted to another since.
         """
+        self._check_whole()
         return msgspec.convert(self._call(Publish(seq=seq, token=token)), MoveReport)
 
     def pull(
         self, *, sources: Sequence[str], source: str, seq: int, wants: Sequence[StateSlice]
-    ) -> MoveReport:
+    ) -> "PullReport":
         """Fill the wanted slices of the registered arena from a published version.
 
-        Every byte that is wanted is copied once, and no other. `sources` are the sockets of the
-        StateManagers that hold shards of it; the version stays where it is for as long as this
-        takes.
+        Every byte that is wanted is brought once, and no other; a slice that is wanted in another
+        dtype is cast on the way. `sources` are the StateManagers that hold shards of it: paths of
+        sockets on this machine, `tcp://host:port` elsewhere. The version stays where it is for as
+        long as this takes. A pull that fails after it began leaves the wanted slices with bytes of
+        no version: nothing can be saved or published until a pull or load succeeds.
 
         Raises:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
-            UnavailableError: a source cannot be reached.
+            InvalidRequestError: a tensor has another shape there, or a dtype that no rule casts.
+            UnavailableError: a source that is needed cannot be reached.
         """
         if self._arena is None:
             raise InvalidRequestError("register an arena before pulling into it")
         started = time.perf_counter()
         self._held = None
-        request = OpenPublished(source=source, seq=seq)
-        with ExitStack() as open_sources:
-            shards: list[_Shard] = []
-            for path in dict.fromkeys(sources):
-                connection, held = until_reached(
-                    path,
-                    self._timeout_s,
-                    partial(_open_published, path, self._timeout_s, request),
-                )
-                open_sources.enter_context(connection)
-                shards += held
-            if not shards:
-                raise StateLostError(
-                    f"no StateManager of {sorted(set(sources))} has version {seq} of {source!r} "
-                    "published: publish the weights again"
-                )
-            transfers = plan_pull(wants, [slices for slices, _ in shards])
-            target = np.frombuffer(self._arena.buffer, dtype=np.uint8)
-            for transfer in transfers:
-                copy_box(transfer, shards[transfer.shard][1], target)
-        return MoveReport(
-            bytes_moved=sum(transfer.nbytes for transfer in transfers),
+        if self._wants is None or self._wants[0] is not wants:
+            self._wants = wants, Layout.of(wants)
+        target = np.frombuffer(self._arena.buffer, dtype=np.uint8)
+        try:
+            result = self._puller.pull(sources, source, seq, self._wants[1], target)
+        finally:
+            self._ways.forget_unused()
+        return PullReport(
+            bytes_moved=result.bytes_moved,
             seconds=time.perf_counter() - started,
             tier="host",
+            bytes_wanted=result.bytes_wanted,
+            bytes_by_source=result.bytes_by_source,
+            attempts=result.attempts,
         )
 
     def usage(self) -> dict[str, Any]:
@@ -277,6 +280,7 @@ class StateManagerClient:
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None,
     ) -> MoveReport:
+        self._check_whole()
         same_as = self._held[1] if self._held is not None and self._held[0] == seq else None
         answer = self._call(
             Save(
@@ -292,6 +296,13 @@ class StateManagerClient:
         return MoveReport(
             bytes_moved=answer["bytes_moved"], seconds=answer["seconds"], tier=answer["tier"]
         )
+
+    def _check_whole(self) -> None:
+        if self._puller.is_torn:
+            raise StateLostError(
+                f"the last pull into rank {self._rank} of {self._deployment!r} was cut, so its "
+                "arena is of no version: pull or load again"
+            )
 
     def _call(self, request: Request, fds: Sequence[int] = ()) -> Answer:
         """The answer to a request, over as many connections as it takes."""
@@ -321,28 +332,3 @@ class StateManagerClient:
                     self.close()
                     raise
         return self._socket
-
-
-def _open_published(
-    path: str, timeout_s: float, request: OpenPublished
-) -> tuple[socket.socket, list[_Shard]]:
-    """The shards that the StateManager at `path` has, mapped, and the connection that keeps them
-    in place."""
-    connection = connect(path, timeout_s)
-    try:
-        answer, fds = exchange(connection, request)
-    except BaseException:
-        connection.close()
-        raise
-    try:
-        shards = msgspec.convert(answer["shards"], tuple[PublishedShard, ...])
-        return connection, [
-            (shard.slices, _map(fd, shard.file_bytes))
-            for shard, fd in zip(shards, fds, strict=True)
-        ]
-    finally:
-        close_all(fds)
-
-
-def _map(fd: int, nbytes: int) -> Bytes:
-    return np.frombuffer(mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ), dtype=np.uint8)

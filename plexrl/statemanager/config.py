@@ -27,7 +27,17 @@ class StateManagerConfig:
     connections_max: int = 1024
     """Connections served at once, one thread each; a node has a few for every worker."""
 
+    serve_tcp: str = ""
+    """`host:port` on which other nodes read published versions; port 0 is any free one. Empty: none
+    can."""
+    tcp_secret_path: str = ""
+    """File with the secret that whoever reads over TCP must know; it is the cluster's."""
+
     def __post_init__(self) -> None:
         for name in ("host_bytes", "nvme_bytes", "published_versions", "connections_max"):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
+        if bool(self.serve_tcp) != bool(self.tcp_secret_path):
+            raise InvalidRequestError(
+                "serve_tcp and tcp_secret_path are given together or not at all"
+            )

@@ -1,4 +1,4 @@
-"""Copies of bytes: between arena and version file by descriptor, between mapped slices by box.
+"""Copies of bytes between arena and version file, by descriptor.
 
 The daemon maps no arena: whoever owns one could cut it short, and a mapping of what is no longer
 there kills the process that touches it. It copies through a block that stays in the processor's
@@ -11,17 +11,9 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.boxes import Transfer
-from plexrl.statemanager.keys import DTYPE_BYTES, StateSlice
 from plexrl.statemanager.versions import Extent
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def page_aligned_block(nbytes: int) -> memoryview:
@@ -67,27 +59,6 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
     while len(data) > 0:
         count = os.pwrite(fd, data, offset)
         data, offset = data[count:], offset + count
-
-
-def copy_box(transfer: Transfer, source: Bytes, target: Bytes) -> None:
-    """Copy one box between two row-major slices; each memory is what its slice's offset is in."""
-    box = transfer.box
-    views = []
-    for piece, memory in ((transfer.source, source), (transfer.target, target)):
-        window = tuple(
-            slice(start - origin, start - origin + extent)
-            for start, origin, extent in zip(box.offset, piece.offset, box.shape, strict=True)
-        )
-        whole = _array(piece, memory)
-        # Indexed by (), an array of no dimensions would become a value, not a view.
-        views.append(whole[window] if window else whole)
-    np.copyto(views[1], views[0])
-
-
-def _array(piece: StateSlice, memory: Bytes) -> npt.NDArray[Any]:
-    flat = memory[piece.arena_offset : piece.arena_offset + piece.nbytes]
-    # Elements are only moved, so an unsigned integer of their size stands for any dtype.
-    return flat.view(f"u{DTYPE_BYTES[piece.dtype]}").reshape(piece.shape)
 
 
 def _overlaps(

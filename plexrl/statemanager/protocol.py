@@ -14,6 +14,7 @@ import msgspec
 
 from plexrl.errors import ConnectionLostError, PlexRLError, from_wire
 from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.statemanager.transport.mapped_files import Region
 from plexrl.statemanager.versions import Manifest
 from plexrl.wire.framing import recv_frame, send_frame
 
@@ -66,10 +67,16 @@ class Publish(Request, frozen=True, kw_only=True):
 
 
 class OpenPublished(Request, frozen=True, kw_only=True):
-    """Descriptors of a published version's shards, one each; held in place for the connection."""
+    """Descriptors of a published version's shards; held in place for the connection."""
 
     source: str
     seq: int
+    known: tuple[str, ...] = ()
+    """Digests of layouts that need not be sent again."""
+
+
+class Confirm(Request, frozen=True, kw_only=True):
+    """Answered at once: what this connection holds in place, it has held all the time."""
 
 
 class OpenState(Request, frozen=True, kw_only=True):
@@ -109,11 +116,18 @@ class Release(Request, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedShard:
-    """One rank's part of a published version, in the file whose descriptor has the same index."""
+    """One rank's part of a published version, in files whose descriptors came along."""
 
-    slices: tuple[StateSlice, ...]
-    """`arena_offset` counts from the start of the file."""
-    file_bytes: int
+    rank: int
+    stamp: str
+    nbytes: int
+    """Of its data."""
+    layout: str
+    """Digest of the slices' layout."""
+    slices: tuple[StateSlice, ...] | None
+    """`arena_offset` counts from the start of the data; absent: the client knows the layout."""
+    regions: tuple[Region, ...]
+    """Together all of the data; `fd` is an index into the descriptors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,10 @@ class Runs:
         """The runs that `rows` (a numpy index) selects."""
         return Runs(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
+    def moved(self, distance: int) -> "Runs":
+        """The same runs, read `distance` bytes further on."""
+        return replace(self, places=self.places + distance)
+
     def batches(self, nbytes_max: int) -> Iterator["Runs"]:
         """The same runs in order, cut so that each batch has at most `nbytes_max` bytes, or one
         row of one item where that is more."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +67,7 @@ def splits(draw: st.DrawFn, extent: int, ways: int) -> list[tuple[int, int]]:
     if draw(st.booleans()):
         size = -(-extent // ways)
         edges = [min(extent, size * way) for way in range(ways + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))
 
 
 @st.composite

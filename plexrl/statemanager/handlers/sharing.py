@@ -12,6 +12,7 @@ from plexrl.errors import InvalidRequestError, StateLostError
 from plexrl.statemanager.handlers.caller import Caller, Reply, handles, move_report
 from plexrl.statemanager.protocol import (
     Adopt,
+    Confirm,
     OpenPublished,
     OpenState,
     Prefetch,
@@ -19,39 +20,31 @@ from plexrl.statemanager.protocol import (
     StoredShard,
     close_all,
 )
+from plexrl.statemanager.published import hold_published
 from plexrl.statemanager.registry import check_slices
-from plexrl.statemanager.versions import Manifest, VersionKind, lay_out, slices_in_file
+from plexrl.statemanager.versions import Manifest, VersionKind, lay_out
 
 
 def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) -> Reply:
-    store = caller.services.store
-    found = store.find(
-        lambda m: (
-            m.kind == VersionKind.PUBLISHED
-            and m.deployment == request.source
-            and m.seq == request.seq
-        )
-    )
-    shards: list[PublishedShard] = []
     opened: list[int] = []
+    shards: list[PublishedShard] = []
     try:
-        for version in found:
-            # The mapping of a file on NVMe could not be verified, so it comes to memory first.
-            manifest = version.manifest
-            lease = caller.leases.enter_context(
-                store.lease_in_memory(manifest.name, manifest.description)
-            )
-            opened.append(os.dup(lease.fd))
+        for held in hold_published(caller.services.store, caller.leases, request):
             shards.append(
                 PublishedShard(
-                    slices=slices_in_file(lease.file.manifest, lease.file.data_offset),
-                    file_bytes=lease.file.data_offset + lease.file.manifest.nbytes,
+                    **held.description(request.known),
+                    regions=tuple(replace(region, fd=len(opened)) for region in held.regions),
                 )
             )
+            opened.append(os.dup(held.fd))
     except BaseException:
         close_all(opened)
         raise
     return Reply({"shards": msgspec.to_builtins(shards)}, opened)
+
+
+def _confirm(_: Caller, __: Confirm, ___: Sequence[int]) -> Reply:
+    return Reply({})
 
 
 def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
@@ -109,6 +102,7 @@ def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
 
 ENTRIES = (
     handles(OpenPublished, _open_published),
+    handles(Confirm, _confirm),
     handles(OpenState, _open_state),
     handles(Adopt, _adopt),
     handles(Prefetch, _prefetch),

@@ -1,0 +1,80 @@
+"""Published versions as their readers hold them: leased, described, open."""
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from plexrl.statemanager.keys import StateSlice
+from plexrl.statemanager.layout import Layout
+from plexrl.statemanager.store import Lease, Store
+from plexrl.statemanager.transport.mapped_files import Region
+from plexrl.statemanager.versions import Manifest, VersionKind, slices_in_file
+
+
+class Wanted(Protocol):
+    """Names a published version."""
+
+    @property
+    def source(self) -> str:
+        """The deployment that published it."""
+        ...
+
+    @property
+    def seq(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldShard:
+    """One rank's part of a published version, in host memory for as long as its lease lasts."""
+
+    manifest: Manifest
+    slices: tuple[StateSlice, ...]
+    """Their places count from the start of the data."""
+    layout: Layout
+    regions: tuple[Region, ...]
+    fd: int
+    """Of the file that all regions are in; the lease's."""
+
+    def description(self, known: Collection[str]) -> dict[str, Any]:
+        """What a reader is told of it: the slices only if it does not know the layout."""
+        return {
+            "rank": self.manifest.rank,
+            "stamp": self.manifest.stamp,
+            "nbytes": self.manifest.nbytes,
+            "layout": self.layout.digest,
+            "slices": None if self.layout.digest in known else self.slices,
+        }
+
+
+def hold_published(store: Store, leases: ExitStack, wanted: Wanted) -> Iterator[HeldShard]:
+    """Every rank's part of the version that `store` has, leased into `leases`.
+
+    Raises:
+        CorruptStateError: a part was spilled and is damaged.
+        StateTierFullError: a part was spilled and there is no room for it in memory.
+    """
+    found = store.find(
+        lambda m: (
+            m.kind == VersionKind.PUBLISHED
+            and m.deployment == wanted.source
+            and m.seq == wanted.seq
+        )
+    )
+    for version in found:
+        name, what = version.manifest.name, version.manifest.description
+        # The mapping of a file on NVMe could not be verified, so it comes to memory first.
+        yield _held(leases.enter_context(store.lease_in_memory(name, what)))
+
+
+def _held(lease: Lease) -> HeldShard:
+    manifest = lease.file.manifest
+    slices = slices_in_file(manifest, 0)
+    region = Region(fd=0, offset=lease.file.data_offset, nbytes=manifest.nbytes, data_offset=0)
+    return HeldShard(
+        manifest=manifest,
+        slices=slices,
+        layout=Layout.of(slices),
+        regions=(region,),
+        fd=lease.fd,
+    )
