@@ -25,6 +25,7 @@ OTHER_CORES = (
     "statemanager/keys.py",
     "statemanager/layout.py",
     "statemanager/plan.py",
+    "statemanager/plan_balance.py",
     "statemanager/plan_cache.py",
     "statemanager/plan_match.py",
     "statemanager/residency.py",

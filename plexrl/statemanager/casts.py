@@ -1,11 +1,11 @@
-"""Elements that change their dtype on the way, bit for bit as torch's `Tensor.to` changes them. Pure.
+"""Elements that change their dtype on the way, bit for bit as torch changes them. Pure.
 
 Values are rounded to nearest, ties to even. F8_E4M3 has no infinity: what rounds beyond 448 becomes
 NaN there, and infinity in F8_E5M2 (as `torch.float8_e4m3fn` and `torch.float8_e5m2` do), unless the
 tensor is scaled, which brings its largest value to the format's largest.
 
-An F8 value depends only on the upper half of an F32 and on whether the lower half is zero. So F32 is
-cut to 16 bits with its last bit set where anything was cut off (rounding to odd, which no later
+An F8 value depends only on the upper half of an F32 and on whether the lower half is zero. So F32
+is cut to 16 bits with its last bit set where anything was cut off (rounding to odd, which no later
 rounding to fewer bits can tell from the original), and a table of 65 536 bytes says the rest; that
 is three times as fast as the conversion it is made from.
 """
@@ -111,4 +111,5 @@ def _f8_table(dtype: str) -> npt.NDArray[np.uint8]:
         table = every.astype(np.float32).astype(NUMPY_DTYPES[dtype]).view(np.uint8)
     # A table shared by all threads is not to be written to.
     table.setflags(write=False)
-    return table
+    assert table.dtype == np.uint8
+    return np.asarray(table, dtype=np.uint8)

@@ -62,7 +62,7 @@ class Layout:
         ]
         digest = xxhash.xxh3_128(msgspec.msgpack.encode(tokens))
         for column in (dtypes, places, dims, *grids):
-            digest.update(np.ascontiguousarray(column))
+            digest.update(np.ascontiguousarray(column).data)
         return cls(
             tokens=tokens,
             dtypes=dtypes,

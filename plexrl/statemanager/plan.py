@@ -1,12 +1,11 @@
-"""Who sends which bytes of which tensor to whom: one plan for load, weight sync and migration. Pure.
+"""Who sends which bytes of which tensor to whom: one plan for load, weight sync, migration. Pure.
 
 Laws:
 
 - Every wanted element is delivered exactly once: bytes received are the bytes of the target's own
   slices (redundancy 1.0), and nothing is read outside of a source's slices.
 - Where several sources hold a piece, the one of the least accumulated latency gives it (StaleFlow
-  App. A.2). Pieces that only one source has are counted first, then the others by size, which a
-  greedy choice balances better than the order of tensors does.
+  App. A.2).
 - A plan speaks of places in layouts, not of versions or addresses: it is made once for a set of
   layouts and replayed at every sync. Equal inputs give equal plans.
 """
@@ -20,6 +19,7 @@ from plexrl.errors import InvalidRequestError, StateLostError
 from plexrl.statemanager.boxes import Box
 from plexrl.statemanager.keys import StateKey
 from plexrl.statemanager.layout import DTYPES, ITEM_BYTES, Ints, Layout, row_major_strides, widened
+from plexrl.statemanager.plan_balance import Source, assign, in_fair_pieces
 from plexrl.statemanager.plan_match import Boxes, Matches, match
 from plexrl.statemanager.runs import NO_RUNS, Runs, coalesced, runs_of_boxes
 
@@ -31,22 +31,6 @@ CAST_RULES = frozenset(
     }
 )
 """(source dtype, target dtype) that may differ on the way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Somebody who holds slices, and what it costs to have them from there."""
-
-    id: str
-    layout: Layout
-    bytes_per_s: float = 10e9
-    request_s: float = 0.0
-    """Latency that every piece costs on top of its bytes."""
-    accumulated_s: float = 0.0
-    """Work that the source's link has before it begins with this plan."""
-    link: str = ""
-    """Sources of one link (a node's, say) are asked over it one after the other: their latency
-    accumulates together. Empty: the source has one of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,10 +199,11 @@ def make_plan(sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
         _boxes(held, held_keys, useful), _boxes(wanted, want_keys, needed), global_shapes
     )
     _check_complete(matches, wanted)
-    in_order = np.argsort(matches.wants, kind="stable")
-    rows, busy_s = _assign(matches, in_order, held, wanted, sources)
-    wants = matches.wants[in_order]
-    offsets, shapes = matches.offsets[in_order], matches.shapes[in_order]
+    item_bytes = ITEM_BYTES[wanted.dtypes[matches.wants]]
+    matches = in_fair_pieces(matches, item_bytes, len({s.link or s.id for s in sources}))
+    nbytes = matches.shapes.prod(axis=1) * ITEM_BYTES[wanted.dtypes[matches.wants]]
+    rows, busy_s = assign(matches, nbytes, held.owners, sources)
+    wants, offsets, shapes = matches.wants, matches.offsets, matches.shapes
     columns = Columns(
         held=held,
         wanted=wanted,
@@ -308,44 +293,6 @@ def _check_complete(matches: Matches, wanted: Pool) -> None:
             "the weights again",
             key=name,
         )
-
-
-def _assign(
-    matches: Matches, in_order: Ints, held: Pool, wanted: Pool, sources: Sequence[Source]
-) -> tuple[Ints, tuple[float, ...]]:
-    """[match, in order of wanted slices] the held row that gives it, and every source's latency."""
-    first, count = matches.first[in_order], matches.count[in_order]
-    elements = matches.shapes[in_order].prod(axis=1)
-    nbytes = elements * ITEM_BYTES[wanted.dtypes[matches.wants[in_order]]]
-    rows = matches.holders[first] if len(first) else first
-    slowness = np.array([1.0 / source.bytes_per_s for source in sources])
-    request = np.array([source.request_s for source in sources])
-    names = [source.link or f"\0{index}" for index, source in enumerate(sources)]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    links = np.array([numbers[name] for name in names], dtype=np.int64)
-    busy = np.zeros(len(numbers))
-    np.maximum.at(busy, links, np.array([source.accumulated_s for source in sources]))
-    forced = np.flatnonzero(count == 1)
-    if len(forced):
-        owners = held.owners[rows[forced]]
-        cost = nbytes[forced] * slowness[owners] + request[owners]
-        busy = busy + np.bincount(links[owners], weights=cost, minlength=len(numbers))
-    free = np.flatnonzero(count > 1)
-    free = free[np.argsort(-nbytes[free], kind="stable")]
-    load, slow, ask, link_of = busy.tolist(), slowness.tolist(), request.tolist(), links.tolist()
-    sizes = nbytes[free].tolist()
-    for index, at, many, size in zip(
-        free.tolist(), first[free].tolist(), count[free].tolist(), sizes, strict=True
-    ):
-        candidates = matches.holders[at : at + many]
-        best_row, best_owner, best_s = -1, -1, float("inf")
-        for row, owner in zip(candidates.tolist(), held.owners[candidates].tolist(), strict=True):
-            done_s = load[link_of[owner]] + ask[owner] + size * slow[owner]
-            if done_s < best_s or (done_s == best_s and owner < best_owner):
-                best_row, best_owner, best_s = row, owner, done_s
-        load[link_of[best_owner]] = best_s
-        rows[index] = best_row
-    return rows, tuple(load[link] for link in link_of)
 
 
 def _places(pool: Pool, rows: Ints, offsets: Ints) -> Ints:

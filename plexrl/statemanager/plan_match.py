@@ -129,7 +129,7 @@ def _along_one_dim(distinct: Boxes, replicas: Ints, wants: Boxes, cut_dims: Ints
     # A stretch ends beyond the last box, so neither bound leaves the tensor's own boxes.
     counts = np.maximum(high - low, 0)
     of_want = np.repeat(np.arange(len(counts)), counts)
-    found = _ranges(low, counts)
+    found = ranges(low, counts)
     at = np.maximum(held_at[found], want_at[of_want])
     extent = np.minimum(held_end[found], want_end[of_want]) - at
     covered = np.bincount(of_want, weights=extent, minlength=len(counts)).astype(np.int64)
@@ -148,7 +148,7 @@ def _along_one_dim(distinct: Boxes, replicas: Ints, wants: Boxes, cut_dims: Ints
         offsets=offsets,
         shapes=shapes,
         count=replicas[found],
-        holders=_ranges(distinct.rows[found], replicas[found]),
+        holders=ranges(distinct.rows[found], replicas[found]),
         missing=missing,
     )
 
@@ -236,7 +236,7 @@ def _joined(parts: list[_Part], rows: Ints) -> Matches:
     )
 
 
-def _ranges(first: Ints, count: Ints) -> Ints:
+def ranges(first: Ints, count: Ints) -> Ints:
     """`first[i]`, `first[i] + 1`, … `count[i]` of them, for every i."""
     ends = np.cumsum(count)
     total = int(ends[-1]) if len(ends) else 0

@@ -6,8 +6,8 @@ Laws:
   time; until then the target holds nothing that may be used. A source that is lost is done without:
   what it was to bring is planned again from the others, and what the others brought stays.
 - A version is of one seq and, from one source, of one stamp; never a mix.
-- Readers share a version, and whoever publishes the next one never waits for them: versions do not
-  change, and a lease keeps the one that is read (StaleFlow App. A has a lock where we have versions).
+- Readers share a version, and whoever publishes the next one never waits for them: versions do
+  not change, and a lease keeps the one that is read (where StaleFlow §5.1 takes a lock).
 """
 
 import threading
@@ -149,7 +149,7 @@ class Puller:
         others do not have everything.
         """
         opened: list[OpenSource] = []
-        awaited: list[str] = [address for address in suspects]
+        awaited: list[str] = list(suspects)
         for address in dict.fromkeys(addresses):
             if address in suspects:
                 continue

@@ -246,19 +246,14 @@ def without(runs: Runs, done: Runs) -> Runs:
                 break
             at = max(at, min(end, int(ends[near])))
             near += 1
-    index = np.array([piece[0] for piece in left], dtype=np.int64)
-    at = np.array([piece[1] for piece in left], dtype=np.int64)
-    until = np.array([piece[2] for piece in left], dtype=np.int64)
-    kept = rows.chosen(index)
-    before = (at - kept.targets) // item_bytes[1][index]
-    return Runs(
-        places=kept.places + before * item_bytes[0][index],
-        targets=at,
-        items=(until - at) // item_bytes[1][index],
-        counts=kept.counts,
-        strides=kept.strides,
-        target_strides=kept.target_strides,
-        casts=kept.casts,
+    owners, starts, ends = np.array(left, dtype=np.int64).reshape(-1, 3).T
+    kept = rows.chosen(owners)
+    before = (starts - kept.targets) // item_bytes[1][owners]
+    return replace(
+        kept,
+        places=kept.places + before * item_bytes[0][owners],
+        targets=starts,
+        items=(ends - starts) // item_bytes[1][owners],
     )
 
 

@@ -37,6 +37,8 @@ class Daemon:
     def __init__(self, config: StateManagerConfig) -> None:
         self.config = config
         self.process: subprocess.Popen[str] | None = None
+        self.tcp = ""
+        """Where it serves other nodes, if it does."""
 
     def start(self, *, file_bytes_max: int | None = None) -> None:
         """Return when it serves. `file_bytes_max`: no file of it can grow beyond this."""
@@ -52,7 +54,9 @@ class Daemon:
         assert self.process.stdout is not None
         ready = self.process.stdout.readline()
         assert ready, self.process.communicate()[1]
-        assert json.loads(ready)["ready"]
+        said = json.loads(ready)
+        assert said["ready"]
+        self.tcp = f"tcp://{said['serve_tcp']}"
         if file_bytes_max is not None:
             bounds = (file_bytes_max, file_bytes_max)
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, bounds)

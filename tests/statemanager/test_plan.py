@@ -98,11 +98,11 @@ def shards(draw: st.DrawFn, shape: tuple[int, ...], ranks: int) -> list[list[Box
         held[index % ranks].append(cells[index % len(cells)])
     if kind == "overlapping":
         for rank in range(ranks):
-            offset = tuple(draw(st.integers(0, extent)) for extent in shape)
-            extent = tuple(
-                draw(st.integers(0, whole - at)) for at, whole in zip(offset, shape, strict=True)
+            corner = tuple(draw(st.integers(0, length)) for length in shape)
+            size = tuple(
+                draw(st.integers(0, length - at)) for at, length in zip(corner, shape, strict=True)
             )
-            held[rank].append(Box(offset=offset, shape=extent))
+            held[rank].append(Box(offset=corner, shape=size))
     return held
 
 

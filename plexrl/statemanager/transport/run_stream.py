@@ -65,7 +65,7 @@ class Digest:
     def add(self, data: Bytes | memoryview) -> None:
         """Go by."""
         if self._state is not None:
-            self._state.update(data)
+            self._state.update(memoryview(data))
 
     def value(self) -> bytes:
         """`DIGEST_BYTES`, or none."""

@@ -94,10 +94,7 @@ class SharedMemorySource:
 
 
 def _shard(offered: PublishedShard, layout_of: LayoutOf) -> Shard:
-    if offered.slices is None:
-        layout = layout_of(offered.layout)
-    else:
-        layout = Layout.of(offered.slices)
+    layout = layout_of(offered.layout) if offered.slices is None else Layout.of(offered.slices)
     if layout is None or layout.digest != offered.layout:
         raise ConnectionLostError("the source answered with a layout that was not asked for")
     return Shard(rank=offered.rank, stamp=offered.stamp, layout=layout, nbytes=offered.nbytes)

@@ -67,7 +67,7 @@ class Tcp:
         """As `Way.open`."""
         connections: list[socket.socket] = []
         try:
-            for _ in range(self._streams):
+            while len(connections) < self._streams:
                 connections.append(_connect(address, self._secret, self._timeout_s))
             request = {"type": "open", "source": deployment, "seq": seq, "known": list(known)}
             offers = [_offers(connection, request) for connection in connections]
