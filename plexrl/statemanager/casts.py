@@ -1,8 +1,8 @@
 """Elements that change their dtype on the way, bit for bit as torch changes them. Pure.
 
-Values are rounded to nearest, ties to even. F8_E4M3 has no infinity: what rounds beyond 448 becomes
-NaN there, and infinity in F8_E5M2 (as `torch.float8_e4m3fn` and `torch.float8_e5m2` do), unless the
-tensor is scaled, which brings its largest value to the format's largest.
+Values are rounded to nearest, ties to even. F8_E4M3 has no infinity: what is beyond 448, infinity
+included, becomes 448 there; in F8_E5M2 it becomes infinity (both as torch 2.13 has it). A scaled
+tensor saturates in either: its scale brings the largest value to the format's largest.
 
 An F8 value depends only on the upper half of an F32 and on whether the lower half is zero. So F32
 is cut to 16 bits with its last bit set where anything was cut off (rounding to odd, which no later
@@ -107,9 +107,11 @@ def _to_f8(source: Array, target: Array, dtypes: tuple[str, str]) -> None:
 @cache
 def _f8_table(dtype: str) -> npt.NDArray[np.uint8]:
     every = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    values = every.astype(np.float32)
+    if dtype == "F8_E4M3":
+        values = np.clip(values, -F8_MAX[dtype], F8_MAX[dtype])
     with np.errstate(over="ignore", invalid="ignore"):
-        table = every.astype(np.float32).astype(NUMPY_DTYPES[dtype]).view(np.uint8)
+        table = values.astype(NUMPY_DTYPES[dtype]).view(np.uint8)
     # A table shared by all threads is not to be written to.
     table.setflags(write=False)
-    assert table.dtype == np.uint8
     return np.asarray(table, dtype=np.uint8)

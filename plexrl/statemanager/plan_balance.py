@@ -38,13 +38,22 @@ def in_fair_pieces(matches: Matches, item_bytes: Ints, links: int) -> Matches:
     """The same elements, in order of wanted slices; what several sources hold is cut along its
     outermost dimension into pieces small enough to balance."""
     order = np.argsort(matches.wants, kind="stable")
+    if links < 2 or not (matches.count > 1).any():
+        return replace(
+            matches,
+            wants=matches.wants[order],
+            offsets=matches.offsets[order],
+            shapes=matches.shapes[order],
+            first=matches.first[order],
+            count=matches.count[order],
+        )
     nbytes = (matches.shapes.prod(axis=1) * item_bytes)[order]
     limit = max(PIECE_BYTES_MIN, int(nbytes.sum()) // (PIECES_PER_LINK * max(1, links)))
     shapes, count = matches.shapes[order], matches.count[order]
     outer = (shapes > 1).argmax(axis=1)
     rows = np.arange(len(order))
-    extents = shapes[rows, outer] if len(order) else order
-    is_large = (count > 1) & (nbytes > limit) & (links > 1)
+    extents = shapes[rows, outer]
+    is_large = (count > 1) & (nbytes > limit)
     parts = np.where(is_large, np.minimum(extents, -(-nbytes // limit)), 1)
     match = np.repeat(rows, parts)
     part = ranges(np.zeros_like(parts), parts)
@@ -52,9 +61,8 @@ def in_fair_pieces(matches: Matches, item_bytes: Ints, links: int) -> Matches:
     last = extents[match] * (part + 1) // parts[match]
     pieces = np.arange(len(match))
     offsets, shapes = matches.offsets[order][match], shapes[match]
-    if len(match):
-        offsets[pieces, outer[match]] += first
-        shapes[pieces, outer[match]] = last - first
+    offsets[pieces, outer[match]] += first
+    shapes[pieces, outer[match]] = last - first
     return replace(
         matches,
         wants=matches.wants[order][match],

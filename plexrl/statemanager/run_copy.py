@@ -107,10 +107,11 @@ def copy_runs(source: Bytes, target: Bytes, runs: Runs) -> None:
                 raise ValueError(f"a run at {place}, {to} lies outside of its memory")
             target[to : to + items] = source[place : place + items]
         elif code == BYTES_CAST:
-            shape, width = _widest(items, count, (place, to, stride, target_stride))
+            # A row as one opaque item is moved by one memmove, whatever its alignment.
+            row = np.dtype((np.void, items))
             np.copyto(
-                _window(target, to, shape, target_stride, width),
-                _window(source, place, shape, stride, width),
+                _window(target, to, (count, 1), target_stride, row),
+                _window(source, place, (count, 1), stride, row),
             )
         else:
             names = cast_names(code)
@@ -120,16 +121,6 @@ def copy_runs(source: Bytes, target: Bytes, runs: Runs) -> None:
                 _window(target, to, shape, target_stride, NUMPY_DTYPES[names[1]]),
                 names,
             )
-
-
-def _widest(
-    items: int, count: int, places: tuple[int, ...]
-) -> tuple[tuple[int, int], np.dtype[Any]]:
-    """Rows of bytes as rows of the widest words that fit everywhere."""
-    for width in (8, 4, 2):
-        if items % width == 0 and all(place % width == 0 for place in places):
-            return (count, items // width), np.dtype(f"u{width}")
-    return (count, items), np.dtype(np.uint8)
 
 
 def _window(
