@@ -25,6 +25,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.connection import connect, exchange, until_reached
+from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.protocol import (
@@ -113,6 +114,7 @@ class StateManagerClient:
             InvalidRequestError: a slice does not lie in the arena.
         """
         self._held = None
+        self._puller.forget()
         self._arena = arena
         self._registration = Register(
             deployment=self._deployment,
@@ -154,6 +156,7 @@ class StateManagerClient:
         assert self._arena is not None, "a save without an arena is refused"
         self._arena.discard()
         self._held = None
+        self._puller.forget()
         # Giving pages back takes time too, which the daemon's figure does not know of.
         return replace(report, seconds=time.perf_counter() - started)
 
@@ -188,7 +191,7 @@ class StateManagerClient:
                 self._arena.discard()
             raise
         self._held = (seq, answer["stamp"])
-        self._puller.is_torn = False
+        self._puller.forget()
         return LoadReport(
             bytes_moved=answer["bytes_moved"],
             seconds=answer["seconds"],
@@ -208,8 +211,14 @@ class StateManagerClient:
         return msgspec.convert(self._call(Publish(seq=seq, token=token)), MoveReport)
 
     def pull(
-        self, *, sources: Sequence[str], source: str, seq: int, wants: Sequence[StateSlice]
-    ) -> "PullReport":
+        self,
+        *,
+        sources: Sequence[str],
+        source: str,
+        seq: int,
+        wants: Sequence[StateSlice],
+        delta: DeltaPolicy | None = None,
+    ) -> PullReport:
         """Fill the wanted slices of the registered arena from a published version.
 
         Every byte that is wanted is brought once, and no other; a slice that is wanted in another
@@ -217,6 +226,9 @@ class StateManagerClient:
         sockets on this machine, `tcp://host:port` elsewhere. The version stays where it is for as
         long as this takes. A pull that fails after it began leaves the wanted slices with bytes of
         no version: nothing can be saved or published until a pull or load succeeds.
+
+        With `delta`, and where the last pull was of the same source into the same slices and
+        nobody has written to them since, only blocks that differ are brought.
 
         Raises:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
@@ -231,7 +243,7 @@ class StateManagerClient:
             self._wants = wants, Layout.of(wants)
         target = np.frombuffer(self._arena.buffer, dtype=np.uint8)
         try:
-            result = self._puller.pull(sources, source, seq, self._wants[1], target)
+            result = self._puller.pull(sources, source, seq, self._wants[1], target, delta)
         finally:
             self._ways.forget_unused()
         return PullReport(

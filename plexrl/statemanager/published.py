@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from plexrl.errors import StorageError
 from plexrl.statemanager.keys import StateSlice
 from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.store import Lease, Store
@@ -65,6 +66,27 @@ def hold_published(store: Store, leases: ExitStack, wanted: Wanted) -> Iterator[
         name, what = version.manifest.name, version.manifest.description
         # The mapping of a file on NVMe could not be verified, so it comes to memory first.
         yield _held(leases.enter_context(store.lease_in_memory(name, what)))
+
+
+def hold_stamp(store: Store, leases: ExitStack, like: Manifest, stamp: str) -> HeldShard | None:
+    """The published version of the same shard that has `stamp`, leased into `leases`, if it is
+    kept in memory or can be brought there."""
+    found = store.find(
+        lambda m: (
+            m.kind == VersionKind.PUBLISHED
+            and (m.deployment, m.rank) == (like.deployment, like.rank)
+            and m.stamp == stamp
+        )
+    )
+    for version in found:
+        try:
+            name, what = version.manifest.name, version.manifest.description
+            held = _held(leases.enter_context(store.lease_in_memory(name, what)))
+        except StorageError:
+            # It was dropped meanwhile, or is damaged: whoever asked does without.
+            return None
+        return held if held.manifest.stamp == stamp else None
+    return None
 
 
 def _held(lease: Lease) -> HeldShard:

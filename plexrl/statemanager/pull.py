@@ -15,11 +15,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from plexrl.errors import ConnectionLostError, CorruptStateError, StateLostError, UnavailableError
 from plexrl.statemanager.connection import until_reached
+from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.plan import Plan, Source
 from plexrl.statemanager.plan_cache import PlanCache
@@ -79,6 +80,24 @@ class KnownLayouts:
                 self._layouts.popitem(last=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bases:
+    """What the target holds."""
+
+    deployment: str
+    layout: str
+    """Digest of the slices that hold it."""
+    stamps: Mapping[tuple[str, int], str]
+    """(address, rank) → stamp of its version. Shards that were passed over count as well: of one
+    seq, replicas have the same bytes."""
+
+    def fit(self, deployment: str, wants: Layout) -> bool:
+        return (deployment, wants.digest) == (self.deployment, self.layout)
+
+
+_NO_BASES = _Bases(deployment="", layout="", stamps={})
+
+
 class Puller:
     """Pulls into one target; keeps plans, layouts and open ways between pulls."""
 
@@ -90,11 +109,26 @@ class Puller:
         self._plans = PlanCache()
         self.is_torn = False
         """A pull was cut after it had begun, so the target is of no version."""
+        self._bases = _NO_BASES
+
+    def forget(self) -> None:
+        """The target has been changed by others: it is of no version that was pulled."""
+        self.is_torn = False
+        self._bases = _NO_BASES
 
     def pull(
-        self, addresses: Sequence[str], deployment: str, seq: int, wants: Layout, target: Bytes
+        self,
+        addresses: Sequence[str],
+        deployment: str,
+        seq: int,
+        wants: Layout,
+        target: Bytes,
+        delta: DeltaPolicy | None = None,
     ) -> PullResult:
         """Fill the slices of `wants`, which lie in `target`.
+
+        With `delta`, and where the last pull filled the same slices from the same deployment and
+        `target` was not changed since, only what differs from that version is brought.
 
         Raises:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
@@ -105,23 +139,32 @@ class Puller:
         moved_bytes = 0
         by_source: dict[str, int] = {}
         suspects: dict[str, Exception] = {}
+        stamps: dict[tuple[str, int], str] = {}
         version = (deployment, seq)
         for attempt in range(1, ATTEMPTS_MAX + 1):
             with ExitStack() as held:
                 jobs = self._prepared(held, addresses, suspects, version, wants, arrived)
+                bases = self._bases if self._bases.fit(deployment, wants) else _NO_BASES
+                self._bases = _NO_BASES
+                if delta is not None:
+                    jobs = [_with_bases(job, bases) for job in jobs]
                 self.is_torn = True
-                fetched = _fetch_all(jobs, target)
+                fetched = _fetch_all(jobs, target, delta)
+                stamps.update(_stamps(jobs))
             suspects = {}
             for job, result in zip(jobs, fetched, strict=True):
                 address = job.source.address
-                moved_bytes += result.runs.nbytes
+                moved_bytes += result.nbytes
                 if result.lost is not None:
                     suspects[address] = result.lost
                 if result.lost is None or job.source.arrives_whole:
                     arrived.append(result.runs)
-                    by_source[address] = by_source.get(address, 0) + result.runs.nbytes
+                    by_source[address] = by_source.get(address, 0) + result.nbytes
             if not suspects:
                 self.is_torn = False
+                self._bases = _Bases(
+                    deployment=deployment, layout=wants.digest, stamps=dict(stamps)
+                )
                 return PullResult(
                     bytes_wanted=wants.nbytes,
                     bytes_moved=moved_bytes,
@@ -201,6 +244,8 @@ class _Job:
 class _Fetched:
     runs: Runs
     """That have arrived."""
+    nbytes: int
+    """That it took."""
     lost: Exception | None
     """Why the source is to be done without."""
 
@@ -227,22 +272,45 @@ def _as_source(source: OpenSource, shard: Shard) -> Source:
     )
 
 
-def _fetch_all(jobs: Sequence[_Job], target: Bytes) -> list[_Fetched]:
+def _with_bases(job: _Job, bases: _Bases) -> _Job:
+    source = job.source
+    return _Job(
+        source=source,
+        parts=tuple(
+            replace(part, base=bases.stamps.get((source.address, source.shards[part.shard].rank)))
+            for part in job.parts
+        ),
+    )
+
+
+def _stamps(jobs: Sequence[_Job]) -> dict[tuple[str, int], str]:
+    return {
+        (job.source.address, shard.rank): shard.stamp for job in jobs for shard in job.source.shards
+    }
+
+
+def _fetch_all(jobs: Sequence[_Job], target: Bytes, delta: DeltaPolicy | None) -> list[_Fetched]:
     """All sources at once, the first on this thread."""
     if len(jobs) < 2:
-        return [_fetch(job, target) for job in jobs]
+        return [_fetch(job, target, delta) for job in jobs]
     with ThreadPoolExecutor(len(jobs) - 1, thread_name_prefix="plexrl-pull") as pool:
-        others = [pool.submit(_fetch, job, target) for job in jobs[1:]]
-        first = _fetch(jobs[0], target)
+        others = [pool.submit(_fetch, job, target, delta) for job in jobs[1:]]
+        first = _fetch(jobs[0], target, delta)
         return [first, *(future.result() for future in others)]
 
 
-def _fetch(job: _Job, target: Bytes) -> _Fetched:
+def _fetch(job: _Job, target: Bytes, delta: DeltaPolicy | None) -> _Fetched:
     arrived: list[Runs] = []
+    moved: list[int] = []
+
+    def tell(runs: Runs, nbytes: int) -> None:
+        arrived.append(runs)
+        moved.append(nbytes)
+
     lost: Exception | None = None
     try:
-        job.source.read(job.parts, target, arrived.append)
+        job.source.read(job.parts, target, tell, delta)
         job.source.confirm()
     except (ConnectionLostError, CorruptStateError, OSError) as error:
         lost = error
-    return _Fetched(runs=concatenated(arrived), lost=lost)
+    return _Fetched(runs=concatenated(arrived), nbytes=sum(moved), lost=lost)

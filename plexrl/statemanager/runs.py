@@ -195,6 +195,19 @@ def unpacked(runs: Runs) -> Runs:
     )
 
 
+def reversed_runs(runs: Runs) -> Runs:
+    """From where the runs arrive, without a cast: what reads a target's own bytes."""
+    return replace(
+        runs,
+        places=runs.targets,
+        targets=runs.places,
+        items=runs.row_bytes(),
+        strides=runs.target_strides,
+        target_strides=runs.strides,
+        casts=np.full(len(runs), BYTES_CAST),
+    )
+
+
 def cut_at(runs: Runs, edges: Ints) -> tuple[Runs, Ints]:
     """The same bytes in runs that lie between two neighbouring `edges` each at the source, and the
     index of the edge before each. The first edge is at or before every run."""

@@ -121,17 +121,19 @@ def receive_runs(connection: socket.socket, runs: Runs, target: Bytes, digest: D
     for part, is_direct in _grouped(runs):
         if is_direct:
             for to, nbytes in zip(part.targets.tolist(), part.row_bytes().tolist(), strict=True):
-                _receive(connection, target[to : to + nbytes].data, digest)
+                receive_bytes(connection, target[to : to + nbytes].data)
+                digest.add(target[to : to + nbytes])
             continue
         for batch in part.batches(BLOCK_BYTES):
             nbytes = batch.nbytes
             block = block if nbytes <= len(block) else np.empty(nbytes, dtype=np.uint8)
-            _receive(connection, block[:nbytes].data, digest)
+            receive_bytes(connection, block[:nbytes].data)
+            digest.add(block[:nbytes])
             copy_runs(block, target, unpacked(batch))
     expected = digest.value()
     if expected:
         found = bytearray(DIGEST_BYTES)
-        _receive(connection, memoryview(found), Digest(False))
+        receive_bytes(connection, memoryview(found))
         if found != expected:
             raise CorruptStateError("bytes were changed on their way: check the network")
 
@@ -162,11 +164,15 @@ def _send_direct(
             offset += sent
 
 
-def _receive(connection: socket.socket, target: memoryview, digest: Digest) -> None:
+def receive_bytes(connection: socket.socket, target: memoryview) -> None:
+    """Fill `target`.
+
+    Raises:
+        ConnectionLostError: the sender went first.
+    """
     filled = 0
     while filled < len(target):
         count = connection.recv_into(target[filled:], 0, socket.MSG_WAITALL)
         if count == 0:
             raise ConnectionLostError("the source closed the connection")
         filled += count
-    digest.add(target)

@@ -1,18 +1,19 @@
 """The way to a StateManager on the same machine: its files, mapped."""
 
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import msgspec
 
 from plexrl.errors import ConnectionLostError
 from plexrl.statemanager.connection import connect, exchange
+from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.protocol import Confirm, OpenPublished, PublishedShard, close_all
 from plexrl.statemanager.run_copy import Bytes, Copier
-from plexrl.statemanager.runs import Runs
+from plexrl.statemanager.transport.delta_stream import copy_changed
 from plexrl.statemanager.transport.mapped_files import MappedData, MappedFiles
-from plexrl.statemanager.transport.source import LayoutOf, Shard, ShardRuns
+from plexrl.statemanager.transport.source import Arrived, LayoutOf, Shard, ShardRuns
 
 BYTES_PER_S = 10e9
 REQUEST_S = 1e-6
@@ -75,13 +76,22 @@ class SharedMemorySource:
         self._copier = copier
 
     def read(
-        self, parts: tuple[ShardRuns, ...], target: Bytes, arrived: Callable[[Runs], None]
+        self,
+        parts: tuple[ShardRuns, ...],
+        target: Bytes,
+        arrived: Arrived,
+        delta: DeltaPolicy | None = None,
     ) -> None:
-        """As `OpenSource.read`."""
-        jobs = [job for part in parts for job in self._data[part.shard].jobs(part.runs)]
+        """As `OpenSource.read`. The base itself is not needed: the target's memory is at hand."""
+        whole = [part for part in parts if delta is None or part.base is None]
+        jobs = [job for part in whole for job in self._data[part.shard].jobs(part.runs)]
         self._copier.copy(jobs, target)
+        for part in whole:
+            arrived(part.runs, part.runs.nbytes)
         for part in parts:
-            arrived(part.runs)
+            if delta is not None and part.base is not None:
+                moved = copy_changed(self._data[part.shard], part.runs, target, delta)
+                arrived(part.runs, moved)
 
     def confirm(self) -> None:
         """As `OpenSource.confirm`."""

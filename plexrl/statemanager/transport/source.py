@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.run_copy import Bytes
 from plexrl.statemanager.runs import Runs
@@ -30,6 +31,13 @@ class ShardRuns:
     """Index into `OpenSource.shards`."""
     runs: Runs
     """From places in the shard's data to places in the target's memory."""
+    base: str | None = None
+    """Stamp of the same shard's version that the target's memory holds now, so that what has not
+    changed since need not be sent; absent: it holds none."""
+
+
+Arrived = Callable[[Runs, int], None]
+"""Told of runs that are in place, and of the bytes that it took."""
 
 
 class OpenSource(Protocol):
@@ -65,9 +73,14 @@ class OpenSource(Protocol):
         ...
 
     def read(
-        self, parts: tuple[ShardRuns, ...], target: Bytes, arrived: Callable[[Runs], None]
+        self,
+        parts: tuple[ShardRuns, ...],
+        target: Bytes,
+        arrived: Arrived,
+        delta: DeltaPolicy | None = None,
     ) -> None:
-        """Bring all parts to their places in `target`; `arrived` is told of what is there.
+        """Bring all parts to their places in `target`; with `delta`, what has changed of parts
+        that have a base.
 
         Raises:
             CorruptStateError: bytes were changed on the way.

@@ -3,26 +3,29 @@
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from plexrl.errors import ConnectionLostError, InvalidRequestError, from_wire
+from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.keys import StateSlice
 from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.run_copy import Bytes
 from plexrl.statemanager.runs import Runs
+from plexrl.statemanager.transport.delta_stream import apply_delta
 from plexrl.statemanager.transport.handshake import greet_server
 from plexrl.statemanager.transport.run_stream import (
     DIGEST_BYTES,
     Digest,
     encode_runs,
+    receive_bytes,
     receive_runs,
 )
 from plexrl.statemanager.transport.sockets import set_timeout
-from plexrl.statemanager.transport.source import LayoutOf, Shard, ShardRuns
+from plexrl.statemanager.transport.source import Arrived, LayoutOf, Shard, ShardRuns
 from plexrl.wire.framing import recv_head, send_frame
 
 BYTES_PER_S = 3e9
@@ -40,6 +43,15 @@ class _Offered(msgspec.Struct):
     nbytes: int
     layout: str
     slices: tuple[StateSlice, ...] | None
+
+
+class _Batch(NamedTuple):
+    """What one request asks for."""
+
+    shard: int
+    runs: Runs
+    base: str | None
+    delta: DeltaPolicy | None
 
 
 class Tcp:
@@ -102,20 +114,24 @@ class TcpSource:
         self._verify = verify
 
     def read(
-        self, parts: tuple[ShardRuns, ...], target: Bytes, arrived: Callable[[Runs], None]
+        self,
+        parts: tuple[ShardRuns, ...],
+        target: Bytes,
+        arrived: Arrived,
+        delta: DeltaPolicy | None = None,
     ) -> None:
         """As `OpenSource.read`."""
         batches = deque(
-            (part.shard, few)
+            _Batch(part.shard, few, None if delta is None else part.base, delta)
             for part in parts
             for batch in part.runs.batches(BATCH_BYTES)
             for few in _at_most(batch, BATCH_RUNS)
         )
         lock = threading.Lock()
 
-        def tell(runs: Runs) -> None:
+        def tell(runs: Runs, nbytes: int) -> None:
             with lock:
-                arrived(runs)
+                arrived(runs, nbytes)
 
         if len(self._connections) == 1 or len(batches) < 2:
             self._stream(self._connections[0], batches, target, tell)
@@ -132,7 +148,7 @@ class TcpSource:
         """As `OpenSource.confirm`."""
         for connection in self._connections:
             send_frame(connection, {"type": "confirm"})
-            _answer(connection, 0)
+            _answer(connection)
 
     def close(self) -> None:
         """As `OpenSource.close`."""
@@ -142,37 +158,48 @@ class TcpSource:
     def _stream(
         self,
         connection: socket.socket,
-        batches: deque[tuple[int, Runs]],
+        batches: deque["_Batch"],
         target: Bytes,
-        arrived: Callable[[Runs], None],
+        arrived: Arrived,
     ) -> None:
         """Take batches until there are none, one asked for while another arrives."""
-        asked: deque[Runs] = deque()
+        asked: deque[_Batch] = deque()
         while True:
             while len(asked) < 2 and batches:
                 try:
-                    shard, runs = batches.popleft()
+                    batch = batches.popleft()
                 except IndexError:
                     # Another stream took the last one.
                     break
-                self._ask(connection, shard, runs)
-                asked.append(runs)
+                self._ask(connection, batch)
+                asked.append(batch)
             if not asked:
                 return
-            runs = asked.popleft()
-            expected = runs.nbytes + (DIGEST_BYTES if self._verify else 0)
-            _answer(connection, expected)
-            receive_runs(connection, runs, target, Digest(self._verify))
-            arrived(runs)
+            batch = asked.popleft()
+            result, nbytes = _answer(connection)
+            if result.get("delta"):
+                payload = memoryview(bytearray(nbytes))
+                receive_bytes(connection, payload)
+                assert batch.delta is not None, "no delta was asked for"
+                size = batch.delta.block_bytes
+                apply_delta(payload, batch.runs, target, size, verify=self._verify)
+            elif nbytes == batch.runs.nbytes + (DIGEST_BYTES if self._verify else 0):
+                receive_runs(connection, batch.runs, target, Digest(self._verify))
+            else:
+                raise ConnectionLostError(f"{nbytes} bytes were announced for {batch.runs.nbytes}")
+            arrived(batch.runs, nbytes)
 
-    def _ask(self, connection: socket.socket, shard: int, runs: Runs) -> None:
-        header = {
+    def _ask(self, connection: socket.socket, batch: "_Batch") -> None:
+        header: dict[str, Any] = {
             "type": "read",
-            "shard": shard,
-            "stamp": self.shards[shard].stamp,
+            "shard": batch.shard,
+            "stamp": self.shards[batch.shard].stamp,
             "verify": self._verify,
         }
-        send_frame(connection, header, encode_runs(runs))
+        if batch.base is not None and batch.delta is not None:
+            header["base"] = batch.base
+            header["delta"] = msgspec.to_builtins(batch.delta)
+        send_frame(connection, header, encode_runs(batch.runs))
 
 
 def _connect(address: str, secret: bytes, timeout_s: float) -> socket.socket:
@@ -194,19 +221,17 @@ def _connect(address: str, secret: bytes, timeout_s: float) -> socket.socket:
 
 def _offers(connection: socket.socket, request: dict[str, Any]) -> list[_Offered]:
     send_frame(connection, request)
-    answer = _answer(connection, 0)
+    answer, _ = _answer(connection)
     return msgspec.convert(answer["shards"], list[_Offered])
 
 
-def _answer(connection: socket.socket, payload_bytes: int) -> dict[str, Any]:
-    """The head of an answer, whose payload is still to come and must have this size."""
+def _answer(connection: socket.socket) -> tuple[dict[str, Any], int]:
+    """The head of an answer, and the size of the payload that is still to come."""
     header, announced = recv_head(connection, payload_bytes_max=ANSWER_BYTES_MAX)
     if "error" in header:
         raise from_wire(header["error"])
-    if announced != payload_bytes:
-        raise ConnectionLostError(f"{announced} bytes were announced, not {payload_bytes}")
     result: dict[str, Any] = header["result"]
-    return result
+    return result, announced
 
 
 def _shard(offered: _Offered, layout_of: LayoutOf) -> Shard:

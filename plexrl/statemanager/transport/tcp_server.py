@@ -3,7 +3,8 @@
 After the handshake a client sends frames, and each is answered by one:
 
     open     {source, seq, known}  →  {shards}            the version is held for this connection
-    read     {shard, stamp, verify} + runs  →  the runs' bytes as the payload, then their digest
+    read     {shard, stamp, verify, base, delta} + runs  →  the runs' bytes as the payload, then
+             their digest; or, with {delta}, what has changed of them since the base
     confirm  {}                    →  {}                  all this time the version was held
 
 An error answers any of them as `{error}`; one that comes after a payload has begun ends the
@@ -27,10 +28,12 @@ from plexrl.errors import (
     PlexRLError,
     StateLostError,
 )
+from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.layout import DTYPES
-from plexrl.statemanager.published import HeldShard, hold_published
+from plexrl.statemanager.published import HeldShard, hold_published, hold_stamp
 from plexrl.statemanager.runs import BYTES_CAST, Runs
 from plexrl.statemanager.store import Store
+from plexrl.statemanager.transport.delta_stream import encode_delta
 from plexrl.statemanager.transport.handshake import greet_client
 from plexrl.statemanager.transport.mapped_files import MappedData, MappedFiles
 from plexrl.statemanager.transport.run_stream import (
@@ -62,6 +65,8 @@ class _Read(msgspec.Struct, tag="read"):
     shard: int
     stamp: str
     verify: bool = False
+    base: str | None = None
+    delta: DeltaPolicy | None = None
 
 
 class _Confirm(msgspec.Struct, tag="confirm"):
@@ -148,6 +153,7 @@ class _Reader:
         self._store = store
         self._leases = leases
         self._held: list[tuple[HeldShard, HeldData]] = []
+        self._bases: dict[str, MappedData | None] = {}
 
     def answer(self, connection: socket.socket) -> None:
         header, payload = recv_frame(connection, payload_bytes_max=REQUEST_BYTES_MAX)
@@ -193,12 +199,29 @@ class _Reader:
         except ValueError as error:
             raise InvalidRequestError(f"malformed runs: {error}") from error
         check_within(runs, shard.manifest.nbytes)
+        if request.base is not None and request.delta is not None:
+            base = self._base(shard, request.base)
+            parts = base and encode_delta(
+                base, data.map_all(), runs, request.delta, verify=request.verify
+            )
+            if parts is not None:
+                payload = bytearray().join(parts)
+                send_frame(connection, {"result": {"delta": True}}, payload)
+                return
         trailer = DIGEST_BYTES if request.verify else 0
         connection.sendall(encode_head({"result": {}}, runs.nbytes + trailer))
         try:
             send_runs(connection, data, runs, Digest(request.verify))
         except PlexRLError as error:
             raise _Begun(error) from error
+
+    def _base(self, shard: HeldShard, stamp: str) -> MappedData | None:
+        """The data of an earlier version of the shard, if it is kept and laid out alike."""
+        if stamp not in self._bases:
+            earlier = hold_stamp(self._store, self._leases, shard.manifest, stamp)
+            alike = earlier is not None and earlier.layout.digest == shard.layout.digest
+            self._bases[stamp] = _held_data(earlier).map_all() if earlier and alike else None
+        return self._bases[stamp]
 
 
 class _Begun(Exception):
