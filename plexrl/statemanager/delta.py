@@ -1,8 +1,8 @@
 """What differs between two versions of the same bytes, block by block. Pure.
 
-A training step of RL changes few bytes of the weights as they are served (1 to 3 % in published runs:
-small updates vanish in BF16's rounding). So the bytes as they arrive, after any cast, are compared
-in small blocks, and only blocks that differ travel:
+A training step of RL changes few bytes of the weights as they are served (1 to 3 % in published
+runs: small updates vanish in rounding to BF16). So the bytes as they arrive, after any cast, are
+compared in small blocks, and only blocks that differ travel:
 
     for every batch of runs: a bit for each block | the blocks whose bit is set
 

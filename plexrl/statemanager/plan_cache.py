@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.layout import Layout
-from plexrl.statemanager.plan import Plan, Source, make_plan
+from plexrl.statemanager.plan import Plan, make_plan
+from plexrl.statemanager.plan_balance import Source
 
 _Key = tuple[tuple[tuple[str, str, str, float, float, float], ...], tuple[str, ...]]
 

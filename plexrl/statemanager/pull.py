@@ -22,7 +22,8 @@ from plexrl.errors import ConnectionLostError, CorruptStateError, StateLostError
 from plexrl.statemanager.connection import until_reached
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.layout import Layout
-from plexrl.statemanager.plan import Plan, Source
+from plexrl.statemanager.plan import Plan
+from plexrl.statemanager.plan_balance import Source
 from plexrl.statemanager.plan_cache import PlanCache
 from plexrl.statemanager.run_copy import Bytes
 from plexrl.statemanager.runs import Runs, concatenated, without

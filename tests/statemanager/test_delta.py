@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from plexrl.errors import CorruptStateError, InvalidRequestError
 from plexrl.statemanager.delta import DeltaDecoder, DeltaPolicy, changed_blocks, encode
+from plexrl.statemanager.keys import StateSlice
 from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.plan import make_plan
 from plexrl.statemanager.plan_balance import Source
@@ -81,8 +82,8 @@ def reshard(dtype: str) -> tuple[Runs, int, int]:
     return plan.targets[0].runs[0], end_of(held), end_of(wants)
 
 
-def end_of(slices: Sequence[object]) -> int:
-    return max(piece.arena_offset + piece.nbytes for piece in slices)  # type: ignore[attr-defined]  # slices
+def end_of(slices: Sequence[StateSlice]) -> int:
+    return max(piece.arena_offset + piece.nbytes for piece in slices)
 
 
 def mapped(memory: Bytes) -> MappedData:
@@ -146,8 +147,8 @@ def nudge(rank: Rank, version: int) -> None:
     """A step that changes about one element in five hundred."""
     random = np.random.default_rng(version)
     for piece in rank.slices:
-        bits = rank.bits(piece)
-        bits[random.random(piece.shape) < 0.002] ^= 1 << 22
+        bits = rank.bits(piece).view(np.uint32)
+        bits[random.random(piece.shape) < 0.002] ^= np.uint32(1 << 22)
 
 
 @pytest.mark.parametrize("way", ["shared memory", "tcp"])

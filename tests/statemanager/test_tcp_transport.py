@@ -123,7 +123,7 @@ def test_who_does_not_know_the_secret_is_told_nothing(node: Daemon, trainer: Ran
     )
     with closing(stranger):
         stranger.register(trainer.arena, trainer.slices, group="g", token=1)
-        with pytest.raises(UnavailableError, match="the cluster's secret|reset by peer"):
+        with pytest.raises(UnavailableError, match=r"the cluster's secret|reset by peer"):
             stranger.pull(sources=[node.tcp], source="job/actor", seq=1, wants=trainer.slices)
 
 

@@ -31,7 +31,7 @@ def encode_delta(
             return None
         parts += encode(flags, after, policy.block_bytes)
         if verify:
-            digest.update(memoryview(after))
+            digest.update(after.data)
     return [*parts, digest.digest()] if verify else parts
 
 
@@ -52,7 +52,7 @@ def apply_delta(
         if decoder.apply(there) and not np.shares_memory(there, target):
             copy_runs(there, target, unpacked(batch))
         if verify:
-            digest.update(memoryview(there))
+            digest.update(there.data)
     decoder.finish()
     if verify and digest.digest() != bytes(payload[end:]):
         raise CorruptStateError("a delta did not lead to the version it is of: pull all of it")

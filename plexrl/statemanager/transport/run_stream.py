@@ -62,10 +62,10 @@ class Digest:
         self.is_wanted = wanted
         self._state = xxhash.xxh3_64() if wanted else None
 
-    def add(self, data: Bytes | memoryview) -> None:
+    def add(self, data: Bytes) -> None:
         """Go by."""
         if self._state is not None:
-            self._state.update(memoryview(data))
+            self._state.update(data.data)
 
     def value(self) -> bytes:
         """`DIGEST_BYTES`, or none."""

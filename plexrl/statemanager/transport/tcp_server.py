@@ -201,13 +201,12 @@ class _Reader:
         check_within(runs, shard.manifest.nbytes)
         if request.base is not None and request.delta is not None:
             base = self._base(shard, request.base)
-            parts = base and encode_delta(
-                base, data.map_all(), runs, request.delta, verify=request.verify
-            )
-            if parts is not None:
-                payload = bytearray().join(parts)
-                send_frame(connection, {"result": {"delta": True}}, payload)
-                return
+            if base is not None:
+                new, verify = data.map_all(), request.verify
+                parts = encode_delta(base, new, runs, request.delta, verify=verify)
+                if parts is not None:
+                    send_frame(connection, {"result": {"delta": True}}, b"".join(parts))
+                    return
         trailer = DIGEST_BYTES if request.verify else 0
         connection.sendall(encode_head({"result": {}}, runs.nbytes + trailer))
         try:
