@@ -13,6 +13,7 @@ from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.server import Server
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.tier import Tier
+from plexrl.statemanager.transport.nixl import NixlLender
 from plexrl.statemanager.transport.tcp_server import TcpServer, read_secret
 
 LOG = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ def main() -> None:
         remote = None
         if config.serve_tcp:
             secret = read_secret(config.tcp_secret_path)
-            remote = TcpServer(config.serve_tcp, secret, store, config.connections_max)
+            lender = NixlLender() if config.serve_nixl else None
+            remote = TcpServer(config.serve_tcp, secret, store, config.connections_max, lender)
         threading.Thread(target=server.serve, daemon=True).start()
         print_ready(listen=config.listen, serve_tcp="" if remote is None else remote.address)
         await stop.wait()

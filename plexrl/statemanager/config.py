@@ -33,6 +33,9 @@ class StateManagerConfig:
     tcp_secret_path: str = ""
     """File with the secret that whoever reads over TCP must know; it is the cluster's."""
 
+    serve_nixl: bool = False
+    """Whether other nodes may read published versions by RDMA, through NIXL; needs `serve_tcp`."""
+
     def __post_init__(self) -> None:
         for name in ("host_bytes", "nvme_bytes", "published_versions", "connections_max"):
             if getattr(self, name) < 1:
@@ -41,3 +44,5 @@ class StateManagerConfig:
             raise InvalidRequestError(
                 "serve_tcp and tcp_secret_path are given together or not at all"
             )
+        if self.serve_nixl and not self.serve_tcp:
+            raise InvalidRequestError("serve_nixl needs serve_tcp, over which versions are opened")

@@ -97,8 +97,8 @@ def choose_way(
     else:
         way = SyncWay.SLICES
         reason = (
-            f"whole tensors would take {whole.seconds:.3g} s, not {slices.seconds:.3g} s, but bring "
-            f"{whole.bytes_received - slices.bytes_received} bytes that nobody wants, which "
+            f"whole tensors would take {whole.seconds:.3g} s, not {slices.seconds:.3g} s, but "
+            f"bring {whole.bytes_received - slices.bytes_received} bytes that nobody wants, which "
             "allow_overfetch does not permit"
         )
     return SyncChoice(way=way, reason=reason, slices=slices, whole_tensors=whole)

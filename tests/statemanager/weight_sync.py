@@ -75,7 +75,7 @@ class Rank:
         world_size: int = 8,
         timeout_s: float = DEADLINE_S,
     ) -> None:
-        self.boxes, self.dtype = boxes, dtype
+        self.daemon, self.boxes, self.dtype = daemon, boxes, dtype
         self.slices = slices_of(boxes, dtype)
         self.arena = Arena(max(piece.arena_offset + piece.nbytes for piece in self.slices))
         self.client = StateManagerClient(

@@ -144,6 +144,12 @@ class TcpSource:
             for stream in streams:
                 stream.result()
 
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The result of a request without a payload."""
+        send_frame(self._connections[0], request)
+        result, _ = _answer(self._connections[0])
+        return result
+
     def confirm(self) -> None:
         """As `OpenSource.confirm`."""
         for connection in self._connections:

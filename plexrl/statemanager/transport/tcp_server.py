@@ -5,6 +5,7 @@ After the handshake a client sends frames, and each is answered by one:
     open     {source, seq, known}  →  {shards}            the version is held for this connection
     read     {shard, stamp, verify, base, delta} + runs  →  the runs' bytes as the payload, then
              their digest; or, with {delta}, what has changed of them since the base
+    lend     {}                    →  {agent, shards}     where NIXL finds what is open
     confirm  {}                    →  {}                  all this time the version was held
 
 An error answers any of them as `{error}`; one that comes after a payload has begun ends the
@@ -36,6 +37,7 @@ from plexrl.statemanager.store import Store
 from plexrl.statemanager.transport.delta_stream import encode_delta
 from plexrl.statemanager.transport.handshake import greet_client
 from plexrl.statemanager.transport.mapped_files import MappedData, MappedFiles
+from plexrl.statemanager.transport.nixl import NixlLender
 from plexrl.statemanager.transport.run_stream import (
     DIGEST_BYTES,
     Digest,
@@ -73,11 +75,22 @@ class _Confirm(msgspec.Struct, tag="confirm"):
     pass
 
 
+class _Lend(msgspec.Struct, tag="lend"):
+    pass
+
+
 class TcpServer:
     """Serves from its construction on until `close`."""
 
-    def __init__(self, listen: str, secret: bytes, store: Store, connections_max: int) -> None:
-        """`listen` is `host:port`.
+    def __init__(
+        self,
+        listen: str,
+        secret: bytes,
+        store: Store,
+        connections_max: int,
+        lender: NixlLender | None = None,
+    ) -> None:
+        """`listen` is `host:port`. With a `lender` memory can be read remotely.
 
         Raises:
             InvalidRequestError: it is not, or the secret is too short to be one.
@@ -87,6 +100,7 @@ class TcpServer:
         self._secret = secret
         self._store = store
         self._connections_max = connections_max
+        self._lender = lender
         self._lock = threading.Lock()
         self._served: set[socket.socket] = set()
         host, _, port = listen.rpartition(":")
@@ -133,7 +147,7 @@ class TcpServer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             set_timeout(connection, 0, sending_s=TIMEOUT_S)
             with ExitStack() as leases:
-                reader = _Reader(self._store, leases)
+                reader = _Reader(self._store, leases, self._lender)
                 while True:
                     reader.answer(connection)
         except ConnectionLostError:
@@ -149,8 +163,9 @@ class TcpServer:
 class _Reader:
     """One connection's requests, one after the other."""
 
-    def __init__(self, store: Store, leases: ExitStack) -> None:
+    def __init__(self, store: Store, leases: ExitStack, lender: NixlLender | None) -> None:
         self._store = store
+        self._lender = lender
         self._leases = leases
         self._held: list[tuple[HeldShard, HeldData]] = []
         self._bases: dict[str, MappedData | None] = {}
@@ -158,12 +173,14 @@ class _Reader:
     def answer(self, connection: socket.socket) -> None:
         header, payload = recv_frame(connection, payload_bytes_max=REQUEST_BYTES_MAX)
         try:
-            request = msgspec.convert(header, _Open | _Read | _Confirm)
+            request = msgspec.convert(header, _Open | _Read | _Lend | _Confirm)
             match request:
                 case _Open():
                     send_frame(connection, {"result": self._open(request)})
                 case _Confirm():
                     send_frame(connection, {"result": {}})
+                case _Lend():
+                    send_frame(connection, {"result": self._lend()})
                 case _Read():
                     self._read(connection, request, payload)
         except msgspec.ValidationError as error:
@@ -184,6 +201,13 @@ class _Reader:
                 msgspec.to_builtins(shard.description(request.known)) for shard, _ in self._held
             ]
         }
+
+    def _lend(self) -> dict[str, Any]:
+        if self._lender is None:
+            raise InvalidRequestError("this StateManager serves no RDMA: use its tcp:// address")
+        lent, registered = self._lender.lend([data.map_all() for _, data in self._held])
+        self._leases.callback(self._lender.take_back, registered)
+        return {"agent": lent.agent, "shards": lent.shards}
 
     def _read(self, connection: socket.socket, request: _Read, payload: bytearray) -> None:
         if not 0 <= request.shard < len(self._held):
