@@ -280,6 +280,7 @@ class StateManagerClient:
 
     def close(self) -> None:
         """End the connection; the daemon forgets the arena, not the versions."""
+        self._ways.close()
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -5,6 +5,7 @@ source says where its bytes lie. What is cast on the way comes over TCP too, for
 cannot convert. NIXL is imported where it is used: nobody else needs the package.
 """
 
+import logging
 import os
 import time
 import uuid
@@ -116,13 +117,18 @@ class Nixl:
                     _descriptors(remote[few], sizes),
                 )
 
+    def close(self) -> None:
+        """Let go of the target, which may be unmapped then."""
+        if self._registered is not None:
+            self._agent.deregister_memory(self._registered)
+            self._registered = self._target = None
+
     def _register(self, target: Bytes) -> None:
         # Registration is what costs, so a target is registered once for all its pulls.
         place = (target.ctypes.data, len(target))
         if self._target == place:
             return
-        if self._registered is not None:
-            self._agent.deregister_memory(self._registered)
+        self.close()
         self._registered = self._agent.register_memory([(*place, 0, "")], "DRAM")
         self._target = place
 
@@ -212,6 +218,8 @@ def _agent(backend: str) -> Any:
         raise UnavailableError(
             "RDMA needs the package nixl: pip install 'plexrl[nixl]', or use tcp:// addresses"
         ) from error
+    # It writes to standard output, which is where the daemon tells whoever started it that it runs.
+    logging.getLogger("nixl").handlers.clear()
     try:
         return nixl_agent(
             f"plexrl-{os.getpid()}-{uuid.uuid4().hex[:8]}", nixl_agent_config(backends=[backend])

@@ -38,6 +38,13 @@ class Ways:
             return self._nixl.open(address.removeprefix(NIXL_SCHEME), deployment, seq, known)
         return self._shared_memory.open(address, deployment, seq, known)
 
+    def close(self) -> None:
+        """Let go of the target and of what was mapped; it can be used again."""
+        self._shared_memory.forget_unused()
+        if self._nixl is not None:
+            self._nixl.close()
+            self._nixl = None
+
     def forget_unused(self) -> None:
         """Let go of what no source opened since the last call needed."""
         self._shared_memory.forget_unused()
