@@ -18,7 +18,7 @@ import numpy as np
 from plexrl.errors import InvalidRequestError, StateLostError
 from plexrl.statemanager.boxes import Box
 from plexrl.statemanager.keys import StateKey
-from plexrl.statemanager.layout import DTYPES, ITEM_BYTES, Ints, Layout, row_major_strides, widened
+from plexrl.statemanager.layout import DTYPES, ITEM_BYTES, Ints, Layout, widened
 from plexrl.statemanager.plan_balance import Source, assign, in_fair_pieces
 from plexrl.statemanager.plan_match import Boxes, Matches, match
 from plexrl.statemanager.runs import NO_RUNS, Runs, coalesced, runs_of_boxes
@@ -160,7 +160,7 @@ class Pool:
             ),
             offsets=np.concatenate([widened(layout.offsets, width, 0) for layout in layouts]),
             shapes=shapes,
-            strides=row_major_strides(shapes),
+            strides=np.concatenate([widened(layout.strides, width, 1) for layout in layouts]),
             places=np.concatenate([layout.places for layout in layouts]),
             dims=np.concatenate([layout.dims for layout in layouts]),
         )

@@ -1,13 +1,24 @@
 """Weight sync between layouts, dtypes and nodes, through real daemons."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from multiprocessing import get_context
 from pathlib import Path
+from typing import cast
 
+import msgspec
+import numpy as np
 import pytest
 
+from plexrl.errors import StateLostError
 from plexrl.statemanager.client import PullReport
-from tests.statemanager.conftest import Daemon, StartDaemon
-from tests.statemanager.weight_sync import Rank, fsdp, serving_tcp, tensor_parallel, whole
+from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.layout import Layout
+from plexrl.statemanager.pull import KnownLayouts, Puller
+from plexrl.statemanager.transport import OpenSource
+from plexrl.statemanager.transport.ways import Ways
+from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon, wait_until
+from tests.statemanager.weight_sync import SECRET, Rank, fsdp, serving_tcp, tensor_parallel, whole
 
 ACTOR, ROLLOUT = "job/actor", "job/rollout"
 
@@ -82,3 +93,97 @@ def test_a_replica_takes_over_from_a_source_that_is_gone(nodes: list[Daemon]) ->
     assert rollout.holds(1)
     for rank in (*trainers, rollout):
         rank.close()
+
+
+class Interrupted:
+    """A source to which something happens between its last byte and its confirmation."""
+
+    def __init__(self, source: OpenSource, happen: Callable[[], None]) -> None:
+        self._source, self._happen = source, happen
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._source, name)
+
+    def confirm(self) -> None:
+        self._happen()
+        self._source.confirm()
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_bytes_of_a_daemon_that_died_before_it_confirmed_are_pulled_again(
+    nodes: list[Daemon], comes_back: bool
+) -> None:
+    boxes = fsdp(0, 1)
+    trainers = [Rank(node, ACTOR, rank, boxes) for rank, node in enumerate(nodes)]
+    rollout = Rank(nodes[0], ROLLOUT, 0, tensor_parallel(0, 1))
+    for trainer in trainers:
+        trainer.publish(1)
+    died: list[str] = []
+
+    def die() -> None:
+        if not died:
+            died.append(nodes[1].config.listen)
+            nodes[1].kill()
+            if comes_back:
+                nodes[1].start()
+
+    layouts = KnownLayouts()
+    ways = Ways(layouts.find, timeout_s=DEADLINE_S, secret=SECRET)
+
+    def opened(address: str, deployment: str, seq: int, known: Collection[str]) -> OpenSource:
+        source = ways.open(address, deployment, seq, known)
+        if address == nodes[1].config.listen:
+            return cast("OpenSource", Interrupted(source, die))
+        return source
+
+    # Where it comes back it is the only source; else the other node has all of it.
+    sources = [node.config.listen for node in (nodes[1:] if comes_back else nodes)]
+    puller = Puller(opened, layouts, DEADLINE_S)
+    target = np.frombuffer(rollout.arena.buffer, dtype=np.uint8)
+    wants = Layout.of(rollout.slices)
+    result = puller.pull(sources, ACTOR, 1, wants, target)
+    assert died
+    assert result.attempts == 2
+    assert result.bytes_moved > result.bytes_wanted == sum(result.bytes_by_source.values())
+    assert rollout.holds(1)
+    for rank in (*trainers, rollout):
+        rank.close()
+
+
+def train(config: dict[str, object], steps: int) -> None:
+    """A trainer in a process of its own: a step, a publish, the next step."""
+    daemon = Daemon(msgspec.convert(config, StateManagerConfig))
+    rank = Rank(daemon, ACTOR, 0, fsdp(0, 1))
+    for version in range(1, steps + 1):
+        rank.publish(version)
+    rank.close()
+
+
+def test_a_rollout_pulls_whole_versions_while_the_trainer_goes_on(nodes: list[Daemon]) -> None:
+    steps = 60
+    node = nodes[0]
+    rollout = Rank(node, ROLLOUT, 0, tensor_parallel(0, 1))
+    config = msgspec.to_builtins(node.config)
+    trainer = get_context("spawn").Process(target=train, args=(config, steps))
+    trainer.start()
+    pulled: set[int] = set()
+
+    def newest() -> int:
+        versions = rollout.client.usage()["deployments"].get(ACTOR, {}).get("versions", [])
+        return max((int(version["seq"]) for version in versions), default=0)
+
+    def caught_up() -> bool:
+        seq = newest()
+        if seq and seq not in pulled:
+            with contextlib.suppress(StateLostError):
+                # It may be replaced between the question and the pull, never during the pull.
+                rollout.pull([node.config.listen, node.tcp], seq)
+                assert rollout.holds(seq)
+                pulled.add(seq)
+        return steps in pulled
+
+    wait_until(caught_up)
+    trainer.join(DEADLINE_S)
+    assert trainer.exitcode == 0
+    assert len(pulled) > 1
+    rollout.close()
