@@ -80,13 +80,13 @@ class _Piece:
     source: _View
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
     def __init__(
         self,
         checkpoint: Mapping[str, tuple[tuple[int, ...], str]],
         parameters: Sequence[Placed],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self.tensors = {
             name: torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
             for name, (shape, dtype) in checkpoint.items()

@@ -5,6 +5,7 @@ source says where its bytes lie. What is cast on the way comes over TCP too, for
 cannot convert. NIXL is imported where it is used: nobody else needs the package.
 """
 
+import importlib
 import logging
 import os
 import time
@@ -213,7 +214,8 @@ def _descriptors(addresses: Ints, sizes: Ints) -> Ints:
 
 def _agent(backend: str) -> Any:
     try:
-        from nixl._api import nixl_agent, nixl_agent_config
+        # The package is optional and carries no types.
+        api = importlib.import_module("nixl._api")
     except ImportError as error:
         raise UnavailableError(
             "RDMA needs the package nixl: pip install 'plexrl[nixl]', or use tcp:// addresses"
