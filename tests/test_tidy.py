@@ -23,7 +23,7 @@ OTHER_CORES = (
     "statemanager/boxes.py",
     "statemanager/casts.py",
     "statemanager/keys.py",
-    "statemanager/layout.py",
+    "statemanager/plan_layout.py",
     "statemanager/plan.py",
     "statemanager/plan_balance.py",
     "statemanager/plan_cache.py",

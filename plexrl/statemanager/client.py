@@ -27,7 +27,7 @@ from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.connection import connect, exchange, until_reached
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.keys import StatePart, StateSlice
-from plexrl.statemanager.layout import Layout
+from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.protocol import (
     Adopt,
     Answer,

@@ -18,8 +18,8 @@ import numpy as np
 from plexrl.errors import InvalidRequestError, StateLostError
 from plexrl.statemanager.boxes import Box
 from plexrl.statemanager.keys import StateKey
-from plexrl.statemanager.layout import DTYPES, ITEM_BYTES, Ints, Layout, widened
 from plexrl.statemanager.plan_balance import Source, assign, in_fair_pieces
+from plexrl.statemanager.plan_layout import DTYPES, ITEM_BYTES, Ints, Layout, widened
 from plexrl.statemanager.plan_match import Boxes, Matches, match
 from plexrl.statemanager.runs import NO_RUNS, Runs, coalesced, runs_of_boxes
 

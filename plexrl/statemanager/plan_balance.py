@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from plexrl.statemanager.layout import Ints, Layout
+from plexrl.statemanager.plan_layout import Ints, Layout
 from plexrl.statemanager.plan_match import Matches, ranges
 
 PIECES_PER_LINK = 4

@@ -4,9 +4,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.plan import Plan, make_plan
 from plexrl.statemanager.plan_balance import Source
+from plexrl.statemanager.plan_layout import Layout
 
 _Key = tuple[tuple[tuple[str, str, str, float, float, float], ...], tuple[str, ...]]
 

@@ -14,9 +14,9 @@ from enum import StrEnum
 import numpy as np
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.layout import ITEM_BYTES, Layout
 from plexrl.statemanager.plan import Plan
 from plexrl.statemanager.plan_balance import Source
+from plexrl.statemanager.plan_layout import ITEM_BYTES, Layout
 
 
 class SyncWay(StrEnum):

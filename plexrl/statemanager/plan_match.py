@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from plexrl.statemanager.layout import Ints, row_major_strides
+from plexrl.statemanager.plan_layout import Ints, row_major_strides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

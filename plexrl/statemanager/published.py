@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from plexrl.errors import StorageError
 from plexrl.statemanager.keys import StateSlice
-from plexrl.statemanager.layout import Layout
+from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.store import Lease, Store
 from plexrl.statemanager.transport.mapped_files import Region
 from plexrl.statemanager.versions import Manifest, VersionKind, slices_in_file

@@ -21,10 +21,10 @@ from functools import partial
 from plexrl.errors import ConnectionLostError, CorruptStateError, StateLostError, UnavailableError
 from plexrl.statemanager.connection import until_reached
 from plexrl.statemanager.delta import DeltaPolicy
-from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.plan import Plan
 from plexrl.statemanager.plan_balance import Source
 from plexrl.statemanager.plan_cache import PlanCache
+from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.run_copy import Bytes
 from plexrl.statemanager.runs import Runs, concatenated, without
 from plexrl.statemanager.transport.source import OpenSource, Shard, ShardRuns

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from plexrl.statemanager.layout import DTYPES, ITEM_BYTES, Ints
+from plexrl.statemanager.plan_layout import DTYPES, ITEM_BYTES, Ints
 
 BYTES_CAST = -1
 """The cast of a run whose bytes are only moved."""

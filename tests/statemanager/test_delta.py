@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from plexrl.errors import CorruptStateError, InvalidRequestError
 from plexrl.statemanager.delta import DeltaDecoder, DeltaPolicy, changed_blocks, encode
 from plexrl.statemanager.keys import StateSlice
-from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.plan import make_plan
 from plexrl.statemanager.plan_balance import Source
+from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.run_copy import copy_runs
 from plexrl.statemanager.runs import Runs
 from plexrl.statemanager.transport.delta_stream import apply_delta, copy_changed, encode_delta

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from plexrl.errors import InvalidRequestError, StateLostError
 from plexrl.statemanager.boxes import Box
 from plexrl.statemanager.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
-from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.plan import Plan, make_plan
 from plexrl.statemanager.plan_balance import Source
 from plexrl.statemanager.plan_cache import PlanCache
+from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.run_copy import Copier, copy_runs
 
 Tensor = npt.NDArray[np.uint8]

@@ -4,10 +4,10 @@ import pytest
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.plan import make_plan
 from plexrl.statemanager.plan_balance import Source
 from plexrl.statemanager.plan_cost import Link, SyncChoice, SyncWay, choose_way
+from plexrl.statemanager.plan_layout import Layout
 
 LINK = Link(bytes_per_s=10e9, request_s=20e-6)
 

@@ -13,7 +13,7 @@ import pytest
 from plexrl.errors import StateLostError
 from plexrl.statemanager.client import PullReport
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.layout import Layout
+from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.pull import KnownLayouts, Puller
 from plexrl.statemanager.transport import OpenSource
 from plexrl.statemanager.transport.ways import Ways

@@ -9,9 +9,9 @@ from torch import nn
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.layout import Layout
 from plexrl.statemanager.plan import make_plan
 from plexrl.statemanager.plan_balance import Source
+from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.run_copy import copy_runs
 from plexrl.worker.loader_recorder import Load, Placed, record_loader
 

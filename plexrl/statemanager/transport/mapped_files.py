@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plexrl.statemanager.layout import Ints
+from plexrl.statemanager.plan_layout import Ints
 from plexrl.statemanager.run_copy import Bytes, Job
 from plexrl.statemanager.runs import Runs, cut_at
 

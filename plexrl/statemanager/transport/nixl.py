@@ -19,7 +19,7 @@ import numpy as np
 
 from plexrl.errors import ConnectionLostError, UnavailableError
 from plexrl.statemanager.delta import DeltaPolicy
-from plexrl.statemanager.layout import Ints
+from plexrl.statemanager.plan_layout import Ints
 from plexrl.statemanager.run_copy import Bytes
 from plexrl.statemanager.runs import BYTES_CAST, Runs, cut_at, single_rows
 from plexrl.statemanager.transport.mapped_files import MappedData

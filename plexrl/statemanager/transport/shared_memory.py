@@ -8,7 +8,7 @@ import msgspec
 from plexrl.errors import ConnectionLostError
 from plexrl.statemanager.connection import connect, exchange
 from plexrl.statemanager.delta import DeltaPolicy
-from plexrl.statemanager.layout import Layout
+from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.protocol import Confirm, OpenPublished, PublishedShard, close_all
 from plexrl.statemanager.run_copy import Bytes, Copier
 from plexrl.statemanager.transport.delta_stream import copy_changed

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from plexrl.statemanager.delta import DeltaPolicy
-from plexrl.statemanager.layout import Layout
+from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.run_copy import Bytes
 from plexrl.statemanager.runs import Runs
 

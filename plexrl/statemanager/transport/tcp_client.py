@@ -12,7 +12,7 @@ import msgspec
 from plexrl.errors import ConnectionLostError, InvalidRequestError, from_wire
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.keys import StateSlice
-from plexrl.statemanager.layout import Layout
+from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.run_copy import Bytes
 from plexrl.statemanager.runs import Runs
 from plexrl.statemanager.transport.delta_stream import apply_delta

@@ -30,7 +30,7 @@ from plexrl.errors import (
     StateLostError,
 )
 from plexrl.statemanager.delta import DeltaPolicy
-from plexrl.statemanager.layout import DTYPES
+from plexrl.statemanager.plan_layout import DTYPES
 from plexrl.statemanager.published import HeldShard, hold_published, hold_stamp
 from plexrl.statemanager.runs import BYTES_CAST, Runs
 from plexrl.statemanager.store import Store
