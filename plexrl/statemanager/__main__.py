@@ -9,10 +9,9 @@ from pathlib import Path
 
 from plexrl.cluster.process import load_config, print_ready, remove_socket, run_until_signal
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.device.choice import open_devices
 from plexrl.statemanager.server import Server
 from plexrl.statemanager.store import Store
-from plexrl.statemanager.tier import Tier
 from plexrl.statemanager.transport.nixl import NixlLender
 from plexrl.statemanager.transport.tcp_server import TcpServer, read_secret
 
@@ -25,13 +24,16 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     config = load_config(parser.parse_args().config, StateManagerConfig)
     # The tiers are locked by their process, so whoever gets past here may take over the socket.
-    host = Tier(TierName.HOST, Path(config.host_dir))
-    nvme = Tier(TierName.NVME, Path(config.nvme_dir))
-    store = Store(host, config.host_bytes, nvme, config.nvme_bytes)
+    devices = open_devices(
+        config.device,
+        bytes_max=config.device_bytes,
+        prefault_bytes=config.device_prefault_bytes,
+    )
+    store = Store(config, on_map=devices.register_host, on_unmap=devices.unregister_host)
 
     async def serve(stop: asyncio.Event) -> None:
         remove_socket(config.listen)
-        server = Server(config, store)
+        server = Server(config, store, devices)
         remote = None
         if config.serve_tcp:
             secret = read_secret(config.tcp_secret_path)

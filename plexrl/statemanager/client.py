@@ -6,7 +6,6 @@ changes nothing twice: every request names its version, and the arena is given b
 client and only once it knows that the version is whole.
 """
 
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,18 +13,15 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import structs
 
 from plexrl.errors import (
-    ConnectionLostError,
     CorruptStateError,
     InvalidRequestError,
-    PlexRLError,
     StateLostError,
 )
 from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.connection import connect, exchange, until_reached
 from plexrl.statemanager.delta import DeltaPolicy
+from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.protocol import (
@@ -42,6 +38,7 @@ from plexrl.statemanager.protocol import (
     Usage,
 )
 from plexrl.statemanager.pull import KnownLayouts, Puller
+from plexrl.statemanager.rank_link import RankLink
 from plexrl.statemanager.transport.ways import Ways
 
 
@@ -69,7 +66,8 @@ class PullReport(MoveReport):
     """What a pull brought."""
 
     bytes_wanted: int
-    """Of the target's own slices; `bytes_moved` is the same unless a source was lost."""
+    """Of the target's own slices; `bytes_moved` is the same unless a source was lost, or less came
+    as a delta."""
     bytes_by_source: dict[str, int]
     attempts: int
 
@@ -94,9 +92,7 @@ class StateManagerClient:
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
-        self._socket: socket.socket | None = None
-        self._arena: Arena | None = None
-        self._registration: Register | None = None
+        self._link = RankLink(socket_path, timeout_s)
         self._held: tuple[int, str] | None = None
         """Seq and stamp of the stored version that the arena equals while it has that seq."""
         self._wants: tuple[Sequence[StateSlice], Layout] | None = None
@@ -105,32 +101,32 @@ class StateManagerClient:
         self._puller = Puller(self._ways.open, self._layouts, timeout_s)
 
     def register(
-        self, arena: Arena, slices: Sequence[StateSlice], *, group: str, token: int
+        self, arena: WorkerArena, slices: Sequence[StateSlice], *, group: str, token: int
     ) -> None:
-        """Hand the arena to the daemon; replaces what this rank registered before.
+        """Have the daemon lend the arena memory; replaces what this rank registered before.
+
+        What was written to a new arena stays. One that was registered before and has been offloaded
+        gets memory when it is loaded.
 
         Raises:
             StaleTokenError: the group's lock has been granted to another since.
             InvalidRequestError: a slice does not lie in the arena.
+            DeviceMemoryFullError: others have too much of the device.
         """
         self._held = None
         self._puller.forget()
-        self._arena = arena
-        self._registration = Register(
+        registration = Register(
             deployment=self._deployment,
             rank=self._rank,
             world_size=self._world_size,
             group=group,
             token=token,
             slices=tuple(slices),
+            arena_bytes=arena.nbytes,
+            kind=arena.kind,
+            device=arena.device,
         )
-        try:
-            self._call(self._registration, (arena.fd,))
-        except PlexRLError:
-            # A registration that was refused must not be repeated on every new connection.
-            self._arena = self._registration = None
-            self.close()
-            raise
+        self._link.register(arena, registration)
 
     def offload(
         self,
@@ -153,8 +149,7 @@ class StateManagerClient:
         """
         started = time.perf_counter()
         report = self._save(seq, keep_seq, token, parts, meta)
-        assert self._arena is not None, "a save without an arena is refused"
-        self._arena.discard()
+        self._link.give_back()
         self._held = None
         self._puller.forget()
         # Giving pages back takes time too, which the daemon's figure does not know of.
@@ -178,6 +173,7 @@ class StateManagerClient:
         Raises:
             StateLostError: there is no such version.
             CorruptStateError: it is damaged; the arena holds nothing.
+            DeviceMemoryFullError: others have too much of the device.
             InvalidRequestError: it was taken from an arena of another layout.
             StaleTokenError: the group's lock has been granted to another since.
             UnavailableError: the daemon did not come back in time; the arena's contents are
@@ -185,10 +181,9 @@ class StateManagerClient:
         """
         self._held = None
         try:
-            answer = self._call(Load(seq=seq, token=token))
+            answer = self._link.borrow(Load(seq=seq, token=token), keep_contents=False)
         except CorruptStateError:
-            if self._arena is not None:
-                self._arena.discard()
+            self._link.give_back()
             raise
         self._held = (seq, answer["stamp"])
         self._puller.forget()
@@ -208,6 +203,7 @@ class StateManagerClient:
             StaleTokenError: the group's lock has been granted to another since.
         """
         self._check_whole()
+        self._link.attach()
         return msgspec.convert(self._call(Publish(seq=seq, token=token)), MoveReport)
 
     def pull(
@@ -223,9 +219,10 @@ class StateManagerClient:
 
         Every byte that is wanted is brought once, and no other; a slice that is wanted in another
         dtype is cast on the way. `sources` are the StateManagers that hold shards of it: paths of
-        sockets on this machine, `tcp://host:port` elsewhere. The version stays where it is for as
-        long as this takes. A pull that fails after it began leaves the wanted slices with bytes of
-        no version: nothing can be saved or published until a pull or load succeeds.
+        sockets on this machine, `tcp://host:port` or `nixl://host:port` elsewhere. The version
+        stays where it is for as long as this takes. A pull that fails after it began leaves the
+        wanted slices with bytes of no version: nothing can be saved or published until a pull or
+        load succeeds.
 
         With `delta`, and where the last pull was of the same source into the same slices and
         nobody has written to them since, only blocks that differ are brought.
@@ -235,13 +232,15 @@ class StateManagerClient:
             InvalidRequestError: a tensor has another shape there, or a dtype that no rule casts.
             UnavailableError: a source that is needed cannot be reached.
         """
-        if self._arena is None:
-            raise InvalidRequestError("register an arena before pulling into it")
+        arena = self._link.arena
+        if not isinstance(arena, Arena):
+            raise InvalidRequestError("register an arena of this CPU node before pulling into it")
+        self._link.attach()
         started = time.perf_counter()
         self._held = None
         if self._wants is None or self._wants[0] is not wants:
             self._wants = wants, Layout.of(wants)
-        target = np.frombuffer(self._arena.buffer, dtype=np.uint8)
+        target = np.frombuffer(arena.buffer, dtype=np.uint8)
         try:
             result = self._puller.pull(sources, source, seq, self._wants[1], target, delta)
         finally:
@@ -256,23 +255,23 @@ class StateManagerClient:
         )
 
     def usage(self) -> dict[str, Any]:
-        """The node's tiers, versions and arenas, in bytes."""
+        """The node's tiers, versions and arenas, and its first device, in bytes."""
         return self._call(Usage())
 
     def release(self, deployment: str) -> None:
         """Drop every version and registration of a deployment."""
         self._call(Release(deployment=deployment))
 
-    def adopt(self, shard: StoredShard, fd: int) -> MoveReport:
-        """Have the daemon take in another one's version from its file `fd`. For the node agent.
+    def adopt(self, shard: StoredShard, fds: Sequence[int]) -> MoveReport:
+        """Have the daemon take in another one's version from its files. For the node agent.
 
         Raises:
             StateTierFullError: no tier has room.
             CorruptStateError: the bytes are not those of the manifest's digest.
             PermissionDeniedError: this client has registered an arena.
         """
-        request = Adopt(manifest=shard.manifest, data_offset=shard.data_offset)
-        return msgspec.convert(self._call(request, (fd,)), MoveReport)
+        request = Adopt(manifest=shard.manifest, regions=shard.regions)
+        return msgspec.convert(self._call(request, fds), MoveReport)
 
     def prefetch(self, deployment: str, seq: int) -> None:
         """Hint that version `seq` will be loaded soon; returns at once."""
@@ -281,9 +280,14 @@ class StateManagerClient:
     def close(self) -> None:
         """End the connection; the daemon forgets the arena, not the versions."""
         self._ways.close()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._link.close()
+
+    def _check_whole(self) -> None:
+        if self._puller.is_torn:
+            raise StateLostError(
+                f"the last pull into rank {self._rank} of {self._deployment!r} was cut, so its "
+                "arena is of no version: pull or load again"
+            )
 
     def _save(
         self,
@@ -294,6 +298,7 @@ class StateManagerClient:
         meta: Mapping[str, object] | None,
     ) -> MoveReport:
         self._check_whole()
+        self._link.attach()
         same_as = self._held[1] if self._held is not None and self._held[0] == seq else None
         answer = self._call(
             Save(
@@ -310,38 +315,6 @@ class StateManagerClient:
             bytes_moved=answer["bytes_moved"], seconds=answer["seconds"], tier=answer["tier"]
         )
 
-    def _check_whole(self) -> None:
-        if self._puller.is_torn:
-            raise StateLostError(
-                f"the last pull into rank {self._rank} of {self._deployment!r} was cut, so its "
-                "arena is of no version: pull or load again"
-            )
-
     def _call(self, request: Request, fds: Sequence[int] = ()) -> Answer:
-        """The answer to a request, over as many connections as it takes."""
-        if isinstance(request, Save | Load | Publish) and self._registration is not None:
-            # A later connection registers under the newest grant this rank was given.
-            token = max(request.token, self._registration.token)
-            self._registration = structs.replace(self._registration, token=token)
-
-        def attempt() -> Answer:
-            try:
-                connection = self._connected(is_registering=isinstance(request, Register))
-                answer, _ = exchange(connection, request, fds)
-                return answer
-            except (ConnectionLostError, OSError):
-                self.close()
-                raise
-
-        return until_reached(self._path, self._timeout_s, attempt)
-
-    def _connected(self, *, is_registering: bool) -> socket.socket:
-        if self._socket is None:
-            self._socket = connect(self._path, self._timeout_s)
-            if self._arena is not None and self._registration is not None and not is_registering:
-                try:
-                    exchange(self._socket, self._registration, (self._arena.fd,))
-                except PlexRLError:
-                    self.close()
-                    raise
-        return self._socket
+        """As `RankLink.call`."""
+        return self._link.call(request, fds)

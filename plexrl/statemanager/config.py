@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.device.backend import DeviceKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +21,35 @@ class StateManagerConfig:
     nvme_dir: str
     nvme_bytes: int
     """Bound of the NVMe tier."""
+    device: DeviceKind = DeviceKind.CPU
+    """What workers compute on: GPUs, or on a node without any its memory."""
+    device_bytes: int | None = None
+    """Bound of what is lent of each device; absent: what the device has."""
+    device_prefault_bytes: int = 0
+    """Of a CPU node's memory, made ready at the start: first use costs several times a copy."""
+    host_prefault_bytes: int = 0
+    """Of the host tier made resident at start, in the background; 0 leaves that to the first moves,
+    which are slow then. Small nodes and tests want none."""
+    segment_bytes_max: int = 1 << 30
+    """Of one file of the host tier's memory; larger versions lie in several."""
+    memory_node: int | None = None
+    """NUMA node whose memory the host tier prefers; absent: all of them in turn."""
+    data_threads: int | None = None
+    """Threads that one copy between memories is split over; absent: one a core, up to 4."""
+    nvme_queue_depth: int = 8
+    """Requests of 4 MiB that an NVMe drive is given at once: an array needs several, one drive
+    loses nothing by them."""
+    drain: bool = False
+    """Copy versions to NVMe ahead of pressure. Off by default: it writes every version once, most
+    of which are superseded before they would ever have to spill."""
     published_versions: int = 2
     """Published parameter versions kept of each shard: the one being pulled and the next."""
     persist_on_exit: bool = True
     """Move complete versions to the NVMe tier on a clean exit, so that a restart finds them."""
     connections_max: int = 1024
     """Connections served at once, one thread each; a node has a few for every worker."""
+    fault_points: tuple[str, ...] = ()
+    """For tests: where the daemon kills itself (`fault_points.POINTS`)."""
 
     serve_tcp: str = ""
     """`host:port` on which other nodes read published versions; port 0 is any free one. Empty: none
@@ -37,7 +61,10 @@ class StateManagerConfig:
     """Whether other nodes may read published versions by RDMA, through NIXL; needs `serve_tcp`."""
 
     def __post_init__(self) -> None:
-        for name in ("host_bytes", "nvme_bytes", "published_versions", "connections_max"):
+        for name in (
+            *("host_bytes", "nvme_bytes", "published_versions", "connections_max"),
+            *("segment_bytes_max", "nvme_queue_depth"),
+        ):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
         if bool(self.serve_tcp) != bool(self.tcp_secret_path):
@@ -46,3 +73,7 @@ class StateManagerConfig:
             )
         if self.serve_nixl and not self.serve_tcp:
             raise InvalidRequestError("serve_nixl needs serve_tcp, over which versions are opened")
+        if self.device_bytes is not None and self.device_bytes < 1:
+            raise InvalidRequestError("device_bytes must be at least 1, or absent")
+        if self.device_prefault_bytes < 0:
+            raise InvalidRequestError("device_prefault_bytes must not be negative")

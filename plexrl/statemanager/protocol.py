@@ -7,19 +7,20 @@ own, and the frame says how many; so the stream stays in step whatever becomes o
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from plexrl.errors import ConnectionLostError, PlexRLError, from_wire
+from plexrl.errors import ConnectionLostError, InvalidRequestError, PlexRLError, from_wire
+from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.keys import StatePart, StateSlice
-from plexrl.statemanager.transport.mapped_files import Region
+from plexrl.statemanager.mapping import Region
 from plexrl.statemanager.versions import Manifest
 from plexrl.wire.framing import recv_frame, send_frame
 
 DESCRIPTORS_MAX = 1024
-"""Descriptors that one message may carry: far more than a node has ranks."""
+"""Descriptors that one message may carry: a file of the host tier may hold 1 GiB and more."""
 
 Answer = dict[str, Any]
 
@@ -30,7 +31,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Register(Request, frozen=True, kw_only=True):
-    """Make this connection the rank's; the arena's descriptor comes along."""
+    """Make this connection the rank's.
+
+    An arena that has memory is either the one that this connection registered before, or it
+    brings its segments' descriptors along, because the daemon that lent them is gone.
+    """
 
     deployment: str
     rank: int
@@ -38,6 +43,13 @@ class Register(Request, frozen=True, kw_only=True):
     group: str
     token: int
     slices: tuple[StateSlice, ...]
+    arena_bytes: int
+    kind: DeviceKind
+    device: int
+    segment_bytes: tuple[int, ...] = ()
+    """Of each descriptor that comes along."""
+    keeps_memory: bool = False
+    """What this connection's former registration was lent goes to this one."""
 
 
 class Save(Request, frozen=True, kw_only=True):
@@ -53,10 +65,21 @@ class Save(Request, frozen=True, kw_only=True):
 
 
 class Load(Request, frozen=True, kw_only=True):
-    """Bring version `seq` into the arena."""
+    """Bring version `seq` into the arena. One that has no memory is lent some: the answer says
+    `segment_bytes`, and the segments' descriptors come along."""
 
     seq: int
     token: int
+
+
+class Attach(Request, frozen=True, kw_only=True):
+    """Lend the arena memory, which reads as zero; descriptors as for `Load`."""
+
+    token: int
+
+
+class Detach(Request, frozen=True, kw_only=True):
+    """The arena's memory is unmapped, so others may have it."""
 
 
 class Publish(Request, frozen=True, kw_only=True):
@@ -67,7 +90,7 @@ class Publish(Request, frozen=True, kw_only=True):
 
 
 class OpenPublished(Request, frozen=True, kw_only=True):
-    """Descriptors of a published version's shards; held in place for the connection."""
+    """Where a published version's shards lie; held in place for the connection."""
 
     source: str
     seq: int
@@ -75,12 +98,8 @@ class OpenPublished(Request, frozen=True, kw_only=True):
     """Digests of layouts that need not be sent again."""
 
 
-class Confirm(Request, frozen=True, kw_only=True):
-    """Answered at once: what this connection holds in place, it has held all the time."""
-
-
 class OpenState(Request, frozen=True, kw_only=True):
-    """Descriptors of a version's files, one a rank; held in place for the connection."""
+    """Where a version's shards lie; held in place for the connection."""
 
     deployment: str
     seq: int
@@ -88,13 +107,16 @@ class OpenState(Request, frozen=True, kw_only=True):
     """Absent: every rank that this node has."""
 
 
+class Confirm(Request, frozen=True, kw_only=True):
+    """Nothing: that it is answered says that what this connection opened was in place till now."""
+
+
 class Adopt(Request, frozen=True, kw_only=True):
-    """Store another node's version; the descriptor of a file that holds it comes along."""
+    """Store another node's version; descriptors of the files that hold it come along."""
 
     manifest: Manifest
     """With its digest."""
-    data_offset: int
-    """Where in the file the data begins."""
+    regions: tuple[Region, ...]
 
 
 class Prefetch(Request, frozen=True, kw_only=True):
@@ -116,27 +138,28 @@ class Release(Request, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedShard:
-    """One rank's part of a published version, in files whose descriptors came along."""
+    """One rank's part of a published version."""
 
     rank: int
     stamp: str
     nbytes: int
-    """Of its data."""
+    """Of the data."""
     layout: str
-    """Digest of the slices' layout."""
+    """Digest of the slices' columns."""
     slices: tuple[StateSlice, ...] | None
     """`arena_offset` counts from the start of the data; absent: the client knows the layout."""
     regions: tuple[Region, ...]
-    """Together all of the data; `fd` is an index into the descriptors."""
+    """All of the data, in its order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredShard:
-    """One rank's version, in the file whose descriptor has the same index."""
+    """One rank's version."""
 
     manifest: Manifest
     """With its digest."""
-    data_offset: int
+    regions: tuple[Region, ...]
+    """All of the data, in its order."""
 
 
 def send_request(connection: socket.socket, request: Request, fds: Sequence[int] = ()) -> None:
@@ -202,6 +225,17 @@ def _recv(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         close_all(fds)
         raise
     return header, fds
+
+
+def regions_of(regions: Sequence[Region], fds: Sequence[int]) -> list[Region]:
+    """Regions off the wire, each with its descriptor instead of an index.
+
+    Raises:
+        InvalidRequestError: a descriptor did not come along.
+    """
+    if any(not 0 <= region.fd < len(fds) for region in regions):
+        raise InvalidRequestError(f"a version needs its files' descriptors; {len(fds)} came")
+    return [replace(region, fd=fds[region.fd]) for region in regions]
 
 
 def close_all(fds: Sequence[int]) -> None:

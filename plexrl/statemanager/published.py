@@ -7,10 +7,12 @@ from typing import Any, Protocol
 
 from plexrl.errors import StorageError
 from plexrl.statemanager.keys import StateSlice
+from plexrl.statemanager.layout import slices_in_data
+from plexrl.statemanager.lease import Lease
+from plexrl.statemanager.mapping import Region
 from plexrl.statemanager.plan_layout import Layout
-from plexrl.statemanager.store import Lease, Store
-from plexrl.statemanager.transport.mapped_files import Region
-from plexrl.statemanager.versions import Manifest, VersionKind, slices_in_file
+from plexrl.statemanager.store import Store
+from plexrl.statemanager.versions import Manifest, VersionKind
 
 
 class Wanted(Protocol):
@@ -34,8 +36,7 @@ class HeldShard:
     """Their places count from the start of the data."""
     layout: Layout
     regions: tuple[Region, ...]
-    fd: int
-    """Of the file that all regions are in; the lease's."""
+    """In the order of the data; the descriptors are the lease's."""
 
     def description(self, known: Collection[str]) -> dict[str, Any]:
         """What a reader is told of it: the slices only if it does not know the layout."""
@@ -90,13 +91,10 @@ def hold_stamp(store: Store, leases: ExitStack, like: Manifest, stamp: str) -> H
 
 
 def _held(lease: Lease) -> HeldShard:
-    manifest = lease.file.manifest
-    slices = slices_in_file(manifest, 0)
-    region = Region(fd=0, offset=lease.file.data_offset, nbytes=manifest.nbytes, data_offset=0)
+    slices = slices_in_data(lease.manifest)
     return HeldShard(
-        manifest=manifest,
+        manifest=lease.manifest,
         slices=slices,
         layout=Layout.of(slices),
-        regions=(region,),
-        fd=lease.fd,
+        regions=lease.regions,
     )

@@ -16,6 +16,8 @@ from plexrl.errors import (
     PlexRLError,
 )
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.device.backend import DeviceBackend
+from plexrl.statemanager.drain import Drainer
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.handlers.caller import Services
 from plexrl.statemanager.prefetch import Prefetcher
@@ -39,7 +41,7 @@ _TIMEVAL = struct.Struct("@ll")
 class Server:
     """Listens from its construction on; answers workers from `serve` until `close`."""
 
-    def __init__(self, config: StateManagerConfig, store: Store) -> None:
+    def __init__(self, config: StateManagerConfig, store: Store, devices: DeviceBackend) -> None:
         self._config = config
         self._services = Services(
             config=config,
@@ -47,7 +49,9 @@ class Server:
             registry=Registry(),
             fencing=Fencing(Path(config.host_dir) / "fencing.json"),
             prefetcher=Prefetcher(store),
+            devices=devices,
         )
+        self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()
         self._served: dict[socket.socket, threading.Thread] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -82,13 +86,16 @@ class Server:
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
         self._services.prefetcher.close()
+        if self._drainer is not None:
+            self._drainer.close()
+        self._services.devices.close()
 
     def _admit(self, connection: socket.socket) -> None:
-        check_peer(connection, frozenset({0, os.getuid()}))
+        uid = check_peer(connection, frozenset({0, os.getuid()}))
         connection.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(SEND_TIMEOUT_S, 0)
         )
-        thread = threading.Thread(target=self._serve_one, args=(connection,), daemon=True)
+        thread = threading.Thread(target=self._serve_one, args=(connection, uid), daemon=True)
         with self._lock:
             if len(self._served) >= self._config.connections_max:
                 raise OverloadedError(
@@ -100,8 +107,8 @@ class Server:
             self._served[connection] = thread
         thread.start()
 
-    def _serve_one(self, connection: socket.socket) -> None:
-        session = Session(self._services)
+    def _serve_one(self, connection: socket.socket, uid: int) -> None:
+        session = Session(self._services, uid)
         try:
             while True:
                 plain, fds = recv_request(connection)
@@ -131,8 +138,8 @@ class Server:
             close_all(sent)
 
 
-def check_peer(connection: socket.socket, served_uids: frozenset[int]) -> None:
-    """Refuse a client of a user that is not served, by the kernel's word.
+def check_peer(connection: socket.socket, served_uids: frozenset[int]) -> int:
+    """The client's user, by the kernel's word, if it is one that is served.
 
     Raises:
         PermissionDeniedError: it is another user's.
@@ -143,6 +150,8 @@ def check_peer(connection: socket.socket, served_uids: frozenset[int]) -> None:
         raise PermissionDeniedError(
             f"user {uid} is not the one this StateManager serves: run workers as its user", uid=uid
         )
+    assert isinstance(uid, int)
+    return uid
 
 
 def _refuse(connection: socket.socket, error: PlexRLError) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from plexrl.errors import PermissionDeniedError
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.protocol import Answer, Request
@@ -26,6 +27,7 @@ class Services:
     registry: Registry
     fencing: Fencing
     prefetcher: Prefetcher
+    devices: DeviceBackend
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +35,8 @@ class Caller:
     """The client of one connection. Its own thread's only."""
 
     services: Services
+    uid: int
+    """The user that the client's process runs as."""
     own: Registration | None = None
     """The rank that registered on this connection; absent: none did, or not yet."""
     leases: ExitStack = field(default_factory=ExitStack)

@@ -1,6 +1,7 @@
 """Who holds how much."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from plexrl.statemanager.handlers.caller import Caller, Reply, handles
 from plexrl.statemanager.protocol import Answer, Usage
@@ -36,6 +37,7 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
             "host_bytes_max": config.host_bytes,
             "nvme_bytes": store.used_bytes(TierName.NVME),
             "nvme_bytes_max": config.nvme_bytes,
+            "device": asdict(caller.services.devices.usage(0)),
             "deployments": deployments,
         }
     )

@@ -2,27 +2,15 @@
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from plexrl.statemanager.mapping import Region, populate_for_reading
 from plexrl.statemanager.plan_layout import Ints
 from plexrl.statemanager.run_copy import Bytes, Job
 from plexrl.statemanager.runs import Runs, cut_at
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
-    """A run of a version's data in a file."""
-
-    fd: int
-    """On the wire: the index among the descriptors that came along."""
-    offset: int
-    """In the file."""
-    nbytes: int
-    data_offset: int
-    """In the version's data."""
 
 
 class MappedFiles:
@@ -32,20 +20,30 @@ class MappedFiles:
         self._maps: dict[tuple[int, int], Bytes] = {}
         self._used: set[tuple[int, int]] = set()
 
-    def of(self, fd: int) -> Bytes:
-        """The whole file behind `fd`, which may be closed afterwards.
+    def of(self, regions: Sequence[Region]) -> dict[int, Bytes]:
+        """The whole file behind each descriptor that the regions name, which may be closed
+        afterwards.
 
         Raises:
             OSError: it cannot be mapped.
         """
+        files: dict[int, Bytes] = {}
+        for region in regions:
+            if region.fd not in files:
+                files[region.fd] = self._mapped(region.fd)
+            # Only what is read: a page of a sparse file costs memory once it is touched.
+            address = files[region.fd].ctypes.data + region.offset
+            populate_for_reading(address, region.nbytes)
+        return files
+
+    def _mapped(self, fd: int) -> Bytes:
         status = os.fstat(fd)
         # A file that is mapped keeps its number, so no other file can be taken for it.
         file = (status.st_dev, status.st_ino)
         self._used.add(file)
         known = self._maps.get(file)
         if known is None or len(known) < status.st_size:
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            mapped = mmap.mmap(fd, status.st_size, flags=flags, prot=mmap.PROT_READ)
+            mapped = mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ)
             known = self._maps[file] = np.frombuffer(mapped, dtype=np.uint8)
         return known
 
@@ -65,8 +63,8 @@ class MappedData:
     """The mapped bytes of each region."""
 
     @classmethod
-    def of(cls, regions: Sequence[Region], files: Sequence[Bytes]) -> "MappedData":
-        """Of regions whose `fd` is an index into `files`.
+    def of(cls, regions: Sequence[Region], files: Mapping[int, Bytes]) -> "MappedData":
+        """Of regions whose `fd` is a key of `files`.
 
         Raises:
             ValueError: a region does not lie within its file.

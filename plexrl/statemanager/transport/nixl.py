@@ -223,9 +223,8 @@ def _agent(backend: str) -> Any:
     # It writes to standard output, which is where the daemon tells whoever started it that it runs.
     logging.getLogger("nixl").handlers.clear()
     try:
-        return nixl_agent(
-            f"plexrl-{os.getpid()}-{uuid.uuid4().hex[:8]}", nixl_agent_config(backends=[backend])
-        )
+        name = f"plexrl-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        return api.nixl_agent(name, api.nixl_agent_config(backends=[backend]))
     except Exception as error:
         # NIXL's own errors have no common base that is part of its interface.
         raise UnavailableError(f"NIXL's backend {backend!r} did not start: {error}") from error

@@ -15,9 +15,10 @@ import numpy as np
 import xxhash
 
 from plexrl.errors import ConnectionLostError, CorruptStateError, InvalidRequestError
+from plexrl.statemanager.mapping import Region
 from plexrl.statemanager.run_copy import Bytes, copy_runs
 from plexrl.statemanager.runs import BYTES_CAST, Runs, packed, unpacked
-from plexrl.statemanager.transport.mapped_files import MappedData, Region
+from plexrl.statemanager.transport.mapped_files import MappedData
 
 DIRECT_BYTES_MIN = 64 << 10
 """A run of this many bytes in one piece needs no block."""
@@ -32,9 +33,8 @@ COLUMNS = ("places", "items", "counts", "strides", "casts")
 class HeldData:
     """A version's data as its sender has it."""
 
-    fds: tuple[int, ...]
     regions: tuple[Region, ...]
-    """In order; `fd` is an index into `fds`."""
+    """In order of the data."""
     map_all: Callable[[], MappedData]
     """Mapped, its pieces in the order of the regions; asked for only where something needs it."""
 
@@ -158,7 +158,7 @@ def _send_direct(
         offset = region.offset + start
         end = offset + length
         while offset < end:
-            sent = os.sendfile(connection.fileno(), held.fds[region.fd], offset, end - offset)
+            sent = os.sendfile(connection.fileno(), region.fd, offset, end - offset)
             if sent == 0:
                 raise ConnectionLostError("a version's file ends before its data does")
             offset += sent

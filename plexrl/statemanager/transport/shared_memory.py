@@ -9,7 +9,13 @@ from plexrl.errors import ConnectionLostError
 from plexrl.statemanager.connection import connect, exchange
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.plan_layout import Layout
-from plexrl.statemanager.protocol import Confirm, OpenPublished, PublishedShard, close_all
+from plexrl.statemanager.protocol import (
+    Confirm,
+    OpenPublished,
+    PublishedShard,
+    close_all,
+    regions_of,
+)
 from plexrl.statemanager.run_copy import Bytes, Copier
 from plexrl.statemanager.transport.delta_stream import copy_changed
 from plexrl.statemanager.transport.mapped_files import MappedData, MappedFiles
@@ -38,12 +44,12 @@ class SharedMemory:
             request = OpenPublished(source=deployment, seq=seq, known=tuple(known))
             answer, fds = exchange(connection, request)
             try:
-                files = [self._files.of(fd) for fd in fds]
+                offered = msgspec.convert(answer["shards"], tuple[PublishedShard, ...])
+                placed = [regions_of(one.regions, fds) for one in offered]
+                data = [MappedData.of(each, self._files.of(each)) for each in placed]
             finally:
                 close_all(fds)
-            offered = msgspec.convert(answer["shards"], tuple[PublishedShard, ...])
             shards = tuple(_shard(one, self._layout_of) for one in offered)
-            data = [MappedData.of(one.regions, files) for one in offered]
             return SharedMemorySource(address, connection, shards, data, self._copier)
         except BaseException:
             connection.close()

@@ -277,10 +277,10 @@ def _held_data(shard: HeldShard) -> HeldData:
 
     def map_all() -> MappedData:
         if not mapped:
-            mapped.append(MappedData.of(shard.regions, [MappedFiles().of(shard.fd)]))
+            mapped.append(MappedData.of(shard.regions, MappedFiles().of(shard.regions)))
         return mapped[0]
 
-    return HeldData(fds=(shard.fd,), regions=shard.regions, map_all=map_all)
+    return HeldData(regions=shard.regions, map_all=map_all)
 
 
 def read_secret(path: str) -> bytes:
