@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from plexrl.errors import CorruptStateError, InvalidRequestError
 from plexrl.statemanager.delta import DeltaDecoder, DeltaPolicy, changed_blocks, encode
 from plexrl.statemanager.keys import StateSlice
+from plexrl.statemanager.mapping import Region
 from plexrl.statemanager.plan import make_plan
 from plexrl.statemanager.plan_balance import Source
 from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.run_copy import copy_runs
 from plexrl.statemanager.runs import Runs
 from plexrl.statemanager.transport.delta_stream import apply_delta, copy_changed, encode_delta
-from plexrl.statemanager.transport.mapped_files import MappedData, Region
+from plexrl.statemanager.transport.mapped_files import MappedData
 from tests.statemanager.conftest import Daemon, StartDaemon
 from tests.statemanager.weight_sync import Rank, fsdp, serving_tcp, slices_of, tensor_parallel
 
@@ -95,7 +96,7 @@ def mapped(memory: Bytes) -> MappedData:
         Region(fd=0, offset=rest, nbytes=half, data_offset=0),
         Region(fd=0, offset=0, nbytes=rest, data_offset=half),
     ]
-    return MappedData.of(regions, [stored])
+    return MappedData.of(regions, {0: stored})
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
