@@ -20,11 +20,19 @@ SHELLS_IN_SCHEDULER = {
 OTHER_CORES = (
     "router/dispatch.py",
     "router/validation.py",
+    "statemanager/boxes.py",
+    "statemanager/casts.py",
     "statemanager/free_ranges.py",
     "statemanager/keys.py",
     "statemanager/layout.py",
+    "statemanager/plan.py",
+    "statemanager/plan_balance.py",
+    "statemanager/plan_cache.py",
+    "statemanager/plan_layout.py",
+    "statemanager/plan_match.py",
     "statemanager/residency.py",
     "statemanager/residents.py",
+    "statemanager/runs.py",
 )
 BANNED_IN_CORES = {
     *("asyncio", "io", "logging", "os", "pathlib", "random", "secrets", "shutil", "signal"),
