@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from plexrl.wire.operations import DEFAULT_REDUCTION, LossSpec
+from plexrl.wire.operations import DEFAULT_REDUCTION, LossSpec, OperationKind
 from plexrl.wire.tensors import Array, Arrays
 
 Plain = dict[str, Any]
+
+TIERS = ("host", "nvme")
+"""Of model state, the quickest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +125,19 @@ def gather_moves(results: Sequence[Mapping[str, Any]]) -> Plain:
     if "bytes_moved" in joined:
         joined["bytes_moved"] = sum(int(result["bytes_moved"]) for result in results)
         joined["seconds"] = max(float(result["seconds"]) for result in results)
+        # The slowest tier that any rank met says what the move was like.
+        joined["tier"] = max((str(result["tier"]) for result in results), key=TIERS.index)
     for name in ("memory_before", "memory_after"):
         if name in joined:
             joined[name] = [result[name] for result in results]
     return joined
+
+
+def state_moved(kind: OperationKind, result: Mapping[str, Any]) -> Plain | None:
+    """What the scheduler learns of a load or offload; None of anything else."""
+    if kind not in (OperationKind.LOAD, OperationKind.OFFLOAD) or "bytes_moved" not in result:
+        return None
+    return {"bytes_moved": result["bytes_moved"], "tier": result["tier"]}
 
 
 def _places(split: Split, rank: int) -> Array:

@@ -21,6 +21,7 @@ from plexrl.router.dispatch import (
     micro_batch_count,
     rank_arrays,
     split_rows,
+    state_moved,
 )
 from plexrl.router.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
 from plexrl.scheduler.commands import CODEC, AbortOperation, DiscardBlobs, RunOperation
@@ -234,6 +235,7 @@ class Executor:
             compute_s=max(float(header["compute_s"]) for header, _ in finished),
             result=ref,
             result_json=json.dumps(result),
+            moved=state_moved(command.kind, result),
         )
 
     def _report_failure(

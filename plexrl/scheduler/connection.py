@@ -406,6 +406,7 @@ class AgentCalls:
         return {
             "worker_ready": (ev.WorkerReady, self._worker_ready),
             "worker_exited": (ev.WorkerExited, self._worker_exited),
+            "state_reported": (ev.StateReported, self._state_reported),
         }
 
     async def _worker_ready(self, event: ev.WorkerReady) -> Plain:
@@ -417,6 +418,12 @@ class AgentCalls:
     async def _worker_exited(self, event: ev.WorkerExited) -> Plain:
         if self._is_current(event):
             await self._shell.report(event)
+        return {}
+
+    async def _state_reported(self, event: ev.StateReported) -> Plain:
+        if event.node != self.node:
+            raise PermissionDeniedError(f"this is not the agent of node {event.node!r}")
+        await self._shell.report(event)
         return {}
 
     def _is_current(self, event: ev.WorkerReady | ev.WorkerExited) -> bool:

@@ -23,11 +23,7 @@ from plexrl.errors import (
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId, TenantId
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.admission import check_it_can_fit, enqueue_deployment, wake_patient
-from plexrl.scheduler.commands import (
-    AbortOperation,
-    Command,
-    RunOperation,
-)
+from plexrl.scheduler.commands import AbortOperation, Command, RunOperation
 from plexrl.scheduler.config import SchedulerConfig, with_core_settings
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.cycles import cycle_over, profile_key
@@ -51,6 +47,7 @@ from plexrl.scheduler.relocation import send_migration
 from plexrl.scheduler.replacement import look_at_node
 from plexrl.scheduler.snapshot import decode, encode
 from plexrl.scheduler.state import Deployment, Job, Operation, WpgState
+from plexrl.scheduler.switch_cost import state_reported
 from plexrl.scheduler.tenants import (
     authenticate,
     check_budget,
@@ -92,6 +89,7 @@ class SchedulerCore:
             ev.TenantConfigured: self._tenant_configured,
             ev.NodeDrainChanged: self._node_drain_changed,
             ev.StateMigrated: self._to(state_migrated),
+            ev.StateReported: self._to(state_reported),
             ev.JobSubmitted: self._job_submitted,
             ev.ControllerSeen: self._controller_seen,
             ev.JobFinished: self._job_finished,

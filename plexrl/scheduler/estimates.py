@@ -1,4 +1,4 @@
-"""What operations and switches of a WPG have taken, as moving averages."""
+"""What operations and moves have taken: moving averages of a WPG, and the law of a path."""
 
 from dataclasses import dataclass, field
 
@@ -9,6 +9,12 @@ WEIGHT = 0.3
 
 MOVE_BYTES_PER_S = 2e9
 """Of a state move that nothing is known about yet: a slow host copy."""
+
+LAW_FADING = 0.02
+"""Of what a path's law knows, with every move: the last fifty or so count."""
+
+SPREAD_MIN = 0.05
+"""Sizes that differ by less, relative to their mean, are one size to a law."""
 
 OPERATION_S = 1.0
 """Of an operation that nothing is known about yet."""
@@ -26,6 +32,8 @@ class Estimates:
     """Of the burst's first operation: one cycle's operations all work on the same tokens."""
     gap_seconds: float | None = None
     """Between the end of an operation and the arrival of the burst's next."""
+    nvme_load_seconds: float | None = None
+    """Of a load whose state lay on NVMe; `seconds_by_kind` has those from host memory."""
     think_seconds: float | None = None
     """Between the end of a burst and the arrival of the next one."""
 
@@ -43,6 +51,10 @@ class Estimates:
         if tokens > 0:
             per_token = seconds / tokens
             self.burst_seconds_per_token = _blend(self.burst_seconds_per_token, per_token)
+
+    def observe_nvme_load(self, seconds: float) -> None:
+        """Take in a load from NVMe."""
+        self.nvme_load_seconds = _blend(self.nvme_load_seconds, seconds)
 
     def observe_gap(self, seconds: float) -> None:
         """Take in how long the group lay idle inside a burst."""
@@ -64,10 +76,44 @@ class Estimates:
             return self.burst_seconds_per_token * tokens
         return self.burst_seconds or 0.0
 
-    def move_s(self, kind: OperationKind) -> float:
-        """Predicted seconds of an offload or load."""
-        return self.seconds_by_kind.get(kind, self.state_bytes / MOVE_BYTES_PER_S)
-
 
 def _blend(old: float | None, new: float) -> float:
     return new if old is None else (1.0 - WEIGHT) * old + WEIGHT * new
+
+
+@dataclass(slots=True)
+class MoveLaw:
+    """seconds = fixed_s + bytes / rate, fitted by least squares to the newest moves of one path.
+
+    The sums fade, so that the law follows a machine that changes. Moves of one
+    size alone cannot tell the two terms apart: then others are predicted in proportion.
+    """
+
+    weight: float = 0.0
+    nbytes: float = 0.0
+    took_s: float = 0.0
+    nbytes_squared: float = 0.0
+    nbytes_took: float = 0.0
+
+    def observe(self, nbytes: float, seconds: float) -> None:
+        """Take in one move."""
+        kept = 1.0 - LAW_FADING
+        self.weight = kept * self.weight + 1.0
+        self.nbytes = kept * self.nbytes + nbytes
+        self.took_s = kept * self.took_s + seconds
+        self.nbytes_squared = kept * self.nbytes_squared + nbytes * nbytes
+        self.nbytes_took = kept * self.nbytes_took + nbytes * seconds
+
+    def seconds(self, nbytes: float) -> float:
+        """Predicted seconds of a move of so many bytes."""
+        if self.weight == 0.0:
+            return nbytes / MOVE_BYTES_PER_S
+        mean, mean_s = self.nbytes / self.weight, self.took_s / self.weight
+        spread = self.nbytes_squared / self.weight - mean * mean
+        if spread <= (SPREAD_MIN * mean) ** 2:
+            # One size alone: its rate stands for all of the cost of larger ones, and a smaller one
+            # is not taken to be cheaper than in proportion.
+            return mean_s * nbytes / mean if mean > 0.0 else mean_s
+        slope = (self.nbytes_took / self.weight - mean * mean_s) / spread
+        slope = max(slope, 0.0)
+        return max(0.0, mean_s + slope * (nbytes - mean))

@@ -10,6 +10,7 @@ from plexrl.scheduler.groups import candidate, wants_the_group
 from plexrl.scheduler.hrrs import Candidate
 from plexrl.scheduler.ordering import rank
 from plexrl.scheduler.state import Deployment, Group, Operation
+from plexrl.scheduler.switch_cost import load_s, offload_s
 from plexrl.wire.operations import OperationKind
 
 PROMISED_EACH = 8
@@ -66,7 +67,7 @@ def start_s(context: Context, group: Group, deployment: Deployment, now: float) 
     if group.incoming == deployment.deployment:
         holder = group.holder
         left_s = group_free_s(context, group, now) if holder is not None else 0.0
-        return left_s + deployment.estimates.move_s(OperationKind.LOAD)
+        return left_s + load_s(context, deployment)
     ahead_s = sum(
         each.service_s + each.setup_s for each in goes_before(context, group, deployment, now)
     )
@@ -93,8 +94,10 @@ def _bound(context: Context) -> float:
 def _left_s(context: Context, name: OperationId, deployment: Deployment, now: float) -> float:
     operation = context.state.operations[name]
     began_at = operation.started_at if operation.started_at is not None else now
-    if operation.kind in (OperationKind.LOAD, OperationKind.OFFLOAD):
-        whole_s = deployment.estimates.move_s(operation.kind)
+    if operation.kind == OperationKind.LOAD:
+        whole_s = load_s(context, deployment)
+    elif operation.kind == OperationKind.OFFLOAD:
+        whole_s = offload_s(context, deployment)
     else:
         whole_s = deployment.estimates.operation_s(operation.kind, operation.tokens)
     return max(0.0, whole_s - (now - began_at))

@@ -179,6 +179,24 @@ class DeploymentCreated(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateResidency:
+    """Where a deployment's newest version lies on a node."""
+
+    deployment: DeploymentId
+    host_bytes: int
+    nvme_bytes: int
+    """Of what must come from NVMe, because host memory has no copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReported(Event):
+    """A node's StateManager has moved state between its tiers; what is not named is as it was."""
+
+    node: NodeId
+    states: tuple[StateResidency, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady(Event):
     """A worker process of this incarnation listens; no state is on its device yet."""
 
@@ -234,6 +252,16 @@ class OperationCancelled(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateMoved:
+    """What a WPG's load or offload moved."""
+
+    bytes_moved: int
+    """Of all ranks together."""
+    tier: str
+    """`host` or `nvme`: the lower of the tiers that a rank's state came from, or went to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OperationFinished(Event):
     """A WPG completed a run of an operation on all its ranks."""
 
@@ -245,6 +273,8 @@ class OperationFinished(Event):
     result: BlobRef | None = None
     result_json: str = "{}"
     """Small results and measurements; opaque to the core."""
+    moved: StateMoved | None = None
+    """Of a load or offload: absent where the workers said nothing of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +312,7 @@ CODEC: Codec[Event] = Codec(
     WorkerReady,
     WorkerExited,
     StateMigrated,
+    StateReported,
     OperationSubmitted,
     OperationCancelled,
     OperationFinished,

@@ -11,7 +11,7 @@ from plexrl.scheduler.hrrs import Candidate, response_ratio
 from plexrl.scheduler.placement import owns_time
 from plexrl.scheduler.relocation import nodes_of
 from plexrl.scheduler.state import Deployment, Group
-from plexrl.wire.operations import OperationKind
+from plexrl.scheduler.switch_cost import round_trip_s
 
 OVERDUE_PART = 0.5
 """Of its usual pause, for which a member that is late is still expected at any moment."""
@@ -67,9 +67,7 @@ def holds_back(
     critical_s = next_critical_s(context, group, guest, now)
     if critical_s is None:
         return None
-    estimates = guest.estimates
-    back_s = estimates.move_s(OperationKind.OFFLOAD) + estimates.move_s(OperationKind.LOAD)
-    if burst.service_s + burst.setup_s + back_s <= critical_s:
+    if burst.service_s + burst.setup_s + round_trip_s(context, guest) <= critical_s:
         return None
     effective_s = burst.service_s + burst.setup_s
     patience_s = (config.starvation_ratio - 1.0) * effective_s

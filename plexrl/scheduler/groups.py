@@ -19,6 +19,7 @@ from plexrl.scheduler.placement import owns_time
 from plexrl.scheduler.relocation import finish as finish_relocation
 from plexrl.scheduler.relocation import is_due, stops
 from plexrl.scheduler.state import Deployment, Group, Operation, Residency, WpgState
+from plexrl.scheduler.switch_cost import round_trip_s, switch_cost
 from plexrl.wire.operations import OperationKind, OperationState
 
 GAP_MARGIN = 4.0
@@ -111,18 +112,11 @@ def candidate(context: Context, group: Group, deployment: Deployment) -> Candida
         burst_s = estimates.burst_s(head.tokens)
         if deployment.burst_ended_at is not None:
             cycle_s = max(0.0, arrived_at - deployment.burst_ended_at) + max(queued_s, burst_s)
-    setup_s = 0.0
-    holder = group.holder
-    if deployment.deployment != holder:
-        setup_s = estimates.move_s(OperationKind.LOAD)
-        if holder is not None:
-            resident = context.state.deployments[holder]
-            setup_s += resident.estimates.move_s(OperationKind.OFFLOAD)
     return Candidate(
         name=deployment.deployment,
         arrived_at=arrived_at,
         service_s=max(queued_s, burst_s),
-        setup_s=setup_s,
+        setup_s=switch_cost(context, group, deployment),
         head_s=head_s,
         cycle_s=cycle_s,
         served_at=deployment.served_at,
@@ -237,12 +231,7 @@ def _hold_s(context: Context, holder: Deployment) -> float:
     switch away and back."""
     estimates = holder.estimates
     usual_s = GAP_MARGIN * (estimates.gap_seconds or 0.0)
-    return min(max(context.config.burst_hold_s, usual_s), _round_trip_s(holder))
-
-
-def _round_trip_s(deployment: Deployment) -> float:
-    estimates = deployment.estimates
-    return estimates.move_s(OperationKind.OFFLOAD) + estimates.move_s(OperationKind.LOAD)
+    return min(max(context.config.burst_hold_s, usual_s), round_trip_s(context, holder))
 
 
 def _anticipate(
@@ -419,7 +408,7 @@ def _observe_pause(context: Context, holder: Deployment, head: Operation) -> Non
 
 def _gap_s_max(context: Context, deployment: Deployment) -> float:
     """A longer pause lies between two bursts."""
-    return max(context.config.burst_hold_s, _round_trip_s(deployment))
+    return max(context.config.burst_hold_s, round_trip_s(context, deployment))
 
 
 def _replay_next(context: Context, group: Group, holder: Deployment, now: float) -> None:

@@ -12,6 +12,7 @@ from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
 from plexrl.scheduler.operations import complete, drop_log, fail, finish_move
 from plexrl.scheduler.relocation import call_off, nodes_of
 from plexrl.scheduler.state import Deployment, Group, Operation, Residency
+from plexrl.scheduler.switch_cost import HOST, observe_move, state_lies
 from plexrl.scheduler.usage import meter
 from plexrl.wire.operations import OperationKind, OperationState
 
@@ -32,7 +33,10 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         return
     operation, deployment, group = found
     meter(context.state, deployment, now)
-    deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
+    if operation.kind in (OperationKind.LOAD, OperationKind.OFFLOAD):
+        observe_move(context, deployment, operation, event)
+    else:
+        deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
     if deployment.moving is not None and deployment.moving.operation == event.operation:
         _move_finished(context, group, deployment, operation, event, now)
     else:
@@ -141,7 +145,7 @@ def _move_finished(
                 group.switched = False
             _granted(context, deployment)
         case OperationKind.OFFLOAD:
-            _version_made(context, deployment)
+            _version_made(context, deployment, event)
             deployment.residency = Residency.OFFLOADED
             group.switches += 1
             group.switch_seconds += now - began_at
@@ -151,13 +155,14 @@ def _move_finished(
                 job_event(job, JobTrigger.OFFLOADED)
             _hand_over(context, group, now)
         case OperationKind.SNAPSHOT:
-            _version_made(context, deployment)
+            _version_made(context, deployment, event)
             deployment.idle_since = now
 
 
-def _version_made(context: Context, deployment: Deployment) -> None:
+def _version_made(context: Context, deployment: Deployment, event: OperationFinished) -> None:
     deployment.durable_seq = deployment.completed_seq
     deployment.state_nodes = list(nodes_of(deployment))
+    state_lies(deployment, event.moved.tier if event.moved is not None else HOST)
     drop_log(context, deployment)
 
 

@@ -17,11 +17,10 @@ from plexrl.scheduler.capacity import Shape, ShapeTable
 from plexrl.scheduler.contention import Contention, Resident, TurnRule, predict
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.demand import DemandTrace, project
-from plexrl.scheduler.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.folds import ShiftSearch
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.state import Deployment, Group, PlacementRecord, Reservation
-from plexrl.wire.operations import OperationKind
+from plexrl.scheduler.switch_cost import load_s, offload_s
 
 CANDIDATES_PER_PASS = 256
 """Groups fitted at a time, the least loaded first; the first pass with a fit ends the search. As
@@ -104,7 +103,7 @@ def join(
         group=group.group,
         members=len(group.members),
         shift_s=float(choice.shift_slots),
-        setup_s=deployment.state_bytes / MOVE_BYTES_PER_S,
+        setup_s=load_s(context, deployment),
         overlap_s=choice.overlap_s,
         interference_s=choice.interference_s,
         contention=choice.contention,
@@ -218,12 +217,12 @@ def contention_with(context: Context, deployment: Deployment, choice: Choice) ->
     somebody's demand is not known."""
     if deployment.trace is None:
         return None
-    residents = [_resident(deployment, deployment.trace)]
+    residents = [_resident(context, deployment, deployment.trace)]
     for name in context.state.groups[choice.group].members:
         member = context.deployment(name)
         if member.reservation is None or member.reservation.trace is None:
             return None
-        residents.append(_resident(member, member.reservation.trace))
+        residents.append(_resident(context, member, member.reservation.trace))
     key = tuple(residents)
     known = context.contentions.get(key)
     if known is None:
@@ -256,12 +255,11 @@ def has_critical(trace: DemandTrace) -> bool:
     return any(each.slack_s < each.duration_s for each in trace.segments)
 
 
-def _resident(deployment: Deployment, trace: DemandTrace) -> Resident:
-    estimates = deployment.estimates
+def _resident(context: Context, deployment: Deployment, trace: DemandTrace) -> Resident:
     return Resident(
         trace=trace,
-        load_s=estimates.move_s(OperationKind.LOAD),
-        offload_s=estimates.move_s(OperationKind.OFFLOAD),
+        load_s=load_s(context, deployment),
+        offload_s=offload_s(context, deployment),
     )
 
 

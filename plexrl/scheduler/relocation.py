@@ -22,6 +22,7 @@ from plexrl.scheduler.placement import Choice, find, join, leave, nearest, place
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.state import Deployment, MoveCause, Relocation, Residency, WpgState
+from plexrl.scheduler.switch_cost import HOST, round_trip_s, state_lies
 
 REPACK_WINDOW_S = 3600.0
 """Over which a move must pay."""
@@ -124,9 +125,10 @@ def gain_s(context: Context, deployment: Deployment, choice: Choice) -> float:
     return REPACK_WINDOW_S * (frees + relief)
 
 
-def cost_s(deployment: Deployment) -> float:
+def cost_s(context: Context, deployment: Deployment) -> float:
     """What a move costs: the state off, over and on again, and new processes."""
-    return LAUNCH_S + 3.0 * deployment.state_bytes / MOVE_BYTES_PER_S
+    over_s = deployment.state_bytes / MOVE_BYTES_PER_S
+    return LAUNCH_S + round_trip_s(context, deployment) + over_s
 
 
 def is_due(context: Context, deployment: Deployment) -> bool:
@@ -237,6 +239,7 @@ def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
         return False
     _release_left_nodes(context, deployment)
     deployment.state_nodes = list(nodes_of(deployment))
+    state_lies(deployment, HOST)
     deployment.state = WpgState.RECOVERING
     return True
 
@@ -289,7 +292,9 @@ def _destination(
         case MoveCause.REPACK:
             near = nearest(context, deployment, now, strict=True, count=4)
             found = _reachable(context, deployment, near)
-            if found and gain_s(context, deployment, found[0]) > HYSTERESIS * cost_s(deployment):
+            if found and gain_s(context, deployment, found[0]) > HYSTERESIS * cost_s(
+                context, deployment
+            ):
                 return found[0]
             return None
         case MoveCause.RELIEF:

@@ -24,7 +24,7 @@ from plexrl.ids import (
 )
 from plexrl.scheduler.commands import RankPlacement, RunOperation
 from plexrl.scheduler.demand import DemandTrace
-from plexrl.scheduler.estimates import Estimates
+from plexrl.scheduler.estimates import Estimates, MoveLaw
 from plexrl.scheduler.jobs import JobState
 from plexrl.wire.operations import OperationKind, OperationState
 
@@ -298,6 +298,9 @@ class Deployment:
     moved_because: str = ""
     state_nodes: list[NodeId] = field(default_factory=list)
     """Whose StateManagers hold version `durable_seq`."""
+    nvme_bytes: int = 0
+    """Of that version on the node that has most of it on NVMe alone; 0: all is in host memory."""
+    nvme_bytes_by_node: dict[NodeId, int] = field(default_factory=dict)
     awaited_nodes: list[NodeId] = field(default_factory=list)
     """Whose StateManagers are still to get it."""
     wants_since: float | None = None
@@ -413,6 +416,8 @@ class State:
     groups: dict[GroupId, Group] = field(default_factory=dict)
     profiles: dict[str, DemandTrace] = field(default_factory=dict)
     """Measured demand of deployments that were, by what a later one must share with them."""
+    move_laws: dict[str, MoveLaw] = field(default_factory=dict)
+    """By kind of move, tier and node type: what moves take."""
     operations: dict[OperationId, Operation] = field(default_factory=dict)
     finished: dict[int, OperationId] = field(default_factory=dict)
     """The newest ones by their place in the operation log, oldest first."""

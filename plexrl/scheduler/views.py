@@ -9,6 +9,7 @@ from plexrl.scheduler.admission import quota_of, tenant_share
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
 from plexrl.scheduler.state import Deployment, Group, Job, Node, Operation, Tenant
+from plexrl.scheduler.switch_cost import load_s, offload_s
 
 View = dict[str, Any]
 
@@ -51,7 +52,6 @@ def log_view(context: Context, operation: Operation, now: float) -> View:
 
 def deployment_view(context: Context, deployment: Deployment) -> View:
     """One deployment and its WPG."""
-    del context
     return {
         "deployment": deployment.deployment,
         "job": deployment.job,
@@ -74,6 +74,9 @@ def deployment_view(context: Context, deployment: Deployment) -> View:
         "applied_seq": deployment.completed_seq,
         "durable_seq": deployment.durable_seq,
         "state_bytes": deployment.state_bytes,
+        "nvme_bytes": deployment.nvme_bytes,
+        "load_s": load_s(context, deployment),
+        "offload_s": offload_s(context, deployment),
         "pending": len(deployment.queue),
         "running": [command.kind.value for command in deployment.running.values()],
         "spec_json": deployment.spec_json,

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from plexrl.errors import (
     ConnectionLostError,
@@ -297,7 +298,7 @@ class StateManagerClient:
         if isinstance(request, Save | Load | Publish) and self._registration is not None:
             # A later connection registers under the newest grant this rank was given.
             token = max(request.token, self._registration.token)
-            self._registration = replace(self._registration, token=token)
+            self._registration = structs.replace(self._registration, token=token)
 
         def attempt() -> Answer:
             try:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from plexrl.errors import ConnectionLostError, PlexRLError, from_wire
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.statemanager.versions import Manifest
-from plexrl.wire.codec import Codec
 from plexrl.wire.framing import recv_frame, send_frame
 
 DESCRIPTORS_MAX = 1024
@@ -22,13 +23,12 @@ DESCRIPTORS_MAX = 1024
 Answer = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """Base of all requests."""
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all requests. Tagged with the class name; `plexrl.statemanager.handlers` says which
+    there are, and what comes of each."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Register(Request):
+class Register(Request, frozen=True, kw_only=True):
     """Make this connection the rank's; the arena's descriptor comes along."""
 
     deployment: str
@@ -39,8 +39,7 @@ class Register(Request):
     slices: tuple[StateSlice, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Save(Request):
+class Save(Request, frozen=True, kw_only=True):
     """Store `parts` of the arena as version `seq`."""
 
     seq: int
@@ -52,32 +51,28 @@ class Save(Request):
     """Stamp of the stored version that the arena is known to equal; absent: of none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load(Request):
+class Load(Request, frozen=True, kw_only=True):
     """Bring version `seq` into the arena."""
 
     seq: int
     token: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publish(Request):
+class Publish(Request, frozen=True, kw_only=True):
     """Store parameters and buffers as the published version `seq`."""
 
     seq: int
     token: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenPublished(Request):
+class OpenPublished(Request, frozen=True, kw_only=True):
     """Descriptors of a published version's shards, one each; held in place for the connection."""
 
     source: str
     seq: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenState(Request):
+class OpenState(Request, frozen=True, kw_only=True):
     """Descriptors of a version's files, one a rank; held in place for the connection."""
 
     deployment: str
@@ -86,8 +81,7 @@ class OpenState(Request):
     """Absent: every rank that this node has."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adopt(Request):
+class Adopt(Request, frozen=True, kw_only=True):
     """Store another node's version; the descriptor of a file that holds it comes along."""
 
     manifest: Manifest
@@ -96,21 +90,18 @@ class Adopt(Request):
     """Where in the file the data begins."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefetch(Request):
+class Prefetch(Request, frozen=True, kw_only=True):
     """Bring version `seq` to the host tier soon, where there is room; answered at once."""
 
     deployment: str
     seq: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage(Request):
+class Usage(Request, frozen=True, kw_only=True):
     """Who holds how much."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Release(Request):
+class Release(Request, frozen=True, kw_only=True):
     """Drop everything kept for a deployment."""
 
     deployment: str
@@ -134,14 +125,9 @@ class StoredShard:
     data_offset: int
 
 
-REQUESTS: Codec[Request] = Codec(
-    *(Register, Save, Load, Publish, OpenPublished, OpenState, Adopt, Prefetch, Usage, Release)
-)
-
-
 def send_request(connection: socket.socket, request: Request, fds: Sequence[int] = ()) -> None:
     """Send one request."""
-    _send(connection, {"request": REQUESTS.to_plain(request)}, fds)
+    _send(connection, {"request": msgspec.to_builtins(request)}, fds)
 
 
 def recv_request(connection: socket.socket) -> tuple[Any, list[int]]:

@@ -17,6 +17,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.fencing import Fencing
+from plexrl.statemanager.handlers.caller import Services
 from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.protocol import close_all, recv_request, send_answer, send_error
 from plexrl.statemanager.registry import Registry
@@ -40,10 +41,13 @@ class Server:
 
     def __init__(self, config: StateManagerConfig, store: Store) -> None:
         self._config = config
-        self._store = store
-        self._registry = Registry()
-        self._fencing = Fencing(Path(config.host_dir) / "fencing.json")
-        self._prefetcher = Prefetcher(store)
+        self._services = Services(
+            config=config,
+            store=store,
+            registry=Registry(),
+            fencing=Fencing(Path(config.host_dir) / "fencing.json"),
+            prefetcher=Prefetcher(store),
+        )
         self._lock = threading.Lock()
         self._served: dict[socket.socket, threading.Thread] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -77,7 +81,7 @@ class Server:
                 LOG.debug("a client left first: %s", error)
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
-        self._prefetcher.close()
+        self._services.prefetcher.close()
 
     def _admit(self, connection: socket.socket) -> None:
         check_peer(connection, frozenset({0, os.getuid()}))
@@ -97,9 +101,7 @@ class Server:
         thread.start()
 
     def _serve_one(self, connection: socket.socket) -> None:
-        session = Session(
-            self._config, self._store, self._registry, self._fencing, self._prefetcher
-        )
+        session = Session(self._services)
         try:
             while True:
                 plain, fds = recv_request(connection)

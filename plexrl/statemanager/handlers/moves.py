@@ -1,0 +1,135 @@
+"""A rank's own state, between its arena and the store."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.handlers.caller import Caller, Reply, handles, move_report, names_of
+from plexrl.statemanager.keys import StatePart
+from plexrl.statemanager.protocol import Load, Publish, Save
+from plexrl.statemanager.registry import Registration
+from plexrl.statemanager.store import StoredVersion
+from plexrl.statemanager.versions import Manifest, VersionKind, lay_out
+
+PUBLISHED_PARTS = (StatePart.BUFFER, StatePart.PARAMETER)
+
+
+def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
+    own = caller.registered()
+    store = caller.services.store
+    started = time.perf_counter()
+    with own.moving() as arena_fd:
+        caller.services.fencing.admit(own.group, request.token)
+        manifest = _manifest(own, VersionKind.STATE, request.seq, request.parts, request.meta_json)
+        keep = {request.seq, request.keep_seq}
+        found = _versions(caller, own, VersionKind.STATE)
+        superseded = names_of([v for v in found if v.manifest.seq not in keep])
+        stored = _unchanged(manifest, request.same_as, found)
+        moved = 0
+        if stored is None:
+            stored = store.put(manifest, arena_fd, superseded)
+            moved = manifest.nbytes
+        else:
+            store.touch(manifest.name)
+        store.drop(superseded)
+        report = move_report(moved, time.perf_counter() - started, stored.tier)
+        return Reply({**report, "stamp": stored.manifest.stamp})
+
+
+def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
+    own = caller.registered()
+    started = time.perf_counter()
+    with own.moving() as arena_fd:
+        caller.services.fencing.admit(own.group, request.token)
+        wanted = _manifest(own, VersionKind.STATE, request.seq, (), "")
+        with caller.services.store.lease(wanted.name, wanted.description) as lease:
+            manifest = lease.file.manifest
+            _check_fits(manifest, own)
+            lease.read(arena_fd, manifest.extents)
+            seconds = time.perf_counter() - started
+            return Reply(
+                {
+                    **move_report(manifest.nbytes, seconds, lease.tier.name),
+                    "parts": [part.value for part in manifest.parts],
+                    "meta": json.loads(manifest.meta_json),
+                    "stamp": manifest.stamp,
+                }
+            )
+
+
+def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
+    own = caller.registered()
+    store = caller.services.store
+    started = time.perf_counter()
+    with own.moving() as arena_fd:
+        caller.services.fencing.admit(own.group, request.token)
+        kind = VersionKind.PUBLISHED
+        manifest = _manifest(own, kind, request.seq, PUBLISHED_PARTS, "{}")
+        others = sorted(
+            (v for v in _versions(caller, own, kind) if v.manifest.seq != request.seq),
+            key=lambda version: version.manifest.seq,
+        )
+        surplus = max(0, len(others) + 1 - caller.services.config.published_versions)
+        superseded = names_of(others[:surplus])
+        stored = store.put(manifest, arena_fd, superseded)
+        store.drop(superseded)
+        return Reply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
+
+
+ENTRIES = (handles(Save, _save), handles(Load, _load), handles(Publish, _publish))
+
+
+def _versions(caller: Caller, own: Registration, kind: VersionKind) -> list[StoredVersion]:
+    return caller.services.store.find(
+        lambda m: (m.deployment, m.rank) == own.shard and m.kind == kind
+    )
+
+
+def _manifest(
+    own: Registration,
+    kind: VersionKind,
+    seq: int,
+    parts: Sequence[StatePart],
+    meta_json: str,
+) -> Manifest:
+    slices = tuple(piece for piece in own.slices if piece.key.part in parts)
+    extents, nbytes = lay_out(slices)
+    return Manifest(
+        deployment=own.deployment,
+        rank=own.rank,
+        world_size=own.world_size,
+        seq=seq,
+        kind=kind,
+        parts=tuple(sorted(parts)),
+        meta_json=meta_json,
+        slices=slices,
+        extents=extents,
+        nbytes=nbytes,
+    )
+
+
+def _unchanged(
+    manifest: Manifest, same_as: str | None, stored: Sequence[StoredVersion]
+) -> StoredVersion | None:
+    """The stored version that already is what `manifest` asks for, where there is one."""
+    for version in stored:
+        there = version.manifest
+        if there.stamp == same_as and there.seq == manifest.seq:
+            wanted = replace(
+                manifest, ordinal=there.ordinal, stamp=there.stamp, digest=there.digest
+            )
+            return version if wanted == there else None
+    return None
+
+
+def _check_fits(manifest: Manifest, own: Registration) -> None:
+    """A version goes back only to an arena laid out as the one it was taken from."""
+    if not set(manifest.slices) <= set(own.slices):
+        raise InvalidRequestError(
+            f"{manifest.description} was taken from an arena of another layout: load it with the "
+            "model and number of workers that it was saved with",
+            deployment=manifest.deployment,
+            seq=manifest.seq,
+        )
