@@ -20,6 +20,11 @@ SHELLS_IN_SCHEDULER = {
 OTHER_CORES = (
     "router/dispatch.py",
     "router/validation.py",
+    "statemanager/checkpoint/plan.py",
+    "statemanager/checkpoint/record.py",
+    "statemanager/checkpoint/retention.py",
+    "statemanager/checkpoint/safetensors_format.py",
+    "statemanager/checkpoint/tensors.py",
     "statemanager/keys.py",
     "statemanager/residency.py",
 )

@@ -263,11 +263,24 @@ class StateManagerClient:
         """Hint that version `seq` will be loaded soon; returns at once."""
         self._call(Prefetch(deployment=deployment, seq=seq))
 
+    def request(self, request: Request, fds: Sequence[int] = ()) -> Answer:
+        """The answer to a request that has no method of its own here.
+
+        Raises:
+            PlexRLError: the daemon refused it.
+            UnavailableError: the daemon did not come back in time.
+        """
+        return self._call(request, fds)
+
     def close(self) -> None:
         """End the connection; the daemon forgets the arena, not the versions."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+    def stamp(self, seq: int) -> str | None:
+        """Of the stored version `seq`, where the arena is known to equal it."""
+        return self._held[1] if self._held is not None and self._held[0] == seq else None
 
     def _save(
         self,
@@ -277,7 +290,7 @@ class StateManagerClient:
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None,
     ) -> MoveReport:
-        same_as = self._held[1] if self._held is not None and self._held[0] == seq else None
+        same_as = self.stamp(seq)
         answer = self._call(
             Save(
                 seq=seq,

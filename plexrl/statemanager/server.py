@@ -15,6 +15,7 @@ from plexrl.errors import (
     PermissionDeniedError,
     PlexRLError,
 )
+from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.handlers.caller import Services
@@ -31,6 +32,8 @@ SEND_TIMEOUT_S = 30
 """A client that takes no answer for so long is cut off."""
 DRAIN_TIMEOUT_S = 60.0
 """Moves under way when the server closes have so long to finish."""
+CHECKPOINTS_TIMEOUT_S = 60.0
+"""Checkpoints taken in before the server closes have so long to be written."""
 
 _CREDENTIALS = struct.Struct("3i")
 _TIMEVAL = struct.Struct("@ll")
@@ -47,6 +50,7 @@ class Server:
             registry=Registry(),
             fencing=Fencing(Path(config.host_dir) / "fencing.json"),
             prefetcher=Prefetcher(store),
+            checkpoints=CheckpointJobs(config),
         )
         self._lock = threading.Lock()
         self._served: dict[socket.socket, threading.Thread] = {}
@@ -82,6 +86,7 @@ class Server:
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
         self._services.prefetcher.close()
+        self._services.checkpoints.close(CHECKPOINTS_TIMEOUT_S)
 
     def _admit(self, connection: socket.socket) -> None:
         check_peer(connection, frozenset({0, os.getuid()}))

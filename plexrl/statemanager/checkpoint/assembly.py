@@ -113,12 +113,12 @@ def _array(memory: memoryview, itemsize: int, shape: Sequence[int]) -> npt.NDArr
 
 
 def _window(array: npt.NDArray[Any], origin: Box, box: Box) -> npt.NDArray[Any]:
-    window = tuple(
+    window: list[Any] = [
         slice(start - base, start - base + extent)
         for start, base, extent in zip(box.offset, origin.offset, box.shape, strict=True)
-    )
-    found: npt.NDArray[Any] = array[(..., *window)]
-    return found
+    ]
+    # Without the ellipsis an array of no dimensions would become a value, not a view.
+    return array[(..., *window)]
 
 
 def _without(part: Box, inner: Box) -> list[Box]:

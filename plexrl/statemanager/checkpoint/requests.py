@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from plexrl.statemanager.checkpoint.plan import SHARD_BYTES_MAX, CheckpointFormat
 from plexrl.statemanager.checkpoint.retention import RetentionPolicy
-from plexrl.statemanager.protocol_base import Request
+from plexrl.statemanager.protocol import Request
 from plexrl.statemanager.versions import Manifest
 
 
@@ -37,8 +37,7 @@ class UploadState(StrEnum):
     """Given up after several attempts; the daemon tries again when it starts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteCheckpoint(Request):
+class WriteCheckpoint(Request, frozen=True, kw_only=True):
     """Pin version `seq` of every rank and write it in the background; answered once it is pinned.
 
     A tar file of small files to lie beside the tensors may come along as a descriptor. Asked again
@@ -64,16 +63,14 @@ class WriteCheckpoint(Request):
     upload: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinVersions(Request):
+class PinVersions(Request, frozen=True, kw_only=True):
     """Descriptors of a version's files, one a rank, held in place for the connection."""
 
     deployment: str
     seq: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointStatus(Request):
+class CheckpointStatus(Request, frozen=True, kw_only=True):
     """How far a deployment's job's checkpoints are; those on the disk are listed too."""
 
     deployment: str
@@ -81,8 +78,7 @@ class CheckpointStatus(Request):
     """Absent: all of the job's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelCheckpoint(Request):
+class CancelCheckpoint(Request, frozen=True, kw_only=True):
     """Give up a checkpoint that is not durable yet."""
 
     deployment: str

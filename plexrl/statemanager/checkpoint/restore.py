@@ -151,7 +151,7 @@ class Checkpoint:
 
     def _check_heads(self) -> None:
         """The files' own heads say the same as the manifest, so other tools read what we do."""
-        found = {}
+        found: dict[tuple[str, str], tuple[str, tuple[int, ...], int]] = {}
         for file, fd in self._fds.items():
             try:
                 head = os.pread(fd, head_bytes(os.pread(fd, 8, 0)), 0)

@@ -5,9 +5,13 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
+import xxhash
+
 from plexrl.errors import CorruptStateError
 from plexrl.statemanager.keys import StateSlice
-from plexrl.statemanager.versions import Manifest, slices_in_file
+from plexrl.statemanager.versions import NO_DIGEST, Manifest, slices_in_file
+
+VERIFY_BLOCK_BYTES = 1 << 20
 
 
 class VersionReader(Protocol):
@@ -29,6 +33,14 @@ class VersionReader(Protocol):
         """
         ...
 
+    def confirm(self) -> None:
+        """Return if what was read so far is the version.
+
+        Raises:
+            UnavailableError: whoever holds the version in place is gone.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of it."""
         ...
@@ -43,6 +55,7 @@ class FileReader:
         # A new open file: this one may bypass the page cache and ask for aligned reads.
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._data_offset = data_offset
+        self._verified = manifest.digest == NO_DIGEST
 
     @cached_property
     def slices(self) -> Sequence[StateSlice]:
@@ -51,6 +64,24 @@ class FileReader:
 
     def read_data(self, start: int, buffer: memoryview) -> None:
         """As `VersionReader.read_data`."""
+        self._verify()
+        self._read(start, buffer)
+
+    def _verify(self) -> None:
+        """What has left memory is checked against its digest once, as a load would."""
+        if self._verified:
+            return
+        digest = xxhash.xxh3_128()
+        block = memoryview(bytearray(VERIFY_BLOCK_BYTES))
+        for start in range(0, self.manifest.nbytes, len(block)):
+            part = block[: min(len(block), self.manifest.nbytes - start)]
+            self._read(start, part)
+            digest.update(part)
+        if digest.hexdigest() != self.manifest.digest:
+            raise self._damaged("its digest does not match")
+        self._verified = True
+
+    def _read(self, start: int, buffer: memoryview) -> None:
         filled = 0
         while filled < len(buffer):
             at = self._data_offset + start + filled
@@ -61,6 +92,9 @@ class FileReader:
             if got == 0:
                 raise self._damaged(f"it ends at byte {at}")
             filled += got
+
+    def confirm(self) -> None:
+        """As `VersionReader.confirm`; an open file keeps its bytes whatever becomes of its name."""
 
     def close(self) -> None:
         """Let go of the file."""

@@ -102,6 +102,8 @@ def write_checkpoint(
             for name, text in plan.texts:
                 (part / name).write_text(text)
             record = _write_files(wanted, plan, readers, part, progress)
+            for reader in readers:
+                reader.confirm()
             (part / RECORD).write_bytes(encode_record(record))
             publish(part, wanted.target, wanted.node, overwrite=wanted.overwrite)
         except OSError as error:
@@ -248,7 +250,9 @@ def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
     try:
         return tarfile.open(fileobj=file, mode="r:")
     except tarfile.TarError as error:
-        raise InvalidRequestError(f"the files beside the tensors are no tar file: {error}") from error
+        raise InvalidRequestError(
+            f"the files beside the tensors are no tar file: {error}"
+        ) from error
 
 
 def _refused(target: Path, error: OSError) -> StorageError:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from plexrl.errors import PermissionDeniedError
+from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.prefetch import Prefetcher
@@ -26,6 +27,7 @@ class Services:
     registry: Registry
     fencing: Fencing
     prefetcher: Prefetcher
+    checkpoints: CheckpointJobs
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from plexrl.statemanager.handlers.caller import Caller, Reply, handles
 from plexrl.statemanager.protocol import Answer, Usage
 from plexrl.statemanager.residency import TierName
@@ -37,6 +39,7 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
             "nvme_bytes": store.used_bytes(TierName.NVME),
             "nvme_bytes_max": config.nvme_bytes,
             "deployments": deployments,
+            "checkpoints": msgspec.to_builtins(caller.services.checkpoints.reports()),
         }
     )
 

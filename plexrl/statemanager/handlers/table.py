@@ -3,11 +3,19 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from plexrl.statemanager.handlers import moves, registration, reporting, sharing
+from plexrl.statemanager.handlers import checkpoints, moves, registration, reporting, sharing
 from plexrl.statemanager.handlers.caller import AnyHandler
 from plexrl.statemanager.protocol import Request
 
 HANDLERS: Mapping[type[Request], AnyHandler] = MappingProxyType(
-    dict((*registration.ENTRIES, *moves.ENTRIES, *sharing.ENTRIES, *reporting.ENTRIES))
+    dict(
+        (
+            *registration.ENTRIES,
+            *moves.ENTRIES,
+            *sharing.ENTRIES,
+            *reporting.ENTRIES,
+            *checkpoints.ENTRIES,
+        )
+    )
 )
 """Every request there is. Only these are decoded."""

@@ -45,7 +45,8 @@ TENSORS: v.Tensors = {
 
 def write(target: Path, readers: list[v.MemoryReader], **changes: Any) -> Progress:
     """Write a checkpoint of everything, but for what is changed."""
-    extras_fd, progress = changes.pop("extras_fd", None), changes.pop("progress", Progress())
+    extras_fd = changes.pop("extras_fd", None)
+    progress: Progress = changes.pop("progress", Progress())
     fields: dict[str, Any] = {
         "node": "n",
         "format": CheckpointFormat.BOTH,

@@ -31,6 +31,9 @@ class MemoryReader:
         assert start + len(buffer) <= len(self.data)
         buffer[:] = memoryview(self.data)[start : start + len(buffer)]
 
+    def confirm(self) -> None:
+        assert not self.closed
+
     def close(self) -> None:
         self.closed = True
 
