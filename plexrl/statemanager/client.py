@@ -84,9 +84,9 @@ class StateManagerClient:
         timeout_s: float = 600.0,
     ) -> None:
         """`timeout_s` bounds each call, the wait for a restarting daemon included."""
-        self._path = socket_path
-        self._deployment = deployment
-        self._rank = rank
+        self.path = socket_path
+        self.deployment = deployment
+        self.rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
@@ -107,8 +107,8 @@ class StateManagerClient:
         self._held = None
         self._arena = arena
         self._registration = Register(
-            deployment=self._deployment,
-            rank=self._rank,
+            deployment=self.deployment,
+            rank=self.rank,
             world_size=self._world_size,
             group=group,
             token=token,
@@ -322,11 +322,11 @@ class StateManagerClient:
                 self.close()
                 raise
 
-        return until_reached(self._path, self._timeout_s, attempt)
+        return until_reached(self.path, self._timeout_s, attempt)
 
     def _connected(self, *, is_registering: bool) -> socket.socket:
         if self._socket is None:
-            self._socket = connect(self._path, self._timeout_s)
+            self._socket = connect(self.path, self._timeout_s)
             if self._arena is not None and self._registration is not None and not is_registering:
                 try:
                     exchange(self._socket, self._registration, (self._arena.fd,))

@@ -20,11 +20,12 @@ from pathlib import Path
 from plexrl.errors import NotFoundError, OperationCancelledError, OverloadedError, PlexRLError
 from plexrl.statemanager.checkpoint.folder import recover, retain
 from plexrl.statemanager.checkpoint.progress import Progress
+from plexrl.statemanager.checkpoint.publish import announce, announce_end
 from plexrl.statemanager.checkpoint.requests import CheckpointReport, CheckpointState, UploadState
 from plexrl.statemanager.checkpoint.retention import RetentionPolicy
 from plexrl.statemanager.checkpoint.source import VersionReader
 from plexrl.statemanager.checkpoint.upload import Uploads
-from plexrl.statemanager.checkpoint.writer import Wanted, plan_for, write_checkpoint
+from plexrl.statemanager.checkpoint.writer import Wanted, write_checkpoint
 from plexrl.statemanager.config import StateManagerConfig
 
 LOG = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class CheckpointJobs:
 
         Raises:
             OverloadedError: too many wait already; the task's resources stay the caller's.
+        StorageError: the directory of the job's checkpoints cannot be written; likewise.
         """
         bytes_per_s = self._config.checkpoint_bytes_per_s or None
         entry = _Entry(task, Progress(bytes_per_s=bytes_per_s))
@@ -90,6 +92,7 @@ class CheckpointJobs:
                     retry_after_s=RETRY_AFTER_S,
                 )
             self._active += 1
+            announce(task.wanted.target, task.wanted.node)
             self._entries.pop(task.wanted.target, None)
             self._entries[task.wanted.target] = entry
             self._forget_oldest()
@@ -167,8 +170,7 @@ class CheckpointJobs:
             entry.state = CheckpointState.WRITING
         try:
             entry.progress.add(0)
-            plan = plan_for(wanted, task.readers)
-            write_checkpoint(wanted, plan, task.readers, task.extras_fd, entry.progress)
+            write_checkpoint(wanted, task.readers, task.extras_fd, entry.progress)
         except OperationCancelledError as error:
             entry.error, entry.state = error, CheckpointState.CANCELLED
             return
@@ -178,6 +180,7 @@ class CheckpointJobs:
             return
         finally:
             task.held.close()
+            announce_end(wanted.target, wanted.node)
         if wanted.upload:
             self._uploads.add(wanted.target)
         entry.state = CheckpointState.DURABLE

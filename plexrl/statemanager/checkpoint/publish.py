@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
-from plexrl.errors import CheckpointExistsError
+from plexrl.errors import CheckpointExistsError, StorageError
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
@@ -22,6 +22,32 @@ _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 def part_of(target: Path, node: str) -> Path:
     """Where the checkpoint that becomes `target` is written."""
     return target.with_name(f".{target.name}.{node}.part")
+
+
+def announce(target: Path, node: str) -> None:
+    """Let every node see that a checkpoint of that name is coming.
+
+    Raises:
+        StorageError: the directory cannot be written.
+    """
+    part = part_of(target, node)
+    try:
+        part.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"{target.parent} cannot be written ({error}): mend its permissions or the file system",
+            file=str(part),
+        ) from error
+
+
+def announce_end(target: Path, node: str) -> None:
+    """Let every node see that none is coming any more; a published one stays."""
+    shutil.rmtree(part_of(target, node), ignore_errors=True)
+
+
+def is_coming(target: Path) -> bool:
+    """Whether some node writes, or will write, a checkpoint of that name."""
+    return any(target.parent.glob(f".{glob.escape(target.name)}.*.part"))
 
 
 def publish(part: Path, target: Path, node: str, *, overwrite: bool) -> None:

@@ -23,7 +23,7 @@ from plexrl.statemanager.checkpoint.record import (
 )
 from plexrl.statemanager.checkpoint.safetensors_format import decode_head, head_bytes
 from plexrl.statemanager.checkpoint.tensors import block_start, blocks, run_of
-from plexrl.statemanager.keys import DTYPE_BYTES, StateKey, StateSlice
+from plexrl.statemanager.keys import DTYPE_BYTES, StatePart, StateSlice
 
 Fill = Callable[[StateSlice], memoryview]
 """Writable memory of a slice's bytes."""
@@ -74,9 +74,21 @@ class Checkpoint:
             for block, data in self._blocks(want):
                 copy_common(want, target, block, data)
 
-    def key_names(self) -> frozenset[StateKey]:
-        """What the checkpoint has."""
-        return frozenset(record.key for record in self.record.tensors)
+    def whole_parameters(self) -> dict[str, StateSlice]:
+        """Every parameter as one slice of all of it, in the dtype that `transformers` loads."""
+        found: dict[str, StateSlice] = {}
+        for record in self.record.tensors:
+            if record.key.part == StatePart.PARAMETER:
+                piece = StateSlice(
+                    key=record.key,
+                    dtype=record.dtype,
+                    global_shape=record.shape,
+                    offset=(0,) * len(record.shape),
+                    shape=record.shape,
+                    arena_offset=0,
+                )
+                found.setdefault(record.key.name, piece)
+        return found
 
     def close(self) -> None:
         """Close the files."""

@@ -59,42 +59,35 @@ class Wanted:
     """It is to be uploaded once it is whole."""
 
 
-def plan_for(wanted: Wanted, readers: Sequence[VersionReader]) -> Plan:
-    """The files that `write_checkpoint` will make.
-
-    Raises:
-        StateLostError: the versions together do not have all of some tensor.
-        InvalidRequestError: they cannot be written in the wanted dtype.
-    """
-    return plan_checkpoint(
-        merge([reader.slices for reader in readers]),
-        wanted.format,
-        model_dtype=wanted.model_dtype,
-        shard_bytes_max=wanted.shard_bytes_max,
-    )
-
-
 def write_checkpoint(
     wanted: Wanted,
-    plan: Plan,
     readers: Sequence[VersionReader],
     extras_fd: int | None,
     progress: Progress,
 ) -> CheckpointRecord:
-    """Write the plan's files and publish them as `wanted.target`.
+    """Write all files and publish them as `wanted.target`.
 
     `extras_fd` is a tar file of what belongs beside the tensors (configuration, tokenizer).
 
     Raises:
-        StorageError: a file cannot be written; nothing of the checkpoint remains.
+        StateLostError: the versions together do not have all of some tensor; nothing remains of
+            the checkpoint.
+        InvalidRequestError: they cannot be written in the wanted dtype; likewise.
+        StorageError: a file cannot be written; likewise.
         CorruptStateError: a version cannot be read, or two ranks differ; likewise.
         OperationCancelledError: likewise.
         CheckpointExistsError: there is one of that name by now; likewise.
     """
     part = part_of(wanted.target, wanted.node)
-    progress.start(plan.nbytes)
     try:
         try:
+            plan = plan_checkpoint(
+                merge([reader.slices for reader in readers]),
+                wanted.format,
+                model_dtype=wanted.model_dtype,
+                shard_bytes_max=wanted.shard_bytes_max,
+            )
+            progress.start(plan.nbytes)
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             if extras_fd is not None:

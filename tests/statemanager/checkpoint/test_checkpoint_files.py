@@ -27,7 +27,7 @@ from plexrl.statemanager.boxes import Box
 from plexrl.statemanager.checkpoint.plan import SHARD_BYTES_MAX, CheckpointFormat
 from plexrl.statemanager.checkpoint.progress import Progress
 from plexrl.statemanager.checkpoint.restore import Checkpoint, read_record
-from plexrl.statemanager.checkpoint.writer import Wanted, plan_for, write_checkpoint
+from plexrl.statemanager.checkpoint.writer import Wanted, write_checkpoint
 from plexrl.statemanager.keys import StatePart, StateSlice
 from tests.statemanager.checkpoint import versions as v
 
@@ -56,7 +56,7 @@ def write(target: Path, readers: list[v.MemoryReader], **changes: Any) -> Progre
         "keep": False,
     }
     wanted = Wanted(target=target, **{**fields, **changes})
-    write_checkpoint(wanted, plan_for(wanted, readers), readers, extras_fd, progress)
+    write_checkpoint(wanted, readers, extras_fd, progress)
     return progress
 
 
