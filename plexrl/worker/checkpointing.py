@@ -28,11 +28,14 @@ def save_checkpoint(
     client: StateManagerClient,
     params: CheckpointParams,
     *,
+    operation: str,
     seq: int,
     keep_seq: int,
     token: int,
 ) -> Plain:
     """Have version `seq` written; returns once it is pinned. Every rank takes part.
+
+    `operation` is the one that asks: asked again, it joins what is under way.
 
     Raises:
         CheckpointExistsError: on every rank alike, unless `overwrite` is set.
@@ -57,6 +60,7 @@ def save_checkpoint(
         model_dtype=None if params.dtype is None else MODEL_DTYPES[params.dtype],
         shard_bytes_max=params.shard_bytes_max,
         overwrite=params.overwrite,
+        asked_by=operation,
         step=params.step,
         keep=params.keep,
         retention=_retention(params),
@@ -66,6 +70,7 @@ def save_checkpoint(
     report = msgspec.json.decode(answers[0], type=CheckpointReport)
     return {
         "path": report.path,
+        "job": client.deployment.rpartition("/")[0],
         "name": report.name,
         "seq": seq,
         "durable": report.state == "durable",

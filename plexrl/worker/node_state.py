@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.statemanager.checkpoint.requests import CheckpointStatus
 from plexrl.statemanager.client import MoveReport, StateManagerClient
 from plexrl.statemanager.migration import migrate
 from plexrl.wire.rpc import Peer
@@ -101,6 +102,17 @@ class NodeState:
         self._hints.add(task)
         task.add_done_callback(self._hints.discard)
         return {}
+
+    async def list_checkpoints(self, peer: Peer, params: Plain) -> Plain:
+        """A job's checkpoints, those under way and those on the disk."""
+        del peer
+        request = CheckpointStatus(deployment=f"{params['job']}/")
+
+        def ask() -> Plain:
+            with closing(self._client()) as client:
+                return client.request(request)
+
+        return await asyncio.to_thread(ask)
 
     async def close(self) -> None:
         """Give up waiting; a migration under way ends with the process, and can be made again."""

@@ -75,6 +75,7 @@ class StateMover:
             self._backend,
             self._client,
             params,
+            operation=str(command["operation"]),
             seq=int(command["seq"]),
             keep_seq=int(command["keep_seq"]),
             token=int(command["token"]),

@@ -135,7 +135,7 @@ def train(rank: int, ranks: int, store: str, folder: str, statemanager: str) -> 
         statemanager, deployment="j/actor", rank=rank, world_size=ranks, timeout_s=60.0
     )
     client.register(calm.arena, calm.slices(), group="g", token=1)
-    saved = save_checkpoint(calm, client, checkpoint, seq=STEPS, keep_seq=0, token=1)
+    saved = save_checkpoint(calm, client, checkpoint, operation="o", seq=STEPS, keep_seq=0, token=1)
     assert saved["path"] == f"{folder}/j/world{ranks}"
     if rank == 0:
         torch.save({"norms": [a for a, _ in norms], "parameters": one}, f"{folder}/world{ranks}.pt")

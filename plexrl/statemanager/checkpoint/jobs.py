@@ -11,6 +11,7 @@ Laws:
 import logging
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -56,6 +57,7 @@ class _Entry:
     state: CheckpointState = CheckpointState.WAITING
     error: PlexRLError | None = None
     over: threading.Event = field(default_factory=threading.Event)
+    as_of: float = field(default_factory=time.time)
 
 
 class CheckpointJobs:
@@ -105,7 +107,7 @@ class CheckpointJobs:
             entry = self._entries.get(target)
         return None if entry is None else self._report(entry)
 
-    def is_under_way(self, target: Path, stamps: Sequence[str]) -> bool:
+    def is_under_way(self, target: Path, stamps: Sequence[str], asked_by: str) -> bool:
         """Whether this very checkpoint waits or is being written."""
         with self._lock:
             entry = self._entries.get(target)
@@ -113,6 +115,7 @@ class CheckpointJobs:
                 entry is not None
                 and not entry.state.is_final
                 and entry.task.stamps == tuple(stamps)
+                and entry.task.wanted.asked_by == asked_by
             )
 
     def reports(self) -> list[CheckpointReport]:
@@ -207,6 +210,7 @@ class CheckpointJobs:
             bytes_done=progress.bytes_done,
             bytes_total=progress.bytes_total,
             seconds=progress.seconds,
+            as_of=entry.as_of,
             upload=upload,
             error=None if entry.error is None else entry.error.to_wire(),
             upload_error=upload_error,

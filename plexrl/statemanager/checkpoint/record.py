@@ -60,6 +60,8 @@ class CheckpointRecord:
     """Orders the checkpoints of a job for its retention policy."""
     keep: bool
     """No retention policy deletes it."""
+    asked_by: str
+    """By what it was asked for: the same request again finds it done."""
     node: str
     """Whose StateManager wrote it."""
     upload: bool

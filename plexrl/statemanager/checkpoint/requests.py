@@ -41,7 +41,7 @@ class WriteCheckpoint(Request, frozen=True, kw_only=True):
     """Pin version `seq` of every rank and write it in the background; answered once it is pinned.
 
     A tar file of small files to lie beside the tensors may come along as a descriptor. Asked again
-    for the same versions, it joins what is under way, or finds it done.
+    by the same one for the same versions, it joins what is under way, or finds it done.
     """
 
     deployment: str
@@ -56,6 +56,9 @@ class WriteCheckpoint(Request, frozen=True, kw_only=True):
     """`BF16` casts what `transformers` loads; absent: as stored."""
     shard_bytes_max: int = SHARD_BYTES_MAX
     overwrite: bool = False
+    asked_by: str = ""
+    """Tells a repeated request from a new one, which a checkpoint of that name stands in the way
+    of."""
     step: int | None = None
     keep: bool = False
     retention: RetentionPolicy | None = None
@@ -106,6 +109,9 @@ class CheckpointReport:
     bytes_total: int
     seconds: float
     """Of writing."""
+    as_of: float
+    """When it was asked for, or lay on the disk, in seconds since the epoch: of what several nodes
+    say of one name the newest counts."""
     upload: UploadState = UploadState.NONE
     error: dict[str, object] | None = None
     """Why it failed, as `PlexRLError.to_wire`."""

@@ -55,6 +55,8 @@ class Wanted:
     """Of the training, for the retention policy; absent: the version's seq."""
     keep: bool = False
     """No retention policy deletes it."""
+    asked_by: str = ""
+    """By what: the same request again finds it done."""
     upload: bool = False
     """It is to be uploaded once it is whole."""
 
@@ -128,6 +130,7 @@ def describe(
         tensors=tuple(tensors),
         step=ranked[0].seq if wanted.step is None else wanted.step,
         keep=wanted.keep,
+        asked_by=wanted.asked_by,
         node=wanted.node,
         upload=wanted.upload,
     )

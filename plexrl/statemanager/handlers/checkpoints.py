@@ -18,7 +18,7 @@ from plexrl.errors import (
 from plexrl.statemanager.checkpoint.folder import checked_name, complete_checkpoints, job_folder
 from plexrl.statemanager.checkpoint.jobs import Task
 from plexrl.statemanager.checkpoint.pinning import pin_elsewhere, pin_for_other, pin_here
-from plexrl.statemanager.checkpoint.record import CheckpointRecord
+from plexrl.statemanager.checkpoint.record import RECORD, CheckpointRecord
 from plexrl.statemanager.checkpoint.requests import (
     CancelCheckpoint,
     CheckpointReport,
@@ -162,7 +162,7 @@ def _already(
         CheckpointExistsError: another one of that name is, and is not to be replaced.
     """
     jobs = caller.services.checkpoints
-    if jobs.is_under_way(target, stamps):
+    if jobs.is_under_way(target, stamps, request.asked_by):
         return jobs.find(target)
     report = jobs.find(target)
     is_under_way = report is not None and not report.state.is_final
@@ -171,8 +171,7 @@ def _already(
     if (
         not is_under_way
         and record is not None
-        and (record.stamps, record.format, record.model_dtype)
-        == (stamps, request.format.value, request.model_dtype)
+        and (record.stamps, record.asked_by) == (stamps, request.asked_by)
     ):
         return _complete(caller, target, record)
     if (target.exists() or is_under_way) and not request.overwrite:
@@ -206,6 +205,7 @@ def _complete(caller: Caller, target: Path, record: CheckpointRecord) -> Checkpo
         bytes_done=nbytes,
         bytes_total=nbytes,
         seconds=0.0,
+        as_of=(target / RECORD).stat().st_mtime,
         upload=upload,
         upload_error=upload_error,
     )
@@ -219,6 +219,7 @@ def _wanted(request: WriteCheckpoint, target: Path, node: str) -> Wanted:
         model_dtype=request.model_dtype,
         shard_bytes_max=request.shard_bytes_max,
         overwrite=request.overwrite,
+        asked_by=request.asked_by,
         step=request.step,
         keep=request.keep,
         upload=request.upload,

@@ -162,6 +162,8 @@ def test_asked_again_it_joins_and_then_finds_it_done(
     assert finished(shard.client, "one").state == CheckpointState.DURABLE
     assert write(shard.client, "one", 1).state == CheckpointState.DURABLE
     assert len(shard.client.usage()["checkpoints"]) == 1
+    with pytest.raises(CheckpointExistsError, match="overwrite"):
+        write(shard.client, "one", 1, asked_by="another")
     snapshot([shard], 2)
     with pytest.raises(CheckpointExistsError, match="overwrite"):
         write(shard.client, "one", 2)
