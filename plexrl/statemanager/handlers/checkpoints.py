@@ -80,8 +80,13 @@ def _status(caller: Caller, request: CheckpointStatus, _: Sequence[int]) -> Repl
     if request.name is not None:
         target = _target(caller, request.deployment, request.name)
         report = caller.services.checkpoints.find(target)
-        if report is None or report.state == CheckpointState.DURABLE:
-            # One that was deleted since is no checkpoint any more.
+        is_gone = (
+            report is not None
+            and report.state == CheckpointState.DURABLE
+            # By a retention policy, or somebody's hand.
+            and not target.exists()
+        )
+        if report is None or is_gone:
             report = _on_disk(caller, target)
         if report is None:
             raise CheckpointNotFoundError(
