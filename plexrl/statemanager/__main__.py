@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -17,8 +18,13 @@ from plexrl.statemanager.tier import Tier
 LOG = logging.getLogger(__name__)
 
 
+SWITCH_INTERVAL_S = 0.0005
+"""A request waits no longer for the interpreter while a checkpoint is being written."""
+
+
 def main() -> None:
     """Serve until a signal; then keep complete versions on NVMe and clear the host tier."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     parser = argparse.ArgumentParser(prog="python -m plexrl.statemanager", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     config = load_config(parser.parse_args().config, StateManagerConfig)

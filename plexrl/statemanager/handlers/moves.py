@@ -11,7 +11,7 @@ from plexrl.statemanager.keys import StatePart
 from plexrl.statemanager.protocol import Load, Publish, Save
 from plexrl.statemanager.registry import Registration
 from plexrl.statemanager.store import StoredVersion
-from plexrl.statemanager.versions import Manifest, VersionKind, lay_out
+from plexrl.statemanager.versions import Manifest, VersionKind
 
 PUBLISHED_PARTS = (StatePart.BUFFER, StatePart.PARAMETER)
 
@@ -94,8 +94,7 @@ def _manifest(
     parts: Sequence[StatePart],
     meta_json: str,
 ) -> Manifest:
-    slices = tuple(piece for piece in own.slices if piece.key.part in parts)
-    extents, nbytes = lay_out(slices)
+    slices, extents, nbytes = own.layout(parts)
     return Manifest(
         deployment=own.deployment,
         rank=own.rank,

@@ -1,5 +1,7 @@
 """Checkpoints that a real daemon writes in the background, from versions of real clients."""
 
+import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from plexrl.statemanager.checkpoint.requests import (
     CheckpointStatus,
     WriteCheckpoint,
 )
+from plexrl.statemanager.checkpoint.restore import Checkpoint
 from plexrl.statemanager.checkpoint.retention import RetentionPolicy
 from plexrl.statemanager.client import StateManagerClient
 from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon, wait_until
@@ -293,3 +296,26 @@ def test_uploads_follow_and_go_on_after_a_kill(
             path.unlink()
     daemon.start()
     wait_until(lambda: (remote / "job" / "one" / "upload.json").exists())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
+    start: StartDaemon, make_shard: MakeShard, folder: Path, seed: int
+) -> None:
+    daemon = start(checkpoint_bytes_per_s=40 * MIB)
+    (shard,) = ranks(make_shard, daemon, 1)
+    snapshot([shard], 1)
+    write(shard.client, "one", 1)
+    finished(shard.client, "one")
+    snapshot([shard], 2)
+    write(shard.client, "one", 2, overwrite=True)
+    # Past its end in some cases: eight megabytes take a fifth of a second.
+    threading.Event().wait(random.Random(seed).uniform(0.0, 0.3))
+    daemon.kill()
+    daemon.start()
+    with Checkpoint(folder / "job" / "one") as found:
+        seq = found.record.seq
+        found.verify(list(found.whole_parameters().values()))
+    assert seq in (1, 2)
+    assert weights(folder, "one") == weights_of([shard], seq)
+    assert [path.name for path in (folder / "job").iterdir()] == ["one"]
