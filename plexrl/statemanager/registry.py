@@ -8,14 +8,10 @@ from dataclasses import dataclass, field
 
 from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.statemanager.arena import resident_bytes
-from plexrl.statemanager.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StatePart, StateSlice
-from plexrl.statemanager.versions import Extent, lay_out
+from plexrl.statemanager.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StateSlice
 
 Shard = tuple[str, int]
 """Deployment and rank."""
-
-Layout = tuple[tuple[StateSlice, ...], tuple[Extent, ...], int]
-"""Slices, their extents, and the size of the data."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,15 +27,6 @@ class Registration:
     fd: int
     in_move: threading.Lock = field(default_factory=threading.Lock)
     ended: bool = False
-    _layouts: dict[tuple[StatePart, ...], Layout] = field(default_factory=dict)
-
-    def layout(self, parts: Sequence[StatePart]) -> Layout:
-        """How a version of these parts lies in its data; made once, as every save asks for it."""
-        key = tuple(sorted(parts))
-        if key not in self._layouts:
-            slices = tuple(piece for piece in self.slices if piece.key.part in key)
-            self._layouts[key] = (slices, *lay_out(slices))
-        return self._layouts[key]
 
     @property
     def shard(self) -> Shard:

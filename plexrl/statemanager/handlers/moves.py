@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.handlers.caller import Caller, Reply, handles, move_report, names_of
@@ -11,7 +10,7 @@ from plexrl.statemanager.keys import StatePart
 from plexrl.statemanager.protocol import Load, Publish, Save
 from plexrl.statemanager.registry import Registration
 from plexrl.statemanager.store import StoredVersion
-from plexrl.statemanager.versions import Manifest, VersionKind
+from plexrl.statemanager.versions import Manifest, VersionKind, lay_out
 
 PUBLISHED_PARTS = (StatePart.BUFFER, StatePart.PARAMETER)
 
@@ -22,17 +21,19 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
     started = time.perf_counter()
     with own.moving() as arena_fd:
         caller.services.fencing.admit(own.group, request.token)
-        manifest = _manifest(own, VersionKind.STATE, request.seq, request.parts, request.meta_json)
         keep = {request.seq, request.keep_seq}
         found = _versions(caller, own, VersionKind.STATE)
         superseded = names_of([v for v in found if v.manifest.seq not in keep])
-        stored = _unchanged(manifest, request.same_as, found)
+        stored = _unchanged(own, request, found)
         moved = 0
         if stored is None:
+            manifest = _manifest(
+                own, VersionKind.STATE, request.seq, request.parts, request.meta_json
+            )
             stored = store.put(manifest, arena_fd, superseded)
             moved = manifest.nbytes
         else:
-            store.touch(manifest.name)
+            store.touch(stored.manifest.name)
         store.drop(superseded)
         report = move_report(moved, time.perf_counter() - started, stored.tier)
         return Reply({**report, "stamp": stored.manifest.stamp})
@@ -94,7 +95,8 @@ def _manifest(
     parts: Sequence[StatePart],
     meta_json: str,
 ) -> Manifest:
-    slices, extents, nbytes = own.layout(parts)
+    slices = tuple(piece for piece in own.slices if piece.key.part in parts)
+    extents, nbytes = lay_out(slices)
     return Manifest(
         deployment=own.deployment,
         rank=own.rank,
@@ -110,16 +112,20 @@ def _manifest(
 
 
 def _unchanged(
-    manifest: Manifest, same_as: str | None, stored: Sequence[StoredVersion]
+    own: Registration, request: Save, stored: Sequence[StoredVersion]
 ) -> StoredVersion | None:
-    """The stored version that already is what `manifest` asks for, where there is one."""
+    """The stored version that already is what the request asks for, where there is one.
+
+    A checkpoint comes this way with training waiting, so nothing is laid out anew.
+    """
     for version in stored:
         there = version.manifest
-        if there.stamp == same_as and there.seq == manifest.seq:
-            wanted = replace(
-                manifest, ordinal=there.ordinal, stamp=there.stamp, digest=there.digest
-            )
-            return version if wanted == there else None
+        if (there.stamp, there.seq) == (request.same_as, request.seq):
+            parts = tuple(sorted(request.parts))
+            slices = tuple(piece for piece in own.slices if piece.key.part in parts)
+            asked = (own.world_size, parts, request.meta_json, slices)
+            is_same = asked == (there.world_size, there.parts, there.meta_json, there.slices)
+            return version if is_same else None
     return None
 
 
