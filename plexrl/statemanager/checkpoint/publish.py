@@ -40,6 +40,20 @@ def announce(target: Path, node: str) -> None:
         ) from error
 
 
+def begin(part: Path) -> None:
+    """Have the directory there and empty. It stays throughout, because a load waits by it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    part.mkdir(parents=True, exist_ok=True)
+    for left in part.iterdir():
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
+
+
 def announce_end(target: Path, node: str) -> None:
     """Let every node see that none is coming any more; a published one stays."""
     shutil.rmtree(part_of(target, node), ignore_errors=True)

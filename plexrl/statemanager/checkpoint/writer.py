@@ -20,7 +20,7 @@ from plexrl.statemanager.checkpoint.plan import (
     plan_checkpoint,
 )
 from plexrl.statemanager.checkpoint.progress import Progress
-from plexrl.statemanager.checkpoint.publish import part_of, publish
+from plexrl.statemanager.checkpoint.publish import begin, part_of, publish
 from plexrl.statemanager.checkpoint.record import (
     RECORD,
     VERSION,
@@ -90,8 +90,7 @@ def write_checkpoint(
                 shard_bytes_max=wanted.shard_bytes_max,
             )
             progress.start(plan.nbytes)
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
+            begin(part)
             if extras_fd is not None:
                 _take_extras(extras_fd, part)
             for name, text in plan.texts:
