@@ -8,6 +8,7 @@ compared with plain writes of as many bytes past the page cache, in turns with i
 """
 
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -33,7 +34,6 @@ from plexrl.statemanager.checkpoint.requests import (
 from plexrl.statemanager.checkpoint.restore import Checkpoint
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.copy import page_aligned_block, write_all
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
 
 MIB = 1 << 20
@@ -75,13 +75,14 @@ def timed(work: Callable[[], object]) -> float:
 
 def plain_write(path: Path) -> None:
     """As many bytes, in one file, from memory that is there."""
-    block = page_aligned_block(WRITE_BYTES)
+    block = memoryview(mmap.mmap(-1, WRITE_BYTES))
     block[:] = bytes(range(256)) * (WRITE_BYTES // 256)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
     try:
         os.posix_fallocate(fd, 0, STATE_BYTES)
         for start in range(0, STATE_BYTES, WRITE_BYTES):
-            write_all(fd, block[: min(WRITE_BYTES, STATE_BYTES - start)], start)
+            part = block[: min(WRITE_BYTES, STATE_BYTES - start)]
+            assert os.pwrite(fd, part, start) == len(part), "the disk is full"
         os.fsync(fd)
     finally:
         os.close(fd)

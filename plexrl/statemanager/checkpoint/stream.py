@@ -6,14 +6,13 @@ push other tenants' pages out of memory, and were measured at a ninth of the ban
 
 import errno
 import fcntl
+import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from plexrl.statemanager.copy import page_aligned_block, write_all
-from plexrl.statemanager.versions import PAGE_BYTES
-
+PAGE_BYTES = mmap.PAGESIZE
 WRITE_BYTES = 8 << 20
 """Of one write, whatever the pieces that it is filled from."""
 
@@ -29,7 +28,8 @@ class StreamFile:
         """
         self._fd = _open(path)
         size = WRITE_BYTES + -(-space_bytes_max // PAGE_BYTES) * PAGE_BYTES
-        self._buffers = [page_aligned_block(size), page_aligned_block(size)]
+        # Anonymous mappings lie on page boundaries, as writes past the cache want it.
+        self._buffers = [memoryview(mmap.mmap(-1, size)) for _ in range(2)]
         self._filled = 0
         self._written = 0
         self._thread = ThreadPoolExecutor(1)
@@ -117,15 +117,16 @@ def _open(path: Path) -> int:
 
 
 def _write(fd: int, data: memoryview, offset: int) -> None:
-    try:
-        write_all(fd, data, offset)
-    except OSError as error:
-        # Some file systems take O_DIRECT at open and refuse it, or our alignment, later.
-        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
-        if error.errno != errno.EINVAL or not direct:
-            raise
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-        write_all(fd, data, offset)
+    done = 0
+    while done < len(data):
+        try:
+            done += os.pwrite(fd, data[done:], offset + done)
+        except OSError as error:
+            # Some file systems take O_DIRECT at open and refuse it, or our alignment, later.
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
 
 def _reserve(fd: int, nbytes: int) -> None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from plexrl.statemanager.boxes import Box
 from plexrl.statemanager.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
-from plexrl.statemanager.versions import Manifest, VersionKind, lay_out, padded
+from plexrl.statemanager.versions import Manifest, VersionKind, padded
 
 Tensors = dict[StateKey, tuple[str, npt.NDArray[np.generic]]]
 """Dtype and values, as unsigned integers of the dtype's size."""
@@ -99,7 +99,7 @@ def version(
 ) -> MemoryReader:
     """One rank's version."""
     slices = wanted(tensors, cut)
-    extents, nbytes = lay_out(slices)
+    nbytes = max((piece.arena_offset + piece.nbytes for piece in slices), default=0)
     data = bytearray(nbytes)
     for piece in slices:
         data[piece.arena_offset : piece.arena_offset + piece.nbytes] = part_of(tensors, piece)
@@ -112,7 +112,7 @@ def version(
         parts=(StatePart.PARAMETER, StatePart.OPTIMIZER),
         meta_json="{}",
         slices=slices,
-        extents=extents,
+        extents=(),
         nbytes=nbytes,
         stamp=f"{seq}-{rank}",
     )
