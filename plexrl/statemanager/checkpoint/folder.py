@@ -76,13 +76,20 @@ def retain(folder: Path, policy: RetentionPolicy, node: str, in_use: frozenset[s
     return gone
 
 
-def recover(root: str, node: str) -> Iterator[tuple[Path, CheckpointRecord]]:
-    """Remove what a former daemon of this node left unfinished; its whole checkpoints."""
-    if not root:
-        return
-    for folder in sorted(path for path in Path(root).glob("*") if path.is_dir()):
+def clean_up(root: str, node: str) -> None:
+    """Remove what a former daemon of this node left unfinished."""
+    for folder in _job_folders(root):
         for left in sweep(folder, node):
             LOG.warning("%s was not finished; removed", left)
+
+
+def to_upload(root: str, node: str) -> Iterator[Path]:
+    """The whole checkpoints that this node wrote and was asked to upload."""
+    for folder in _job_folders(root):
         for path, record in complete_checkpoints(folder):
-            if record.node == node:
-                yield path, record
+            if record.upload and record.node == node:
+                yield path
+
+
+def _job_folders(root: str) -> list[Path]:
+    return sorted(path for path in Path(root).glob("*") if path.is_dir()) if root else []

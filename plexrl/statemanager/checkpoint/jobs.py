@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plexrl.errors import NotFoundError, OperationCancelledError, OverloadedError, PlexRLError
-from plexrl.statemanager.checkpoint.folder import recover, retain
+from plexrl.statemanager.checkpoint.folder import clean_up, retain, to_upload
 from plexrl.statemanager.checkpoint.progress import Progress
 from plexrl.statemanager.checkpoint.publish import announce, announce_end
 from plexrl.statemanager.checkpoint.requests import CheckpointReport, CheckpointState, UploadState
@@ -71,8 +71,10 @@ class CheckpointJobs:
         self._entries: OrderedDict[Path, _Entry] = OrderedDict()
         self._queue: queue.Queue[_Entry | None] = queue.Queue()
         self._active = 0
-        for path, record in recover(config.checkpoint_dir, config.node):
-            if record.upload:
+        clean_up(config.checkpoint_dir, config.node)
+        # Reads every manifest, which is not to hold up a start for nothing.
+        if self._uploads.is_enabled:
+            for path in to_upload(config.checkpoint_dir, config.node):
                 self._uploads.add(path)
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()

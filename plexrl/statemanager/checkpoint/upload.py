@@ -5,7 +5,7 @@
 
 A file that is there with the size and digest that it should have is not sent again, so an upload
 that was cut goes on where it was. A failed one is reported and tried again when the daemon starts;
-the checkpoint on the disk is whole either way.
+the checkpoint on the disk is whole either way. One that is done leaves an `upload.json` there too.
 """
 
 import logging
@@ -112,7 +112,10 @@ class Uploads:
         return self._filesystem is not None
 
     def add(self, checkpoint: Path) -> None:
-        """Upload a whole checkpoint soon."""
+        """Upload a whole checkpoint soon, unless that is done already."""
+        if (checkpoint / UPLOAD_RECORD).exists():
+            self._set(checkpoint, UploadState.DONE)
+            return
         self._set(checkpoint, UploadState.WAITING)
         self._queue.put(checkpoint)
 
@@ -165,8 +168,16 @@ class Uploads:
                 self._closing.wait(pause_s * random.uniform(0.5, 1.0))
             else:
                 LOG.info("checkpoint %s: %d bytes uploaded", checkpoint, sent)
+                self._note_done(checkpoint)
                 self._set(checkpoint, UploadState.DONE)
                 return
+
+    def _note_done(self, checkpoint: Path) -> None:
+        try:
+            (checkpoint / UPLOAD_RECORD).write_bytes(msgspec.json.encode({"url": self._url}))
+        except OSError as error:
+            # The next daemon finds out by comparing every file.
+            LOG.warning("that %s is uploaded was not noted: %s", checkpoint, error)
 
     def _set(self, checkpoint: Path, state: UploadState, error: str | None = None) -> None:
         with self._lock:

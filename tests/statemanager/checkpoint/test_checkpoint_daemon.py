@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -189,6 +190,26 @@ def test_the_queue_is_bounded_and_a_cancelled_one_leaves_nothing(
     assert shard.client.usage()["host_bytes"] == 0
 
 
+def test_pinned_versions_do_not_stand_in_the_way_of_offloads(
+    start: StartDaemon, make_shard: MakeShard, folder: Path
+) -> None:
+    daemon = start(checkpoint_bytes_per_s=4 * MIB, host_bytes=20 * MIB, nvme_bytes=40 * MIB)
+    (shard,) = ranks(make_shard, daemon, 1)
+    other = make_shard(daemon, deployment="other/actor", elements=ELEMENTS)
+    snapshot([shard], 1)
+    write(shard.client, "one", 1)
+    for seq in range(2, 6):
+        contents = shard.fill(seq)
+        shard.offload(seq, keep_seq=seq - 1)
+        other.fill(100 + seq)
+        other.offload(seq)
+        shard.load(seq)
+        assert np.array_equal(shard.contents, contents)
+        other.load(seq)
+    assert finished(shard.client, "one").state == CheckpointState.DURABLE
+    assert weights(folder, "one") == weights_of([shard], 1)
+
+
 def test_a_killed_daemon_leaves_nothing_and_the_request_is_repeated(
     slow: Daemon, make_shard: MakeShard, folder: Path
 ) -> None:
@@ -290,7 +311,10 @@ def test_uploads_follow_and_go_on_after_a_kill(
     assert (remote / "job" / "one" / "model.safetensors").read_bytes() == (
         folder / "job" / "one" / "model.safetensors"
     ).read_bytes()
+    wait_until(lambda: (folder / "job" / "one" / "upload.json").exists())
     daemon.kill()
+    # As if the daemon had died before it was done.
+    (folder / "job" / "one" / "upload.json").unlink()
     for path in (remote / "job" / "one").iterdir():
         if path.is_file():
             path.unlink()

@@ -103,7 +103,12 @@ def test_a_failing_upload_is_tried_again_and_then_reported(checkpoint: Path) -> 
     uploads = Uploads("flaky://remote", backoff_s=0.001, attempts_max=4)
     uploads.add(checkpoint)
     wait_until(lambda: uploads.state(checkpoint)[0] == UploadState.DONE)
+    sent = len(FlakyFileSystem.written)
+    uploads.add(checkpoint)
+    assert uploads.state(checkpoint) == (UploadState.DONE, None)
+    assert len(FlakyFileSystem.written) == sent
     FlakyFileSystem.is_down = True
+    (checkpoint / "upload.json").unlink()
     (checkpoint / "config.json").write_text('{"changed": 1}')
     uploads.add(checkpoint)
     wait_until(lambda: uploads.state(checkpoint)[0] == UploadState.FAILED)
