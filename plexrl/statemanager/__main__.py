@@ -10,10 +10,8 @@ from pathlib import Path
 
 from plexrl.cluster.process import load_config, print_ready, remove_socket, run_until_signal
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.server import Server
 from plexrl.statemanager.store import Store
-from plexrl.statemanager.tier import Tier
 
 LOG = logging.getLogger(__name__)
 
@@ -29,9 +27,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     config = load_config(parser.parse_args().config, StateManagerConfig)
     # The tiers are locked by their process, so whoever gets past here may take over the socket.
-    host = Tier(TierName.HOST, Path(config.host_dir))
-    nvme = Tier(TierName.NVME, Path(config.nvme_dir))
-    store = Store(host, config.host_bytes, nvme, config.nvme_bytes)
+    store = Store(config)
 
     async def serve(stop: asyncio.Event) -> None:
         remove_socket(config.listen)

@@ -6,7 +6,6 @@ changes nothing twice: every request names its version, and the arena is given b
 client and only once it knows that the version is whole.
 """
 
-import mmap
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -25,15 +24,18 @@ from plexrl.errors import (
     InvalidRequestError,
     PlexRLError,
     StateLostError,
+    UnavailableError,
 )
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.boxes import plan_pull
 from plexrl.statemanager.connection import connect, exchange, until_reached
 from plexrl.statemanager.copy import Bytes, copy_box
 from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.statemanager.mapping import JoinedRegions
 from plexrl.statemanager.protocol import (
     Adopt,
     Answer,
+    Confirm,
     Load,
     OpenPublished,
     Prefetch,
@@ -46,10 +48,11 @@ from plexrl.statemanager.protocol import (
     StoredShard,
     Usage,
     close_all,
+    regions_of,
 )
 
 _Shard = tuple[tuple[StateSlice, ...], Bytes]
-"""A published shard's slices, and the mapped file that they lie in."""
+"""A published shard's slices, and the mapped data that they lie in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,31 +217,18 @@ class StateManagerClient:
             raise InvalidRequestError("register an arena before pulling into it")
         started = time.perf_counter()
         self._held = None
-        request = OpenPublished(source=source, seq=seq)
-        with ExitStack() as open_sources:
-            shards: list[_Shard] = []
-            for path in dict.fromkeys(sources):
-                connection, held = until_reached(
-                    path,
-                    self._timeout_s,
-                    partial(_open_published, path, self._timeout_s, request),
-                )
-                open_sources.enter_context(connection)
-                shards += held
-            if not shards:
-                raise StateLostError(
-                    f"no StateManager of {sorted(set(sources))} has version {seq} of {source!r} "
-                    "published: publish the weights again"
-                )
-            transfers = plan_pull(wants, [slices for slices, _ in shards])
-            target = np.frombuffer(self._arena.buffer, dtype=np.uint8)
-            for transfer in transfers:
-                copy_box(transfer, shards[transfer.shard][1], target)
-        return MoveReport(
-            bytes_moved=sum(transfer.nbytes for transfer in transfers),
-            seconds=time.perf_counter() - started,
-            tier="host",
-        )
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                moved = self._pull(sources, OpenPublished(source=source, seq=seq), wants)
+                break
+            except (ConnectionLostError, OSError) as error:
+                # A source went while its bytes were read: nobody knows what was read.
+                if time.monotonic() > deadline:
+                    raise UnavailableError(
+                        f"the sources of version {seq} of {source!r} do not last ({error})"
+                    ) from error
+        return MoveReport(bytes_moved=moved, seconds=time.perf_counter() - started, tier="host")
 
     def usage(self) -> dict[str, Any]:
         """The node's tiers, versions and arenas, in bytes."""
@@ -248,16 +238,16 @@ class StateManagerClient:
         """Drop every version and registration of a deployment."""
         self._call(Release(deployment=deployment))
 
-    def adopt(self, shard: StoredShard, fd: int) -> MoveReport:
-        """Have the daemon take in another one's version from its file `fd`. For the node agent.
+    def adopt(self, shard: StoredShard, fds: Sequence[int]) -> MoveReport:
+        """Have the daemon take in another one's version from its files. For the node agent.
 
         Raises:
             StateTierFullError: no tier has room.
             CorruptStateError: the bytes are not those of the manifest's digest.
             PermissionDeniedError: this client has registered an arena.
         """
-        request = Adopt(manifest=shard.manifest, data_offset=shard.data_offset)
-        return msgspec.convert(self._call(request, (fd,)), MoveReport)
+        request = Adopt(manifest=shard.manifest, regions=shard.regions)
+        return msgspec.convert(self._call(request, fds), MoveReport)
 
     def prefetch(self, deployment: str, seq: int) -> None:
         """Hint that version `seq` will be loaded soon; returns at once."""
@@ -281,6 +271,32 @@ class StateManagerClient:
     def stamp(self, seq: int) -> str | None:
         """Of the stored version `seq`, where the arena is known to equal it."""
         return self._held[1] if self._held is not None and self._held[0] == seq else None
+
+    def _pull(
+        self, sources: Sequence[str], request: OpenPublished, wants: Sequence[StateSlice]
+    ) -> int:
+        """One attempt; returns the bytes that were copied."""
+        assert self._arena is not None
+        with ExitStack() as opened:
+            connections: list[socket.socket] = []
+            shards: list[_Shard] = []
+            for path in dict.fromkeys(sources):
+                open_source = partial(_open_published, path, self._timeout_s, request, opened)
+                connection, held = until_reached(path, self._timeout_s, open_source)
+                connections.append(connection)
+                shards += held
+            if not shards:
+                raise StateLostError(
+                    f"no StateManager of {sorted(set(sources))} has version {request.seq} of "
+                    f"{request.source!r} published: publish the weights again"
+                )
+            transfers = plan_pull(wants, [slices for slices, _ in shards])
+            target = np.frombuffer(self._arena.buffer, dtype=np.uint8)
+            for transfer in transfers:
+                copy_box(transfer, shards[transfer.shard][1], target)
+            for connection in connections:
+                exchange(connection, Confirm())
+        return sum(transfer.nbytes for transfer in transfers)
 
     def _save(
         self,
@@ -337,25 +353,18 @@ class StateManagerClient:
 
 
 def _open_published(
-    path: str, timeout_s: float, request: OpenPublished
+    path: str, timeout_s: float, request: OpenPublished, opened: ExitStack
 ) -> tuple[socket.socket, list[_Shard]]:
     """The shards that the StateManager at `path` has, mapped, and the connection that keeps them
-    in place."""
-    connection = connect(path, timeout_s)
+    in place; `opened` closes it, and unmaps them."""
+    connection = opened.enter_context(connect(path, timeout_s))
+    answer, fds = exchange(connection, request)
     try:
-        answer, fds = exchange(connection, request)
-    except BaseException:
-        connection.close()
-        raise
-    try:
-        shards = msgspec.convert(answer["shards"], tuple[PublishedShard, ...])
-        return connection, [
-            (shard.slices, _map(fd, shard.file_bytes))
-            for shard, fd in zip(shards, fds, strict=True)
-        ]
+        held: list[_Shard] = []
+        for shard in msgspec.convert(answer["shards"], tuple[PublishedShard, ...]):
+            mapped = JoinedRegions(regions_of(shard.regions, fds), shard.nbytes)
+            opened.callback(mapped.close)
+            held.append((shard.slices, np.frombuffer(mapped.view, dtype=np.uint8)))
+        return connection, held
     finally:
         close_all(fds)
-
-
-def _map(fd: int, nbytes: int) -> Bytes:
-    return np.frombuffer(mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ), dtype=np.uint8)

@@ -20,6 +20,21 @@ class StateManagerConfig:
     nvme_dir: str
     nvme_bytes: int
     """Bound of the NVMe tier."""
+    host_prefault_bytes: int = 0
+    """Of the host tier made resident at start, in the background; 0 leaves that to the first moves,
+    which are slow then. Small nodes and tests want none."""
+    segment_bytes_max: int = 1 << 30
+    """Of one file of the host tier's memory; larger versions lie in several."""
+    memory_node: int | None = None
+    """NUMA node whose memory the host tier prefers; absent: all of them in turn."""
+    data_threads: int | None = None
+    """Threads that one copy between memories is split over; absent: one a core, up to 4."""
+    nvme_queue_depth: int = 8
+    """Requests of 4 MiB that an NVMe drive is given at once: an array needs several, one drive
+    loses nothing by them."""
+    drain: bool = False
+    """Copy versions to NVMe ahead of pressure. Off by default: it writes every version once, most
+    of which are superseded before they would ever have to spill."""
     published_versions: int = 2
     """Published parameter versions kept of each shard: the one being pulled and the next."""
     persist_on_exit: bool = True
@@ -36,9 +51,14 @@ class StateManagerConfig:
     checkpoint_upload_url: str = ""
     """An `fsspec` URL below which uploads go, as `s3://bucket/checkpoints`; empty: there are none.
     It is the operator's, because the daemon writes there with the operator's credentials."""
+    fault_points: tuple[str, ...] = ()
+    """For tests: where the daemon kills itself (`fault_points.POINTS`)."""
 
     def __post_init__(self) -> None:
-        for name in ("host_bytes", "nvme_bytes", "published_versions", "connections_max"):
+        for name in (
+            *("host_bytes", "nvme_bytes", "published_versions", "connections_max"),
+            *("segment_bytes_max", "nvme_queue_depth"),
+        ):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
         for name in ("checkpoint_bytes_per_s", "checkpoints_waiting_max"):

@@ -99,7 +99,7 @@ def _move(source: str, target: str, request: OpenState, timeout_s: float) -> Mov
     connection, shard, fds = opened
     with connection, closing(_client(target, timeout_s)) as client:
         try:
-            return client.adopt(shard, *fds)
+            return client.adopt(shard, fds)
         finally:
             close_all(fds)
 
@@ -107,7 +107,7 @@ def _move(source: str, target: str, request: OpenState, timeout_s: float) -> Mov
 def _open_state(
     path: str, timeout_s: float, request: OpenState
 ) -> tuple[socket.socket, StoredShard, list[int]]:
-    """One rank's version, its descriptor, and the connection that keeps it in place."""
+    """One rank's version, its descriptors, and the connection that keeps it in place."""
     connection = connect(path, timeout_s)
     try:
         answer, fds = exchange(connection, request)

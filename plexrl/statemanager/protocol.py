@@ -7,18 +7,19 @@ own, and the frame says how many; so the stream stays in step whatever becomes o
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from plexrl.errors import ConnectionLostError, PlexRLError, from_wire
+from plexrl.errors import ConnectionLostError, InvalidRequestError, PlexRLError, from_wire
 from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.statemanager.mapping import Region
 from plexrl.statemanager.versions import Manifest
 from plexrl.wire.framing import recv_frame, send_frame
 
 DESCRIPTORS_MAX = 1024
-"""Descriptors that one message may carry: far more than a node has ranks."""
+"""Descriptors that one message may carry: a file of the host tier may hold 1 GiB and more."""
 
 Answer = dict[str, Any]
 
@@ -66,14 +67,14 @@ class Publish(Request, frozen=True, kw_only=True):
 
 
 class OpenPublished(Request, frozen=True, kw_only=True):
-    """Descriptors of a published version's shards, one each; held in place for the connection."""
+    """Where a published version's shards lie; held in place for the connection."""
 
     source: str
     seq: int
 
 
 class OpenState(Request, frozen=True, kw_only=True):
-    """Descriptors of a version's files, one a rank; held in place for the connection."""
+    """Where a version's shards lie; held in place for the connection."""
 
     deployment: str
     seq: int
@@ -81,13 +82,16 @@ class OpenState(Request, frozen=True, kw_only=True):
     """Absent: every rank that this node has."""
 
 
+class Confirm(Request, frozen=True, kw_only=True):
+    """Nothing: that it is answered says that what this connection opened was in place till now."""
+
+
 class Adopt(Request, frozen=True, kw_only=True):
-    """Store another node's version; the descriptor of a file that holds it comes along."""
+    """Store another node's version; descriptors of the files that hold it come along."""
 
     manifest: Manifest
     """With its digest."""
-    data_offset: int
-    """Where in the file the data begins."""
+    regions: tuple[Region, ...]
 
 
 class Prefetch(Request, frozen=True, kw_only=True):
@@ -109,20 +113,24 @@ class Release(Request, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedShard:
-    """One rank's part of a published version, in the file whose descriptor has the same index."""
+    """One rank's part of a published version."""
 
     slices: tuple[StateSlice, ...]
-    """`arena_offset` counts from the start of the file."""
-    file_bytes: int
+    """`arena_offset` counts from the start of the data."""
+    nbytes: int
+    """Of the data."""
+    regions: tuple[Region, ...]
+    """All of the data, in its order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredShard:
-    """One rank's version, in the file whose descriptor has the same index."""
+    """One rank's version."""
 
     manifest: Manifest
     """With its digest."""
-    data_offset: int
+    regions: tuple[Region, ...]
+    """All of the data, in its order."""
 
 
 def send_request(connection: socket.socket, request: Request, fds: Sequence[int] = ()) -> None:
@@ -188,6 +196,17 @@ def _recv(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         close_all(fds)
         raise
     return header, fds
+
+
+def regions_of(regions: Sequence[Region], fds: Sequence[int]) -> list[Region]:
+    """Regions off the wire, each with its descriptor instead of an index.
+
+    Raises:
+        InvalidRequestError: a descriptor did not come along.
+    """
+    if any(not 0 <= region.fd < len(fds) for region in regions):
+        raise InvalidRequestError(f"a version needs its files' descriptors; {len(fds)} came")
+    return [replace(region, fd=fds[region.fd]) for region in regions]
 
 
 def close_all(fds: Sequence[int]) -> None:

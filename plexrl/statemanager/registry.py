@@ -79,6 +79,15 @@ class Registry:
         for registration in own:
             self.remove(registration)
 
+    def others(self, own: Registration) -> dict[int, tuple[StateSlice, ...]]:
+        """What the deployment's other ranks on this node hold, by rank."""
+        with self._lock:
+            return {
+                rank: registration.slices
+                for (deployment, rank), registration in self._registrations.items()
+                if deployment == own.deployment and rank != own.rank
+            }
+
     def resident_bytes(self) -> dict[Shard, int]:
         """Memory that each arena occupies now."""
         with self._lock:

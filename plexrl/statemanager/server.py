@@ -17,6 +17,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.drain import Drainer
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.handlers.caller import Services
 from plexrl.statemanager.prefetch import Prefetcher
@@ -52,6 +53,7 @@ class Server:
             prefetcher=Prefetcher(store),
             checkpoints=CheckpointJobs(config),
         )
+        self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()
         self._served: dict[socket.socket, threading.Thread] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -87,6 +89,8 @@ class Server:
             thread.join(DRAIN_TIMEOUT_S)
         self._services.prefetcher.close()
         self._services.checkpoints.close(CHECKPOINTS_TIMEOUT_S)
+        if self._drainer is not None:
+            self._drainer.close()
 
     def _admit(self, connection: socket.socket) -> None:
         check_peer(connection, frozenset({0, os.getuid()}))

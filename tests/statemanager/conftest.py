@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,20 @@ class Daemon:
         """End it as a crash would."""
         self._end(signal.SIGKILL)
 
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def wait(self) -> None:
+        """Clear away a process that ended by itself."""
+        assert self.process is not None
+        self.process.communicate(timeout=DEADLINE_S)
+        self.process = None
+
+    def with_config(self, **changes: Any) -> StateManagerConfig:
+        """Its configuration with some fields changed."""
+        return replace(self.config, **changes)
+
     def terminate(self) -> str:
         """End it cleanly; returns its log."""
         log, status = self._end(signal.SIGTERM)
@@ -87,16 +102,23 @@ class Daemon:
         shutil.rmtree(self.config.host_dir, ignore_errors=True)
 
     def descriptors(self) -> int:
-        """How many the process has open."""
-        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+        """How many the process has open, without those of its tiers' memory, which it keeps."""
+        found = [path.readlink().name for path in Path(f"/proc/{self.pid}/fd").iterdir()]
+        return len([name for name in found if not name.endswith(".segment")])
 
     def host_files(self) -> list[Path]:
-        """Files in the host tier's directory, versions and leftovers."""
+        """Headers in the host tier's directory, and leftovers of some."""
         directory = Path(self.config.host_dir)
         return sorted(directory.glob("*.version")) + sorted(directory.glob("*.part"))
 
     def nvme_files(self) -> list[Path]:
-        return sorted(Path(self.config.nvme_dir).iterdir())
+        """Headers in the NVMe tier's directory, and leftovers of anything."""
+        directory = Path(self.config.nvme_dir)
+        return sorted(directory.glob("*.version")) + sorted(directory.glob("*.part"))
+
+    def nvme_objects(self) -> list[Path]:
+        """Files of data there."""
+        return sorted(Path(self.config.nvme_dir).glob("*.object"))
 
 
 StartDaemon = Callable[..., Daemon]
@@ -153,7 +175,7 @@ class Shard:
         group: str = "g",
         timeout_s: float = DEADLINE_S,
     ) -> None:
-        self.token, self.group = token, group
+        self.token, self.group, self.deployment = token, group, deployment
         self.slices = tuple(
             StateSlice(
                 key=StateKey(part=part, name=name),

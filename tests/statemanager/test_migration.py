@@ -1,11 +1,13 @@
 """A version goes from one daemon to another: whole, verified, and as often as it is asked."""
 
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -265,7 +267,7 @@ def test_a_damaged_version_is_refused_and_nothing_of_it_stays(
 ) -> None:
     source, target = start_daemon(host_bytes=1), start_daemon(host_bytes=target_host_bytes)
     offloaded(source, make_shard)
-    [path] = source.nvme_files()
+    [path] = source.nvme_objects()
     contents = bytearray(path.read_bytes())
     contents[4096 + STATE // 2] ^= 1
     path.write_bytes(contents)
@@ -278,7 +280,7 @@ def test_a_damaged_version_is_refused_and_nothing_of_it_stays(
 def test_a_version_cut_short_is_refused(start_daemon: StartDaemon, make_shard: MakeShard) -> None:
     source, target = start_daemon(host_bytes=1), start_daemon()
     offloaded(source, make_shard)
-    path = source.nvme_files()[0]
+    [path] = source.nvme_objects()
     path.write_bytes(path.read_bytes()[: 4096 + STATE // 2])
     with pytest.raises(CorruptStateError, match="its data ends"):
         move(source, target)
@@ -293,12 +295,11 @@ def test_a_version_saved_to_memory_is_verified_too(
     connection, [shard], fds = opened(source, OpenState(deployment=NAME, seq=1))
     assert shard.manifest.digest != NO_DIGEST
     with connection, observer(target) as client:
-        [path] = source.host_files()
-        with path.open("r+b") as file:
-            file.seek(shard.data_offset)
+        with open_segment(source, fds[shard.regions[0].fd]) as file:
+            file.seek(shard.regions[0].offset)
             file.write(b"\xff" * 64)
         with pytest.raises(CorruptStateError, match="arrived damaged"):
-            client.adopt(shard, *fds)
+            client.adopt(shard, fds)
         close_all(fds)
     _check_empty(target)
 
@@ -374,8 +375,8 @@ def test_a_version_dropped_while_it_is_open_arrives_all_the_same(
     connection, shards, fds = opened(source, OpenState(deployment=NAME, seq=1))
     with connection, observer(source) as at_source, observer(target) as client:
         at_source.release(NAME)
-        for shard, fd in zip(shards, fds, strict=True):
-            assert client.adopt(shard, fd).bytes_moved == STATE
+        for shard in shards:
+            assert client.adopt(shard, fds).bytes_moved == STATE
         close_all(fds)
         assert at_source.usage()["host_bytes"] >= 2 * STATE
         connection.close()
@@ -392,7 +393,7 @@ def test_a_worker_may_neither_open_nor_adopt(
     connection, [shard], fds = opened(source, OpenState(deployment=NAME, seq=1))
     with connection:
         with pytest.raises(PermissionDeniedError, match="only the node agent"):
-            worker.client.adopt(shard, *fds)
+            worker.client.adopt(shard, fds)
         with pytest.raises(PermissionDeniedError, match="only the node agent"):
             worker.client._call(OpenState(deployment=NAME, seq=1))
         close_all(fds)
@@ -423,11 +424,15 @@ def test_a_manifest_that_cannot_be_is_refused(
     wrong = replace(shard.manifest, **change)  # type: ignore[arg-type]  # wrong on purpose
     with connection, observer(target) as client:
         with pytest.raises(InvalidRequestError):
-            client.adopt(replace(shard, manifest=wrong), *fds)
-        with pytest.raises(CorruptStateError):
-            client.adopt(replace(shard, data_offset=-4096), *fds)
-        with pytest.raises(InvalidRequestError, match="needs the version's descriptor"):
-            client._call(Adopt(manifest=shard.manifest, data_offset=shard.data_offset))
+            client.adopt(replace(shard, manifest=wrong), fds)
+        for offset in (-4096, 1):
+            elsewhere = replace(shard.regions[0], offset=offset)
+            with pytest.raises(InvalidRequestError, match="is said to lie at"):
+                client.adopt(replace(shard, regions=(elsewhere,)), fds)
+        with pytest.raises(CorruptStateError, match="its data ends"):
+            client.adopt(replace(shard, regions=()), fds)
+        with pytest.raises(InvalidRequestError, match="needs its files' descriptors"):
+            client._call(Adopt(manifest=shard.manifest, regions=shard.regions))
         close_all(fds)
     _check_empty(target)
 
@@ -445,8 +450,8 @@ def test_an_adopted_version_survives_its_daemon(
 
 def test_no_descriptor_is_left_open(start_daemon: StartDaemon, make_shard: MakeShard) -> None:
     source, target = start_daemon(), start_daemon()
-    before = source.descriptors(), target.descriptors()
     offloaded(source, make_shard)
+    before = source.descriptors(), target.descriptors()
     here = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
         move(source, target)
@@ -456,9 +461,17 @@ def test_no_descriptor_is_left_open(start_daemon: StartDaemon, make_shard: MakeS
     wait_until(lambda: (source.descriptors(), target.descriptors()) == before)
 
 
+def open_segment(daemon: Daemon, fd: int) -> BinaryIO:
+    """The file of the host tier behind a descriptor, to write to."""
+    wanted = os.fstat(fd).st_ino
+    found = Path(daemon.config.host_dir).glob("*.segment")
+    return next(path for path in found if path.stat().st_ino == wanted).open("r+b")
+
+
 def _check_empty(daemon: Daemon) -> None:
     with observer(daemon) as client:
         usage = client.usage()
     assert (usage["host_bytes"], usage["nvme_bytes"]) == (0, 0)
     assert not daemon.host_files()
     assert not daemon.nvme_files()
+    assert not daemon.nvme_objects()

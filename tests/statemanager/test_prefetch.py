@@ -77,7 +77,7 @@ def test_an_unknown_version_and_a_damaged_one_are_passed_over(
 ) -> None:
     daemon, first, second = crowded
     second.client.release("b/actor")
-    path = next(path for path in daemon.nvme_files() if path.name.startswith("a"))
+    path = next(path for path in daemon.nvme_objects() if path.name.startswith("a"))
     contents = bytearray(path.read_bytes())
     contents[5000] ^= 1
     path.write_bytes(contents)

@@ -6,30 +6,32 @@ occupies counts in its tier until the checkpoint is written.
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Protocol
 
 import msgspec
 
 from plexrl.errors import UnavailableError
 from plexrl.statemanager.checkpoint.requests import PinnedVersion, PinVersions
-from plexrl.statemanager.checkpoint.source import FileReader, VersionReader
+from plexrl.statemanager.checkpoint.source import LeaseReader, RemoteReader, VersionReader
 from plexrl.statemanager.connection import connect, exchange
-from plexrl.statemanager.protocol import close_all
+from plexrl.statemanager.lease import Lease
+from plexrl.statemanager.protocol import close_all, regions_of
 from plexrl.statemanager.store import Store
-from plexrl.statemanager.versions import Manifest, VersionKind
+from plexrl.statemanager.versions import VersionKind
 
 TIMEOUT_S = 10.0
 """Of another StateManager's answer."""
 
 
+class _Lend(Protocol):
+    def __call__(self, name: str, description: str) -> AbstractContextManager[Lease]: ...
+
+
 def pin_here(held: ExitStack, store: Store, deployment: str, seq: int) -> list[VersionReader]:
     """Readers of the versions that `store` has, for as long as `held` is open."""
-    readers: list[VersionReader] = []
-    for manifest, fd, data_offset in lease_versions(held, store, deployment, seq):
-        reader = FileReader(manifest, fd, data_offset)
-        held.callback(reader.close)
-        readers.append(reader)
-    return readers
+    return [LeaseReader(lease) for lease in _leases(held, store, store.lease, deployment, seq)]
 
 
 def pin_elsewhere(
@@ -51,42 +53,39 @@ def pin_elsewhere(
                 f"the StateManager at {path} cannot be reached ({error}): see its log",
                 statemanager=path,
             ) from error
-        try:
-            versions = msgspec.convert(answer["versions"], tuple[PinnedVersion, ...])
-            for version, fd in zip(versions, fds, strict=True):
-                reader = FileReader(version.manifest, fd, version.data_offset)
-                held.callback(reader.close)
-                readers.append(reader)
-        finally:
-            close_all(fds)
+        held.callback(close_all, fds)
+        for version in msgspec.convert(answer["versions"], tuple[PinnedVersion, ...]):
+            regions = regions_of(version.regions, fds)
+            readers.append(RemoteReader(version.manifest, regions, connection))
     return readers
-
-
-def lease_versions(
-    held: ExitStack, store: Store, deployment: str, seq: int
-) -> list[tuple[Manifest, int, int]]:
-    """Manifest, descriptor and place of the data of every version of that seq in the store."""
-    found = store.find(
-        lambda m: (m.deployment, m.seq, m.kind) == (deployment, seq, VersionKind.STATE)
-    )
-    leased = []
-    for version in found:
-        lease = held.enter_context(store.lease(version.manifest.name, version.manifest.description))
-        leased.append((lease.file.manifest, lease.fd, lease.file.data_offset))
-    return leased
 
 
 def pin_for_other(
     held: ExitStack, store: Store, deployment: str, seq: int
 ) -> tuple[list[PinnedVersion], list[int]]:
-    """What another StateManager needs to read the versions, and descriptors that it must close."""
+    """What another StateManager needs to read the versions, and descriptors that it must close.
+
+    Raises:
+        StateTierFullError: one was spilled, and the host tier cannot take it back.
+        CorruptStateError: one was spilled and is damaged.
+    """
     pinned: list[PinnedVersion] = []
-    opened: list[int] = []
-    try:
-        for manifest, fd, data_offset in lease_versions(held, store, deployment, seq):
-            pinned.append(PinnedVersion(manifest=manifest, data_offset=data_offset))
-            opened.append(os.dup(fd))
-    except BaseException:
-        close_all(opened)
-        raise
-    return pinned, opened
+    places: dict[int, int] = {}
+    # What lies on NVMe could not be verified by its reader, so it comes to memory first.
+    for lease in _leases(held, store, store.lease_in_memory, deployment, seq):
+        regions = tuple(
+            replace(region, fd=places.setdefault(region.fd, len(places)))
+            for region in lease.regions
+        )
+        pinned.append(PinnedVersion(manifest=lease.manifest, regions=regions))
+    return pinned, [os.dup(fd) for fd in places]
+
+
+def _leases(held: ExitStack, store: Store, lend: _Lend, deployment: str, seq: int) -> list[Lease]:
+    found = store.find(
+        lambda m: (m.deployment, m.seq, m.kind) == (deployment, seq, VersionKind.STATE)
+    )
+    return [
+        held.enter_context(lend(version.manifest.name, version.manifest.description))
+        for version in found
+    ]

@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from plexrl.statemanager.checkpoint.plan import SHARD_BYTES_MAX, CheckpointFormat
 from plexrl.statemanager.checkpoint.retention import RetentionPolicy
+from plexrl.statemanager.mapping import Region
 from plexrl.statemanager.protocol import Request
 from plexrl.statemanager.versions import Manifest
 
@@ -90,10 +91,11 @@ class CancelCheckpoint(Request, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedVersion:
-    """One rank's version, in the file whose descriptor has the same index."""
+    """One rank's version."""
 
     manifest: Manifest
-    data_offset: int
+    regions: tuple[Region, ...]
+    """All of the data, in its order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,20 @@
 """Versions as a checkpoint reads them, wherever they lie."""
 
-import os
+import socket
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
-import xxhash
-
-from plexrl.errors import CorruptStateError
+from plexrl.errors import ConnectionLostError, UnavailableError
+from plexrl.statemanager.connection import exchange
+from plexrl.statemanager.device.memory import Run
+from plexrl.statemanager.file_memory import version_memory
 from plexrl.statemanager.keys import StateSlice
-from plexrl.statemanager.versions import NO_DIGEST, Manifest, slices_in_file
-
-VERIFY_BLOCK_BYTES = 1 << 20
+from plexrl.statemanager.layout import slices_in_data
+from plexrl.statemanager.lease import Lease
+from plexrl.statemanager.mapping import Region, address_of
+from plexrl.statemanager.protocol import Confirm
+from plexrl.statemanager.versions import Manifest
 
 
 class VersionReader(Protocol):
@@ -29,7 +32,7 @@ class VersionReader(Protocol):
         """Fill `buffer` with the data from `start` on.
 
         Raises:
-            CorruptStateError: bytes are missing.
+            CorruptStateError: it is damaged.
         """
         ...
 
@@ -41,66 +44,54 @@ class VersionReader(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Let go of it."""
-        ...
 
+class LeaseReader:
+    """A version of this daemon's store."""
 
-class FileReader:
-    """A version in a file of its own, this daemon's or another's on this machine."""
-
-    def __init__(self, manifest: Manifest, fd: int, data_offset: int) -> None:
-        """The descriptor stays the caller's."""
-        self.manifest = manifest
-        # A new open file: this one may bypass the page cache and ask for aligned reads.
-        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        self._data_offset = data_offset
-        self._verified = manifest.digest == NO_DIGEST
+    def __init__(self, lease: Lease) -> None:
+        """The lease stays the caller's."""
+        self.manifest = lease.manifest
+        self._lease = lease
 
     @cached_property
     def slices(self) -> Sequence[StateSlice]:
         """As `VersionReader.slices`; made when first asked for, since pinning must not wait."""
-        return slices_in_file(self.manifest, 0)
+        return slices_in_data(self.manifest)
 
     def read_data(self, start: int, buffer: memoryview) -> None:
         """As `VersionReader.read_data`."""
-        self._verify()
-        self._read(start, buffer)
-
-    def _verify(self) -> None:
-        """What has left memory is checked against its digest once, as a load would."""
-        if self._verified:
-            return
-        digest = xxhash.xxh3_128()
-        block = memoryview(bytearray(VERIFY_BLOCK_BYTES))
-        for start in range(0, self.manifest.nbytes, len(block)):
-            part = block[: min(len(block), self.manifest.nbytes - start)]
-            self._read(start, part)
-            digest.update(part)
-        if digest.hexdigest() != self.manifest.digest:
-            raise self._damaged("its digest does not match")
-        self._verified = True
-
-    def _read(self, start: int, buffer: memoryview) -> None:
-        filled = 0
-        while filled < len(buffer):
-            at = self._data_offset + start + filled
-            try:
-                got = os.preadv(self._fd, [buffer[filled:]], at)
-            except OSError as error:
-                raise self._damaged(str(error)) from error
-            if got == 0:
-                raise self._damaged(f"it ends at byte {at}")
-            filled += got
+        self._lease.read_data(start, buffer)
 
     def confirm(self) -> None:
-        """As `VersionReader.confirm`; an open file keeps its bytes whatever becomes of its name."""
+        """As `VersionReader.confirm`; the lease has held it."""
 
-    def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._fd)
 
-    def _damaged(self, why: str) -> CorruptStateError:
-        return CorruptStateError(
-            f"{self.manifest.description} cannot be read for its checkpoint ({why}): save it again"
-        )
+class RemoteReader:
+    """A version in the host tier of another daemon on this machine."""
+
+    def __init__(
+        self, manifest: Manifest, regions: Sequence[Region], connection: socket.socket
+    ) -> None:
+        """The descriptors, and the connection that holds the version in place, are the caller's."""
+        self.manifest = manifest
+        self._memory = version_memory(regions, manifest.description)
+        self._connection = connection
+
+    @cached_property
+    def slices(self) -> Sequence[StateSlice]:
+        """As `VersionReader.slices`."""
+        return slices_in_data(self.manifest)
+
+    def read_data(self, start: int, buffer: memoryview) -> None:
+        """As `VersionReader.read_data`."""
+        self._memory.read([Run(offset=start, address=address_of(buffer), nbytes=len(buffer))])
+
+    def confirm(self) -> None:
+        """As `VersionReader.confirm`: a daemon that came back may have used the memory anew."""
+        try:
+            exchange(self._connection, Confirm())
+        except (ConnectionLostError, OSError) as error:
+            raise UnavailableError(
+                f"the StateManager that has {self.manifest.description} ended while it was read "
+                f"({error}): save the checkpoint again"
+            ) from error

@@ -5,12 +5,14 @@ import time
 from collections.abc import Sequence
 
 from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.file_memory import arena_memory
 from plexrl.statemanager.handlers.caller import Caller, Reply, handles, move_report, names_of
 from plexrl.statemanager.keys import StatePart
+from plexrl.statemanager.layout import lay_out
 from plexrl.statemanager.protocol import Load, Publish, Save
 from plexrl.statemanager.registry import Registration
 from plexrl.statemanager.store import StoredVersion
-from plexrl.statemanager.versions import Manifest, VersionKind, lay_out
+from plexrl.statemanager.versions import Manifest, VersionKind, version_name
 
 PUBLISHED_PARTS = (StatePart.BUFFER, StatePart.PARAMETER)
 
@@ -28,9 +30,9 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
         moved = 0
         if stored is None:
             manifest = _manifest(
-                own, VersionKind.STATE, request.seq, request.parts, request.meta_json
+                caller, own, VersionKind.STATE, request.seq, request.parts, request.meta_json
             )
-            stored = store.put(manifest, arena_fd, superseded)
+            stored = store.put(manifest, arena_memory(arena_fd), superseded)
             moved = manifest.nbytes
         else:
             store.touch(stored.manifest.name)
@@ -44,20 +46,21 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
     started = time.perf_counter()
     with own.moving() as arena_fd:
         caller.services.fencing.admit(own.group, request.token)
-        wanted = _manifest(own, VersionKind.STATE, request.seq, (), "")
-        with caller.services.store.lease(wanted.name, wanted.description) as lease:
-            manifest = lease.file.manifest
-            _check_fits(manifest, own)
-            lease.read(arena_fd, manifest.extents)
-            seconds = time.perf_counter() - started
-            return Reply(
-                {
-                    **move_report(manifest.nbytes, seconds, lease.tier.name),
-                    "parts": [part.value for part in manifest.parts],
-                    "meta": json.loads(manifest.meta_json),
-                    "stamp": manifest.stamp,
-                }
-            )
+        wanted = version_name(*own.shard, VersionKind.STATE, request.seq)
+        description = f"version {request.seq} of {own.deployment!r} rank {own.rank}"
+        with caller.services.store.lease(wanted, description) as lease:
+            _check_fits(lease.manifest, own)
+        lease = caller.services.store.load(wanted, description, arena_memory(arena_fd))
+        manifest = lease.manifest
+        seconds = time.perf_counter() - started
+        return Reply(
+            {
+                **move_report(manifest.nbytes, seconds, lease.tier),
+                "parts": [part.value for part in manifest.parts],
+                "meta": json.loads(manifest.meta_json),
+                "stamp": manifest.stamp,
+            }
+        )
 
 
 def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
@@ -67,14 +70,14 @@ def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
     with own.moving() as arena_fd:
         caller.services.fencing.admit(own.group, request.token)
         kind = VersionKind.PUBLISHED
-        manifest = _manifest(own, kind, request.seq, PUBLISHED_PARTS, "{}")
+        manifest = _manifest(caller, own, kind, request.seq, PUBLISHED_PARTS, "{}")
         others = sorted(
             (v for v in _versions(caller, own, kind) if v.manifest.seq != request.seq),
             key=lambda version: version.manifest.seq,
         )
         surplus = max(0, len(others) + 1 - caller.services.config.published_versions)
         superseded = names_of(others[:surplus])
-        stored = store.put(manifest, arena_fd, superseded)
+        stored = store.put(manifest, arena_memory(arena_fd), superseded)
         store.drop(superseded)
         return Reply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
 
@@ -89,6 +92,7 @@ def _versions(caller: Caller, own: Registration, kind: VersionKind) -> list[Stor
 
 
 def _manifest(
+    caller: Caller,
     own: Registration,
     kind: VersionKind,
     seq: int,
@@ -96,7 +100,8 @@ def _manifest(
     meta_json: str,
 ) -> Manifest:
     slices = tuple(piece for piece in own.slices if piece.key.part in parts)
-    extents, nbytes = lay_out(slices)
+    others = caller.services.registry.others(own)
+    layout = lay_out(slices, own.rank, others)
     return Manifest(
         deployment=own.deployment,
         rank=own.rank,
@@ -106,8 +111,9 @@ def _manifest(
         parts=tuple(sorted(parts)),
         meta_json=meta_json,
         slices=slices,
-        extents=extents,
-        nbytes=nbytes,
+        extents=layout.extents,
+        nbytes=layout.nbytes,
+        sections=layout.sections,
     )
 
 

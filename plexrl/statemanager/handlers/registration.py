@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.handlers.caller import Caller, Reply, handles, names_of
+from plexrl.statemanager.handlers.caller import Caller, Reply, handles
 from plexrl.statemanager.protocol import Register, Release
 from plexrl.statemanager.registry import Registration, check_slices
 
@@ -33,8 +33,7 @@ def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
 def _release(caller: Caller, request: Release, _: Sequence[int]) -> Reply:
     services = caller.services
     services.registry.remove_deployment(request.deployment)
-    versions = services.store.find(lambda m: m.deployment == request.deployment)
-    services.store.drop(names_of(versions))
+    services.store.release(request.deployment)
     return Reply({})
 
 
