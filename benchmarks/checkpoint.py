@@ -94,12 +94,12 @@ class Rank:
     def __init__(self, config: StateManagerConfig) -> None:
         self._config = config
         self._arena = Arena(STATE_BYTES)
-        contents = np.frombuffer(self._arena.buffer, dtype=np.uint8)
-        contents[:] = np.random.default_rng(1).integers(0, 256, contents.size, dtype=np.uint8)
         self.client = StateManagerClient(
             config.listen, deployment=DEPLOYMENT, rank=0, world_size=1, timeout_s=60.0
         )
         self.client.register(self._arena, slices(), group="g", token=1)
+        contents = np.frombuffer(self._arena.buffer, dtype=np.uint8)
+        contents[:] = np.random.default_rng(1).integers(0, 256, contents.size, dtype=np.uint8)
 
     def snapshot(self) -> None:
         """Copies the first time only: the arena never changes."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from plexrl.cluster.process import load_config, print_ready, remove_socket, run_until_signal
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.device.choice import open_devices
 from plexrl.statemanager.server import Server
 from plexrl.statemanager.store import Store
 
@@ -27,11 +28,16 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     config = load_config(parser.parse_args().config, StateManagerConfig)
     # The tiers are locked by their process, so whoever gets past here may take over the socket.
-    store = Store(config)
+    devices = open_devices(
+        config.device,
+        bytes_max=config.device_bytes,
+        prefault_bytes=config.device_prefault_bytes,
+    )
+    store = Store(config, on_map=devices.register_host, on_unmap=devices.unregister_host)
 
     async def serve(stop: asyncio.Event) -> None:
         remove_socket(config.listen)
-        server = Server(config, store)
+        server = Server(config, store, devices)
         threading.Thread(target=server.serve, daemon=True).start()
         print_ready(listen=config.listen)
         await stop.wait()

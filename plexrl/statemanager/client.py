@@ -16,13 +16,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import structs
 
 from plexrl.errors import (
     ConnectionLostError,
     CorruptStateError,
     InvalidRequestError,
-    PlexRLError,
     StateLostError,
     UnavailableError,
 )
@@ -30,6 +28,7 @@ from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.boxes import plan_pull
 from plexrl.statemanager.connection import connect, exchange, until_reached
 from plexrl.statemanager.copy import Bytes, copy_box
+from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.statemanager.mapping import JoinedRegions
 from plexrl.statemanager.protocol import (
@@ -50,6 +49,7 @@ from plexrl.statemanager.protocol import (
     close_all,
     regions_of,
 )
+from plexrl.statemanager.rank_link import RankLink
 
 _Shard = tuple[tuple[StateSlice, ...], Bytes]
 """A published shard's slices, and the mapped data that they lie in."""
@@ -92,38 +92,36 @@ class StateManagerClient:
         self.rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
-        self._socket: socket.socket | None = None
-        self._arena: Arena | None = None
-        self._registration: Register | None = None
+        self._link = RankLink(socket_path, timeout_s)
         self._held: tuple[int, str] | None = None
         """Seq and stamp of the stored version that the arena equals while it has that seq."""
 
     def register(
-        self, arena: Arena, slices: Sequence[StateSlice], *, group: str, token: int
+        self, arena: WorkerArena, slices: Sequence[StateSlice], *, group: str, token: int
     ) -> None:
-        """Hand the arena to the daemon; replaces what this rank registered before.
+        """Have the daemon lend the arena memory; replaces what this rank registered before.
+
+        What was written to a new arena stays. One that was registered before and has been offloaded
+        gets memory when it is loaded.
 
         Raises:
             StaleTokenError: the group's lock has been granted to another since.
             InvalidRequestError: a slice does not lie in the arena.
+            DeviceMemoryFullError: others have too much of the device.
         """
         self._held = None
-        self._arena = arena
-        self._registration = Register(
+        registration = Register(
             deployment=self.deployment,
             rank=self.rank,
             world_size=self._world_size,
             group=group,
             token=token,
             slices=tuple(slices),
+            arena_bytes=arena.nbytes,
+            kind=arena.kind,
+            device=arena.device,
         )
-        try:
-            self._call(self._registration, (arena.fd,))
-        except PlexRLError:
-            # A registration that was refused must not be repeated on every new connection.
-            self._arena = self._registration = None
-            self.close()
-            raise
+        self._link.register(arena, registration)
 
     def offload(
         self,
@@ -146,8 +144,7 @@ class StateManagerClient:
         """
         started = time.perf_counter()
         report = self._save(seq, keep_seq, token, parts, meta)
-        assert self._arena is not None, "a save without an arena is refused"
-        self._arena.discard()
+        self._link.give_back()
         self._held = None
         # Giving pages back takes time too, which the daemon's figure does not know of.
         return replace(report, seconds=time.perf_counter() - started)
@@ -170,6 +167,7 @@ class StateManagerClient:
         Raises:
             StateLostError: there is no such version.
             CorruptStateError: it is damaged; the arena holds nothing.
+            DeviceMemoryFullError: others have too much of the device.
             InvalidRequestError: it was taken from an arena of another layout.
             StaleTokenError: the group's lock has been granted to another since.
             UnavailableError: the daemon did not come back in time; the arena's contents are
@@ -177,10 +175,9 @@ class StateManagerClient:
         """
         self._held = None
         try:
-            answer = self._call(Load(seq=seq, token=token))
+            answer = self._link.borrow(Load(seq=seq, token=token), keep_contents=False)
         except CorruptStateError:
-            if self._arena is not None:
-                self._arena.discard()
+            self._link.give_back()
             raise
         self._held = (seq, answer["stamp"])
         return LoadReport(
@@ -198,6 +195,7 @@ class StateManagerClient:
             StateTierFullError: no tier has room.
             StaleTokenError: the group's lock has been granted to another since.
         """
+        self._link.attach()
         return msgspec.convert(self._call(Publish(seq=seq, token=token)), MoveReport)
 
     def pull(
@@ -213,14 +211,18 @@ class StateManagerClient:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
             UnavailableError: a source cannot be reached.
         """
-        if self._arena is None:
-            raise InvalidRequestError("register an arena before pulling into it")
+        arena = self._link.arena
+        if not isinstance(arena, Arena):
+            raise InvalidRequestError("register an arena of this CPU node before pulling into it")
+        self._link.attach()
         started = time.perf_counter()
         self._held = None
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                moved = self._pull(sources, OpenPublished(source=source, seq=seq), wants)
+                moved = self._pull(
+                    sources, OpenPublished(source=source, seq=seq), wants, arena.buffer
+                )
                 break
             except (ConnectionLostError, OSError) as error:
                 # A source went while its bytes were read: nobody knows what was read.
@@ -231,7 +233,7 @@ class StateManagerClient:
         return MoveReport(bytes_moved=moved, seconds=time.perf_counter() - started, tier="host")
 
     def usage(self) -> dict[str, Any]:
-        """The node's tiers, versions and arenas, in bytes."""
+        """The node's tiers, versions and arenas, and its first device, in bytes."""
         return self._call(Usage())
 
     def release(self, deployment: str) -> None:
@@ -264,19 +266,20 @@ class StateManagerClient:
 
     def close(self) -> None:
         """End the connection; the daemon forgets the arena, not the versions."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._link.close()
 
     def stamp(self, seq: int) -> str | None:
         """Of the stored version `seq`, where the arena is known to equal it."""
         return self._held[1] if self._held is not None and self._held[0] == seq else None
 
     def _pull(
-        self, sources: Sequence[str], request: OpenPublished, wants: Sequence[StateSlice]
+        self,
+        sources: Sequence[str],
+        request: OpenPublished,
+        wants: Sequence[StateSlice],
+        arena: memoryview,
     ) -> int:
         """One attempt; returns the bytes that were copied."""
-        assert self._arena is not None
         with ExitStack() as opened:
             connections: list[socket.socket] = []
             shards: list[_Shard] = []
@@ -291,7 +294,7 @@ class StateManagerClient:
                     f"{request.source!r} published: publish the weights again"
                 )
             transfers = plan_pull(wants, [slices for slices, _ in shards])
-            target = np.frombuffer(self._arena.buffer, dtype=np.uint8)
+            target = np.frombuffer(arena, dtype=np.uint8)
             for transfer in transfers:
                 copy_box(transfer, shards[transfer.shard][1], target)
             for connection in connections:
@@ -306,6 +309,7 @@ class StateManagerClient:
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None,
     ) -> MoveReport:
+        self._link.attach()
         same_as = self.stamp(seq)
         answer = self._call(
             Save(
@@ -323,33 +327,8 @@ class StateManagerClient:
         )
 
     def _call(self, request: Request, fds: Sequence[int] = ()) -> Answer:
-        """The answer to a request, over as many connections as it takes."""
-        if isinstance(request, Save | Load | Publish) and self._registration is not None:
-            # A later connection registers under the newest grant this rank was given.
-            token = max(request.token, self._registration.token)
-            self._registration = structs.replace(self._registration, token=token)
-
-        def attempt() -> Answer:
-            try:
-                connection = self._connected(is_registering=isinstance(request, Register))
-                answer, _ = exchange(connection, request, fds)
-                return answer
-            except (ConnectionLostError, OSError):
-                self.close()
-                raise
-
-        return until_reached(self.path, self._timeout_s, attempt)
-
-    def _connected(self, *, is_registering: bool) -> socket.socket:
-        if self._socket is None:
-            self._socket = connect(self.path, self._timeout_s)
-            if self._arena is not None and self._registration is not None and not is_registering:
-                try:
-                    exchange(self._socket, self._registration, (self._arena.fd,))
-                except PlexRLError:
-                    self.close()
-                    raise
-        return self._socket
+        """As `RankLink.call`."""
+        return self._link.call(request, fds)
 
 
 def _open_published(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.device.backend import DeviceKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,12 @@ class StateManagerConfig:
     nvme_dir: str
     nvme_bytes: int
     """Bound of the NVMe tier."""
+    device: DeviceKind = DeviceKind.CPU
+    """What workers compute on: GPUs, or on a node without any its memory."""
+    device_bytes: int | None = None
+    """Bound of what is lent of each device; absent: what the device has."""
+    device_prefault_bytes: int = 0
+    """Of a CPU node's memory, made ready at the start: first use costs several times a copy."""
     host_prefault_bytes: int = 0
     """Of the host tier made resident at start, in the background; 0 leaves that to the first moves,
     which are slow then. Small nodes and tests want none."""
@@ -64,3 +71,7 @@ class StateManagerConfig:
         for name in ("checkpoint_bytes_per_s", "checkpoints_waiting_max"):
             if getattr(self, name) < 0:
                 raise InvalidRequestError(f"{name} must not be negative")
+        if self.device_bytes is not None and self.device_bytes < 1:
+            raise InvalidRequestError("device_bytes must be at least 1, or absent")
+        if self.device_prefault_bytes < 0:
+            raise InvalidRequestError("device_prefault_bytes must not be negative")

@@ -1,4 +1,4 @@
-"""Memory behind descriptors, moved by the kernel: an arena that is a file, or another's regions.
+"""Memory behind descriptors, moved by the kernel: regions of another's files.
 
 Slower than a mapping by half, and safe where the owner may cut the file short: that ends a read,
 while it would end the process that touches the mapping.
@@ -7,7 +7,6 @@ while it would end the process that touches the mapping.
 import ctypes
 import errno
 import os
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 
@@ -64,8 +63,11 @@ class FileMemory:
         view = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
         done = 0
         while done < nbytes:
+            left = nbytes - done
+            # A file's last page by itself: the others can be moved past the page cache.
+            part = view[done : done + (left - left % PAGE_BYTES or left)]
             try:
-                count = move(region.fd, [view[done:]], region.offset + inside + done)
+                count = move(region.fd, [part], region.offset + inside + done)
             except OSError as error:
                 # A descriptor that bypasses the cache takes whole pages only.
                 if error.errno != errno.EINVAL or not use_cache(region.fd):
@@ -74,16 +76,6 @@ class FileMemory:
             if count == 0:
                 raise self._ended(region.data_offset + inside + done)
             done += count
-
-
-def arena_memory(fd: int) -> FileMemory:
-    """A worker's arena that is one file."""
-    nbytes = sys.maxsize
-
-    def ended(at: int) -> PlexRLError:
-        return InvalidRequestError(f"the arena ends at byte {at}, inside its own slices")
-
-    return FileMemory([Region(fd=fd, offset=0, nbytes=nbytes, data_offset=0)], ended)
 
 
 def version_memory(regions: Sequence[Region], description: str) -> FileMemory:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from plexrl.errors import ConnectionLostError, InvalidRequestError, PlexRLError, from_wire
+from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.statemanager.mapping import Region
 from plexrl.statemanager.versions import Manifest
@@ -30,7 +31,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Register(Request, frozen=True, kw_only=True):
-    """Make this connection the rank's; the arena's descriptor comes along."""
+    """Make this connection the rank's.
+
+    An arena that has memory is either the one that this connection registered before, or it
+    brings its segments' descriptors along, because the daemon that lent them is gone.
+    """
 
     deployment: str
     rank: int
@@ -38,6 +43,13 @@ class Register(Request, frozen=True, kw_only=True):
     group: str
     token: int
     slices: tuple[StateSlice, ...]
+    arena_bytes: int
+    kind: DeviceKind
+    device: int
+    segment_bytes: tuple[int, ...] = ()
+    """Of each descriptor that comes along."""
+    keeps_memory: bool = False
+    """What this connection's former registration was lent goes to this one."""
 
 
 class Save(Request, frozen=True, kw_only=True):
@@ -53,10 +65,21 @@ class Save(Request, frozen=True, kw_only=True):
 
 
 class Load(Request, frozen=True, kw_only=True):
-    """Bring version `seq` into the arena."""
+    """Bring version `seq` into the arena. One that has no memory is lent some: the answer says
+    `segment_bytes`, and the segments' descriptors come along."""
 
     seq: int
     token: int
+
+
+class Attach(Request, frozen=True, kw_only=True):
+    """Lend the arena memory, which reads as zero; descriptors as for `Load`."""
+
+    token: int
+
+
+class Detach(Request, frozen=True, kw_only=True):
+    """The arena's memory is unmapped, so others may have it."""
 
 
 class Publish(Request, frozen=True, kw_only=True):

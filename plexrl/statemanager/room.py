@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from plexrl.errors import PlexRLError
 from plexrl.statemanager.catalog import Catalog
@@ -107,8 +107,15 @@ class Rooms:
                         for tier in (HOST, NVME)
                     )
                     placement = place(needed_bytes, found, host, nvme, needed_nvme_bytes)
-                    if (placement is None or placement.tier == NVME) and self._shed_a_copy():
-                        continue
+                    if placement is None or placement.tier == NVME:
+                        clean = self._clean()
+                        copies = catalog.sole_bytes(clean, NVME)
+                        without = replace(nvme, used_bytes=nvme.used_bytes - copies)
+                        better = place(needed_bytes, found, host, without, needed_nvme_bytes)
+                        if better is not None and (placement is None or better.tier == HOST):
+                            # One at a time, so that no more of them go than must.
+                            catalog.unname(clean[0], NVME)
+                            continue
                     if placement is None or (host_only and placement.tier == NVME):
                         raise catalog.full(manifest, needed_bytes)
                     for name in placement.drop:
@@ -269,15 +276,11 @@ class Rooms:
             found.on_nvme, found.digests = True, digests
             catalog.acquire([found], NVME)
 
-    def _shed_a_copy(self) -> bool:
-        """Delete the NVMe copy of a version that host has too, the first to be used first."""
-        clean = [
+    def _clean(self) -> list[Version]:
+        """Versions in host with a copy on NVMe, the first to be used first: they leave last."""
+        found = [
             version
             for version in self._catalog.current.values()
             if len(version.header_bytes) == len(TierName) and not version.users
         ]
-        if not clean:
-            return False
-        chosen = min(clean, key=lambda v: (self.next_use(v), -v.last_use, v.manifest.name))
-        self._catalog.unname(chosen, NVME)
-        return True
+        return sorted(found, key=lambda v: (self.next_use(v), -v.last_use, v.manifest.name))

@@ -151,6 +151,9 @@ class Saver:
             for section, key in zip(manifest.sections, share_keys(manifest), strict=True):
                 draft.placed.append(Placed(memory, places, section.start))
                 found = catalog.shared.get(key) if key is not None else None
+                if found is not None and found in draft.own:
+                    # One version says twice that it has it; it must not wait for itself.
+                    found, key = None, None
                 if found is not None:
                     draft.others.add(found)
                 else:

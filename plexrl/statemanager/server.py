@@ -17,6 +17,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.drain import Drainer
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.handlers.caller import Services
@@ -43,7 +44,7 @@ _TIMEVAL = struct.Struct("@ll")
 class Server:
     """Listens from its construction on; answers workers from `serve` until `close`."""
 
-    def __init__(self, config: StateManagerConfig, store: Store) -> None:
+    def __init__(self, config: StateManagerConfig, store: Store, devices: DeviceBackend) -> None:
         self._config = config
         self._services = Services(
             config=config,
@@ -52,6 +53,7 @@ class Server:
             fencing=Fencing(Path(config.host_dir) / "fencing.json"),
             prefetcher=Prefetcher(store),
             checkpoints=CheckpointJobs(config),
+            devices=devices,
         )
         self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()
@@ -91,13 +93,14 @@ class Server:
         self._services.checkpoints.close(CHECKPOINTS_TIMEOUT_S)
         if self._drainer is not None:
             self._drainer.close()
+        self._services.devices.close()
 
     def _admit(self, connection: socket.socket) -> None:
-        check_peer(connection, frozenset({0, os.getuid()}))
+        uid = check_peer(connection, frozenset({0, os.getuid()}))
         connection.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(SEND_TIMEOUT_S, 0)
         )
-        thread = threading.Thread(target=self._serve_one, args=(connection,), daemon=True)
+        thread = threading.Thread(target=self._serve_one, args=(connection, uid), daemon=True)
         with self._lock:
             if len(self._served) >= self._config.connections_max:
                 raise OverloadedError(
@@ -109,8 +112,8 @@ class Server:
             self._served[connection] = thread
         thread.start()
 
-    def _serve_one(self, connection: socket.socket) -> None:
-        session = Session(self._services)
+    def _serve_one(self, connection: socket.socket, uid: int) -> None:
+        session = Session(self._services, uid)
         try:
             while True:
                 plain, fds = recv_request(connection)
@@ -140,8 +143,8 @@ class Server:
             close_all(sent)
 
 
-def check_peer(connection: socket.socket, served_uids: frozenset[int]) -> None:
-    """Refuse a client of a user that is not served, by the kernel's word.
+def check_peer(connection: socket.socket, served_uids: frozenset[int]) -> int:
+    """The client's user, by the kernel's word, if it is one that is served.
 
     Raises:
         PermissionDeniedError: it is another user's.
@@ -152,6 +155,8 @@ def check_peer(connection: socket.socket, served_uids: frozenset[int]) -> None:
         raise PermissionDeniedError(
             f"user {uid} is not the one this StateManager serves: run workers as its user", uid=uid
         )
+    assert isinstance(uid, int)
+    return uid
 
 
 def _refuse(connection: socket.socket, error: PlexRLError) -> None:

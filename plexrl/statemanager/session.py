@@ -23,8 +23,9 @@ _REQUEST: Any = Union[tuple(HANDLERS)]  # noqa: UP007  # made of a table
 class Session:
     """Carries out one connection's requests, one after the other."""
 
-    def __init__(self, services: Services) -> None:
-        self._caller = Caller(services=services)
+    def __init__(self, services: Services, uid: int) -> None:
+        """`uid` is the client's user."""
+        self._caller = Caller(services=services, uid=uid)
 
     def answer(self, plain: object, fds: Sequence[int]) -> Reply:
         """What comes of a request.

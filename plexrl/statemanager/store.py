@@ -180,16 +180,25 @@ class Store:
                 with damage_named(version.manifest, tier):
                     self._promoter.promote(version)
 
-    def load(self, name: str, description: str, memory: DeviceMemory) -> Lease:
+    def load(
+        self,
+        name: str,
+        description: str,
+        memory: DeviceMemory,
+        check: Callable[[Manifest], None] | None = None,
+    ) -> Lease:
         """Write a version to where its extents lie in an arena; returns the lease it had.
 
-        Background moves of the deployment end first, as this reads the same bytes.
+        `check` may refuse the version before anything is written. Background moves of the
+        deployment end first, as this reads the same bytes.
 
         Raises:
             StateLostError: there is no such version, or the arena is gone.
             CorruptStateError: it is damaged; the arena holds some of it.
         """
         with self.lease(name, description) as lease:
+            if check is not None:
+                check(lease.manifest)
             self._rooms.cancel(lease.manifest.deployment)
             lease.load(memory)
             return lease

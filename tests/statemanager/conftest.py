@@ -25,6 +25,7 @@ from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from tests.statemanager.memory_files import memory_file_bytes
 
 DEADLINE_S = 20.0
 POLL_S = 0.005
@@ -39,8 +40,8 @@ class Daemon:
         self.config = config
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self, *, file_bytes_max: int | None = None) -> None:
-        """Return when it serves. `file_bytes_max`: no file of it can grow beyond this."""
+    def start(self) -> None:
+        """Return when it serves."""
         path = Path(self.config.nvme_dir).parent / "config.json"
         path.write_bytes(msgspec.json.encode(self.config))
         self.process = subprocess.Popen(
@@ -54,9 +55,10 @@ class Daemon:
         ready = self.process.stdout.readline()
         assert ready, self.process.communicate()[1]
         assert json.loads(ready)["ready"]
-        if file_bytes_max is not None:
-            bounds = (file_bytes_max, file_bytes_max)
-            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, bounds)
+
+    def limit_files(self, nbytes: int) -> None:
+        """From now on no file of it can grow beyond this."""
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (nbytes, nbytes))
 
     @property
     def pid(self) -> int:
@@ -102,9 +104,14 @@ class Daemon:
         shutil.rmtree(self.config.host_dir, ignore_errors=True)
 
     def descriptors(self) -> int:
-        """How many the process has open, without those of its tiers' memory, which it keeps."""
+        """How many the process has open, without those of its tiers' and its device's memory, which
+        it keeps."""
         found = [path.readlink().name for path in Path(f"/proc/{self.pid}/fd").iterdir()]
-        return len([name for name in found if not name.endswith(".segment")])
+        return len([name for name in found if "segment" not in name])
+
+    def segment_bytes(self) -> int:
+        """Device memory that the process has open or mapped, lent or idle."""
+        return memory_file_bytes("plexrl-segment", pid=self.pid)
 
     def host_files(self) -> list[Path]:
         """Headers in the host tier's directory, and leftovers of some."""
@@ -131,7 +138,7 @@ def start_daemon(tmp_path: Path) -> Iterator[StartDaemon]:
     # A socket's path may have 107 bytes, which pytest's own directories can exceed.
     run_dir = Path(tempfile.mkdtemp(prefix="plexrl-"))
 
-    def start(*, file_bytes_max: int | None = None, **changes: Any) -> Daemon:
+    def start(**changes: Any) -> Daemon:
         node = f"node{len(daemons)}"
         (tmp_path / node).mkdir()
         fields: dict[str, Any] = {
@@ -144,7 +151,7 @@ def start_daemon(tmp_path: Path) -> Iterator[StartDaemon]:
         }
         daemon = Daemon(StateManagerConfig(**{**fields, **changes}))
         daemons.append(daemon)
-        daemon.start(file_bytes_max=file_bytes_max)
+        daemon.start()
         return daemon
 
     yield start
@@ -189,7 +196,7 @@ class Shard:
                 ((StatePart.PARAMETER, "w"), (StatePart.OPTIMIZER, "w/exp_avg"))
             )
         )
-        self.arena = Arena(2 * elements * 4, name=f"test{rank}")
+        self.arena = Arena(2 * elements * 4)
         self.client = StateManagerClient(
             daemon.config.listen,
             deployment=deployment,

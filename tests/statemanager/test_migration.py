@@ -326,7 +326,8 @@ def test_a_target_without_room_refuses_and_keeps_what_it_has(
 def test_a_file_system_without_room_refuses(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
-    source, target = start_daemon(), start_daemon(file_bytes_max=STATE // 2)
+    source, target = start_daemon(), start_daemon()
+    target.limit_files(STATE // 2)
     expected = offloaded(source, make_shard)
     with pytest.raises(StateTierFullError, match="no room on its file system"):
         move(source, target)

@@ -14,13 +14,13 @@ from plexrl.errors import OperationCancelledError, QuotaExceededError
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.drain import Drainer
-from plexrl.statemanager.file_memory import arena_memory
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout import lay_out
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Store, TenantLimit
-from plexrl.statemanager.versions import Manifest, VersionKind
+from plexrl.statemanager.versions import Manifest, Section, VersionKind
 from tests.statemanager.conftest import MIB, run_together, wait_until
+from tests.statemanager.host_memory import HostMemory
 
 HOST, NVME = TierName.HOST, TierName.NVME
 OpenStore = Callable[..., Store]
@@ -99,13 +99,13 @@ class Rank:
         return replace(whole, **fields)
 
     def put(self, seq: int, **fields: Any) -> None:
-        self.store.put(self.manifest(seq, **fields), arena_memory(self.arena.fd))
+        self.store.put(self.manifest(seq, **fields), HostMemory(self.arena))
 
     def check(self, seq: int) -> None:
         expected = self.memory.copy()
         self.memory[:] = 0
         name = self.manifest(seq).name
-        self.store.load(name, name, arena_memory(self.arena.fd))
+        self.store.load(name, name, HostMemory(self.arena))
         assert np.array_equal(self.memory, expected)
 
 
@@ -140,6 +140,16 @@ def test_a_replica_that_differs_in_one_byte_is_stored_apart(
     assert store.used_bytes(HOST) > 20 * MIB
     first.check(1)
     second.check(1)
+
+
+def test_a_manifest_that_names_one_replica_twice_waits_for_nobody(open_store: OpenStore) -> None:
+    store = open_store()
+    [rank] = ranks_of(store, 1)
+    manifest = rank.manifest(1)
+    halves = tuple(Section(start=start, nbytes=5 * MIB, share_key="same") for start in (0, 5 * MIB))
+    store.put(replace(manifest, sections=halves), HostMemory(rank.arena))
+    rank.check(1)
+    store.check()
 
 
 def test_shared_bytes_go_with_the_last_that_has_them(open_store: OpenStore) -> None:
@@ -253,7 +263,7 @@ def test_a_quota_refuses_before_anything_changes(open_store: OpenStore) -> None:
     rank.put(3, tenant="u")
     # What is replaced, or superseded, does not count against what replaces it.
     rank.put(2, tenant="t")
-    store.put(rank.manifest(4, tenant="t"), arena_memory(rank.arena.fd), [rank.manifest(1).name])
+    store.put(rank.manifest(4, tenant="t"), HostMemory(rank.arena), [rank.manifest(1).name])
 
 
 def test_a_tenant_at_its_share_of_the_host_tier_goes_to_nvme(open_store: OpenStore) -> None:
@@ -284,7 +294,7 @@ def test_recycled_memory_shows_nothing_of_who_had_it(open_store: OpenStore) -> N
         2, slices=small, extents=layout.extents, sections=layout.sections, nbytes=layout.nbytes
     )
     rank.memory[:] = 0xBB
-    store.put(manifest, arena_memory(rank.arena.fd))
+    store.put(manifest, HostMemory(rank.arena))
     with store.lease(manifest.name, "it") as lease:
         [region] = lease.regions
         segment = np.memmap(Path(f"/proc/self/fd/{region.fd}"), dtype=np.uint8, mode="r")

@@ -16,7 +16,6 @@ import pytest
 
 from plexrl.errors import StaleTokenError, StateLostError, UnavailableError
 from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.file_memory import arena_memory
 from plexrl.statemanager.store import Store
 from tests.statemanager.conftest import (
     DEADLINE_S,
@@ -27,6 +26,7 @@ from tests.statemanager.conftest import (
     StartDaemon,
     wait_until,
 )
+from tests.statemanager.host_memory import HostMemory
 
 KILLS = 30
 
@@ -98,8 +98,8 @@ def stored_versions(daemon: Daemon) -> dict[int, npt.NDArray[np.uint8]]:
     for version in store.find(lambda _: True):
         manifest = version.manifest
         arena = Arena(manifest.slices[-1].arena_offset + manifest.slices[-1].nbytes)
-        store.load(manifest.name, manifest.description, arena_memory(arena.fd))
-        found[manifest.seq] = np.frombuffer(arena.buffer, dtype=np.uint8)
+        store.load(manifest.name, manifest.description, HostMemory(arena))
+        found[manifest.seq] = np.frombuffer(arena.buffer, dtype=np.uint8).copy()
         arena.close()
     store.close()
     return found

@@ -5,9 +5,9 @@ import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from plexrl.errors import (
     ConnectionLostError,
@@ -18,6 +18,7 @@ from plexrl.errors import (
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.protocol import Register, recv_answer, send_request
 from plexrl.statemanager.server import check_peer
 from plexrl.wire.framing import send_frame
@@ -72,19 +73,36 @@ def test_a_stream_out_of_bounds_ends_its_connection_only(
     make_shard(daemon).offload(1)
 
 
-def test_a_registration_without_its_descriptor_is_refused(
-    connection: socket.socket, daemon: Daemon, make_shard: MakeShard
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"segment_bytes": (1 << 18,)}, "do not hold an arena of"),
+        ({"segment_bytes": (1 << 30,)}, "0 segments came; 1 are named"),
+        ({"keeps_memory": True}, "registered no arena on that device before"),
+        ({"kind": DeviceKind.CUDA}, "this node's StateManager lends cpu memory"),
+    ],
+)
+def test_a_registration_of_memory_that_is_not_there_is_refused(
+    connection: socket.socket,
+    daemon: Daemon,
+    make_shard: MakeShard,
+    fields: dict[str, object],
+    message: str,
 ) -> None:
+    shard = make_shard(daemon, registered=False)
     request = Register(
         deployment="job/actor",
         rank=0,
         world_size=1,
         group="g",
         token=1,
-        slices=make_shard(daemon, registered=False).slices,
+        slices=shard.slices,
+        arena_bytes=shard.arena.nbytes,
+        kind=DeviceKind.CPU,
+        device=0,
     )
-    send_request(connection, request)
-    with pytest.raises(InvalidRequestError, match="needs the arena's descriptor; 0 came"):
+    send_request(connection, structs.replace(request, **fields))
+    with pytest.raises(InvalidRequestError, match=message):
         recv_answer(connection)
 
 
@@ -173,16 +191,13 @@ def test_a_bound_below_one_is_refused(field: str) -> None:
         )
 
 
-def test_a_discarded_arena_keeps_its_addresses_and_reads_as_zero() -> None:
+def test_an_arena_needs_no_daemon_until_it_is_registered() -> None:
     arena = Arena(5000)
     assert arena.nbytes == 8192
-    assert arena.resident_bytes() == 0
     arena.buffer[0] = 7
-    assert arena.resident_bytes() == 4096
-    arena.discard()
-    assert arena.resident_bytes() == 0
-    assert arena.buffer[0] == 0
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    view = arena.buffer[:1]
+    arena.detach()
+    assert view[0] == 0
     arena.close()
     arena.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors - 1
+    assert view[0] == 0, "a view keeps the addresses"

@@ -22,11 +22,12 @@ from hypothesis.stateful import (
 from plexrl.errors import CorruptStateError, StateTierFullError
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.file_memory import arena_memory, version_memory
+from plexrl.statemanager.file_memory import version_memory
 from plexrl.statemanager.lease import Lease
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.versions import Extent, Manifest, Section, VersionKind
+from tests.statemanager.host_memory import HostMemory
 
 PAGE = 4096
 SHARDS = st.integers(0, 2)
@@ -89,7 +90,7 @@ class StoreHistory(RuleBasedStateMachine):
     def read(self, lease: Lease) -> npt.NDArray[np.uint8]:
         """By each of the ways there are."""
         self.memory[:] = 0xEE
-        lease.load(arena_memory(self.arena.fd))
+        lease.load(HostMemory(self.arena))
         loaded = self.memory[: lease.manifest.nbytes].copy()
         read = bytearray(len(loaded))
         lease.read_data(0, memoryview(read))
@@ -120,7 +121,7 @@ class StoreHistory(RuleBasedStateMachine):
         wanted = manifest(*name, nbytes, shared)
         names = {manifest(*other, 0).name for other in superseded} - {wanted.name}
         try:
-            self.store.put(wanted, arena_memory(self.arena.fd), sorted(names))
+            self.store.put(wanted, HostMemory(self.arena), sorted(names))
         except StateTierFullError:
             assert np.array_equal(self.memory[:nbytes], contents)
         else:

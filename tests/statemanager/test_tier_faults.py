@@ -11,7 +11,6 @@ import pytest
 from plexrl.errors import (
     ConflictError,
     CorruptStateError,
-    InvalidRequestError,
     StateLostError,
     StateTierFullError,
     StorageError,
@@ -166,9 +165,10 @@ def test_a_disk_that_is_really_full_refuses_and_leaves_the_arena(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     """The file systems refuse here, while the tiers' bounds would still let it pass."""
-    daemon = start_daemon(file_bytes_max=2 * STATE)
+    daemon = start_daemon()
     large = make_shard(daemon, deployment="a/actor", elements=256 * 1024)
     small = make_shard(daemon, deployment="b/actor")
+    daemon.limit_files(2 * STATE)
     kept = small.fill(1)
     small.offload(1)
     expected = large.fill(2)
@@ -207,16 +207,17 @@ def test_two_daemons_do_not_share_a_directory(daemon: Daemon, tmp_path: Path) ->
     Tier(TierName.HOST, tmp_path / "free").close()
 
 
-def test_an_arena_that_was_cut_short_is_refused_not_fatal(
+def test_a_worker_cannot_cut_its_memory_short_under_the_daemon(
     daemon: Daemon, make_shard: MakeShard
 ) -> None:
     shard = make_shard(daemon)
-    other = make_shard(daemon, deployment="b/actor")
-    del shard.contents
-    os.ftruncate(shard.arena.fd, 4096)
-    with pytest.raises(InvalidRequestError, match="the arena ends at byte"):
-        shard.offload(1)
-    other.offload(1)
+    expected = shard.fill(1)
+    for segment in shard.arena.segments:
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.fd, 4096)
+    shard.offload(1)
+    shard.load(1)
+    assert np.array_equal(shard.contents, expected)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, (4 << 20) + 1, (8 << 20) - 1])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from plexrl.errors import PermissionDeniedError
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.protocol import Answer, Request
@@ -28,6 +29,7 @@ class Services:
     fencing: Fencing
     prefetcher: Prefetcher
     checkpoints: CheckpointJobs
+    devices: DeviceBackend
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class Caller:
     """The client of one connection. Its own thread's only."""
 
     services: Services
+    uid: int
+    """The user that the client's process runs as."""
     own: Registration | None = None
     """The rank that registered on this connection; absent: none did, or not yet."""
     leases: ExitStack = field(default_factory=ExitStack)

@@ -3,16 +3,21 @@
 import json
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.file_memory import arena_memory
+from plexrl.statemanager.device.backend import Loan
 from plexrl.statemanager.handlers.caller import Caller, Reply, handles, move_report, names_of
+from plexrl.statemanager.handlers.lending import lend_to
 from plexrl.statemanager.keys import StatePart
 from plexrl.statemanager.layout import lay_out
 from plexrl.statemanager.protocol import Load, Publish, Save
 from plexrl.statemanager.registry import Registration
 from plexrl.statemanager.store import StoredVersion
 from plexrl.statemanager.versions import Manifest, VersionKind, version_name
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.lease import Lease
 
 PUBLISHED_PARTS = (StatePart.BUFFER, StatePart.PARAMETER)
 
@@ -21,7 +26,7 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
     own = caller.registered()
     store = caller.services.store
     started = time.perf_counter()
-    with own.moving() as arena_fd:
+    with own.moving() as memory:
         caller.services.fencing.admit(own.group, request.token)
         keep = {request.seq, request.keep_seq}
         found = _versions(caller, own, VersionKind.STATE)
@@ -32,7 +37,7 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
             manifest = _manifest(
                 caller, own, VersionKind.STATE, request.seq, request.parts, request.meta_json
             )
-            stored = store.put(manifest, arena_memory(arena_fd), superseded)
+            stored = store.put(manifest, memory, superseded)
             moved = manifest.nbytes
         else:
             store.touch(stored.manifest.name)
@@ -43,23 +48,37 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
 
 def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
     own = caller.registered()
+    store = caller.services.store
     started = time.perf_counter()
-    with own.moving() as arena_fd:
+    with own.in_turn():
         caller.services.fencing.admit(own.group, request.token)
         wanted = version_name(*own.shard, VersionKind.STATE, request.seq)
         description = f"version {request.seq} of {own.deployment!r} rank {own.rank}"
-        with caller.services.store.lease(wanted, description) as lease:
-            _check_fits(lease.manifest, own)
-        lease = caller.services.store.load(wanted, description, arena_memory(arena_fd))
-        manifest = lease.manifest
+        loaded: list[Lease] = []
+
+        def fill(loan: Loan) -> Sequence[tuple[int, int]]:
+            loaded.append(
+                store.load(wanted, description, loan, lambda manifest: _check_fits(manifest, own))
+            )
+            extents = loaded[0].manifest.extents
+            return [(extent.arena_offset, extent.nbytes) for extent in extents]
+
+        lent = Reply({})
+        if own.loan is None:
+            lent = lend_to(own, fill)
+        else:
+            fill(own.loan)
+        manifest = loaded[0].manifest
         seconds = time.perf_counter() - started
         return Reply(
             {
-                **move_report(manifest.nbytes, seconds, lease.tier),
+                **move_report(manifest.nbytes, seconds, loaded[0].tier),
+                **lent.answer,
                 "parts": [part.value for part in manifest.parts],
                 "meta": json.loads(manifest.meta_json),
                 "stamp": manifest.stamp,
-            }
+            },
+            lent.fds,
         )
 
 
@@ -67,7 +86,7 @@ def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
     own = caller.registered()
     store = caller.services.store
     started = time.perf_counter()
-    with own.moving() as arena_fd:
+    with own.moving() as memory:
         caller.services.fencing.admit(own.group, request.token)
         kind = VersionKind.PUBLISHED
         manifest = _manifest(caller, own, kind, request.seq, PUBLISHED_PARTS, "{}")
@@ -77,7 +96,7 @@ def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
         )
         surplus = max(0, len(others) + 1 - caller.services.config.published_versions)
         superseded = names_of(others[:surplus])
-        stored = store.put(manifest, arena_memory(arena_fd), superseded)
+        stored = store.put(manifest, memory, superseded)
         store.drop(superseded)
         return Reply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
 

@@ -1,6 +1,5 @@
 """Ranks come with their arenas, and deployments go."""
 
-import os
 from collections.abc import Sequence
 
 from plexrl.errors import InvalidRequestError
@@ -10,10 +9,13 @@ from plexrl.statemanager.registry import Registration, check_slices
 
 
 def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
-    if len(fds) != 1:
-        raise InvalidRequestError(f"register needs the arena's descriptor; {len(fds)} came")
-    check_slices(request.slices, os.fstat(fds[0]).st_size)
     services = caller.services
+    if request.kind != services.devices.kind:
+        raise InvalidRequestError(
+            f"the arena is on {request.kind.value}; this node's StateManager lends "
+            f"{services.devices.kind.value} memory: set `device` of its configuration"
+        )
+    check_slices(request.slices, request.arena_bytes)
     services.fencing.admit(request.group, request.token)
     registration = Registration(
         deployment=request.deployment,
@@ -21,13 +23,45 @@ def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
         world_size=request.world_size,
         group=request.group,
         slices=request.slices,
-        fd=os.dup(fds[0]),
+        arena_bytes=request.arena_bytes,
+        device=request.device,
+        uid=caller.uid,
+        devices=services.devices,
     )
-    former, caller.own = caller.own, registration
+    former = caller.own
+    if request.keeps_memory:
+        _hand_over(former, registration)
+    elif fds or request.segment_bytes:
+        if sum(request.segment_bytes) < request.arena_bytes:
+            raise InvalidRequestError(
+                f"segments of {sum(request.segment_bytes)} bytes do not hold an arena of "
+                f"{request.arena_bytes}"
+            )
+        registration.loan = services.devices.adopt(
+            fds, request.segment_bytes, device=request.device, uid=caller.uid
+        )
+    caller.own = registration
     services.registry.add(registration)
     if former is not None:
         services.registry.remove(former)
     return Reply({})
+
+
+def _hand_over(former: Registration | None, registration: Registration) -> None:
+    """Give the memory of the connection's former registration to its next.
+
+    Raises:
+        ConflictError: the former one was ended by another process.
+        InvalidRequestError: it has no memory that suits.
+    """
+    if former is None or former.device != registration.device:
+        raise InvalidRequestError("this connection registered no arena on that device before")
+    with former.moving() as loan:
+        if loan.nbytes < registration.arena_bytes:
+            raise InvalidRequestError(
+                f"an arena of {registration.arena_bytes} bytes has memory of {loan.nbytes} only"
+            )
+        registration.loan, former.loan = loan, None
 
 
 def _release(caller: Caller, request: Release, _: Sequence[int]) -> Reply:

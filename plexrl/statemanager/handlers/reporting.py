@@ -1,6 +1,7 @@
 """Who holds how much."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import msgspec
 
@@ -38,6 +39,7 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
             "host_bytes_max": config.host_bytes,
             "nvme_bytes": store.used_bytes(TierName.NVME),
             "nvme_bytes_max": config.nvme_bytes,
+            "device": asdict(caller.services.devices.usage(0)),
             "deployments": deployments,
             "checkpoints": msgspec.to_builtins(caller.services.checkpoints.reports()),
         }

@@ -3,7 +3,14 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from plexrl.statemanager.handlers import checkpoints, moves, registration, reporting, sharing
+from plexrl.statemanager.handlers import (
+    checkpoints,
+    lending,
+    moves,
+    registration,
+    reporting,
+    sharing,
+)
 from plexrl.statemanager.handlers.caller import AnyHandler
 from plexrl.statemanager.protocol import Request
 
@@ -11,6 +18,7 @@ HANDLERS: Mapping[type[Request], AnyHandler] = MappingProxyType(
     dict(
         (
             *registration.ENTRIES,
+            *lending.ENTRIES,
             *moves.ENTRIES,
             *sharing.ENTRIES,
             *reporting.ENTRIES,
