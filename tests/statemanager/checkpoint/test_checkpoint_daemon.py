@@ -1,6 +1,7 @@
 """Checkpoints that a real daemon writes in the background, from versions of real clients."""
 
 import random
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -239,16 +240,13 @@ def test_a_clean_exit_finishes_what_was_taken_in(
 
 
 def test_a_full_disk_fails_the_checkpoint_and_nothing_else(
-    start_daemon: StartDaemon, make_shard: MakeShard, folder: Path
+    start: StartDaemon, make_shard: MakeShard, folder: Path
 ) -> None:
-    daemon = start_daemon(checkpoint_dir=str(folder), file_bytes_max=9 * MIB)
-    shards = ranks(make_shard, daemon, 2)
-    snapshot(shards, 1)
-    # Both ranks' weights make 8 MiB, and their file has a header on top.
-    write(shards[0].client, "fits", 1, format=CheckpointFormat.HF)
-    assert finished(shards[0].client, "fits").state == CheckpointState.DURABLE
+    daemon = start()
     three = ranks(make_shard, daemon, 3)
     snapshot(three, 2)
+    # The weights make 12 MiB, and half of that in another dtype.
+    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (9 * MIB, 9 * MIB))
     write(three[0].client, "large", 2)
     failed = finished(three[0].client, "large")
     assert failed.state == CheckpointState.FAILED
@@ -256,6 +254,8 @@ def test_a_full_disk_fails_the_checkpoint_and_nothing_else(
     error = from_wire(failed.error)
     assert error.code == "storage"
     assert error.details["file"] == "model.safetensors"
+    write(three[0].client, "fits", 2, format=CheckpointFormat.HF, model_dtype="BF16")
+    assert finished(three[0].client, "fits").state == CheckpointState.DURABLE
     assert sorted(path.name for path in (folder / "job").iterdir()) == ["fits"]
     assert three[0].load(2).bytes_moved == 2 * 4 * ELEMENTS
 
