@@ -35,6 +35,8 @@ from plexrl.statemanager.checkpoint.restore import Checkpoint
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.ticket_key import read_ticket_key
+from plexrl.statemanager.tickets import Claims, Role
 
 MIB = 1 << 20
 TENSORS = 3 * 250
@@ -94,8 +96,14 @@ class Rank:
     def __init__(self, config: StateManagerConfig) -> None:
         self._config = config
         self._arena = Arena(STATE_BYTES)
+        claims = Claims(role=Role.WORKER, job="job", deployment=DEPLOYMENT, group="g")
         self.client = StateManagerClient(
-            config.listen, deployment=DEPLOYMENT, rank=0, world_size=1, timeout_s=60.0
+            config.listen,
+            deployment=DEPLOYMENT,
+            rank=0,
+            world_size=1,
+            ticket=read_ticket_key(config.ticket_key_path).mint(claims),
+            timeout_s=60.0,
         )
         self.client.register(self._arena, slices(), group="g", token=1)
         contents = np.frombuffer(self._arena.buffer, dtype=np.uint8)

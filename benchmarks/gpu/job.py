@@ -4,6 +4,7 @@ import ctypes
 import random
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from plexrl.errors import PlexRLError
 from plexrl.statemanager.client import StateManagerClient
@@ -11,6 +12,8 @@ from plexrl.statemanager.device.cuda_arena import CudaArena
 from plexrl.statemanager.device.cuda_bindings import BoundDriver
 from plexrl.statemanager.device.cuda_driver import CudaDriver
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.ticket_key import read_ticket_key
+from plexrl.statemanager.tickets import Claims, Role, TicketKey
 
 BLOCK_BYTES = 64 << 20
 SAMPLES = 64
@@ -23,13 +26,22 @@ Reply = tuple[str, float, int]
 class GpuJob:
     """An arena of `nbytes`, filled with one random block over and over."""
 
-    def __init__(self, driver: CudaDriver, listen: str, name: str, nbytes: int) -> None:
+    def __init__(
+        self, driver: CudaDriver, listen: str, key: TicketKey, name: str, nbytes: int
+    ) -> None:
         self._driver = driver
         self._arena = CudaArena(driver, nbytes)
         self._stream = self._driver.create_stream()
         self._nbytes = nbytes
         self._block = random.Random(name).randbytes(min(BLOCK_BYTES, nbytes))
-        self._client = StateManagerClient(listen, deployment=f"{name}/actor", rank=0, world_size=1)
+        claims = Claims(role=Role.WORKER, job=name, deployment=f"{name}/actor")
+        self._client = StateManagerClient(
+            listen,
+            deployment=claims.deployment,
+            rank=claims.rank,
+            world_size=claims.world_size,
+            ticket=key.mint(claims),
+        )
         self._slices = (
             StateSlice(
                 key=StateKey(part=StatePart.PARAMETER, name="w"),
@@ -91,9 +103,9 @@ class GpuJob:
                 raise PlexRLError(f"bytes from {place} on are not what was written")
 
 
-def serve_job(pipe: Connection, listen: str, name: str, nbytes: int) -> None:
+def serve_job(pipe: Connection, listen: str, key_file: str, name: str, nbytes: int) -> None:
     """Carry out what the pipe says, (action, seq), until it says `end`."""
-    job = GpuJob(BoundDriver(), listen, name, nbytes)
+    job = GpuJob(BoundDriver(), listen, read_ticket_key(Path(key_file)), name, nbytes)
     while True:
         action, seq = pipe.recv()
         started = time.perf_counter()

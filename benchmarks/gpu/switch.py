@@ -40,10 +40,11 @@ REPEATS = 5
 class Job:
     """A job's process, and the pipe to it."""
 
-    def __init__(self, listen: str, name: str, nbytes: int) -> None:
+    def __init__(self, node: StateManagerConfig, name: str, nbytes: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve_job, args=(theirs, listen, name, nbytes))
+        given = (theirs, node.listen, str(node.ticket_key_path), name, nbytes)
+        self.process = context.Process(target=serve_job, args=given)
         self.process.start()
         self.seq = 0
 
@@ -92,10 +93,10 @@ def plain_rates(driver: BoundDriver) -> tuple[float, float]:
 
 
 def take_turns(
-    listen: str, name: str, nbytes: int, switches: int, driver: BoundDriver
+    node: StateManagerConfig, name: str, nbytes: int, switches: int, driver: BoundDriver
 ) -> list[tuple[float, float, float, int]]:
     """(seconds of a whole switch, of its offload, of its load, free bytes after it), of each."""
-    jobs = [Job(listen, f"{name}{index}", nbytes) for index in range(2)]
+    jobs = [Job(node, f"{name}{index}", nbytes) for index in range(2)]
     for job in jobs:
         job.ask("fill")
         job.ask("offload")
@@ -114,8 +115,10 @@ def take_turns(
     return turns
 
 
-def start_daemon(directory: Path, host_bytes: int) -> tuple[subprocess.Popen[str], str]:
-    """A StateManager for GPUs with its host tier made ready, and its socket."""
+def start_daemon(
+    directory: Path, host_bytes: int
+) -> tuple[subprocess.Popen[str], StateManagerConfig]:
+    """A StateManager for GPUs with its host tier made ready, and its configuration."""
     config = StateManagerConfig(
         node="gpu",
         listen=str(directory / "s.sock"),
@@ -134,7 +137,7 @@ def start_daemon(directory: Path, host_bytes: int) -> tuple[subprocess.Popen[str
     assert process.stdout is not None
     if not json.loads(process.stdout.readline() or "{}").get("ready"):
         raise RuntimeError("the StateManager did not start: see its messages above")
-    return process, config.listen
+    return process, config
 
 
 def main() -> None:
@@ -153,10 +156,10 @@ def main() -> None:
     nbytes = wanted.state_gib * GIB
     to_host, to_device = plain_rates(driver)
     directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
-    daemon, listen = start_daemon(directory, 2 * nbytes + 2 * GIB)
+    daemon, node = start_daemon(directory, 2 * nbytes + 2 * GIB)
     try:
-        tiny = take_turns(listen, "tiny", TINY_BYTES, wanted.switches, driver)
-        large = take_turns(listen, "large", nbytes, wanted.switches, driver)
+        tiny = take_turns(node, "tiny", TINY_BYTES, wanted.switches, driver)
+        large = take_turns(node, "large", nbytes, wanted.switches, driver)
     finally:
         daemon.terminate()
         daemon.wait()

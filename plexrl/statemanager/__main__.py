@@ -3,15 +3,27 @@
 import argparse
 import asyncio
 import logging
+import os
 import shutil
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
-from plexrl.cluster.process import load_config, print_ready, remove_socket, run_until_signal
+from plexrl.cluster.process import (
+    load_config,
+    parse_config,
+    print_ready,
+    remove_socket,
+    run_until_signal,
+)
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.choice import open_devices
+from plexrl.statemanager.health import Health
+from plexrl.statemanager.observation import ObservationServer
 from plexrl.statemanager.server import Server
+from plexrl.statemanager.service_manager import ServiceManager
 from plexrl.statemanager.store import Store
 
 LOG = logging.getLogger(__name__)
@@ -25,8 +37,15 @@ def main() -> None:
     """Serve until a signal; then keep complete versions on NVMe and clear the host tier."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     parser = argparse.ArgumentParser(prog="python -m plexrl.statemanager", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
-    config = load_config(parser.parse_args().config, StateManagerConfig)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", type=Path)
+    source.add_argument("--config-json")
+    given = parser.parse_args()
+    config = (
+        load_config(given.config, StateManagerConfig)
+        if given.config_json is None
+        else parse_config(given.config_json, StateManagerConfig, "--config-json")
+    )
     # The tiers are locked by their process, so whoever gets past here may take over the socket.
     devices = open_devices(
         config.device,
@@ -38,10 +57,20 @@ def main() -> None:
     async def serve(stop: asyncio.Event) -> None:
         remove_socket(config.listen)
         server = Server(config, store, devices)
-        threading.Thread(target=server.serve, daemon=True).start()
-        print_ready(listen=config.listen)
-        await stop.wait()
-        server.close()
+        accepting = threading.Thread(target=server.serve, daemon=True)
+        accepting.start()
+        manager = ServiceManager(os.environ)
+        with ExitStack() as observed:
+            ports = {}
+            if config.metrics_port is not None:
+                observation = _observation(config.metrics_port, server, accepting.is_alive)
+                observed.callback(observation.close)
+                ports["metrics_port"] = observation.port
+            print_ready(listen=config.listen, **ports)
+            manager.ready(accepting.is_alive)
+            await stop.wait()
+            manager.stopping()
+            server.close()
         remove_socket(config.listen)
 
     run_until_signal(serve)
@@ -51,6 +80,15 @@ def main() -> None:
         LOG.error("no room on NVMe; left in %s: %s", config.host_dir, ", ".join(left))
         return
     shutil.rmtree(config.host_dir, ignore_errors=True)
+
+
+def _observation(port: int, server: Server, accepting: Callable[[], bool]) -> ObservationServer:
+    from plexrl.statemanager.metrics import DaemonCollector, exposition
+
+    services = server.services
+    health = Health(services.config, services.store, services.line, accepting)
+    collector = DaemonCollector(services, server.connections)
+    return ObservationServer(port, health.reasons, lambda: exposition(collector))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ changes nothing twice: every request names its version, and the arena is given b
 client and only once it knows that the version is whole.
 """
 
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.boxes import plan_pull
+from plexrl.statemanager.channel import Channel, close_all
 from plexrl.statemanager.connection import connect, exchange, until_reached
 from plexrl.statemanager.copy import Bytes, copy_box
 from plexrl.statemanager.device.backend import WorkerArena
@@ -37,6 +37,7 @@ from plexrl.statemanager.protocol import (
     Confirm,
     Load,
     OpenPublished,
+    Ping,
     Prefetch,
     Publish,
     PublishedShard,
@@ -46,10 +47,13 @@ from plexrl.statemanager.protocol import (
     Save,
     StoredShard,
     Usage,
-    close_all,
     regions_of,
 )
 from plexrl.statemanager.rank_link import RankLink
+
+_PING = Ping()
+_FENCED = (Save, Load, Publish)
+"""Requests that say under which grant they are made."""
 
 _Shard = tuple[tuple[StateSlice, ...], Bytes]
 """A published shard's slices, and the mapped data that they lie in."""
@@ -84,15 +88,18 @@ class StateManagerClient:
         deployment: str,
         rank: int,
         world_size: int,
+        ticket: bytes,
         timeout_s: float = 600.0,
     ) -> None:
-        """`timeout_s` bounds each call, the wait for a restarting daemon included."""
+        """`ticket` says what this client may ask for. `timeout_s` bounds each call, the wait for a
+        restarting daemon included."""
         self.path = socket_path
         self.deployment = deployment
         self.rank = rank
         self._world_size = world_size
+        self._ticket = ticket
         self._timeout_s = timeout_s
-        self._link = RankLink(socket_path, timeout_s)
+        self._link = RankLink(socket_path, timeout_s, ticket)
         self._held: tuple[int, str] | None = None
         """Seq and stamp of the stored version that the arena equals while it has that seq."""
 
@@ -232,6 +239,10 @@ class StateManagerClient:
                     ) from error
         return MoveReport(bytes_moved=moved, seconds=time.perf_counter() - started, tier="host")
 
+    def ping(self) -> None:
+        """One round trip: returns once the daemon has answered."""
+        self._call(_PING)
+
     def usage(self) -> dict[str, Any]:
         """The node's tiers, versions and arenas, and its first device, in bytes."""
         return self._call(Usage())
@@ -281,10 +292,12 @@ class StateManagerClient:
     ) -> int:
         """One attempt; returns the bytes that were copied."""
         with ExitStack() as opened:
-            connections: list[socket.socket] = []
+            connections: list[Channel] = []
             shards: list[_Shard] = []
             for path in dict.fromkeys(sources):
-                open_source = partial(_open_published, path, self._timeout_s, request, opened)
+                open_source = partial(
+                    _open_published, path, self._timeout_s, self._ticket, request, opened
+                )
                 connection, held = until_reached(path, self._timeout_s, open_source)
                 connections.append(connection)
                 shards += held
@@ -332,11 +345,11 @@ class StateManagerClient:
 
 
 def _open_published(
-    path: str, timeout_s: float, request: OpenPublished, opened: ExitStack
-) -> tuple[socket.socket, list[_Shard]]:
+    path: str, timeout_s: float, ticket: bytes, request: OpenPublished, opened: ExitStack
+) -> tuple[Channel, list[_Shard]]:
     """The shards that the StateManager at `path` has, mapped, and the connection that keeps them
     in place; `opened` closes it, and unmaps them."""
-    connection = opened.enter_context(connect(path, timeout_s))
+    connection = opened.enter_context(connect(path, timeout_s, ticket))
     answer, fds = exchange(connection, request)
     try:
         held: list[_Shard] = []

@@ -1,26 +1,19 @@
-"""What client and daemon say to each other over the Unix socket.
+"""What client and daemon say to each other over the Unix socket (`plexrl.statemanager.channel`).
 
-A message is a frame (`plexrl.wire.framing`). Descriptors follow their frame, each on a byte of its
-own, and the frame says how many; so the stream stays in step whatever becomes of the request.
+The first request of a connection is `Hello`.
 """
 
-import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from plexrl.errors import ConnectionLostError, InvalidRequestError, PlexRLError, from_wire
+from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.statemanager.mapping import Region
 from plexrl.statemanager.versions import Manifest
-from plexrl.wire.framing import recv_frame, send_frame
-
-DESCRIPTORS_MAX = 1024
-"""Descriptors that one message may carry: a file of the host tier may hold 1 GiB and more."""
 
 Answer = dict[str, Any]
 
@@ -28,6 +21,17 @@ Answer = dict[str, Any]
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all requests. Tagged with the class name; `plexrl.statemanager.handlers` says which
     there are, and what comes of each."""
+
+
+class Hello(Request, frozen=True, kw_only=True):
+    """Say who asks; nothing else is answered before."""
+
+    ticket: bytes
+    """As `plexrl.statemanager.tickets` makes them."""
+
+
+class Ping(Request, frozen=True, kw_only=True):
+    """Nothing but an answer."""
 
 
 class Register(Request, frozen=True, kw_only=True):
@@ -156,71 +160,6 @@ class StoredShard:
     """All of the data, in its order."""
 
 
-def send_request(connection: socket.socket, request: Request, fds: Sequence[int] = ()) -> None:
-    """Send one request."""
-    _send(connection, {"request": msgspec.to_builtins(request)}, fds)
-
-
-def recv_request(connection: socket.socket) -> tuple[Any, list[int]]:
-    """The next request, not yet decoded, and its descriptors, which the caller must close.
-
-    Raises:
-        ConnectionLostError: the client closed.
-        PayloadTooLargeError: the client is beyond a bound; the connection cannot be used further.
-    """
-    header, fds = _recv(connection)
-    return header.get("request"), fds
-
-
-def send_answer(connection: socket.socket, answer: Answer, fds: Sequence[int] = ()) -> None:
-    """Send what came of a request."""
-    _send(connection, {"result": answer}, fds)
-
-
-def send_error(connection: socket.socket, error: PlexRLError) -> None:
-    """Send that a request was refused."""
-    _send(connection, {"error": error.to_wire()}, ())
-
-
-def recv_answer(connection: socket.socket) -> tuple[Answer, list[int]]:
-    """The answer to the last request, and its descriptors, which the caller must close.
-
-    Raises:
-        PlexRLError: what the daemon raised.
-        ConnectionLostError: the daemon closed.
-    """
-    header, fds = _recv(connection)
-    if "error" in header:
-        raise from_wire(header["error"])
-    result: Answer = header["result"]
-    return result, fds
-
-
-def _send(connection: socket.socket, header: dict[str, Any], fds: Sequence[int]) -> None:
-    send_frame(connection, {**header, "fds": len(fds)})
-    for fd in fds:
-        socket.send_fds(connection, [b"\0"], [fd])
-
-
-def _recv(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    # Nothing bulky travels on this socket, so no message has a payload.
-    header, _ = recv_frame(connection, payload_bytes_max=0)
-    count = header.get("fds", 0)
-    if not isinstance(count, int) or not 0 <= count <= DESCRIPTORS_MAX:
-        raise ConnectionLostError(f"a message announced {count!r} descriptors")
-    fds: list[int] = []
-    try:
-        for _ in range(count):
-            _, received, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
-            if not received:
-                raise ConnectionLostError("the peer closed before its descriptors came")
-            fds += received
-    except BaseException:
-        close_all(fds)
-        raise
-    return header, fds
-
-
 def regions_of(regions: Sequence[Region], fds: Sequence[int]) -> list[Region]:
     """Regions off the wire, each with its descriptor instead of an index.
 
@@ -230,9 +169,3 @@ def regions_of(regions: Sequence[Region], fds: Sequence[int]) -> list[Region]:
     if any(not 0 <= region.fd < len(fds) for region in regions):
         raise InvalidRequestError(f"a version needs its files' descriptors; {len(fds)} came")
     return [replace(region, fd=fds[region.fd]) for region in regions]
-
-
-def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors that came with a message."""
-    for fd in fds:
-        os.close(fd)

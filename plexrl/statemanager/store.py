@@ -14,7 +14,7 @@ Laws:
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,20 +36,12 @@ from plexrl.statemanager.recovery import recover
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.room import Rooms
 from plexrl.statemanager.saving import Saver
+from plexrl.statemanager.tenant_limit import TenantLimit
 from plexrl.statemanager.tier import Tier
 from plexrl.statemanager.versions import Extent, Manifest, Section, VersionKind
 
 HOST, NVME = TierName.HOST, TierName.NVME
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantLimit:
-    """What a tenant may have stored; absent: as much as there is."""
-
-    total_bytes: int | None = None
-    """In both tiers, replicas and copies counted once; more is refused."""
-    host_bytes: int | None = None
-    """In the host tier; more goes to NVMe straight away."""
+_UNLIMITED = TenantLimit()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +61,6 @@ class Store:
         self,
         config: StateManagerConfig,
         *,
-        limits: Mapping[str, TenantLimit] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_map: OnMap | None = None,
         on_unmap: OnMap | None = None,
@@ -82,8 +73,11 @@ class Store:
         Raises:
             ConflictError: another daemon uses one of the directories.
         """
-        self.limits: dict[str, TenantLimit] = dict(limits or {})
-        """By tenant; may be changed at any time."""
+        self.limits: dict[str, TenantLimit] = dict(config.tenant_limits)
+        """Of tenants that have one of their own; may be changed at any time."""
+        self._usual_limit = TenantLimit(
+            total_bytes=config.tenant_bytes_max, host_bytes=config.tenant_host_bytes_max
+        )
         self._faults = FaultPoints(config.fault_points)
         host = Tier(HOST, Path(config.host_dir), self._faults)
         try:
@@ -216,7 +210,7 @@ class Store:
             if tier == HOST:
                 return True
             tenant = version.manifest.tenant
-            limit = self.limits.get(tenant, TenantLimit()).host_bytes
+            limit = self.limits.get(tenant, self._usual_limit).host_bytes
             if limit is not None and self._would_have(version, HOST) > limit:
                 return False
             with (
@@ -352,8 +346,8 @@ class Store:
 
     def _check_quota(self, manifest: Manifest, superseded: frozenset[str]) -> bool:
         """Refuse what goes beyond the tenant's limit; returns whether it may go to host."""
-        limit = self.limits.get(manifest.tenant)
-        if limit is None:
+        limit = self.limits.get(manifest.tenant, self._usual_limit)
+        if limit == _UNLIMITED:
             return True
         leaving = {manifest.name, *superseded}
         held = {tier: self._taken(manifest.tenant, tier, leaving) for tier in TierName}

@@ -20,9 +20,9 @@ def test_a_hundred_switches_leave_no_memory_behind() -> None:
     free_before, total = driver.memory_info()
     nbytes = min(total * 3 // 10, HOST_BYTES_MAX // 2) >> 21 << 21
     directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
-    daemon, listen = start_daemon(directory, 2 * nbytes + 2 * GIB)
+    daemon, node = start_daemon(directory, 2 * nbytes + 2 * GIB)
     try:
-        turns = take_turns(listen, "turn", nbytes, SWITCHES, driver)
+        turns = take_turns(node, "turn", nbytes, SWITCHES, driver)
         free = [turn[3] for turn in turns]
         # One state is on the device after every switch; contexts take some too, but always as much.
         assert max(free) - min(free) <= 64 << 20

@@ -25,6 +25,8 @@ from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.ticket_key import read_ticket_key
+from plexrl.statemanager.tickets import Claims, Role, job_of
 from tests.statemanager.memory_files import memory_file_bytes
 
 DEADLINE_S = 20.0
@@ -127,6 +129,31 @@ class Daemon:
         """Files of data there."""
         return sorted(Path(self.config.nvme_dir).glob("*.object"))
 
+    def ticket(self, **claims: Any) -> bytes:
+        """One of this node's, with these claims."""
+        return read_ticket_key(self.config.ticket_key_path).mint(Claims(**claims))
+
+    def worker_ticket(self, deployment: str, rank: int = 0, world_size: int = 1) -> bytes:
+        """As the node agent gives to a rank."""
+        return self.ticket(
+            role=Role.WORKER,
+            job=job_of(deployment),
+            deployment=deployment,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    def agent(self, timeout_s: float = DEADLINE_S) -> StateManagerClient:
+        """A client of the node agent's, for the caller to close."""
+        return StateManagerClient(
+            self.config.listen,
+            deployment="",
+            rank=0,
+            world_size=1,
+            ticket=self.ticket(role=Role.AGENT),
+            timeout_s=timeout_s,
+        )
+
 
 StartDaemon = Callable[..., Daemon]
 
@@ -148,6 +175,7 @@ def start_daemon(tmp_path: Path) -> Iterator[StartDaemon]:
             "host_bytes": 256 * MIB,
             "nvme_dir": str(tmp_path / node / "nvme"),
             "nvme_bytes": 256 * MIB,
+            "ticket_key_file": str(tmp_path / "ticket.key"),
         }
         daemon = Daemon(StateManagerConfig(**{**fields, **changes}))
         daemons.append(daemon)
@@ -202,8 +230,11 @@ class Shard:
             deployment=deployment,
             rank=rank,
             world_size=world_size,
+            ticket=daemon.worker_ticket(deployment, rank, world_size),
             timeout_s=timeout_s,
         )
+        self.agent = daemon.agent(timeout_s)
+        """The node agent's client: it sees and does what no worker may."""
         self.contents: npt.NDArray[np.uint8] = np.frombuffer(self.arena.buffer, dtype=np.uint8)
 
     def register(self) -> None:
@@ -231,6 +262,7 @@ class Shard:
 
     def close(self) -> None:
         self.client.close()
+        self.agent.close()
         self.arena.close()
 
 

@@ -22,6 +22,8 @@ from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.cuda import CudaDevices
 from plexrl.statemanager.server import Server
 from plexrl.statemanager.store import Store
+from plexrl.statemanager.ticket_key import read_ticket_key
+from plexrl.statemanager.tickets import Claims, Role, TicketKey
 from tests.statemanager.conftest import wait_until
 from tests.statemanager.emulated_cuda import EmulatedCuda
 
@@ -32,6 +34,7 @@ SWITCHES = 20
 
 class Node(NamedTuple):
     listen: str
+    key: TicketKey
     daemon: EmulatedCuda
     worker: EmulatedCuda
 
@@ -58,7 +61,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
         server = Server(config, store, devices)
         thread = threading.Thread(target=server.serve)
         thread.start()
-        yield Node(config.listen, *drivers)
+        yield Node(config.listen, read_ticket_key(config.ticket_key_path), *drivers)
         server.close()
         thread.join()
         store.close()
@@ -67,7 +70,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 def test_two_jobs_take_turns_on_a_device_that_holds_one(node: Node) -> None:
-    jobs = [GpuJob(node.worker, node.listen, f"job{index}", STATE) for index in range(2)]
+    jobs = [GpuJob(node.worker, node.listen, node.key, f"job{index}", STATE) for index in range(2)]
     jobs[0].fill()
     with pytest.raises(DeviceMemoryFullError, match="offload another job"):
         jobs[1].fill()
@@ -91,7 +94,7 @@ def test_two_jobs_take_turns_on_a_device_that_holds_one(node: Node) -> None:
 
 
 def test_a_job_that_leaves_takes_its_memory_along(node: Node) -> None:
-    job = GpuJob(node.worker, node.listen, "job", STATE)
+    job = GpuJob(node.worker, node.listen, node.key, "job", STATE)
     job.fill()
     assert node.daemon.taken_bytes(0) >= STATE
     job.close()
@@ -100,7 +103,10 @@ def test_a_job_that_leaves_takes_its_memory_along(node: Node) -> None:
 
 
 def test_an_arena_of_a_cpu_node_is_refused(node: Node) -> None:
-    client = StateManagerClient(node.listen, deployment="job/actor", rank=0, world_size=1)
+    ticket = node.key.mint(Claims(role=Role.WORKER, job="job", deployment="job/actor"))
+    client = StateManagerClient(
+        node.listen, deployment="job/actor", rank=0, world_size=1, ticket=ticket
+    )
     with pytest.raises(InvalidRequestError, match="lends cuda memory"):
         client.register(Arena(4096), (), group="g", token=1)
     client.close()

@@ -1,7 +1,7 @@
 """A version goes from one daemon to another: whole, verified, and as often as it is asked."""
 
+import gc
 import os
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -23,16 +23,12 @@ from plexrl.errors import (
     StateTierFullError,
     UnavailableError,
 )
+from plexrl.statemanager.channel import Channel, close_all
 from plexrl.statemanager.client import MoveReport, StateManagerClient
+from plexrl.statemanager.connection import connect, exchange
 from plexrl.statemanager.migration import migrate
-from plexrl.statemanager.protocol import (
-    Adopt,
-    OpenState,
-    StoredShard,
-    close_all,
-    recv_answer,
-    send_request,
-)
+from plexrl.statemanager.protocol import Adopt, OpenState, StoredShard
+from plexrl.statemanager.tickets import Role
 from plexrl.statemanager.versions import NO_DIGEST, Extent, VersionKind
 from tests.statemanager.conftest import (
     DEADLINE_S,
@@ -70,6 +66,7 @@ def move(source: Daemon, target: Daemon, *, seq: int = 1, **fields: object) -> M
         target.config.listen,
         deployment=NAME,
         seq=seq,
+        ticket=target.ticket(role=Role.AGENT),
         **{"timeout_s": DEADLINE_S, **fields},  # type: ignore[arg-type]  # of any parameter
     )
 
@@ -90,16 +87,11 @@ def check_loads(
         assert np.array_equal(shard.contents[: contents.size], contents)
 
 
-def opened(
-    daemon: Daemon, request: OpenState
-) -> tuple[socket.socket, list[StoredShard], list[int]]:
+def opened(daemon: Daemon, request: OpenState) -> tuple[Channel, list[StoredShard], list[int]]:
     """What the daemon answers, and the connection that keeps it in place."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(DEADLINE_S)
-    connection.connect(daemon.config.listen)
-    send_request(connection, request)
+    connection = connect(daemon.config.listen, DEADLINE_S, daemon.ticket(role=Role.AGENT))
     try:
-        answer, fds = recv_answer(connection)
+        answer, fds = exchange(connection, request)
     except PlexRLError:
         connection.close()
         raise
@@ -107,11 +99,7 @@ def opened(
 
 
 def observer(daemon: Daemon) -> closing[StateManagerClient]:
-    return closing(
-        StateManagerClient(
-            daemon.config.listen, deployment="", rank=0, world_size=1, timeout_s=DEADLINE_S
-        )
-    )
+    return closing(daemon.agent())
 
 
 def ranks_held(daemon: Daemon, seq: int = 1) -> dict[int, str]:
@@ -205,7 +193,9 @@ def test_ranks_are_collected_from_several_nodes(
         move(sources[0], target)
     assert ranks_held(target) == {}
     paths = [daemon.config.listen for daemon in sources]
-    migrate(paths, target.config.listen, deployment=NAME, seq=1)
+    migrate(
+        paths, target.config.listen, deployment=NAME, seq=1, ticket=target.ticket(role=Role.AGENT)
+    )
     check_loads(target, make_shard, expected)
 
 
@@ -318,7 +308,7 @@ def test_a_target_without_room_refuses_and_keeps_what_it_has(
     assert ranks_held(target) == {0: "host"}
     other.load(1)
     assert np.array_equal(other.contents, kept)
-    other.client.release("b/actor")
+    other.agent.release("b/actor")
     assert move(source, target).bytes_moved == STATE
     check_loads(target, make_shard, expected)
 
@@ -393,9 +383,9 @@ def test_a_worker_may_neither_open_nor_adopt(
     worker = make_shard(target)
     connection, [shard], fds = opened(source, OpenState(deployment=NAME, seq=1))
     with connection:
-        with pytest.raises(PermissionDeniedError, match="only the node agent"):
+        with pytest.raises(PermissionDeniedError, match="is for the node agent"):
             worker.client.adopt(shard, fds)
-        with pytest.raises(PermissionDeniedError, match="only the node agent"):
+        with pytest.raises(PermissionDeniedError, match="is for the node agent"):
             worker.client._call(OpenState(deployment=NAME, seq=1))
         close_all(fds)
     assert ranks_held(target) == {}
@@ -452,6 +442,7 @@ def test_an_adopted_version_survives_its_daemon(
 def test_no_descriptor_is_left_open(start_daemon: StartDaemon, make_shard: MakeShard) -> None:
     source, target = start_daemon(), start_daemon()
     offloaded(source, make_shard)
+    gc.collect()  # What earlier tests left of theirs is not counted.
     before = source.descriptors(), target.descriptors()
     here = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):

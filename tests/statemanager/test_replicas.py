@@ -17,7 +17,8 @@ from plexrl.statemanager.drain import Drainer
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout import lay_out
 from plexrl.statemanager.residency import TierName
-from plexrl.statemanager.store import Store, TenantLimit
+from plexrl.statemanager.store import Store
+from plexrl.statemanager.tenant_limit import TenantLimit
 from plexrl.statemanager.versions import Manifest, Section, VersionKind
 from tests.statemanager.conftest import MIB, run_together, wait_until
 from tests.statemanager.host_memory import HostMemory

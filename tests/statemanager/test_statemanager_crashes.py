@@ -139,7 +139,7 @@ def test_a_daemon_killed_at_any_moment_of_an_offload_leaves_nothing_torn(
             shard.load(seq)
             assert np.array_equal(shard.contents, expected), seconds_of_kill
     assert not list(Path(daemon.config.host_dir).glob("*.part"))
-    usage = shard.client.usage()["deployments"]["job/actor"]["versions"]
+    usage = shard.agent.usage()["deployments"]["job/actor"]["versions"]
     assert len(usage) == 2
 
 

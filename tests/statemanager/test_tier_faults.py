@@ -141,7 +141,7 @@ def test_full_tiers_refuse_and_leave_the_arena(
     for index in (0, 1):
         shards[index].load(1)
         assert np.array_equal(shards[index].contents, expected[index])
-    shards[0].client.release("a/actor")
+    shards[0].agent.release("a/actor")
     shards[2].offload(1)
     shards[2].load(1)
     assert np.array_equal(shards[2].contents, expected[2])
@@ -175,7 +175,7 @@ def test_a_disk_that_is_really_full_refuses_and_leaves_the_arena(
     with pytest.raises(StateTierFullError, match="no room on its file system"):
         large.offload(2)
     assert np.array_equal(large.contents, expected)
-    usage = large.client.usage()
+    usage = large.agent.usage()
     assert usage["nvme_bytes"] == 0
     assert STATE < usage["host_bytes"] < 2 * STATE
     assert len(daemon.host_files()) == 1

@@ -14,6 +14,8 @@ import plexrl
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.model_spec import tiny_qwen2
 from plexrl.statemanager.client import StateManagerClient
+from plexrl.statemanager.ticket_key import read_ticket_key
+from plexrl.statemanager.tickets import Claims, Role
 from plexrl.wire.operations import (
     AdamParams,
     CheckpointParams,
@@ -131,8 +133,21 @@ def train(rank: int, ranks: int, store: str, folder: str, statemanager: str) -> 
     assert all(torch.equal(one[name], other[name]) for name in one)
     refuse_infinite_gradients(disturbed, rank, ranks)
     checkpoint = CheckpointParams(name=f"world{ranks}", overwrite=True)
+    claims = Claims(
+        role=Role.WORKER,
+        job="j",
+        deployment="j/actor",
+        rank=rank,
+        world_size=ranks,
+        group="g",
+    )
     client = StateManagerClient(
-        statemanager, deployment="j/actor", rank=rank, world_size=ranks, timeout_s=60.0
+        statemanager,
+        deployment="j/actor",
+        rank=rank,
+        world_size=ranks,
+        ticket=read_ticket_key(Path(folder) / "nvme" / "ticket.key").mint(claims),
+        timeout_s=60.0,
     )
     client.register(calm.arena, calm.slices(), group="g", token=1)
     saved = save_checkpoint(calm, client, checkpoint, operation="o", seq=STEPS, keep_seq=0, token=1)

@@ -204,6 +204,7 @@ class CheckpointJobs:
         wanted, progress = entry.task.wanted, entry.progress
         upload, upload_error = self._uploads.state(wanted.target)
         return CheckpointReport(
+            job=wanted.target.parent.name,
             name=wanted.target.name,
             path=str(wanted.target),
             state=entry.state,

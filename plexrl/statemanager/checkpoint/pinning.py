@@ -13,11 +13,12 @@ from typing import Protocol
 import msgspec
 
 from plexrl.errors import UnavailableError
+from plexrl.statemanager.channel import close_all
 from plexrl.statemanager.checkpoint.requests import PinnedVersion, PinVersions
 from plexrl.statemanager.checkpoint.source import LeaseReader, RemoteReader, VersionReader
 from plexrl.statemanager.connection import connect, exchange
 from plexrl.statemanager.lease import Lease
-from plexrl.statemanager.protocol import close_all, regions_of
+from plexrl.statemanager.protocol import regions_of
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.versions import VersionKind
 
@@ -35,9 +36,11 @@ def pin_here(held: ExitStack, store: Store, deployment: str, seq: int) -> list[V
 
 
 def pin_elsewhere(
-    held: ExitStack, sources: Sequence[str], deployment: str, seq: int
+    held: ExitStack, sources: Sequence[str], ticket: bytes, deployment: str, seq: int
 ) -> list[VersionReader]:
     """Readers of the versions that the StateManagers at `sources` have.
+
+    `ticket` is an agent's, which all of them take.
 
     Raises:
         UnavailableError: one cannot be reached.
@@ -46,7 +49,7 @@ def pin_elsewhere(
     request = PinVersions(deployment=deployment, seq=seq)
     for path in dict.fromkeys(sources):
         try:
-            connection = held.enter_context(connect(path, TIMEOUT_S))
+            connection = held.enter_context(connect(path, TIMEOUT_S, ticket))
             answer, fds = exchange(connection, request)
         except OSError as error:
             raise UnavailableError(

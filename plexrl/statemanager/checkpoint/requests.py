@@ -102,6 +102,7 @@ class PinnedVersion:
 class CheckpointReport:
     """One checkpoint, as a StateManager knows it."""
 
+    job: str
     name: str
     path: str
     state: CheckpointState

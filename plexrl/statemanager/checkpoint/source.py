@@ -1,11 +1,11 @@
 """Versions as a checkpoint reads them, wherever they lie."""
 
-import socket
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
 from plexrl.errors import ConnectionLostError, UnavailableError
+from plexrl.statemanager.channel import Channel
 from plexrl.statemanager.connection import exchange
 from plexrl.statemanager.device.memory import Run
 from plexrl.statemanager.file_memory import version_memory
@@ -69,9 +69,7 @@ class LeaseReader:
 class RemoteReader:
     """A version in the host tier of another daemon on this machine."""
 
-    def __init__(
-        self, manifest: Manifest, regions: Sequence[Region], connection: socket.socket
-    ) -> None:
+    def __init__(self, manifest: Manifest, regions: Sequence[Region], connection: Channel) -> None:
         """The descriptors, and the connection that holds the version in place, are the caller's."""
         self.manifest = manifest
         self._memory = version_memory(regions, manifest.description)

@@ -30,12 +30,17 @@ from plexrl.statemanager.checkpoint.requests import (
 from plexrl.statemanager.checkpoint.restore import read_record
 from plexrl.statemanager.checkpoint.source import VersionReader
 from plexrl.statemanager.checkpoint.writer import Wanted
-from plexrl.statemanager.handlers.caller import Caller, Reply, handles
+from plexrl.statemanager.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles
+from plexrl.statemanager.tickets import AGENT, Role, job_of
 
 
 def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Reply:
-    services = caller.services
+    services, claims = caller.services, caller.claims
     target = _target(caller, request.deployment, request.name)
+    if claims.role == Role.WORKER and claims.deployment != request.deployment:
+        raise PermissionDeniedError(
+            f"{claims.holder} has no say over versions of {request.deployment!r}"
+        )
     if request.upload and not services.config.checkpoint_upload_url:
         raise InvalidRequestError(
             "this cluster uploads no checkpoints: have its operator set checkpoint_upload_url"
@@ -45,7 +50,8 @@ def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Repl
         held = guard.enter_context(ExitStack())
         readers = pin_here(held, services.store, request.deployment, request.seq)
         elsewhere = [path for path in request.sources if path != services.config.listen]
-        readers += pin_elsewhere(held, elsewhere, request.deployment, request.seq)
+        ticket = services.key.mint(AGENT)
+        readers += pin_elsewhere(held, elsewhere, ticket, request.deployment, request.seq)
         ranks = _of_all_ranks(request, readers)
         stamps = tuple(reader.manifest.stamp for reader in ranks)
         found = _already(caller, request, target, stamps)
@@ -69,7 +75,6 @@ def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Repl
 
 
 def _pin(caller: Caller, request: PinVersions, _: Sequence[int]) -> Reply:
-    caller.check_is_agent()
     pinned, opened = pin_for_other(
         caller.leases, caller.services.store, request.deployment, request.seq
     )
@@ -94,7 +99,7 @@ def _status(caller: Caller, request: CheckpointStatus, _: Sequence[int]) -> Repl
             )
         reports = [report]
     else:
-        _check_own(caller, request.deployment)
+        _check_own_job(caller, request.deployment)
         folder = job_folder(caller.services.config.checkpoint_dir, request.deployment)
         jobs = caller.services.checkpoints
         known = {
@@ -116,24 +121,24 @@ def _cancel(caller: Caller, request: CancelCheckpoint, _: Sequence[int]) -> Repl
 
 
 ENTRIES = (
-    handles(WriteCheckpoint, _write),
-    handles(PinVersions, _pin),
-    handles(CheckpointStatus, _status),
-    handles(CancelCheckpoint, _cancel),
+    handles(WriteCheckpoint, _write, TICKETS),
+    handles(PinVersions, _pin, AGENTS),
+    handles(CheckpointStatus, _status, TICKETS),
+    handles(CancelCheckpoint, _cancel, TICKETS),
 )
 
 
 def _target(caller: Caller, deployment: str, name: str) -> Path:
-    _check_own(caller, deployment)
+    _check_own_job(caller, deployment)
     folder = job_folder(caller.services.config.checkpoint_dir, deployment)
     return folder / checked_name(name)
 
 
-def _check_own(caller: Caller, deployment: str) -> None:
-    if caller.own is not None and caller.own.deployment != deployment:
+def _check_own_job(caller: Caller, deployment: str) -> None:
+    claims = caller.claims
+    if claims.role == Role.WORKER and job_of(deployment) != claims.job:
         raise PermissionDeniedError(
-            f"this connection is rank {caller.own.rank}'s of {caller.own.deployment!r}: it has no "
-            f"say over checkpoints of {deployment!r}"
+            f"{claims.holder} has no say over checkpoints of job {job_of(deployment)!r}"
         )
 
 
@@ -202,6 +207,7 @@ def _complete(caller: Caller, target: Path, record: CheckpointRecord) -> Checkpo
     nbytes = sum(file.nbytes for file in record.files)
     upload, upload_error = caller.services.checkpoints.upload_state(target)
     return CheckpointReport(
+        job=target.parent.name,
         name=target.name,
         path=str(target),
         state=CheckpointState.DURABLE,

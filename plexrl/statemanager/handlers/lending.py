@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from plexrl.errors import ConflictError
 from plexrl.statemanager.device.backend import Loan
 from plexrl.statemanager.device.lending import Fill, lend
-from plexrl.statemanager.handlers.caller import Caller, Reply, handles
+from plexrl.statemanager.handlers.caller import WORKERS, Caller, Reply, handles
 from plexrl.statemanager.protocol import Answer, Attach, Detach
 from plexrl.statemanager.registry import Registration
 
@@ -49,4 +49,4 @@ def _detach(caller: Caller, _: Detach, __: Sequence[int]) -> Reply:
         return Reply({})
 
 
-ENTRIES = (handles(Attach, _attach), handles(Detach, _detach))
+ENTRIES = (handles(Attach, _attach, WORKERS), handles(Detach, _detach, WORKERS))

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import Loan
-from plexrl.statemanager.handlers.caller import Caller, Reply, handles, move_report, names_of
+from plexrl.statemanager.handlers.caller import (
+    WORKERS,
+    Caller,
+    Reply,
+    handles,
+    move_report,
+    names_of,
+)
 from plexrl.statemanager.handlers.lending import lend_to
 from plexrl.statemanager.keys import StatePart
 from plexrl.statemanager.layout import lay_out
@@ -101,7 +108,11 @@ def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
         return Reply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
 
 
-ENTRIES = (handles(Save, _save), handles(Load, _load), handles(Publish, _publish))
+ENTRIES = (
+    handles(Save, _save, WORKERS, is_move=True),
+    handles(Load, _load, WORKERS, is_move=True),
+    handles(Publish, _publish, WORKERS, is_move=True),
+)
 
 
 def _versions(caller: Caller, own: Registration, kind: VersionKind) -> list[StoredVersion]:
@@ -133,6 +144,7 @@ def _manifest(
         extents=layout.extents,
         nbytes=layout.nbytes,
         sections=layout.sections,
+        tenant=caller.claims.tenant,
     )
 
 

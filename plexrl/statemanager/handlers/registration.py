@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.handlers.caller import Caller, Reply, handles
+from plexrl.errors import InvalidRequestError, PermissionDeniedError
+from plexrl.statemanager.handlers.caller import AGENTS, WORKERS, Caller, Reply, handles
 from plexrl.statemanager.protocol import Register, Release
 from plexrl.statemanager.registry import Registration, check_slices
 
 
 def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
+    _check_is_own(caller, request)
     services = caller.services
     if request.kind != services.devices.kind:
         raise InvalidRequestError(
@@ -67,8 +68,27 @@ def _hand_over(former: Registration | None, registration: Registration) -> None:
 def _release(caller: Caller, request: Release, _: Sequence[int]) -> Reply:
     services = caller.services
     services.registry.remove_deployment(request.deployment)
+    services.incarnations.forget(request.deployment)
     services.store.release(request.deployment)
     return Reply({})
 
 
-ENTRIES = (handles(Register, _register), handles(Release, _release))
+ENTRIES = (handles(Register, _register, WORKERS), handles(Release, _release, AGENTS))
+
+
+def _check_is_own(caller: Caller, request: Register) -> None:
+    """A ticket is for one rank of one deployment, in one group."""
+    claims = caller.claims
+    asked = (request.deployment, request.rank, request.world_size)
+    if asked != (claims.deployment, claims.rank, claims.world_size):
+        raise PermissionDeniedError(
+            f"rank {request.rank} of {request.world_size} of {request.deployment!r} cannot be "
+            f"registered here: the ticket is for rank {claims.rank} of {claims.world_size} of "
+            f"{claims.deployment!r}"
+        )
+    if claims.group and request.group != claims.group:
+        raise PermissionDeniedError(
+            f"{claims.holder} is in group {claims.group!r}, by its ticket, not in "
+            f"{request.group!r}: have the node agent start it anew"
+        )
+    caller.services.incarnations.admit(claims)

@@ -10,7 +10,7 @@ import msgspec
 
 from plexrl.errors import InvalidRequestError, StateLostError
 from plexrl.statemanager.file_memory import version_memory
-from plexrl.statemanager.handlers.caller import Caller, Reply, handles, move_report
+from plexrl.statemanager.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles, move_report
 from plexrl.statemanager.layout import check_layout, slices_in_data
 from plexrl.statemanager.mapping import Region
 from plexrl.statemanager.protocol import (
@@ -28,6 +28,7 @@ from plexrl.statemanager.versions import Manifest, VersionKind
 
 
 def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) -> Reply:
+    caller.check_may_pull(request.source)
     store = caller.services.store
     found = store.find(
         lambda m: (
@@ -55,7 +56,6 @@ def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) ->
 
 
 def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
-    caller.check_is_agent()
     store = caller.services.store
     found = store.find(
         lambda m: (
@@ -83,7 +83,6 @@ def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
 
 
 def _adopt(caller: Caller, request: Adopt, fds: Sequence[int]) -> Reply:
-    caller.check_is_agent()
     started = time.perf_counter()
     manifest = request.manifest
     _check_adoptable(manifest)
@@ -106,11 +105,11 @@ def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
 
 
 ENTRIES = (
-    handles(OpenPublished, _open_published),
-    handles(OpenState, _open_state),
-    handles(Confirm, _confirm),
-    handles(Adopt, _adopt),
-    handles(Prefetch, _prefetch),
+    handles(OpenPublished, _open_published, TICKETS, is_move=True),
+    handles(OpenState, _open_state, AGENTS, is_move=True),
+    handles(Confirm, _confirm, TICKETS),
+    handles(Adopt, _adopt, AGENTS, is_move=True),
+    handles(Prefetch, _prefetch, AGENTS),
 )
 
 

@@ -37,12 +37,6 @@ DEPLOYMENT = "job/actor"
 ELEMENTS = MIB
 
 
-def agent(daemon: Daemon) -> StateManagerClient:
-    return StateManagerClient(
-        daemon.config.listen, deployment="", rank=0, world_size=1, timeout_s=20
-    )
-
-
 def write(client: StateManagerClient, name: str, seq: int, **fields: Any) -> CheckpointReport:
     request = WriteCheckpoint(deployment=DEPLOYMENT, name=name, seq=seq, **fields)
     return msgspec.convert(client.request(request), CheckpointReport)
