@@ -3,6 +3,7 @@
 import random
 import resource
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,16 @@ from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaem
 
 DEPLOYMENT = "job/actor"
 ELEMENTS = MIB
+
+
+def release(daemon: Daemon) -> None:
+    with closing(daemon.agent()) as agent:
+        agent.release(DEPLOYMENT)
+
+
+def usage_of(daemon: Daemon) -> dict[str, Any]:
+    with closing(daemon.agent()) as agent:
+        return agent.usage()
 
 
 def write(client: StateManagerClient, name: str, seq: int, **fields: Any) -> CheckpointReport:
@@ -106,12 +117,12 @@ def test_what_was_pinned_is_written_whatever_training_does(
     assert not report.state.is_final
     # The next version replaces the one that is being written, and its name goes.
     snapshot(shards, 2)
-    shards[1].client.release(DEPLOYMENT)
+    release(daemon)
     done = finished(shards[0].client, "one")
     assert done.state == CheckpointState.DURABLE, done
     assert done.bytes_done == done.bytes_total > 16 * MIB
     assert weights(folder, "one") == weights_of(shards, 1)
-    usage = shards[0].client.usage()
+    usage = usage_of(daemon)
     assert usage["host_bytes"] == 0
     assert [entry["name"] for entry in usage["checkpoints"]] == ["one"]
 
@@ -141,7 +152,7 @@ def test_a_spilled_version_is_written_from_where_it_lies(
     other = make_shard(daemon, deployment="job/other", elements=ELEMENTS)
     other.fill(5)
     other.snapshot(1)
-    tiers = {d: v["versions"][0]["tier"] for d, v in other.client.usage()["deployments"].items()}
+    tiers = {d: v["versions"][0]["tier"] for d, v in usage_of(daemon)["deployments"].items()}
     assert tiers == {DEPLOYMENT: "nvme", "job/other": "host"}
     write(shards[0].client, "one", 1)
     assert finished(shards[0].client, "one").state == CheckpointState.DURABLE
@@ -160,7 +171,7 @@ def test_asked_again_it_joins_and_then_finds_it_done(
     assert not again.state.is_final
     assert finished(shard.client, "one").state == CheckpointState.DURABLE
     assert write(shard.client, "one", 1).state == CheckpointState.DURABLE
-    assert len(shard.client.usage()["checkpoints"]) == 1
+    assert len(usage_of(daemon)["checkpoints"]) == 1
     with pytest.raises(CheckpointExistsError, match="overwrite"):
         write(shard.client, "one", 1, asked_by="another")
     snapshot([shard], 2)
@@ -181,8 +192,8 @@ def test_the_queue_is_bounded_and_a_cancelled_one_leaves_nothing(
         shard.client.request(CancelCheckpoint(deployment=DEPLOYMENT, name=name))
         assert status(shard.client, name).state == CheckpointState.CANCELLED
     assert list((folder / "job").iterdir()) == []
-    shard.client.release(DEPLOYMENT)
-    assert shard.client.usage()["host_bytes"] == 0
+    release(slow)
+    assert usage_of(slow)["host_bytes"] == 0
 
 
 def test_pinned_versions_do_not_stand_in_the_way_of_offloads(
