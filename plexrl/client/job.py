@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from plexrl.client import requests
+from plexrl.client.checkpoints import CheckpointFuture, list_call
 from plexrl.client.demand import DemandTrace, plain_trace
 from plexrl.client.futures import Future
 from plexrl.client.requests import Submission
@@ -97,9 +98,18 @@ class TrainDeployment(Deployment):
         """One AdamW step with the gradients that wait: `optim_step(learning_rate=1e-4)`."""
         return self._submit(requests.optim_step(self.deployment, params or AdamParams(**fields)))
 
-    def save_checkpoint(self, name: str, *, overwrite: bool = False) -> Future[Plain]:
-        """Write parameters and optimizer state; `transformers` loads the directory as it is."""
-        return self._submit(requests.save_checkpoint(self.deployment, name, overwrite=overwrite))
+    def save_checkpoint(self, name: str, **options: Any) -> CheckpointFuture:
+        """Write parameters and optimizer state; `transformers` loads the directory as it is.
+
+        Training goes on once they are pinned (`.pinned()`); `.result()` waits until they are on the
+        disk. `options` are those of `plexrl.wire.operations.CheckpointParams`: `overwrite`,
+        `format` (`both`, `hf`, `training`), `dtype`, `shard_bytes_max`, `step`, `keep`,
+        `keep_last`, `keep_every`, `upload`.
+        """
+        submission = requests.save_checkpoint(self.deployment, name, options)
+        with self._submitting:
+            view = self._transport.request(submission.call).json()
+        return CheckpointFuture(self._transport, view, submission.decoder)
 
 
 class RolloutDeployment(Deployment):
@@ -246,6 +256,10 @@ class Job:
             query["deployment"] = deployment
         call = Call(method="GET", path=f"{self._path}/logs", query=query)
         return dict(self._transport.request(call).json())
+
+    def checkpoints(self) -> list[Plain]:
+        """Its checkpoints by name, with `state`, `step`, bytes written and how `upload` goes."""
+        return list(self._transport.request(list_call(self.job)).json()["checkpoints"])
 
     def explain(self) -> Plain:
         """Why it waits or runs as it does: a summary, its unfinished operations with reason, holder

@@ -90,6 +90,11 @@ def job_routes(gateway: Gateway) -> APIRouter:
         fields = {"job": job, **caller.claim, "deployment": deployment, "lines": lines}
         return await gateway.scheduler.call("read_log", fields)
 
+    @routes.get("/{job}/checkpoints", summary="The job's checkpoints, those under way too")
+    async def checkpoints(request: Request, job: str) -> Plain:
+        caller = await gateway.caller(request)
+        return await gateway.scheduler.call("list_checkpoints", {"job": job, **caller.claim})
+
     return routes
 
 

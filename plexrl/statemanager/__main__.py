@@ -5,6 +5,7 @@ import asyncio
 import logging
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,8 +31,13 @@ from plexrl.statemanager.transport.tcp_server import TcpServer
 LOG = logging.getLogger(__name__)
 
 
+SWITCH_INTERVAL_S = 0.0005
+"""A request waits no longer for the interpreter while a checkpoint is being written."""
+
+
 def main() -> None:
     """Serve until a signal; then keep complete versions on NVMe and clear the host tier."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     parser = argparse.ArgumentParser(prog="python -m plexrl.statemanager", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", type=Path)

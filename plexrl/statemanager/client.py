@@ -90,9 +90,9 @@ class StateManagerClient:
     ) -> None:
         """`ticket` says what this client may ask for. `timeout_s` bounds each call, the wait for a
         restarting daemon included."""
-        self._path = socket_path
-        self._deployment = deployment
-        self._rank = rank
+        self.path = socket_path
+        self.deployment = deployment
+        self.rank = rank
         self._world_size = world_size
         self._ticket = ticket
         self._timeout_s = timeout_s
@@ -120,8 +120,8 @@ class StateManagerClient:
         self._held = None
         self._puller.forget()
         registration = Register(
-            deployment=self._deployment,
-            rank=self._rank,
+            deployment=self.deployment,
+            rank=self.rank,
             world_size=self._world_size,
             group=group,
             token=token,
@@ -285,15 +285,28 @@ class StateManagerClient:
         """Hint that version `seq` will be loaded soon; returns at once."""
         self._call(Prefetch(deployment=deployment, seq=seq))
 
+    def request(self, request: Request, fds: Sequence[int] = ()) -> Answer:
+        """The answer to a request that has no method of its own here.
+
+        Raises:
+            PlexRLError: the daemon refused it.
+            UnavailableError: the daemon did not come back in time.
+        """
+        return self._call(request, fds)
+
     def close(self) -> None:
         """End the connection; the daemon forgets the arena, not the versions."""
         self._ways.close()
         self._link.close()
 
+    def stamp(self, seq: int) -> str | None:
+        """Of the stored version `seq`, where the arena is known to equal it."""
+        return self._held[1] if self._held is not None and self._held[0] == seq else None
+
     def _check_whole(self) -> None:
         if self._puller.is_torn:
             raise StateLostError(
-                f"the last pull into rank {self._rank} of {self._deployment!r} was cut, so its "
+                f"the last pull into rank {self.rank} of {self.deployment!r} was cut, so its "
                 "arena is of no version: pull or load again"
             )
 
@@ -307,7 +320,7 @@ class StateManagerClient:
     ) -> MoveReport:
         self._check_whole()
         self._link.attach()
-        same_as = self._held[1] if self._held is not None and self._held[0] == seq else None
+        same_as = self.stamp(seq)
         answer = self._call(
             Save(
                 seq=seq,

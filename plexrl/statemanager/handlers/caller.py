@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from plexrl.errors import AuthenticationError, PermissionDeniedError
+from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.fencing import Fencing
@@ -33,6 +34,7 @@ class Services:
     registry: Registry
     fencing: Fencing
     prefetcher: Prefetcher
+    checkpoints: CheckpointJobs
     devices: DeviceBackend
     key: TicketKey
     incarnations: Incarnations

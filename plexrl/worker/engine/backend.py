@@ -83,6 +83,15 @@ class TorchRolloutBackend:
         """The cache of former weights is worth nothing."""
         self._engine.drop_cache()
 
+    def gather(self, value: str) -> list[str]:
+        """There is one rank."""
+        return [value]
+
+    def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
+        """No checkpoint is made of a rollout deployment."""
+        del dtype
+        return {}
+
     def run(self, call: BackendCall) -> BackendResult:
         """Load a checkpoint's weights. Raises as `Backend.run`."""
         if call.kind != OperationKind.LOAD_CHECKPOINT:
