@@ -75,11 +75,12 @@ def _exchange(kept: list[list[tuple[int, int]]], loads: list[int], fullest: int)
             break
         # Taking nothing back is an item of cost 0.
         taken = np.array([0, *(cost for cost, _ in kept[part])])
-        # The pair is even where what changes hands is half of the gap.
+        # The pair is even where what changes hands is half of the gap; nothing is won where it is
+        # none of the gap, or all of it and more.
         near = np.searchsorted(taken, given - gap // 2)
         places = np.stack([near - 1, near]).clip(0, len(taken) - 1)
         change = given - taken[places]
-        uneven = np.where((change > 0) & (change < gap), np.abs(2 * change - gap), gap)
+        uneven = np.abs(2 * change - gap)
         side, at = divmod(int(uneven.argmin()), len(given))
         if uneven[side, at] < gap:
             _swap(kept, loads, (fullest, at), (part, int(places[side, at]) - 1))

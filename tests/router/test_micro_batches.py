@@ -62,6 +62,7 @@ def test_packing_needs_little_more_than_the_tokens_do(costs: list[int], bound: i
 
 def test_rows_that_fit_evenly_are_packed_evenly() -> None:
     assert packed_count([60, 40, 50, 50, 100], 100) == 3
+    assert packed_count([1, 99], 100) == 1
     assert packed([60, 40, 50, 50, 100], 3, 100) == [[0, 1], [2, 3], [4]]
     assert packed([10] * 6, 3, 1000) == [[0, 3], [1, 4], [2, 5]]
     # Evenly by number of tokens would put three rows of 30 beside one another.
