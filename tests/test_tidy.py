@@ -27,8 +27,11 @@ OTHER_CORES = (
     "router/micro_batches.py",
     "router/reductions.py",
     "router/validation.py",
+    "statemanager/free_ranges.py",
     "statemanager/keys.py",
+    "statemanager/layout.py",
     "statemanager/residency.py",
+    "statemanager/residents.py",
 )
 BANNED_IN_CORES = {
     *("asyncio", "io", "logging", "os", "pathlib", "random", "secrets", "shutil", "signal"),

@@ -46,7 +46,7 @@ class TorchRolloutBackend:
                 offset=(0,) * len(shape),
                 shape=shape,
             )
-        self.arena = Arena(layout.nbytes, name="rollout")
+        self.arena = Arena(layout.nbytes)
         self._slices = tuple(layout.slices)
         self._weights: dict[str, torch.Tensor] = {}
         for (name, parameter), piece in zip(parameters, self._slices, strict=True):
