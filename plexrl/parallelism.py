@@ -81,11 +81,6 @@ class Parallelism:
         return self.dp * self.cp // self.ep
 
     @property
-    def sequence_multiple(self) -> int:
-        """What every row is padded to a multiple of, so that context ranks get equal parts."""
-        return 2 * self.cp if self.cp > 1 else 1
-
-    @property
     def output_ranks(self) -> tuple[int, ...]:
         """The ranks whose results count: the last stage's first tensor ranks, in the order of dp
         and within it of cp. Each token's result comes from exactly one of them."""

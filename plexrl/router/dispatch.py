@@ -68,8 +68,13 @@ class DispatchPlan:
 
     def inputs(self, arrays: Arrays) -> list[Arrays]:
         """What there is to send: a part for each data and, within it, each context rank."""
+        if self.layout.cp == 1:
+            return [self._whole_rows(arrays, shard) for shard in self.shards]
+        per_row: Arrays = {}
+        if "mask" in arrays:
+            per_row["row_mask"] = row_masks(arrays["mask"], self.lengths).astype(np.float32)
         return [
-            self._inputs(arrays, shard, cp_rank)
+            self._chunks(arrays, per_row, shard, cp_rank)
             for shard in self.shards
             for cp_rank in range(self.layout.cp)
         ]
@@ -91,27 +96,32 @@ class DispatchPlan:
                 joined[part.targets[predicts]] = results[rank][predicts]
         return joined
 
-    def _inputs(self, arrays: Arrays, shard: Shard, cp_rank: int) -> Arrays:
-        part: Arrays = {"lengths": self.lengths[shard.rows].astype(np.int32)}
-        if shard.micro_batch_rows is not None:
-            part["micro_batch_rows"] = np.array(shard.micro_batch_rows, dtype=np.int32)
-        per_token = {name: array for name, array in arrays.items() if name != "lengths"}
-        if self.layout.cp == 1:
-            places = self._places(shard)
-            return part | {name: array[places] for name, array in per_token.items()}
+    def _whole_rows(self, arrays: Arrays, shard: Shard) -> Arrays:
+        places = self._places(shard)
+        part = {name: array[places] for name, array in arrays.items() if name != "lengths"}
+        return part | self._rows(shard)
+
+    def _chunks(self, arrays: Arrays, per_row: Arrays, shard: Shard, cp_rank: int) -> Arrays:
         mine = self._context_part(shard, cp_rank)
-        tokens = per_token.pop("tokens")
-        part["tokens"] = np.where(mine.places >= 0, tokens[mine.places], 0).astype(np.int32)
-        part["positions"] = mine.positions.astype(np.int32)
         has_target = mine.targets >= 0
+        # A place of -1 reads the batch's last token, which is then replaced.
+        part = {
+            name: np.where(has_target, array[mine.targets], 0).astype(array.dtype)
+            for name, array in arrays.items()
+            if name not in ("tokens", "lengths")
+        }
+        tokens = arrays["tokens"]
+        part["tokens"] = np.where(mine.places >= 0, tokens[mine.places], 0).astype(np.int32)
         part["targets"] = np.where(has_target, tokens[mine.targets], -1).astype(np.int32)
-        if "mask" in per_token:
-            part["row_mask"] = row_masks(per_token["mask"], self.lengths)[shard.rows].astype(
-                np.float32
-            )
-        for name, array in per_token.items():
-            part[name] = np.where(has_target, array[mine.targets], 0).astype(array.dtype)
-        return part
+        part["positions"] = mine.positions.astype(np.int32)
+        part |= {name: array[shard.rows] for name, array in per_row.items()}
+        return part | self._rows(shard)
+
+    def _rows(self, shard: Shard) -> Arrays:
+        found: Arrays = {"lengths": self.lengths[shard.rows].astype(np.int32)}
+        if shard.micro_batch_rows is not None:
+            found["micro_batch_rows"] = np.array(shard.micro_batch_rows, dtype=np.int32)
+        return found
 
     def _places(self, shard: Shard) -> Array:
         """In the batch, of a shard's tokens, in the order of its rows."""

@@ -130,9 +130,9 @@ def test_packed_micro_batches_are_bounded_and_as_many_on_every_rank(
         counts = part["micro_batch_rows"].tolist()
         assert len(counts) == plan.micro_batches
         assert sum(counts) == len(shard.rows) == len(part["lengths"])
-        local = (-(-part["lengths"] // layout.sequence_multiple)).astype(int) * (
-            2 if layout.cp > 1 else 1
-        )
+        local = part["lengths"]
+        if layout.cp > 1:
+            local = -(-local // (2 * layout.cp)) * 2
         for rows in np.split(local, np.cumsum(counts)[:-1]):
             assert len(rows) <= 1 or rows.sum() <= bound
         needed = max(needed, packed_count(local.tolist(), bound))
