@@ -114,23 +114,27 @@ def _lay_out(groups: Sequence[Sequence[StateSlice]], is_shared: Sequence[bool]) 
         ordered = sorted((p for p in group if p.nbytes), key=lambda piece: piece.arena_offset)
         if not ordered:
             continue
-        start = size = padded(size)
+        start = padded(size)
         first = len(extents)
+        # Of the extent that grows: its place in the arena, its end there, its place in the data.
+        begin = end = place = -1
         for piece in ordered:
-            last = extents[-1] if len(extents) > first else None
-            end = -1 if last is None else last.arena_offset + last.nbytes
-            if last is not None and 0 <= piece.arena_offset - end < ARENA_ALIGNMENT:
-                nbytes = piece.arena_offset + piece.nbytes - last.arena_offset
-                extents[-1] = replace(last, nbytes=nbytes)
-            else:
-                place = padded(size, ARENA_ALIGNMENT)
-                extents.append(
-                    Extent(arena_offset=piece.arena_offset, file_offset=place, nbytes=piece.nbytes)
-                )
-            size = extents[-1].file_offset + extents[-1].nbytes
+            at = piece.arena_offset
+            if end < 0 or not 0 <= at - end < ARENA_ALIGNMENT:
+                if end >= 0:
+                    extents.append(_extent(begin, end, place))
+                place = padded(place + end - begin, ARENA_ALIGNMENT) if end >= 0 else start
+                begin = at
+            end = at + piece.nbytes
+        extents.append(_extent(begin, end, place))
+        size = place + end - begin
         share_key = _share_key(ordered, extents[first:], start) if shared else ""
         sections.append(Section(start=start, nbytes=size - start, share_key=share_key))
     return Layout(sections=tuple(sections), extents=tuple(extents), nbytes=size)
+
+
+def _extent(begin: int, end: int, place: int) -> Extent:
+    return Extent(arena_offset=begin, file_offset=place, nbytes=end - begin)
 
 
 def _share_key(slices: Sequence[StateSlice], extents: Sequence[Extent], start: int) -> str:
@@ -161,4 +165,5 @@ def _homes(extents: Sequence[Extent], slices: Sequence[StateSlice]) -> list[int 
 
 
 def _identity(piece: StateSlice) -> _Identity:
-    return (piece.key, piece.dtype, piece.global_shape, piece.offset, piece.shape)
+    key = piece.key
+    return (key.part, key.name, piece.dtype, piece.global_shape, piece.offset, piece.shape)

@@ -75,7 +75,7 @@ class Rig(Protocol):
         ...
 
     def taken_bytes(self) -> int:
-        """Physical memory that both sides take, whoever holds it."""
+        """Physical memory that both sides take, as far as it can be told from others'."""
         ...
 
     def name(self) -> str:
@@ -89,7 +89,7 @@ class CpuRig:
     def __init__(self, bytes_max: int | None = None) -> None:
         self._bytes_max = bytes_max
         self.backend: DeviceBackend = self.another_backend()
-        self._taken_before = memory_file_bytes("plexrl-segment")
+        self._taken_before = memory_file_bytes("plexrl-segment", pid=os.getpid())
 
     def another_backend(self) -> CpuDevice:
         return CpuDevice(bytes_max=self._bytes_max)
@@ -106,7 +106,7 @@ class CpuRig:
         return bytes(arena.buffer[offset : offset + nbytes])
 
     def taken_bytes(self) -> int:
-        return memory_file_bytes("plexrl-segment") - self._taken_before
+        return memory_file_bytes("plexrl-segment", pid=os.getpid()) - self._taken_before
 
     def name(self) -> str:
         return "cpu"

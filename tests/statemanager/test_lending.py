@@ -21,7 +21,7 @@ KILLS = 50
 
 def lent_bytes(observer: Shard) -> int:
     """Device memory that the daemon counts as lent."""
-    lent = observer.client.usage()["device"]["lent_bytes"]
+    lent = observer.agent.usage()["device"]["lent_bytes"]
     assert isinstance(lent, int)
     return lent
 
@@ -191,7 +191,7 @@ def test_fifty_killed_workers_leave_no_memory_behind(
     for worker in workers:
         _kill(worker)
     wait_until(lambda: lent_bytes(observer) == 0)
-    usage = observer.client.usage()["device"]
+    usage = observer.agent.usage()["device"]
     assert daemon.segment_bytes() == usage["idle_bytes"] <= 3 * MIB
     assert memory_file_bytes("plexrl-segment", pid=os.getpid()) == 0
 

@@ -6,13 +6,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from plexrl.errors import InvalidRequestError, StateLostError
+from plexrl.errors import ConnectionLostError, InvalidRequestError, StateLostError
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.channel import close_all
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.connection import connect, exchange
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.protocol import OpenPublished
+from plexrl.statemanager.protocol import Confirm, OpenPublished
 from tests.statemanager.conftest import Daemon, MakeShard, StartDaemon, wait_until
 
 ROWS, COLUMNS = 10, 24
@@ -256,3 +256,19 @@ def test_what_a_puller_reads_counts_until_it_is_done(daemon: Daemon, make_shard:
         assert trainer.agent.usage()["host_bytes"] == nbytes
     wait_until(lambda: trainer.agent.usage()["host_bytes"] == 0)
     assert not daemon.host_files()
+
+
+def test_what_was_read_is_confirmed_by_the_daemon_that_lent_it_only(
+    daemon: Daemon, make_shard: MakeShard
+) -> None:
+    """One that was restarted meanwhile may have given the memory to others."""
+    trainer = make_shard(daemon)
+    trainer.client.publish(seq=1, token=1)
+    with connect(daemon.config.listen, 20.0, daemon.worker_ticket("job/rollout")) as reader:
+        _, fds = exchange(reader, OpenPublished(source="job/actor", seq=1))
+        close_all(fds)
+        assert exchange(reader, Confirm()) == ({}, [])
+        daemon.kill()
+        daemon.start()
+        with pytest.raises((ConnectionLostError, OSError)):
+            exchange(reader, Confirm())

@@ -17,7 +17,6 @@ from plexrl.statemanager.handlers.caller import (
 )
 from plexrl.statemanager.handlers.lending import lend_to
 from plexrl.statemanager.keys import StatePart
-from plexrl.statemanager.layout import lay_out
 from plexrl.statemanager.protocol import Load, Publish, Save
 from plexrl.statemanager.registry import Registration
 from plexrl.statemanager.store import StoredVersion
@@ -130,8 +129,7 @@ def _manifest(
     meta_json: str,
 ) -> Manifest:
     slices = tuple(piece for piece in own.slices if piece.key.part in parts)
-    others = caller.services.registry.others(own)
-    layout = lay_out(slices, own.rank, others)
+    layout = caller.services.registry.layout(own, parts)
     return Manifest(
         deployment=own.deployment,
         rank=own.rank,
