@@ -24,6 +24,8 @@ from plexrl.statemanager.observation import ObservationServer
 from plexrl.statemanager.server import Server
 from plexrl.statemanager.service_manager import ServiceManager
 from plexrl.statemanager.store import Store
+from plexrl.statemanager.transport.nixl import NixlLender
+from plexrl.statemanager.transport.tcp_server import TcpServer
 
 LOG = logging.getLogger(__name__)
 
@@ -55,7 +57,12 @@ def main() -> None:
         accepting.start()
         manager = ServiceManager(os.environ)
         with ExitStack() as observed:
-            ports = {}
+            ports: dict[str, int | str] = {}
+            if config.serve_tcp:
+                lender = NixlLender() if config.serve_nixl else None
+                remote = TcpServer(server.services, config.serve_tcp, lender)
+                observed.callback(remote.close)
+                ports["serve_tcp"] = remote.address
             if config.metrics_port is not None:
                 observation = _observation(config.metrics_port, server, accepting.is_alive)
                 observed.callback(observation.close)

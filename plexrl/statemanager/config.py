@@ -76,6 +76,11 @@ class StateManagerConfig:
     others."""
     fault_points: tuple[str, ...] = ()
     """For tests: where the daemon kills itself (`fault_points.POINTS`)."""
+    serve_tcp: str = ""
+    """`host:port` on which other nodes read published versions; port 0 is any free one. Empty: none
+    can."""
+    serve_nixl: bool = False
+    """Whether other nodes may read published versions by RDMA, through NIXL; needs `serve_tcp`."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -85,6 +90,8 @@ class StateManagerConfig:
         ):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
+        if self.serve_nixl and not self.serve_tcp:
+            raise InvalidRequestError("serve_nixl needs serve_tcp, over which versions are opened")
         if self.device_bytes is not None and self.device_bytes < 1:
             raise InvalidRequestError("device_bytes must be at least 1, or absent")
         if self.device_prefault_bytes < 0:
