@@ -18,7 +18,14 @@ SHELLS_IN_SCHEDULER = {
     *("shell", "links", "service", "connection", "__main__"),
 }
 OTHER_CORES = (
+    "backend_capabilities.py",
+    "deployment_spec.py",
+    "parallelism.py",
+    "router/balance.py",
+    "router/context_split.py",
     "router/dispatch.py",
+    "router/micro_batches.py",
+    "router/reductions.py",
     "router/validation.py",
     "statemanager/boxes.py",
     "statemanager/casts.py",
