@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -342,3 +343,48 @@ def test_a_drain_copies_what_would_spill(open_store: OpenStore) -> None:
 
 def nvme_files(store: Store) -> list[Path]:
     return list(store._tiers[NVME].directory.iterdir())
+
+
+def test_a_replica_that_comes_to_memory_and_leaves_again_meanwhile_is_kept(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    first, other = ranks_of(store, 2)
+    first.fill(1, 2)
+    other.fill(1, 3)
+    first.put(5)
+    name = first.manifest(5).name
+    store._rooms.spill(name)
+
+    def bring() -> None:
+        with store.lease_in_memory(name, name) as lease:
+            assert lease.tier == HOST
+
+    happens = {"put.reserved": bring, "put.copied": lambda: store._rooms.spill(name)}
+    monkeypatch.setattr(store._faults, "reach", lambda at: happens.pop(at, lambda: None)())
+    other.put(5)
+    assert not happens
+    other.check(5)
+    first.check(5)
+    other = Rank(open_store(), 1, 2)
+    other.fill(1, 3)
+    other.check(5)
+
+
+def test_a_copy_of_a_replica_whose_name_is_longer_finds_its_room(open_store: OpenStore) -> None:
+    store = open_store(tenant_host_bytes_max=3 * MIB)
+    first, tenth = Rank(store, 0, 11, MIB), Rank(store, 10, 11, MIB)
+    first.fill(1, 2)
+    tenth.fill(1, 3)
+    first.put(5)
+    tenth.put(5)
+    with store._catalog.lock:
+        record = store._catalog.current[tenth.manifest(5).name].record(NVME)
+    store.release("job/actor")
+    assert not store.used_bytes(NVME)
+    # The header fills its last page, but for the longer name of what the tenth rank stores itself.
+    text = len(msgspec.json.encode(record)) - len("{}") - 1
+    room = -(text + 24) % 4096
+    first.put(6)
+    tenth.put(6, meta_json="x" * room)
+    tenth.check(6)
