@@ -1,17 +1,25 @@
 """Blocking requests of a client, over as many connections as it takes to reach the daemon."""
 
 import socket
+import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import msgspec
 
-from plexrl.errors import ConnectionLostError, UnavailableError, from_wire
+from plexrl.errors import (
+    ConnectionLostError,
+    PermissionDeniedError,
+    UnavailableError,
+    from_wire,
+)
 from plexrl.statemanager.channel import Channel, Kind, close_all
 from plexrl.statemanager.protocol import Answer, Hello, Request
 
 RECONNECT_S = 0.05
+
+_CREDENTIALS = struct.Struct("3i")
 
 AnyT = TypeVar("AnyT")
 
@@ -38,10 +46,16 @@ def until_reached(path: str, timeout_s: float, attempt: Callable[[], AnyT]) -> A
             time.sleep(RECONNECT_S)
 
 
-def connect(path: str, timeout_s: float, ticket: bytes) -> Channel:
+def connect(
+    path: str, timeout_s: float, ticket: bytes, *, served_by: Collection[int] | None = None
+) -> Channel:
     """A connection to the daemon at `path`, as the ticket's holder; `timeout_s` bounds each wait.
 
+    `served_by`: users one of whom must run the daemon, for when somebody else named the path, who
+    might listen there to be shown the ticket. Absent: any.
+
     Raises:
+        PermissionDeniedError: another user listens there; it was not shown the ticket.
         AuthenticationError: the daemon does not take the ticket.
         PlexRLError: what else it refused the connection for.
     """
@@ -49,6 +63,8 @@ def connect(path: str, timeout_s: float, ticket: bytes) -> Channel:
     try:
         connection.settimeout(timeout_s)
         connection.connect(path)
+        if served_by is not None:
+            _check_listener(connection, path, served_by)
         channel = Channel(connection, send_timeout_s=timeout_s, receive_timeout_s=timeout_s)
         exchange(channel, Hello(ticket=ticket))
     except BaseException:
@@ -81,3 +97,14 @@ def exchange(
         return answer, received
     close_all(received)
     raise from_wire(answer)
+
+
+def _check_listener(connection: socket.socket, path: str, uids: Collection[int]) -> None:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(raw)
+    if uid not in uids:
+        raise PermissionDeniedError(
+            f"{path} is served by user {uid}, who runs no StateManager: name the sockets of this "
+            "cluster's StateManagers",
+            uid=uid,
+        )

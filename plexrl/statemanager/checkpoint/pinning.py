@@ -40,16 +40,19 @@ def pin_elsewhere(
 ) -> list[VersionReader]:
     """Readers of the versions that the StateManagers at `sources` have.
 
-    `ticket` is an agent's, which all of them take.
+    `ticket` is an agent's, which all of them take. A worker may have named the sources, so it is
+    shown only to this daemon's own user and root.
 
     Raises:
+        PermissionDeniedError: another user listens at one of them.
         UnavailableError: one cannot be reached.
     """
     readers: list[VersionReader] = []
     request = PinVersions(deployment=deployment, seq=seq)
+    trusted = {0, os.getuid()}
     for path in dict.fromkeys(sources):
         try:
-            connection = held.enter_context(connect(path, TIMEOUT_S, ticket))
+            connection = held.enter_context(connect(path, TIMEOUT_S, ticket, served_by=trusted))
             answer, fds = exchange(connection, request)
         except OSError as error:
             raise UnavailableError(
