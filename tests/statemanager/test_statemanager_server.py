@@ -1,8 +1,10 @@
 """Who may speak to the daemon, how much, and what it answers to nonsense."""
 
 import os
+import resource
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -172,6 +174,20 @@ def test_a_connection_beyond_the_bound_is_told_so(
 
     wait_until(is_served)
     served[1].offload(1)
+
+
+def test_a_want_of_descriptors_passes(daemon: Daemon, make_shard: MakeShard) -> None:
+    shard = make_shard(daemon, registered=False)
+    shard.client.ping()
+    usual = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (4, usual[1]))
+    early = make_shard(daemon, rank=1, world_size=2, registered=False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(daemon.config.listen)
+        time.sleep(0.3)
+        shard.client.ping()
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, usual)
+    early.client.ping()
 
 
 def test_another_users_process_is_refused() -> None:
