@@ -302,8 +302,8 @@ class Saver:
 
 
 class _RoomTooSmallError(Exception):
-    """The room that was reserved does not do: the version lies more scattered than expected, or what
-    was to be shared has left the tier, and makes a copy of its own."""
+    """The room that was reserved does not do, as the version lies more scattered than expected, or
+    has a copy of what it was to share."""
 
     def __init__(self, by_bytes: int) -> None:
         super().__init__(f"{by_bytes} bytes more are needed")

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,15 @@ class Rank:
         name = self.manifest(seq).name
         self.store.load(name, name, HostMemory(self.arena))
         assert np.array_equal(self.memory, expected)
+
+
+def once(happens: dict[str, Callable[[], None]]) -> Callable[[str], None]:
+    """What a fault point does: what `happens` there, the first time."""
+
+    def reach(at: str) -> None:
+        happens.pop(at, lambda: None)()
+
+    return reach
 
 
 def ranks_of(store: Store, count: int, **fields: int) -> list[Rank]:
@@ -360,8 +370,9 @@ def test_a_replica_that_comes_to_memory_and_leaves_again_meanwhile_is_kept(
         with store.lease_in_memory(name, name) as lease:
             assert lease.tier == HOST
 
+    happens: dict[str, Callable[[], None]]
     happens = {"put.reserved": bring, "put.copied": lambda: store._rooms.spill(name)}
-    monkeypatch.setattr(store._faults, "reach", lambda at: happens.pop(at, lambda: None)())
+    monkeypatch.setattr(store._faults, "reach", once(happens))
     other.put(5)
     assert not happens
     other.check(5)
@@ -388,3 +399,32 @@ def test_a_copy_of_a_replica_whose_name_is_longer_finds_its_room(open_store: Ope
     first.put(6)
     tenth.put(6, meta_json="x" * room)
     tenth.check(6)
+
+
+def test_what_is_being_stored_counts_towards_the_quota(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas once, and not beside what they replace."""
+    store = open_store(tenant_bytes_max=5 * MIB)
+    ranks = [Rank(store, rank, 2, MIB) for rank in range(2)]
+    stranger = Rank(store, 0, 1, MIB)
+    for seq in (1, 2):
+        former = [rank.manifest(seq - 1).name for rank in ranks]
+        for rank in ranks:
+            rank.fill(seq, seq + 10 + rank.rank)
+        # It waits for what the first one writes of both.
+        second = threading.Thread(target=ranks[1].put, args=(seq,))
+
+        def meanwhile(second: threading.Thread = second) -> None:
+            with pytest.raises(QuotaExceededError):
+                stranger.put(1, deployment="job/other", sections=(), nbytes=4 * MIB)
+            second.start()
+            wait_until(lambda: len(store._coming) == 2)
+
+        happens: dict[str, Callable[[], None]] = {"put.reserved": meanwhile}
+        monkeypatch.setattr(store._faults, "reach", once(happens))
+        store.put(ranks[0].manifest(seq), HostMemory(ranks[0].arena), former)
+        second.join()
+        store.drop(former)
+        for rank in ranks:
+            rank.check(seq)

@@ -24,9 +24,16 @@ from plexrl.statemanager.channel import Channel, Kind
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.connection import connect, exchange
 from plexrl.statemanager.device.backend import DeviceKind
-from plexrl.statemanager.protocol import Register
+from plexrl.statemanager.protocol import Register, Save
 from plexrl.statemanager.server import check_peer
-from tests.statemanager.conftest import DEADLINE_S, Daemon, MakeShard, StartDaemon, wait_until
+from tests.statemanager.conftest import (
+    ALL_PARTS,
+    DEADLINE_S,
+    Daemon,
+    MakeShard,
+    StartDaemon,
+    wait_until,
+)
 
 HEAD = struct.Struct("<IHBx")
 
@@ -153,6 +160,17 @@ def test_a_refused_registration_leaks_no_descriptor(daemon: Daemon, make_shard: 
         with pytest.raises(InvalidRequestError):
             shard.client.register(shard.arena, [wrong], group="g", token=1)
     wait_until(lambda: daemon.descriptors() == before)
+
+
+@pytest.mark.parametrize("meta", ["", "{", "[" * 100_000, '"\\ud800"', str(1 << 64)])
+def test_meta_that_no_load_could_answer_with_is_not_stored(
+    daemon: Daemon, make_shard: MakeShard, meta: str
+) -> None:
+    shard = make_shard(daemon)
+    request = Save(seq=1, keep_seq=0, token=1, parts=tuple(ALL_PARTS), meta_json=meta, same_as=None)
+    with pytest.raises(InvalidRequestError, match="meta is no JSON"):
+        shard.client._link.call(request)
+    assert not daemon.host_files()
 
 
 def test_a_connection_beyond_the_bound_is_told_so(

@@ -272,7 +272,7 @@ class _Begun(Exception):
 
 
 def check_within(runs: Runs, nbytes: int) -> None:
-    """Refuse runs that lie not wholly within `nbytes` bytes, or come to more than one answer holds.
+    """Refuse runs that lie not wholly within `nbytes` bytes, or are more than one answer holds.
 
     Raises:
         InvalidRequestError: some do not.
@@ -287,8 +287,8 @@ def check_within(runs: Runs, nbytes: int) -> None:
     total = (runs.row_bytes().astype(np.float64) * runs.counts).sum()
     if (runs.places > nbytes).any() or total > ANSWER_BYTES_MAX:
         raise InvalidRequestError(
-            f"runs begin within the {nbytes} bytes of the data and come to {ANSWER_BYTES_MAX} bytes "
-            "together at most"
+            f"runs begin within the {nbytes} bytes of the data, and come to at most "
+            f"{ANSWER_BYTES_MAX} bytes together"
         )
     ends = runs.places + (runs.counts - 1) * runs.strides + runs.row_bytes_at_source()
     if not (ends <= nbytes).all():
