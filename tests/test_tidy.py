@@ -44,7 +44,9 @@ OTHER_CORES = (
     "statemanager/plan_match.py",
     "statemanager/residency.py",
     "statemanager/residents.py",
+    "statemanager/relayout.py",
     "statemanager/runs.py",
+    "statemanager/windows.py",
 )
 BANNED_IN_CORES = {
     *("asyncio", "io", "logging", "os", "pathlib", "random", "secrets", "shutil", "signal"),
