@@ -24,7 +24,7 @@ def member(**fields: object) -> Deployment:
         "spec_json": "{}",
         "created_at": 0.0,
     }
-    return Deployment(**{"estimates": Estimates(state_bytes=1), **usual, **fields})  # type: ignore[arg-type]  # of any field
+    return Deployment(**{"estimates": Estimates(state_bytes=1), **usual, **fields})
 
 
 def thinks(seconds: float) -> Estimates:
@@ -80,7 +80,7 @@ def test_an_offload_says_when_the_state_is_needed_again() -> None:
 
 
 def test_commands_of_older_journals_are_read() -> None:
-    run = cmd.PrefetchState(deployment="j/a", seq=1, nodes=("n",))  # type: ignore[arg-type]  # plain ids
+    run = cmd.PrefetchState(deployment="j/a", seq=1, nodes=("n",))
     plain = cmd.CODEC.to_plain(run)
     del plain["next_use_s"]
     assert cmd.CODEC.from_plain(plain) == run
