@@ -1,7 +1,7 @@
 """The engine as a rollout backend: weights in an arena, results as the wire wants them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,7 +13,9 @@ from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.arena_tensors import ArenaLayout, view
 from plexrl.worker.backend import BackendCall, BackendResult, Emit
 from plexrl.worker.checkpoint import load_hf_parameters
-from plexrl.worker.engine.engine import Engine, Generation
+from plexrl.worker.engine.engine import Engine
+from plexrl.worker.engine.generation import Generation
+from plexrl.worker.engine.protocol import EngineStats
 from plexrl.worker.models import build_model, named_parameters
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class TorchRolloutBackend:
         self._spec = spec
         self._checkpoint_dir = checkpoint_dir
         self._built: Engine | None = None
+        self._recompute_kv_on_pull = True
 
     def build(self) -> None:
         """Make the model with its weights in the arena, and the engine on it."""
@@ -71,17 +74,20 @@ class TorchRolloutBackend:
         return frozenset({StatePart.PARAMETER})
 
     def before_offload(self) -> None:
-        """Drop the KV cache."""
+        """Drop the KV cache; what a paused engine was generating waits and is computed anew."""
         self._engine.drop_cache()
 
     def after_load(self, parts: frozenset[StatePart]) -> None:
-        """Nothing depends on former weights while the engine is idle."""
+        """The cache of former weights is worth nothing."""
         del parts
         self._engine.drop_cache()
 
     def after_pull(self) -> None:
-        """The cache of former weights is worth nothing."""
-        self._engine.drop_cache()
+        """The pulled weights draw from now on, for what a paused engine was generating too."""
+        # A sync raises the version of a deployment by one, as every operation that changes state.
+        self._engine.weights_changed(
+            self._engine.weights_seq + 1, recompute_kv=self._recompute_kv_on_pull
+        )
 
     def run(self, call: BackendCall) -> BackendResult:
         """Load a checkpoint's weights. Raises as `Backend.run`."""
@@ -98,7 +104,7 @@ class TorchRolloutBackend:
                 )
         for name, home in self._weights.items():
             home.copy_(found[name])
-        self._engine.drop_cache()
+        self._engine.weights_changed(call.seq)
         return BackendResult()
 
     def submit(self, call: BackendCall, emit: Emit | None) -> None:
@@ -122,22 +128,43 @@ class TorchRolloutBackend:
 
     def step(self) -> list[tuple[str, BackendResult]]:
         """One token for every running sample."""
-        return [
-            (
-                generation.name,
-                BackendResult(
-                    result={"weights_seq": generation.weights_seq}, arrays=generation.arrays()
-                ),
-            )
-            for generation in self._engine.step()
-        ]
+        return [(generation.name, _result(generation)) for generation in self._engine.step()]
+
+    def interrupt(self, operation: str) -> BackendResult | None:
+        """Take an operation out now; its result so far. None: unknown."""
+        generation = self._engine.interrupt(operation)
+        return None if generation is None else _result(generation)
+
+    def pause(self, *, recompute_kv: bool = True) -> None:
+        """Stop at the token boundary: weights may be pulled, or the state offloaded.
+
+        `recompute_kv` says what a pull does with the cache of samples under way.
+        """
+        self._recompute_kv_on_pull = recompute_kv
+        self._engine.pause()
+
+    def resume(self) -> None:
+        """Go on, with whatever weights the arena holds."""
+        self._engine.resume()
+
+    def stats(self) -> EngineStats:
+        """How the engine stands."""
+        return self._engine.stats()
 
     @property
     def has_work(self) -> bool:
-        """Some generation is unfinished."""
+        """Some generation is unfinished, and not because the engine is paused."""
         return self._built is not None and self._built.has_work
 
     @property
     def _engine(self) -> Engine:
         assert self._built is not None, "build comes first"
         return self._built
+
+
+def _result(generation: Generation) -> BackendResult:
+    """`segments` lists `[row, start, weights_seq]` of rows that several versions drew."""
+    result: dict[str, Any] = {"weights_seq": generation.weights_seq}
+    if mixed := generation.mixed_segments():
+        result["segments"] = mixed
+    return BackendResult(result=result, arrays=generation.arrays())
