@@ -22,6 +22,8 @@ OTHER_CORES = (
     "router/validation.py",
     "statemanager/keys.py",
     "statemanager/residency.py",
+    "worker/engine/blocks.py",
+    "worker/engine/seating.py",
 )
 BANNED_IN_CORES = {
     *("asyncio", "io", "logging", "os", "pathlib", "random", "secrets", "shutil", "signal"),

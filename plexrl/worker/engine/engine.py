@@ -228,7 +228,7 @@ class Engine:
         )
         logits_NV = self._forward(batch, self._kv)
         self._steps += 1
-        self._tokens_computed += len(batch.token_T)
+        self._tokens_computed += int(work.lengths.sum())
         self._seating.computed(work)
         slots = work.slots[rows.computed[work.slots] == rows.known[work.slots]]
         if not len(slots):

@@ -79,7 +79,7 @@ class LlamaForward:
         sin_T1D = self._sin_P1D.index_select(0, batch.position_T)
         for index, layer in enumerate(self._layers):
             layer.run(index, hidden_TX, cos_T1D, sin_T1D, batch, pool)
-        if batch.wanted.shape[0] != hidden_TX.shape[0]:
+        if batch.wanted is not None:
             hidden_TX = hidden_TX.index_select(0, batch.wanted)
         weight, eps = self._norm
         return F.linear(torch.rms_norm(hidden_TX, weight.shape, weight, eps), self._head)
@@ -208,7 +208,9 @@ class ModuleForward:
         """As `Forward`."""
         hidden = [self._run(group, batch, pool) for group in batch.groups]
         hidden_TX = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-        logits: torch.Tensor = self._head(hidden_TX.index_select(0, batch.wanted))
+        if batch.wanted is not None:
+            hidden_TX = hidden_TX.index_select(0, batch.wanted)
+        logits: torch.Tensor = self._head(hidden_TX)
         return logits
 
     def _run(self, group: Group, batch: StepBatch, pool: KvPool) -> torch.Tensor:

@@ -62,8 +62,8 @@ class StepBatch:
     place_T: torch.Tensor
     """Where each token's key and value go: block·S + offset."""
     groups: tuple[Group, ...]
-    wanted: torch.Tensor
-    """Tokens whose next token is to be predicted."""
+    wanted: torch.Tensor | None
+    """Tokens whose next token is to be predicted. None: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,25 +119,33 @@ def build_batch(
     """The pass over `work`. `tokens` and `tables` have a row for each slot, `known` the number of
     tokens there; rows computed up to there have their next token predicted."""
     ends = np.cumsum(work.lengths)
-    if len(ends) == ends[-1]:
-        row_T, position_T = np.arange(len(ends)), work.starts
+    tokens_T = int(ends[-1])
+    complete = work.starts + work.lengths == known[work.slots]
+    wanted: torch.Tensor | None = None
+    if tokens_T > len(ends) or not complete.all():
+        wanted = torch.from_numpy(ends[complete] - 1).to(device)
+    if tokens_T == len(ends):
+        slot_T, position_T = work.slots, work.starts
     else:
         row_T = np.repeat(np.arange(len(ends)), work.lengths)
-        position_T = np.arange(int(ends[-1])) - (ends - work.lengths - work.starts)[row_T]
-    slot_T = work.slots[row_T]
-    block_T = tables[slot_T, position_T // block_tokens]
+        slot_T = work.slots[row_T]
+        position_T = np.arange(tokens_T) - (ends - work.lengths - work.starts)[row_T]
+    packed = np.empty((3, tokens_T), dtype=np.int64)
+    packed[0] = tokens[slot_T, position_T]
+    packed[1] = position_T
+    block_T, offset_T = np.divmod(position_T, block_tokens)
+    packed[2] = tables[slot_T, block_T] * block_tokens + offset_T
+    token_T, position, place_T = torch.from_numpy(packed).to(device).unbind()
     bounds = [*cuts, len(ends)]
-    groups = tuple(
-        _group(work, first, last, ends, tables, block_tokens, device, dtype)
-        for first, last in itertools.pairwise(bounds)
-    )
-    wanted = ends[work.starts + work.lengths == known[work.slots]] - 1
     return StepBatch(
-        token_T=torch.from_numpy(tokens[slot_T, position_T].astype(np.int64)).to(device),
-        position_T=torch.from_numpy(position_T).to(device),
-        place_T=torch.from_numpy(block_T * block_tokens + position_T % block_tokens).to(device),
-        groups=groups,
-        wanted=torch.from_numpy(wanted).to(device),
+        token_T=token_T,
+        position_T=position,
+        place_T=place_T,
+        groups=tuple(
+            _group(work, first, last, ends, tables, block_tokens, device, dtype)
+            for first, last in itertools.pairwise(bounds)
+        ),
+        wanted=wanted,
     )
 
 
