@@ -29,6 +29,9 @@
     ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
     │   └── LeaseHeldError             503  lease_held        (another scheduler leads)
     ├── DeadlineExceededError          504  deadline_exceeded
+    ├── DeviceError                    500  device            (a device's driver refused a call)
+    │   ├── DeviceUnavailableError     503  device_unavailable (there is no such device)
+    │   └── DeviceMemoryFullError      507  device_memory_full
     └── StorageError                   507  storage
         ├── JournalFullError           507  journal_full
         ├── LeaseLostError             503  lease_lost        (another scheduler took over)
@@ -190,6 +193,24 @@ class LeaseHeldError(UnavailableError):
 class DeadlineExceededError(PlexRLError):
     code = "deadline_exceeded"
     status = 504
+
+
+class DeviceError(PlexRLError):
+    """`details["call"]` and `details["result"]` name the driver's call and what it answered."""
+
+    code = "device"
+
+
+class DeviceUnavailableError(DeviceError):
+    code = "device_unavailable"
+    status = 503
+
+
+class DeviceMemoryFullError(DeviceError):
+    """What others borrow leaves too little: come back once they have offloaded."""
+
+    code = "device_memory_full"
+    status = 507
 
 
 class StorageError(PlexRLError):

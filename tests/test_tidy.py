@@ -20,10 +20,14 @@ SHELLS_IN_SCHEDULER = {
 OTHER_CORES = (
     "router/dispatch.py",
     "router/validation.py",
+    "statemanager/free_ranges.py",
     "statemanager/keys.py",
+    "statemanager/layout.py",
     "statemanager/residency.py",
+    "statemanager/residents.py",
     "worker/engine/blocks.py",
     "worker/engine/seating.py",
+    "worker/engine/shards.py",
 )
 BANNED_IN_CORES = {
     *("asyncio", "io", "logging", "os", "pathlib", "random", "secrets", "shutil", "signal"),

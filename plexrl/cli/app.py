@@ -9,6 +9,7 @@ import typer
 
 from plexrl.cli.explain import explain
 from plexrl.cli.jobs import jobs, logs
+from plexrl.cli.node import statemanager, statemanager_status
 from plexrl.cli.nodes import groups, nodes_app, status
 from plexrl.cli.running import demo, up
 from plexrl.cli.tenants import tenants_app
@@ -22,7 +23,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (up, status, jobs, explain, groups, logs, usage, demo):
+for command in (
+    *(up, status, jobs, explain, groups, logs, usage, demo),
+    *(statemanager, statemanager_status),
+):
     app.command()(command)
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(tenants_app, name="tenants")

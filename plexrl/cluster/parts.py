@@ -70,6 +70,8 @@ def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int)
             },
         )
     ]
+    # One for all nodes: workers pull from each other's StateManagers.
+    ticket_key = str(folders.data / "ticket.key")
     for index in range(options.nodes):
         node = f"node{index}"
         run = folders.run / node
@@ -86,6 +88,7 @@ def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int)
                     "host_bytes": options.host_memory_bytes,
                     "nvme_dir": str(folders.data / "nodes" / node / "nvme"),
                     "nvme_bytes": options.nvme_bytes,
+                    "ticket_key_file": ticket_key,
                 },
             )
         )
@@ -97,6 +100,7 @@ def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int)
                     "node": node,
                     "scheduler": scheduler_socket,
                     "statemanager": socket,
+                    "ticket_key_file": ticket_key,
                     "gpus": options.gpus_per_node,
                     "gpu_memory_bytes": options.gpu_memory_bytes,
                     "host_memory_bytes": options.host_memory_bytes,

@@ -24,14 +24,27 @@ def load_config(path: Path, kind: type[ConfigT]) -> ConfigT:
         InvalidRequestError: the file cannot be read or does not hold a `kind`.
     """
     try:
-        raw = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        text = path.read_bytes()
+    except OSError as error:
+        raise InvalidRequestError(f"{path} holds no {kind.__name__}: {error}") from error
+    return parse_config(text, kind, str(path))
+
+
+def parse_config(text: bytes | str, kind: type[ConfigT], source: str) -> ConfigT:
+    """The configuration in a JSON text; `source` says in messages where it is from.
+
+    Raises:
+        InvalidRequestError: it does not hold a `kind`.
+    """
+    try:
+        raw = msgspec.json.decode(text, type=dict[str, object])
         known = set(getattr(kind, "__dataclass_fields__", ()))
         unknown = sorted(set(raw) - known)
         if unknown:
-            raise InvalidRequestError(f"{path}: unknown fields {', '.join(unknown)}")
+            raise InvalidRequestError(f"{source}: unknown fields {', '.join(unknown)}")
         return msgspec.convert(raw, kind)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidRequestError(f"{path} holds no {kind.__name__}: {error}") from error
+    except msgspec.MsgspecError as error:
+        raise InvalidRequestError(f"{source} holds no {kind.__name__}: {error}") from error
 
 
 def print_ready(**details: object) -> None:

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from plexrl.cluster.config import ClusterOptions
 from plexrl.cluster.parts import Folders, Part, parts, write_config
+from plexrl.cluster.tuning import tuned
 from plexrl.errors import ConflictError, UnavailableError
 
 LOG = logging.getLogger(__name__)
@@ -98,6 +99,9 @@ class Supervisor:
     async def _start(self, part: Part) -> None:
         """Start a part and wait until it says that it serves."""
         log_path = self._folders.data / "logs" / f"{part.name}.log"
+        environment = dict(os.environ)
+        if part.module == "plexrl.statemanager":
+            environment = tuned(environment)
         with log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -108,6 +112,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
+                env=environment,
                 # Ctrl-C is the supervisor's; it ends the parts in their order.
                 start_new_session=True,
             )

@@ -7,7 +7,16 @@ must take a repeated command as a question for the outcome of the first.
 
 from dataclasses import dataclass
 
-from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, JobId, NodeId, OperationId
+from plexrl.ids import (
+    BlobRef,
+    DeploymentId,
+    FencingToken,
+    GroupId,
+    JobId,
+    NodeId,
+    OperationId,
+    TenantId,
+)
 from plexrl.wire.codec import Codec
 from plexrl.wire.operations import OperationKind
 
@@ -32,6 +41,8 @@ class LaunchWorkers(Command):
     """Start the worker processes of one WPG, each on the agent of its node."""
 
     deployment: DeploymentId
+    tenant: TenantId
+    """Whose it is: the workers' StateManager charges their state to it."""
     kind: str
     incarnation: int
     """1 for the first start; a process of a lower incarnation must be dead before this one

@@ -136,6 +136,7 @@ def send_launch(context: Context, deployment: Deployment) -> None:
     context.emit(
         LaunchWorkers(
             deployment=deployment.deployment,
+            tenant=context.job(deployment.job).tenant,
             kind=deployment.kind,
             incarnation=deployment.incarnation,
             group=deployment.group,

@@ -3,16 +3,27 @@
 import argparse
 import asyncio
 import logging
+import os
 import shutil
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
-from plexrl.cluster.process import load_config, print_ready, remove_socket, run_until_signal
+from plexrl.cluster.process import (
+    load_config,
+    parse_config,
+    print_ready,
+    remove_socket,
+    run_until_signal,
+)
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.device.choice import open_devices
+from plexrl.statemanager.health import Health
+from plexrl.statemanager.observation import ObservationServer
 from plexrl.statemanager.server import Server
+from plexrl.statemanager.service_manager import ServiceManager
 from plexrl.statemanager.store import Store
-from plexrl.statemanager.tier import Tier
 
 LOG = logging.getLogger(__name__)
 
@@ -20,20 +31,40 @@ LOG = logging.getLogger(__name__)
 def main() -> None:
     """Serve until a signal; then keep complete versions on NVMe and clear the host tier."""
     parser = argparse.ArgumentParser(prog="python -m plexrl.statemanager", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
-    config = load_config(parser.parse_args().config, StateManagerConfig)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", type=Path)
+    source.add_argument("--config-json")
+    given = parser.parse_args()
+    config = (
+        load_config(given.config, StateManagerConfig)
+        if given.config_json is None
+        else parse_config(given.config_json, StateManagerConfig, "--config-json")
+    )
     # The tiers are locked by their process, so whoever gets past here may take over the socket.
-    host = Tier(TierName.HOST, Path(config.host_dir))
-    nvme = Tier(TierName.NVME, Path(config.nvme_dir))
-    store = Store(host, config.host_bytes, nvme, config.nvme_bytes)
+    devices = open_devices(
+        config.device,
+        bytes_max=config.device_bytes,
+        prefault_bytes=config.device_prefault_bytes,
+    )
+    store = Store(config, on_map=devices.register_host, on_unmap=devices.unregister_host)
 
     async def serve(stop: asyncio.Event) -> None:
         remove_socket(config.listen)
-        server = Server(config, store)
-        threading.Thread(target=server.serve, daemon=True).start()
-        print_ready(listen=config.listen)
-        await stop.wait()
-        server.close()
+        server = Server(config, store, devices)
+        accepting = threading.Thread(target=server.serve, daemon=True)
+        accepting.start()
+        manager = ServiceManager(os.environ)
+        with ExitStack() as observed:
+            ports = {}
+            if config.metrics_port is not None:
+                observation = _observation(config.metrics_port, server, accepting.is_alive)
+                observed.callback(observation.close)
+                ports["metrics_port"] = observation.port
+            print_ready(listen=config.listen, **ports)
+            manager.ready(accepting.is_alive)
+            await stop.wait()
+            manager.stopping()
+            server.close()
         remove_socket(config.listen)
 
     run_until_signal(serve)
@@ -43,6 +74,15 @@ def main() -> None:
         LOG.error("no room on NVMe; left in %s: %s", config.host_dir, ", ".join(left))
         return
     shutil.rmtree(config.host_dir, ignore_errors=True)
+
+
+def _observation(port: int, server: Server, accepting: Callable[[], bool]) -> ObservationServer:
+    from plexrl.statemanager.metrics import DaemonCollector, exposition
+
+    services = server.services
+    health = Health(services.config, services.store, services.line, accepting)
+    collector = DaemonCollector(services, server.connections)
+    return ObservationServer(port, health.reasons, lambda: exposition(collector))
 
 
 if __name__ == "__main__":

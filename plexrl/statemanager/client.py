@@ -6,8 +6,6 @@ changes nothing twice: every request names its version, and the arena is given b
 client and only once it knows that the version is whole.
 """
 
-import mmap
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -17,25 +15,29 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import structs
 
 from plexrl.errors import (
     ConnectionLostError,
     CorruptStateError,
     InvalidRequestError,
-    PlexRLError,
     StateLostError,
+    UnavailableError,
 )
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.boxes import plan_pull
+from plexrl.statemanager.channel import Channel, close_all
 from plexrl.statemanager.connection import connect, exchange, until_reached
 from plexrl.statemanager.copy import Bytes, copy_box
+from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.statemanager.mapping import JoinedRegions
 from plexrl.statemanager.protocol import (
     Adopt,
     Answer,
+    Confirm,
     Load,
     OpenPublished,
+    Ping,
     Prefetch,
     Publish,
     PublishedShard,
@@ -45,11 +47,16 @@ from plexrl.statemanager.protocol import (
     Save,
     StoredShard,
     Usage,
-    close_all,
+    regions_of,
 )
+from plexrl.statemanager.rank_link import RankLink
+
+_PING = Ping()
+_FENCED = (Save, Load, Publish)
+"""Requests that say under which grant they are made."""
 
 _Shard = tuple[tuple[StateSlice, ...], Bytes]
-"""A published shard's slices, and the mapped file that they lie in."""
+"""A published shard's slices, and the mapped data that they lie in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,46 +88,47 @@ class StateManagerClient:
         deployment: str,
         rank: int,
         world_size: int,
+        ticket: bytes,
         timeout_s: float = 600.0,
     ) -> None:
-        """`timeout_s` bounds each call, the wait for a restarting daemon included."""
+        """`ticket` says what this client may ask for. `timeout_s` bounds each call, the wait for a
+        restarting daemon included."""
         self._path = socket_path
         self._deployment = deployment
         self._rank = rank
         self._world_size = world_size
+        self._ticket = ticket
         self._timeout_s = timeout_s
-        self._socket: socket.socket | None = None
-        self._arena: Arena | None = None
-        self._registration: Register | None = None
+        self._link = RankLink(socket_path, timeout_s, ticket)
         self._held: tuple[int, str] | None = None
         """Seq and stamp of the stored version that the arena equals while it has that seq."""
 
     def register(
-        self, arena: Arena, slices: Sequence[StateSlice], *, group: str, token: int
+        self, arena: WorkerArena, slices: Sequence[StateSlice], *, group: str, token: int
     ) -> None:
-        """Hand the arena to the daemon; replaces what this rank registered before.
+        """Have the daemon lend the arena memory; replaces what this rank registered before.
+
+        What was written to a new arena stays. One that was registered before and has been offloaded
+        gets memory when it is loaded.
 
         Raises:
             StaleTokenError: the group's lock has been granted to another since.
             InvalidRequestError: a slice does not lie in the arena.
+            DeviceMemoryFullError: others have too much of the device.
         """
         self._held = None
-        self._arena = arena
-        self._registration = Register(
+        registration = Register(
             deployment=self._deployment,
             rank=self._rank,
             world_size=self._world_size,
             group=group,
             token=token,
             slices=tuple(slices),
+            arena_bytes=arena.nbytes,
+            kind=arena.kind,
+            device=arena.device,
         )
-        try:
-            self._call(self._registration, (arena.fd,))
-        except PlexRLError:
-            # A registration that was refused must not be repeated on every new connection.
-            self._arena = self._registration = None
-            self.close()
-            raise
+        self._link.register(arena, registration)
 
     def offload(
         self,
@@ -143,8 +151,7 @@ class StateManagerClient:
         """
         started = time.perf_counter()
         report = self._save(seq, keep_seq, token, parts, meta)
-        assert self._arena is not None, "a save without an arena is refused"
-        self._arena.discard()
+        self._link.give_back()
         self._held = None
         # Giving pages back takes time too, which the daemon's figure does not know of.
         return replace(report, seconds=time.perf_counter() - started)
@@ -167,6 +174,7 @@ class StateManagerClient:
         Raises:
             StateLostError: there is no such version.
             CorruptStateError: it is damaged; the arena holds nothing.
+            DeviceMemoryFullError: others have too much of the device.
             InvalidRequestError: it was taken from an arena of another layout.
             StaleTokenError: the group's lock has been granted to another since.
             UnavailableError: the daemon did not come back in time; the arena's contents are
@@ -174,10 +182,9 @@ class StateManagerClient:
         """
         self._held = None
         try:
-            answer = self._call(Load(seq=seq, token=token))
+            answer = self._link.borrow(Load(seq=seq, token=token), keep_contents=False)
         except CorruptStateError:
-            if self._arena is not None:
-                self._arena.discard()
+            self._link.give_back()
             raise
         self._held = (seq, answer["stamp"])
         return LoadReport(
@@ -195,6 +202,7 @@ class StateManagerClient:
             StateTierFullError: no tier has room.
             StaleTokenError: the group's lock has been granted to another since.
         """
+        self._link.attach()
         return msgspec.convert(self._call(Publish(seq=seq, token=token)), MoveReport)
 
     def pull(
@@ -210,54 +218,49 @@ class StateManagerClient:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
             UnavailableError: a source cannot be reached.
         """
-        if self._arena is None:
-            raise InvalidRequestError("register an arena before pulling into it")
+        arena = self._link.arena
+        if not isinstance(arena, Arena):
+            raise InvalidRequestError("register an arena of this CPU node before pulling into it")
+        self._link.attach()
         started = time.perf_counter()
         self._held = None
-        request = OpenPublished(source=source, seq=seq)
-        with ExitStack() as open_sources:
-            shards: list[_Shard] = []
-            for path in dict.fromkeys(sources):
-                connection, held = until_reached(
-                    path,
-                    self._timeout_s,
-                    partial(_open_published, path, self._timeout_s, request),
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                moved = self._pull(
+                    sources, OpenPublished(source=source, seq=seq), wants, arena.buffer
                 )
-                open_sources.enter_context(connection)
-                shards += held
-            if not shards:
-                raise StateLostError(
-                    f"no StateManager of {sorted(set(sources))} has version {seq} of {source!r} "
-                    "published: publish the weights again"
-                )
-            transfers = plan_pull(wants, [slices for slices, _ in shards])
-            target = np.frombuffer(self._arena.buffer, dtype=np.uint8)
-            for transfer in transfers:
-                copy_box(transfer, shards[transfer.shard][1], target)
-        return MoveReport(
-            bytes_moved=sum(transfer.nbytes for transfer in transfers),
-            seconds=time.perf_counter() - started,
-            tier="host",
-        )
+                break
+            except (ConnectionLostError, OSError) as error:
+                # A source went while its bytes were read: nobody knows what was read.
+                if time.monotonic() > deadline:
+                    raise UnavailableError(
+                        f"the sources of version {seq} of {source!r} do not last ({error})"
+                    ) from error
+        return MoveReport(bytes_moved=moved, seconds=time.perf_counter() - started, tier="host")
+
+    def ping(self) -> None:
+        """One round trip: returns once the daemon has answered."""
+        self._call(_PING)
 
     def usage(self) -> dict[str, Any]:
-        """The node's tiers, versions and arenas, in bytes."""
+        """The node's tiers, versions and arenas, and its first device, in bytes."""
         return self._call(Usage())
 
     def release(self, deployment: str) -> None:
         """Drop every version and registration of a deployment."""
         self._call(Release(deployment=deployment))
 
-    def adopt(self, shard: StoredShard, fd: int) -> MoveReport:
-        """Have the daemon take in another one's version from its file `fd`. For the node agent.
+    def adopt(self, shard: StoredShard, fds: Sequence[int]) -> MoveReport:
+        """Have the daemon take in another one's version from its files. For the node agent.
 
         Raises:
             StateTierFullError: no tier has room.
             CorruptStateError: the bytes are not those of the manifest's digest.
             PermissionDeniedError: this client has registered an arena.
         """
-        request = Adopt(manifest=shard.manifest, data_offset=shard.data_offset)
-        return msgspec.convert(self._call(request, (fd,)), MoveReport)
+        request = Adopt(manifest=shard.manifest, regions=shard.regions)
+        return msgspec.convert(self._call(request, fds), MoveReport)
 
     def prefetch(self, deployment: str, seq: int) -> None:
         """Hint that version `seq` will be loaded soon; returns at once."""
@@ -265,9 +268,38 @@ class StateManagerClient:
 
     def close(self) -> None:
         """End the connection; the daemon forgets the arena, not the versions."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._link.close()
+
+    def _pull(
+        self,
+        sources: Sequence[str],
+        request: OpenPublished,
+        wants: Sequence[StateSlice],
+        arena: memoryview,
+    ) -> int:
+        """One attempt; returns the bytes that were copied."""
+        with ExitStack() as opened:
+            connections: list[Channel] = []
+            shards: list[_Shard] = []
+            for path in dict.fromkeys(sources):
+                open_source = partial(
+                    _open_published, path, self._timeout_s, self._ticket, request, opened
+                )
+                connection, held = until_reached(path, self._timeout_s, open_source)
+                connections.append(connection)
+                shards += held
+            if not shards:
+                raise StateLostError(
+                    f"no StateManager of {sorted(set(sources))} has version {request.seq} of "
+                    f"{request.source!r} published: publish the weights again"
+                )
+            transfers = plan_pull(wants, [slices for slices, _ in shards])
+            target = np.frombuffer(arena, dtype=np.uint8)
+            for transfer in transfers:
+                copy_box(transfer, shards[transfer.shard][1], target)
+            for connection in connections:
+                exchange(connection, Confirm())
+        return sum(transfer.nbytes for transfer in transfers)
 
     def _save(
         self,
@@ -277,6 +309,7 @@ class StateManagerClient:
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None,
     ) -> MoveReport:
+        self._link.attach()
         same_as = self._held[1] if self._held is not None and self._held[0] == seq else None
         answer = self._call(
             Save(
@@ -294,55 +327,23 @@ class StateManagerClient:
         )
 
     def _call(self, request: Request, fds: Sequence[int] = ()) -> Answer:
-        """The answer to a request, over as many connections as it takes."""
-        if isinstance(request, Save | Load | Publish) and self._registration is not None:
-            # A later connection registers under the newest grant this rank was given.
-            token = max(request.token, self._registration.token)
-            self._registration = structs.replace(self._registration, token=token)
-
-        def attempt() -> Answer:
-            try:
-                connection = self._connected(is_registering=isinstance(request, Register))
-                answer, _ = exchange(connection, request, fds)
-                return answer
-            except (ConnectionLostError, OSError):
-                self.close()
-                raise
-
-        return until_reached(self._path, self._timeout_s, attempt)
-
-    def _connected(self, *, is_registering: bool) -> socket.socket:
-        if self._socket is None:
-            self._socket = connect(self._path, self._timeout_s)
-            if self._arena is not None and self._registration is not None and not is_registering:
-                try:
-                    exchange(self._socket, self._registration, (self._arena.fd,))
-                except PlexRLError:
-                    self.close()
-                    raise
-        return self._socket
+        """As `RankLink.call`."""
+        return self._link.call(request, fds)
 
 
 def _open_published(
-    path: str, timeout_s: float, request: OpenPublished
-) -> tuple[socket.socket, list[_Shard]]:
+    path: str, timeout_s: float, ticket: bytes, request: OpenPublished, opened: ExitStack
+) -> tuple[Channel, list[_Shard]]:
     """The shards that the StateManager at `path` has, mapped, and the connection that keeps them
-    in place."""
-    connection = connect(path, timeout_s)
+    in place; `opened` closes it, and unmaps them."""
+    connection = opened.enter_context(connect(path, timeout_s, ticket))
+    answer, fds = exchange(connection, request)
     try:
-        answer, fds = exchange(connection, request)
-    except BaseException:
-        connection.close()
-        raise
-    try:
-        shards = msgspec.convert(answer["shards"], tuple[PublishedShard, ...])
-        return connection, [
-            (shard.slices, _map(fd, shard.file_bytes))
-            for shard, fd in zip(shards, fds, strict=True)
-        ]
+        held: list[_Shard] = []
+        for shard in msgspec.convert(answer["shards"], tuple[PublishedShard, ...]):
+            mapped = JoinedRegions(regions_of(shard.regions, fds), shard.nbytes)
+            opened.callback(mapped.close)
+            held.append((shard.slices, np.frombuffer(mapped.view, dtype=np.uint8)))
+        return connection, held
     finally:
         close_all(fds)
-
-
-def _map(fd: int, nbytes: int) -> Bytes:
-    return np.frombuffer(mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ), dtype=np.uint8)

@@ -10,7 +10,6 @@ Laws:
 - Descriptors are passed from daemon to daemon, so both must be on one machine.
 """
 
-import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
@@ -20,9 +19,10 @@ from functools import partial
 import msgspec
 
 from plexrl.errors import StateLostError, UnavailableError
+from plexrl.statemanager.channel import Channel, close_all
 from plexrl.statemanager.client import MoveReport, StateManagerClient
 from plexrl.statemanager.connection import connect, exchange, until_reached
-from plexrl.statemanager.protocol import Answer, OpenState, StoredShard, close_all
+from plexrl.statemanager.protocol import Answer, OpenState, StoredShard
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.versions import VersionKind
 
@@ -47,13 +47,15 @@ def migrate(
     *,
     deployment: str,
     seq: int,
+    ticket: bytes,
     ranks: Collection[int] | None = None,
     timeout_s: float = 600.0,
 ) -> MoveReport:
     """Bring version `seq` of a deployment from the StateManagers at `sources` to the one at
     `target`.
 
-    `ranks` absent: all of them. `timeout_s` bounds each request, a restart of the target included.
+    `ticket` is an agent's, which all of them take. `ranks` absent: all of them. `timeout_s` bounds
+    each request, a restart of the target included.
 
     Raises:
         StateLostError: a rank's version is nowhere.
@@ -62,8 +64,8 @@ def migrate(
         UnavailableError: the target, or a source that may have what is missing, cannot be reached.
     """
     started = time.perf_counter()
-    there = _held(target, deployment, seq, timeout_s)
-    found, unreached = _found(sources, deployment, seq, min(timeout_s, SOURCE_TIMEOUT_S))
+    there = _held(target, deployment, seq, timeout_s, ticket)
+    found, unreached = _found(sources, deployment, seq, min(timeout_s, SOURCE_TIMEOUT_S), ticket)
     known = {**there, **found}
     wanted = set(ranks) if ranks is not None else _all_ranks(found or there)
     missing = sorted(wanted - set(known))
@@ -83,7 +85,7 @@ def migrate(
             tiers.add(there[rank].tier)
             continue
         request = OpenState(deployment=deployment, seq=seq, rank=rank)
-        report = _move(found[rank].path, target, request, timeout_s)
+        report = _move(found[rank].path, target, request, timeout_s, ticket)
         moved += report.bytes_moved
         tiers.add(TierName(report.tier))
     return MoveReport(
@@ -93,22 +95,26 @@ def migrate(
     )
 
 
-def _move(source: str, target: str, request: OpenState, timeout_s: float) -> MoveReport:
+def _move(
+    source: str, target: str, request: OpenState, timeout_s: float, ticket: bytes
+) -> MoveReport:
     """Have the target adopt what the source opens, which stays in place meanwhile."""
-    opened = until_reached(source, timeout_s, partial(_open_state, source, timeout_s, request))
+    opened = until_reached(
+        source, timeout_s, partial(_open_state, source, timeout_s, ticket, request)
+    )
     connection, shard, fds = opened
-    with connection, closing(_client(target, timeout_s)) as client:
+    with connection, closing(_client(target, timeout_s, ticket)) as client:
         try:
-            return client.adopt(shard, *fds)
+            return client.adopt(shard, fds)
         finally:
             close_all(fds)
 
 
 def _open_state(
-    path: str, timeout_s: float, request: OpenState
-) -> tuple[socket.socket, StoredShard, list[int]]:
-    """One rank's version, its descriptor, and the connection that keeps it in place."""
-    connection = connect(path, timeout_s)
+    path: str, timeout_s: float, ticket: bytes, request: OpenState
+) -> tuple[Channel, StoredShard, list[int]]:
+    """One rank's version, its descriptors, and the connection that keeps it in place."""
+    connection = connect(path, timeout_s, ticket)
     try:
         answer, fds = exchange(connection, request)
     except BaseException:
@@ -119,14 +125,14 @@ def _open_state(
 
 
 def _found(
-    sources: Sequence[str], deployment: str, seq: int, timeout_s: float
+    sources: Sequence[str], deployment: str, seq: int, timeout_s: float, ticket: bytes
 ) -> tuple[dict[int, _Held], UnavailableError | None]:
     """Every rank's version at the first source that has it, and why a source was passed over."""
     found: dict[int, _Held] = {}
     unreached = None
     for path in dict.fromkeys(sources):
         try:
-            held = _held(path, deployment, seq, timeout_s)
+            held = _held(path, deployment, seq, timeout_s, ticket)
         except UnavailableError as error:
             unreached = error
             continue
@@ -134,9 +140,11 @@ def _found(
     return found, unreached
 
 
-def _held(path: str, deployment: str, seq: int, timeout_s: float) -> dict[int, _Held]:
+def _held(
+    path: str, deployment: str, seq: int, timeout_s: float, ticket: bytes
+) -> dict[int, _Held]:
     """What one StateManager has of the version, by rank."""
-    with closing(_client(path, timeout_s)) as client:
+    with closing(_client(path, timeout_s, ticket)) as client:
         versions: list[Answer] = (
             client.usage()["deployments"].get(deployment, {}).get("versions", [])
         )
@@ -156,5 +164,7 @@ def _all_ranks(known: Mapping[int, _Held]) -> set[int]:
     return {rank for held in known.values() for rank in range(held.world_size)}
 
 
-def _client(path: str, timeout_s: float) -> StateManagerClient:
-    return StateManagerClient(path, deployment="", rank=0, world_size=1, timeout_s=timeout_s)
+def _client(path: str, timeout_s: float, ticket: bytes) -> StateManagerClient:
+    return StateManagerClient(
+        path, deployment="", rank=0, world_size=1, ticket=ticket, timeout_s=timeout_s
+    )

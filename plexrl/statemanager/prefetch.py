@@ -40,12 +40,13 @@ class Prefetcher:
         self._hints.put((deployment, seq))
 
     def close(self) -> None:
-        """Let the version under way finish; nothing is moved to the host tier afterwards.
+        """Have the version under way given up; nothing is moved to the host tier afterwards.
 
         Waits as long as that takes: what was brought there behind the back of the daemon's exit
         would be deleted with the host tier.
         """
         self._closing.set()
+        self._store.cancel()
         self._hints.put(None)
         self._thread.join()
 

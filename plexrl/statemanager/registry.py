@@ -1,40 +1,52 @@
 """Arenas that workers handed to the daemon: one for each rank of each deployment."""
 
-import os
+import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from plexrl.errors import ConflictError, InvalidRequestError
-from plexrl.statemanager.arena import resident_bytes
-from plexrl.statemanager.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StateSlice
+from plexrl.errors import ConflictError, DeviceError, InvalidRequestError
+from plexrl.statemanager.device.backend import DeviceBackend, Loan
+from plexrl.statemanager.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StatePart, StateSlice
+from plexrl.statemanager.layout import Layout, lay_out
+
+LOG = logging.getLogger(__name__)
 
 Shard = tuple[str, int]
 """Deployment and rank."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Registration:
-    """One rank's arena. Its descriptor is the daemon's own and lives until the registration ends;
-    `in_move` keeps it from being closed, and its number from being reused, under a move."""
+    """One rank's arena, and the memory that is lent to it while it is on the device.
+
+    Only one move is under way at a time (`in_move`), and a registration ends between moves."""
 
     deployment: str
     rank: int
     world_size: int
     group: str
     slices: tuple[StateSlice, ...]
-    fd: int
+    arena_bytes: int
+    device: int
+    uid: int
+    """The worker's user."""
+    devices: DeviceBackend
+    loan: Loan | None = None
+    """Absent while the state is off the device."""
     in_move: threading.Lock = field(default_factory=threading.Lock)
     ended: bool = False
+    layouts: dict[tuple[StatePart, ...], tuple[int, Layout]] = field(default_factory=dict)
+    """By what is saved: how it was laid out last, and in which of the registry's generations."""
 
     @property
     def shard(self) -> Shard:
         return (self.deployment, self.rank)
 
     @contextmanager
-    def moving(self) -> Iterator[int]:
-        """The arena's descriptor, for one move at a time.
+    def in_turn(self) -> Iterator[None]:
+        """One at a time, for as long as the registration is not ended.
 
         Raises:
             ConflictError: another process has registered this rank.
@@ -47,7 +59,37 @@ class Registration:
                     deployment=self.deployment,
                     rank=self.rank,
                 )
-            yield self.fd
+            yield
+
+    @contextmanager
+    def moving(self) -> Iterator[Loan]:
+        """The arena's memory, for one move at a time.
+
+        Raises:
+            ConflictError: the arena has none, or as for `in_turn`.
+        """
+        with self.in_turn():
+            if self.loan is None:
+                raise ConflictError(
+                    f"rank {self.rank} of {self.deployment!r} has no memory on the device: load "
+                    "its state first",
+                    deployment=self.deployment,
+                    rank=self.rank,
+                )
+            yield self.loan
+
+    def end(self) -> None:
+        """Let go of the memory once the move that is under way is over: the worker may still have
+        it mapped, so nobody else gets it."""
+        with self.in_move:
+            loan, self.loan = self.loan, None
+            self.ended = True
+            if loan is None:
+                return
+            try:
+                self.devices.free(loan)
+            except DeviceError:
+                LOG.exception("memory of %s could not be given back to its device", self.shard)
 
 
 class Registry:
@@ -56,21 +98,24 @@ class Registry:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._registrations: dict[Shard, Registration] = {}
+        self._generation = 0
 
     def add(self, registration: Registration) -> None:
         """Take in an arena; the rank's former one is ended once its move is over."""
         with self._lock:
             former = self._registrations.get(registration.shard)
             self._registrations[registration.shard] = registration
+            self._generation += 1
         if former is not None:
-            self._end(former)
+            former.end()
 
     def remove(self, registration: Registration) -> None:
         """End a registration; no effect on one that took its place."""
         with self._lock:
             if self._registrations.get(registration.shard) is registration:
                 del self._registrations[registration.shard]
-        self._end(registration)
+                self._generation += 1
+        registration.end()
 
     def remove_deployment(self, deployment: str) -> None:
         """End every registration of a deployment."""
@@ -79,18 +124,32 @@ class Registry:
         for registration in own:
             self.remove(registration)
 
-    def resident_bytes(self) -> dict[Shard, int]:
-        """Memory that each arena occupies now."""
-        with self._lock:
-            found = sorted(self._registrations.items())
-            # Only `_end` closes, and it takes this lock too.
-            return {shard: resident_bytes(r.fd) for shard, r in found if not r.ended}
+    def layout(self, own: Registration, parts: Iterable[StatePart]) -> Layout:
+        """How a version of some parts of a rank's state is laid out beside the other ranks here.
 
-    def _end(self, registration: Registration) -> None:
-        with registration.in_move, self._lock:
-            if not registration.ended:
-                registration.ended = True
-                os.close(registration.fd)
+        Remembered for as long as nobody comes or goes: with many slices it takes milliseconds.
+        """
+        saved = tuple(sorted(parts))
+        with self._lock:
+            generation = self._generation
+            others = {
+                rank: registration.slices
+                for (deployment, rank), registration in self._registrations.items()
+                if deployment == own.deployment and rank != own.rank
+            }
+        known = own.layouts.get(saved)
+        if known is not None and known[0] == generation:
+            return known[1]
+        slices = [piece for piece in own.slices if piece.key.part in saved]
+        made = lay_out(slices, own.rank, others)
+        own.layouts[saved] = (generation, made)
+        return made
+
+    def resident_bytes(self) -> dict[Shard, int]:
+        """Device memory that each arena has now."""
+        with self._lock:
+            found = sorted(self._registrations.items(), key=lambda item: item[0])
+        return {shard: 0 if (loan := r.loan) is None else loan.nbytes for shard, r in found}
 
 
 def check_slices(slices: Sequence[StateSlice], arena_bytes: int) -> None:

@@ -7,51 +7,68 @@ import struct
 import threading
 from pathlib import Path
 
-import msgspec
-
 from plexrl.errors import (
     ConnectionLostError,
     OverloadedError,
     PermissionDeniedError,
     PlexRLError,
 )
+from plexrl.statemanager.channel import Channel, Kind, close_all
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.device.backend import DeviceBackend
+from plexrl.statemanager.drain import Drainer
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.handlers.caller import Services
+from plexrl.statemanager.incarnations import Incarnations
+from plexrl.statemanager.move_line import MoveLine
 from plexrl.statemanager.prefetch import Prefetcher
-from plexrl.statemanager.protocol import close_all, recv_request, send_answer, send_error
 from plexrl.statemanager.registry import Registry
 from plexrl.statemanager.session import Session
 from plexrl.statemanager.store import Store
+from plexrl.statemanager.tally import Tally
+from plexrl.statemanager.ticket_key import make_ticket_key
 
 LOG = logging.getLogger(__name__)
 
 BACKLOG = 128
 SEND_TIMEOUT_S = 30
 """A client that takes no answer for so long is cut off."""
+REFUSAL_TIMEOUT_S = 1
+"""Refusals are sent by the thread that accepts."""
 DRAIN_TIMEOUT_S = 60.0
 """Moves under way when the server closes have so long to finish."""
 
+_REQUEST, _RESULT = Kind.REQUEST, Kind.RESULT
 _CREDENTIALS = struct.Struct("3i")
-_TIMEVAL = struct.Struct("@ll")
 
 
 class Server:
     """Listens from its construction on; answers workers from `serve` until `close`."""
 
-    def __init__(self, config: StateManagerConfig, store: Store) -> None:
+    def __init__(self, config: StateManagerConfig, store: Store, devices: DeviceBackend) -> None:
         self._config = config
-        self._services = Services(
+        self.services = Services(
             config=config,
             store=store,
             registry=Registry(),
             fencing=Fencing(Path(config.host_dir) / "fencing.json"),
             prefetcher=Prefetcher(store),
+            devices=devices,
+            key=make_ticket_key(config.ticket_key_path),
+            incarnations=Incarnations(),
+            line=MoveLine(config.moves_max, config.moves_waiting_max),
+            tally=Tally(),
         )
+        self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()
         self._served: dict[socket.socket, threading.Thread] = {}
+        users = {*config.served_uids, *config.tenant_uids.values()}
+        self._served_uids = frozenset({0, os.getuid(), *users})
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(config.listen)
+        if users:
+            # Whoever is not among them is refused by the kernel's word.
+            Path(config.listen).chmod(0o666)
         self._socket.listen(BACKLOG)
 
     def serve(self) -> None:
@@ -66,7 +83,13 @@ class Server:
                 self._admit(connection)
             except PlexRLError as error:
                 LOG.warning("a connection was refused: %s", error)
+                self.services.tally.refused(error.code)
                 _refuse(connection, error)
+
+    def connections(self) -> int:
+        """How many clients are connected."""
+        with self._lock:
+            return len(self._served)
 
     def close(self) -> None:
         """Accept no more; let moves that are under way finish, then end every connection."""
@@ -81,14 +104,14 @@ class Server:
                 LOG.debug("a client left first: %s", error)
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
-        self._services.prefetcher.close()
+        self.services.prefetcher.close()
+        if self._drainer is not None:
+            self._drainer.close()
+        self.services.devices.close()
 
     def _admit(self, connection: socket.socket) -> None:
-        check_peer(connection, frozenset({0, os.getuid()}))
-        connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(SEND_TIMEOUT_S, 0)
-        )
-        thread = threading.Thread(target=self._serve_one, args=(connection,), daemon=True)
+        uid = check_peer(connection, self._served_uids)
+        thread = threading.Thread(target=self._serve_one, args=(connection, uid), daemon=True)
         with self._lock:
             if len(self._served) >= self._config.connections_max:
                 raise OverloadedError(
@@ -100,15 +123,19 @@ class Server:
             self._served[connection] = thread
         thread.start()
 
-    def _serve_one(self, connection: socket.socket) -> None:
-        session = Session(self._services)
+    def _serve_one(self, connection: socket.socket, uid: int) -> None:
+        session = Session(self.services, uid)
         try:
+            channel = Channel(connection, send_timeout_s=SEND_TIMEOUT_S)
             while True:
-                plain, fds = recv_request(connection)
-                self._answer(connection, session, plain, fds)
-        except ConnectionLostError:
-            LOG.debug("a client left")
-        except (OSError, PlexRLError, msgspec.MsgspecError) as error:
+                kind, body, fds = channel.receive()
+                if kind != _REQUEST:
+                    close_all(fds)
+                    raise ConnectionLostError(f"a client sent a message of kind {kind}")
+                _answer(channel, session, body, fds)
+        except ConnectionLostError as error:
+            LOG.debug("a client left: %s", error)
+        except (OSError, PlexRLError) as error:
             # The stream is no longer in step, so there is nothing to answer on.
             LOG.warning("a connection broke: %s", error)
         finally:
@@ -117,22 +144,21 @@ class Server:
                 del self._served[connection]
             connection.close()
 
-    def _answer(
-        self, connection: socket.socket, session: Session, plain: object, fds: list[int]
-    ) -> None:
+
+def _answer(channel: Channel, session: Session, body: memoryview, fds: list[int]) -> None:
+    try:
+        answer, sent = session.answer(body, fds)
         try:
-            answer, sent = session.answer(plain, fds)
-        except PlexRLError as error:
-            send_error(connection, error)
-            return
-        try:
-            send_answer(connection, answer, sent)
+            channel.send(_RESULT, answer, sent)
         finally:
-            close_all(sent)
+            if sent:
+                close_all(sent)
+    except PlexRLError as error:
+        channel.send(Kind.ERROR, error.to_wire())
 
 
-def check_peer(connection: socket.socket, served_uids: frozenset[int]) -> None:
-    """Refuse a client of a user that is not served, by the kernel's word.
+def check_peer(connection: socket.socket, served_uids: frozenset[int]) -> int:
+    """The client's user, by the kernel's word.
 
     Raises:
         PermissionDeniedError: it is another user's.
@@ -141,14 +167,19 @@ def check_peer(connection: socket.socket, served_uids: frozenset[int]) -> None:
     _, uid, _ = _CREDENTIALS.unpack(raw)
     if uid not in served_uids:
         raise PermissionDeniedError(
-            f"user {uid} is not the one this StateManager serves: run workers as its user", uid=uid
+            f"user {uid} is not the one this StateManager serves: run workers as its user, or "
+            "name theirs in served_uids",
+            uid=uid,
         )
+    assert isinstance(uid, int)
+    return uid
 
 
 def _refuse(connection: socket.socket, error: PlexRLError) -> None:
     """Tell a client why before it is cut off; it reads this as the answer to its first request."""
     try:
-        send_error(connection, error)
+        channel = Channel(connection, send_timeout_s=REFUSAL_TIMEOUT_S)
+        channel.send(Kind.ERROR, error.to_wire())
     except OSError as lost:
         LOG.debug("a refused client left first: %s", lost)
     connection.close()

@@ -1,32 +1,37 @@
 """One client's connection as the daemon sees it: requests in, replies out.
 
-A connection belongs to the one rank that registered on it, and moves no other rank's state. One
-that registered none is the node agent's, and may take whole versions over from another node.
+What a request may name is said by the ticket that the connection began with. A worker's connection
+belongs to one rank and moves no other's state.
 """
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Union
 
 import msgspec
 
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.statemanager.channel import close_all
 from plexrl.statemanager.handlers import HANDLERS
-from plexrl.statemanager.handlers.caller import Caller, Reply, Services
-from plexrl.statemanager.protocol import Request, close_all
+from plexrl.statemanager.handlers.caller import AnyHandler, Caller, Reply, Services
+from plexrl.statemanager.protocol import Request
+from plexrl.statemanager.tally import MoveKind
 
 LOG = logging.getLogger(__name__)
 
-_REQUEST: Any = Union[tuple(HANDLERS)]  # noqa: UP007  # made of a table
+_REQUESTS: Any = Union[tuple(HANDLERS)]  # noqa: UP007  # made of a table
+_decode: Callable[[bytes | memoryview], Request] = msgspec.msgpack.Decoder(_REQUESTS).decode
 
 
 class Session:
     """Carries out one connection's requests, one after the other."""
 
-    def __init__(self, services: Services) -> None:
-        self._caller = Caller(services=services)
+    def __init__(self, services: Services, uid: int) -> None:
+        """`uid`: whose process is at the other end, by the kernel's word."""
+        self._caller = Caller(services=services, uid=uid)
 
-    def answer(self, plain: object, fds: Sequence[int]) -> Reply:
+    def answer(self, body: bytes | memoryview, fds: Sequence[int]) -> Reply:
         """What comes of a request.
 
         The descriptors that came with the request are closed here.
@@ -36,11 +41,19 @@ class Session:
         """
         try:
             try:
-                request: Request = msgspec.convert(plain, _REQUEST)
-            except msgspec.ValidationError as error:
+                request = _decode(body)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                # msgspec lets bad UTF-8 and deep nesting through as Python's own errors.
                 raise InvalidRequestError(f"malformed request: {error}") from error
-            return HANDLERS[type(request)](self._caller, request, fds)
-        except PlexRLError:
+            _, handler, roles, is_move = HANDLERS[type(request)]
+            caller = self._caller
+            if roles and (caller.said is None or caller.said.role not in roles):
+                caller.refuse(roles, request)
+            if is_move:
+                return self._move(handler, request, fds)
+            return handler(caller, request, fds)
+        except PlexRLError as error:
+            self._caller.services.tally.refused(error.code)
             raise
         except Exception as error:
             # A bug of ours must not leave this client without an answer or end the others' daemon.
@@ -49,8 +62,29 @@ class Session:
                 f"the StateManager failed ({error!r}): see its log; the state stays where it was"
             ) from error
         finally:
-            close_all(fds)
+            if fds:
+                close_all(fds)
 
     def close(self) -> None:
         """The client is gone: forget its arena and let go of what it reads."""
         self._caller.close()
+
+    def _move(self, handler: AnyHandler, request: Request, fds: Sequence[int]) -> Reply:
+        caller = self._caller
+        services, name = caller.services, type(request).__name__
+        with services.line.place(name, caller.claims.holder):
+            outcome, answer = "failed", dict[str, Any]()
+            started = time.perf_counter()
+            try:
+                reply = handler(caller, request, fds)
+                outcome, answer = "ok", reply.answer
+                return reply
+            except PlexRLError as error:
+                outcome = error.code
+                raise
+            finally:
+                services.tally.moved(
+                    MoveKind(request=name, outcome=outcome, tier=answer.get("tier", "")),
+                    nbytes=answer.get("bytes_moved", 0),
+                    seconds=time.perf_counter() - started,
+                )

@@ -2,57 +2,46 @@
 
 Laws:
 
-- A version is stored from the moment its file has its name until it is dropped or replaced.
+- A version is stored from the moment its header has its name until it is dropped or replaced.
 - A tier never holds more than its bound, counting what is being written and what is still read.
 - Who began to use a version keeps these very bytes, whatever becomes of it. A dropped version loses
   its name at once, so no crash brings it back; its bytes count until its last user is done.
-- A version is in one tier, but for the moment of its move; after a crash in that moment the copy of
-  the higher ordinal counts, and of equal ones the host's.
-
-Room is made by one thread at a time (`_room`), which may hold it through a spill; everything else
-takes `_lock`, which is never held during I/O on data.
+- A version in host may have a copy on NVMe, which makes taking it out of host free and gives way
+  when room there is short. After a crash the version of the higher ordinal counts, in whichever
+  tier.
+- Bytes that several ranks hold alike are stored once, and given up with the last that has them.
 """
 
-import os
-import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
-from plexrl.errors import PlexRLError, StateLostError, StateTierFullError
-from plexrl.statemanager.residency import Resident, Room, TierName, place
-from plexrl.statemanager.tier import Tier, VersionFile
-from plexrl.statemanager.versions import Extent, Manifest, VersionKind
+from plexrl.errors import QuotaExceededError
+from plexrl.statemanager.catalog import Catalog
+from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.data_plane import DataPlane, OnMap
+from plexrl.statemanager.device.memory import DeviceMemory
+from plexrl.statemanager.fault_points import FaultPoints
+from plexrl.statemanager.host_pool import HostPool
+from plexrl.statemanager.lease import Lease, damage_named
+from plexrl.statemanager.mover import Mover
+from plexrl.statemanager.nvme import NvmeObjects
+from plexrl.statemanager.objects import StoredObject, Version
+from plexrl.statemanager.promotion import Promoter
+from plexrl.statemanager.recovery import recover
+from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.room import Rooms
+from plexrl.statemanager.saving import Saver
+from plexrl.statemanager.tenant_limit import TenantLimit
+from plexrl.statemanager.tier import Tier
+from plexrl.statemanager.versions import Extent, Manifest, Section, VersionKind
 
-
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """One file of one version. A retired one is no longer what its version's name means."""
-
-    file: VersionFile
-    tier: Tier
-    last_use: int
-    users: int = 0
-    retired: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """A version that its user can read for as long as the lease lasts."""
-
-    file: VersionFile
-    tier: Tier
-    fd: int
-    """Of the file, read-only."""
-
-    def read(self, target_fd: int, extents: Sequence[Extent]) -> None:
-        """As `Tier.read`."""
-        self.tier.read(self.file, self.fd, target_fd, extents)
-
-    def digest(self) -> str:
-        """As `Tier.digest`."""
-        return self.tier.digest(self.file, self.fd)
+HOST, NVME = TierName.HOST, TierName.NVME
+_UNLIMITED = TenantLimit()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,52 +51,93 @@ class StoredVersion:
     manifest: Manifest
     tier: TierName
     nbytes: int
-    """Of its file."""
+    """It takes there, with all that it shares."""
 
 
 class Store:
-    """Thread-safe. `host` is filled first and spills to `nvme`."""
+    """Thread-safe. The host tier is filled first and spills to NVMe."""
 
-    def __init__(self, host: Tier, host_bytes: int, nvme: Tier, nvme_bytes: int) -> None:
-        self._tiers = {TierName.HOST: host, TierName.NVME: nvme}
-        self._bytes_max = {TierName.HOST: host_bytes, TierName.NVME: nvme_bytes}
-        self._used_bytes = {TierName.HOST: 0, TierName.NVME: 0}
-        self._room = threading.Lock()
-        self._lock = threading.Lock()
-        self._current: dict[str, _Copy] = {}
-        self._clock = 0
-        self._recover()
+    def __init__(
+        self,
+        config: StateManagerConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_map: OnMap | None = None,
+        on_unmap: OnMap | None = None,
+    ) -> None:
+        """Take over the directories of `config`, with all that is whole there.
+
+        `clock` is what `expect` speaks of. `on_map` and `on_unmap` are told of memory that a device
+        may want pinned.
+
+        Raises:
+            ConflictError: another daemon uses one of the directories.
+        """
+        self.limits: dict[str, TenantLimit] = dict(config.tenant_limits)
+        """Of tenants that have one of their own; may be changed at any time."""
+        self._usual_limit = TenantLimit(
+            total_bytes=config.tenant_bytes_max, host_bytes=config.tenant_host_bytes_max
+        )
+        self._faults = FaultPoints(config.fault_points)
+        host = Tier(HOST, Path(config.host_dir), self._faults)
+        try:
+            nvme = Tier(NVME, Path(config.nvme_dir), self._faults)
+        except BaseException:
+            host.close()
+            raise
+        self._tiers = {HOST: host, NVME: nvme}
+        self._pool = HostPool(
+            host.directory,
+            config.host_bytes,
+            segment_bytes_max=config.segment_bytes_max,
+            memory_node=config.memory_node,
+            on_map=on_map,
+            on_unmap=on_unmap,
+        )
+        self._plane = DataPlane(
+            data_threads=config.data_threads,
+            queue_depth=config.nvme_queue_depth,
+            on_map=on_map,
+            on_unmap=on_unmap,
+        )
+        self._objects = NvmeObjects(nvme, self._plane)
+        self._mover = Mover(self._pool, self._objects, self._plane, self._faults)
+        bounds = {HOST: config.host_bytes, NVME: config.nvme_bytes}
+        self._catalog = Catalog(self._tiers, bounds, self._pool, self._objects)
+        self._rooms = Rooms(self._catalog, self._tiers, self._mover, clock)
+        self._saver = Saver(
+            self._catalog, self._tiers, self._pool, self._mover, self._rooms, self._faults
+        )
+        self._promoter = Promoter(self._catalog, self._tiers, self._pool, self._mover, self._rooms)
+        recover(self._catalog, self._tiers, self._pool, self._objects, clock())
+        if config.host_prefault_bytes:
+            self._pool.prefault(config.host_prefault_bytes)
 
     def put(
-        self, manifest: Manifest, source_fd: int, superseded: Iterable[str] = ()
+        self, manifest: Manifest, memory: DeviceMemory, superseded: Iterable[str] = ()
     ) -> StoredVersion:
-        """Store a version from the arena behind `source_fd`; a version of its name is replaced.
+        """Store a version from an arena; a version of its name is replaced.
 
         `superseded` names versions that may be dropped if room is short.
 
         Raises:
             StateTierFullError: no tier has room, whatever is moved.
+            QuotaExceededError: its tenant may not have so much stored.
         """
         manifest = replace(manifest, stamp=uuid.uuid4().hex)
+        return self._put(manifest, memory, manifest.extents, superseded, None)
 
-        def write(tier: Tier, file: VersionFile) -> VersionFile:
-            return tier.write(file, source_fd, file.manifest.extents)
-
-        return self._put(manifest, write, superseded)
-
-    def adopt(self, manifest: Manifest, source_fd: int, source_offset: int) -> StoredVersion:
-        """Store another node's version, stamp and digest included, from a file that holds its data
-        at `source_offset`; a version of its name is replaced, unless it has that stamp already.
+    def adopt(self, manifest: Manifest, memory: DeviceMemory) -> StoredVersion:
+        """Store another node's version, stamp and digest included, from its data as it lies there;
+        a version of its name is replaced.
 
         Raises:
             CorruptStateError: the bytes are not those of the digest.
             StateTierFullError: no tier has room, whatever is moved.
+            QuotaExceededError: its tenant may not have so much stored.
         """
-
-        def write(tier: Tier, file: VersionFile) -> VersionFile:
-            return tier.take_in(file, source_fd, source_offset)
-
-        return self._put(manifest, write, ())
+        whole = (Extent(arena_offset=0, file_offset=0, nbytes=manifest.nbytes),)
+        return self._put(manifest, memory, whole, (), manifest.digest)
 
     @contextmanager
     def lease(self, name: str, description: str) -> Iterator[Lease]:
@@ -115,13 +145,13 @@ class Store:
 
         Raises:
             StateLostError: there is no such version; `description` says which in words.
-            CorruptStateError: its file is gone.
         """
-        copy, fd = self._begin_use(name, description)
-        try:
-            yield Lease(file=copy.file, tier=copy.tier, fd=fd)
-        finally:
-            self._end_use(copy, fd)
+        with self._using(name, description) as (version, tier):
+            lease = self._lease(version, tier)
+            try:
+                yield lease
+            finally:
+                lease.close()
 
     @contextmanager
     def lease_in_memory(self, name: str, description: str) -> Iterator[Lease]:
@@ -133,282 +163,251 @@ class Store:
             StateTierFullError: the host tier cannot take it.
         """
         while True:
-            copy, fd = self._begin_use(name, description)
-            try:
-                if copy.tier.name == TierName.HOST:
-                    yield Lease(file=copy.file, tier=copy.tier, fd=fd)
+            with self._using(name, description) as (version, tier):
+                if tier == HOST:
+                    lease = self._lease(version, tier)
+                    try:
+                        yield lease
+                    finally:
+                        lease.close()
                     return
-                self._promote(copy, fd)
-            finally:
-                self._end_use(copy, fd)
+                with damage_named(version.manifest, tier):
+                    self._promoter.promote(version)
+
+    def load(
+        self,
+        name: str,
+        description: str,
+        memory: DeviceMemory,
+        check: Callable[[Manifest], None] | None = None,
+    ) -> Lease:
+        """Write a version to where its extents lie in an arena; returns the lease it had.
+
+        `check` may refuse the version before anything is written. Background moves of the
+        deployment end first, as this reads the same bytes.
+
+        Raises:
+            StateLostError: there is no such version, or the arena is gone.
+            CorruptStateError: it is damaged; the arena holds some of it.
+        """
+        with self.lease(name, description) as lease:
+            if check is not None:
+                check(lease.manifest)
+            self._rooms.cancel(lease.manifest.deployment)
+            lease.load(memory)
+            return lease
 
     def prefetch(self, name: str, description: str) -> bool:
         """Bring a version to the host tier if nothing has to give way; returns whether it is there.
 
         Raises:
             StateLostError: there is no such version.
+            OperationCancelledError: something more urgent came; it stays where it is.
             CorruptStateError: it is damaged; it stays where it is.
             StorageError: the host tier cannot take it; it stays where it is.
         """
-        copy, fd = self._begin_use(name, description)
-        try:
-            if copy.tier.name == TierName.HOST:
+        with self._using(name, description, counts=False) as (version, tier):
+            if tier == HOST:
                 return True
-            planned = self._tiers[TierName.HOST].plan(copy.file.manifest)
-            if not self._take_free(TierName.HOST, planned):
+            tenant = version.manifest.tenant
+            limit = self.limits.get(tenant, self._usual_limit).host_bytes
+            if limit is not None and self._would_have(version, HOST) > limit:
                 return False
-            self._bring_to_host(copy, fd, planned)
-            return True
-        finally:
-            self._end_use(copy, fd)
+            with (
+                self._rooms.background(version.manifest.deployment) as move,
+                damage_named(version.manifest, tier),
+            ):
+                return self._promoter.promote_if_free(version, move.cancelled)
+
+    def keep_copy(self, name: str) -> bool:
+        """Write a copy of a version in host to NVMe, which makes spilling it free; returns whether
+        it is there.
+
+        Raises:
+            OperationCancelledError: something more urgent came.
+            StorageError: NVMe cannot take it.
+        """
+        return self._rooms.keep_copy(name)
+
+    def undrained(self) -> list[str]:
+        """Names of versions in host that have no copy on NVMe, in the order they would spill."""
+        with self._catalog.lock:
+            found = [
+                version
+                for version in self._catalog.current.values()
+                if NVME not in version.header_bytes
+            ]
+            found.sort(key=lambda v: (-self._rooms.next_use(v), v.last_use, v.manifest.name))
+            return [version.manifest.name for version in found]
+
+    def expect(self, deployment: str, next_use: float | None) -> None:
+        """Predict when a deployment's state is used next, in seconds on the store's clock.
+
+        Absent: nothing is known. What is expected last is spilled first (`residency`).
+        """
+        self._rooms.expect(deployment, next_use)
 
     def find(self, wanted: Callable[[Manifest], bool]) -> list[StoredVersion]:
         """Every version for which `wanted` holds, by name."""
-        with self._lock:
+        with self._catalog.lock:
             return [
-                StoredVersion(
-                    manifest=copy.file.manifest, tier=copy.tier.name, nbytes=copy.file.nbytes
-                )
-                for _, copy in sorted(self._current.items())
-                if wanted(copy.file.manifest)
+                _stored(version)
+                for _, version in sorted(self._catalog.current.items())
+                if wanted(version.manifest)
             ]
 
     def drop(self, names: Iterable[str]) -> None:
-        """Give versions up; a file in use goes when its last user is done."""
-        with self._lock:
-            self._drop(names)
+        """Give versions up; what is in use goes when its last user is done."""
+        with self._catalog.lock:
+            self._catalog.drop(names)
+
+    def release(self, deployment: str) -> None:
+        """Give up all of a deployment, background moves of it first."""
+        self._rooms.cancel(deployment)
+        self._rooms.expect(deployment, None)
+        versions = self.find(lambda manifest: manifest.deployment == deployment)
+        self.drop(version.manifest.name for version in versions)
+
+    def cancel(self) -> None:
+        """Have background moves end, and wait until they have."""
+        self._rooms.cancel()
 
     def touch(self, name: str) -> None:
         """Count the version as used now."""
-        with self._lock:
-            if name in self._current:
-                self._clock += 1
-                self._current[name].last_use = self._clock
+        with self._catalog.lock:
+            if name in self._catalog.current:
+                self._rooms.used(self._catalog.current[name])
 
     def used_bytes(self, tier: TierName) -> int:
         """Bytes in a tier, those being written or still read included."""
-        with self._lock:
-            return self._used_bytes[tier]
+        with self._catalog.lock:
+            return self._catalog.used_bytes[tier]
+
+    def used_by(self, tenant: str) -> dict[TierName, int]:
+        """Bytes that a tenant's versions take in each tier, replicas once. A version in host with a
+        copy on NVMe counts in both."""
+        with self._catalog.lock:
+            return {tier: self._taken(tenant, tier) for tier in TierName}
 
     def persist(self) -> list[str]:
         """Move every loadable version to the NVMe tier, the newest first (a clean exit).
 
         Returns the names of those that could not be kept there; they stay where they are.
         """
-        left = []
-        with self._room:
-            found = self.find(lambda manifest: manifest.kind == VersionKind.STATE)
-            for version in sorted(found, key=lambda v: v.manifest.seq, reverse=True):
-                if version.tier == TierName.NVME:
-                    continue
-                try:
-                    self._spill(version.manifest.name)
-                except PlexRLError:
-                    left.append(version.manifest.name)
-        return left
+        with self._catalog.lock:
+            found = [
+                version
+                for version in self._catalog.current.values()
+                if version.manifest.kind == VersionKind.STATE and version.tier == HOST
+            ]
+        return self._rooms.spill_all(
+            sorted(found, key=lambda v: (-v.manifest.seq, v.manifest.name))
+        )
 
-    def _recover(self) -> None:
-        for tier in (self._tiers[TierName.HOST], self._tiers[TierName.NVME]):
-            for file in tier.recover():
-                ordinal = file.manifest.ordinal
-                self._clock = max(self._clock, ordinal)
-                self._used_bytes[tier.name] += file.nbytes
-                former = self._current.get(file.manifest.name)
-                if former is not None and former.file.manifest.ordinal >= ordinal:
-                    self._retire(_Copy(file, tier, last_use=ordinal))
-                else:
-                    self._install(_Copy(file, tier, last_use=ordinal))
+    def close(self) -> None:
+        """Let another process use the directories; nothing may be under way."""
+        self._rooms.cancel()
+        self._plane.close()
+        self._pool.close()
+        for tier in self._tiers.values():
+            tier.close()
+
+    def check(self) -> None:
+        """Assert that accounts agree with what is there, when nothing is under way."""
+        self._pool.check()
+        with self._catalog.lock:
+            headers = sum(v.header_bytes.get(HOST, 0) for v in self._catalog.current.values())
+            assert self._catalog.used_bytes[HOST] == self._pool.used_bytes + headers
+            assert set(self._objects.ids()) == {
+                found.id
+                for version in self._catalog.current.values()
+                if NVME in version.header_bytes
+                for found in version.objects
+            }
 
     def _put(
         self,
         manifest: Manifest,
-        write: Callable[[Tier, VersionFile], VersionFile],
+        memory: DeviceMemory,
+        extents: Sequence[Extent],
         superseded: Iterable[str],
+        digest: str | None,
     ) -> StoredVersion:
-        """Store a version, its file made by `write` in the tier that has room."""
-        with self._lock:
-            self._clock += 1
-            manifest = replace(manifest, ordinal=self._clock)
-        planned = self._tiers[TierName.HOST].plan(manifest)
-        tier = self._make_room(planned, superseded)
-        try:
-            file = self._write_reserved(tier, planned, write)
-        except StateTierFullError:
-            if tier.name == TierName.NVME:
-                raise
-            # The memory file system is fuller than our bound; others may be using it.
-            if not self._take_free(TierName.NVME, planned):
-                with self._lock:
-                    raise self._full(planned) from None
-            tier = self._tiers[TierName.NVME]
-            file = self._write_reserved(tier, planned, write)
-        with self._lock:
-            self._install(_Copy(file, tier, last_use=manifest.ordinal))
-        return StoredVersion(manifest=file.manifest, tier=tier.name, nbytes=file.nbytes)
-
-    def _make_room(self, planned: VersionFile, superseded: Iterable[str]) -> Tier:
-        """Reserve the file's bytes in a tier, after moving what must go."""
         superseded = frozenset(superseded)
-        with self._room:
-            while True:
-                with self._lock:
-                    rooms = {
-                        name: Room(used_bytes=used, bytes_max=self._bytes_max[name])
-                        for name, used in self._used_bytes.items()
-                    }
-                    placement = place(
-                        planned.nbytes,
-                        self._residents(superseded),
-                        rooms[TierName.HOST],
-                        rooms[TierName.NVME],
-                    )
-                    if placement is None:
-                        raise self._full(planned)
-                    self._drop(placement.drop)
-                    if not placement.spill:
-                        self._used_bytes[placement.tier] += planned.nbytes
-                        return self._tiers[placement.tier]
-                # Room cannot shrink meanwhile, since who takes room holds `_room`; but a spilled
-                # version may have gained a reader, so what is needed is looked at again.
-                for name in placement.spill:
-                    self._spill(name)
+        if manifest.nbytes and not manifest.sections:
+            manifest = replace(manifest, sections=(Section(start=0, nbytes=manifest.nbytes),))
+        with self._catalog.lock:
+            host_allowed = self._check_quota(manifest, superseded)
+            manifest = replace(manifest, ordinal=self._catalog.tick())
+        saved = partial(self._saver.save, manifest, memory, extents, superseded)
+        version = saved(host_allowed=host_allowed, digest_wanted=digest)
+        with self._catalog.lock:
+            return _stored(version)
 
-    def _take_free(self, name: TierName, planned: VersionFile) -> bool:
-        """Reserve the file's bytes in a tier if they are free already."""
-        with self._room, self._lock:
-            if planned.nbytes > self._bytes_max[name] - self._used_bytes[name]:
-                return False
-            self._used_bytes[name] += planned.nbytes
+    def _check_quota(self, manifest: Manifest, superseded: frozenset[str]) -> bool:
+        """Refuse what goes beyond the tenant's limit; returns whether it may go to host."""
+        limit = self.limits.get(manifest.tenant, self._usual_limit)
+        if limit == _UNLIMITED:
             return True
-
-    def _write_reserved(
-        self,
-        tier: Tier,
-        planned: VersionFile,
-        write: Callable[[Tier, VersionFile], VersionFile],
-    ) -> VersionFile:
-        try:
-            return write(tier, tier.plan(planned.manifest))
-        except BaseException:
-            self._give_back(tier, planned.nbytes)
-            raise
-
-    def _spill(self, name: str) -> None:
-        """Move a version from host to NVMe; `_room` is held."""
-        with self._lock:
-            copy = self._current.get(name)
-            if copy is None or copy.tier.name == TierName.NVME:
-                return
-            free = self._bytes_max[TierName.NVME] - self._used_bytes[TierName.NVME]
-            if copy.file.nbytes > free:
-                raise self._full(copy.file)
-            fd = self._use(copy)
-            self._used_bytes[TierName.NVME] += copy.file.nbytes
-        nvme = self._tiers[TierName.NVME]
-        try:
-            planned = nvme.plan(copy.file.manifest)
-            file = nvme.write(planned, fd, copy.file.data_extent)
-            self._replace(copy, _Copy(file, nvme, last_use=copy.last_use))
-        except BaseException:
-            self._give_back(nvme, copy.file.nbytes)
-            raise
-        finally:
-            self._end_use(copy, fd)
-
-    def _promote(self, copy: _Copy, fd: int) -> None:
-        """Bring a version in use from NVMe to host."""
-        host = self._tiers[TierName.HOST]
-        planned = host.plan(copy.file.manifest)
-        tier = self._make_room(planned, ())
-        if tier is not host:
-            self._give_back(tier, planned.nbytes)
-            raise self._full(planned)
-        self._bring_to_host(copy, fd, planned)
-
-    def _bring_to_host(self, copy: _Copy, fd: int, planned: VersionFile) -> None:
-        """Move a version in use from NVMe to its place in host, which is reserved."""
-        host = self._tiers[TierName.HOST]
-        try:
-            file = host.write_from(planned, copy.tier, copy.file, fd)
-        except BaseException:
-            self._give_back(host, planned.nbytes)
-            raise
-        self._replace(copy, _Copy(file, host, last_use=copy.last_use))
-
-    def _replace(self, copy: _Copy, moved: _Copy) -> None:
-        """Let the version of `copy` be `moved`, unless it was dropped or replaced meanwhile."""
-        with self._lock:
-            if copy.retired:
-                self._retire(moved)
-            else:
-                self._install(moved)
-
-    def _begin_use(self, name: str, description: str) -> tuple[_Copy, int]:
-        with self._lock:
-            copy = self._current.get(name)
-            if copy is None:
-                raise StateLostError(f"{description} is not on this node: restore a checkpoint")
-            fd = self._use(copy)
-            self._clock += 1
-            copy.last_use = self._clock
-            return copy, fd
-
-    def _end_use(self, copy: _Copy, fd: int) -> None:
-        os.close(fd)
-        with self._lock:
-            copy.users -= 1
-            if copy.retired and copy.users == 0:
-                self._used_bytes[copy.tier.name] -= copy.file.nbytes
-
-    def _give_back(self, tier: Tier, nbytes: int) -> None:
-        with self._lock:
-            self._used_bytes[tier.name] -= nbytes
-
-    def _residents(self, superseded: frozenset[str]) -> list[Resident]:
-        return [
-            Resident(
-                name=name,
-                tier=copy.tier.name,
-                nbytes=copy.file.nbytes,
-                last_use=copy.last_use,
-                in_use=copy.users > 0,
-                superseded=name in superseded,
+        leaving = {manifest.name, *superseded}
+        held = {tier: self._taken(manifest.tenant, tier, leaving) for tier in TierName}
+        total = manifest.nbytes + self._taken(manifest.tenant, None, leaving)
+        if limit.total_bytes is not None and total > limit.total_bytes:
+            raise QuotaExceededError(
+                f"{manifest.description} would bring what tenant {manifest.tenant!r} has stored "
+                f"here to {total} of {limit.total_bytes} bytes: release a job of this tenant or "
+                "raise its quota; the state stays where it was",
+                tenant=manifest.tenant,
+                needed_bytes=manifest.nbytes,
             )
-            for name, copy in self._current.items()
-        ]
+        return limit.host_bytes is None or held[HOST] + manifest.nbytes <= limit.host_bytes
 
-    # The following hold `_lock` already.
+    def _taken(self, tenant: str, tier: TierName | None, without: Iterable[str] = ()) -> int:
+        """What a tenant's versions take in a tier; absent: in any, each object once."""
+        leaving = frozenset(without)
+        objects: set[StoredObject] = set()
+        headers = 0
+        for name, version in self._catalog.current.items():
+            if version.manifest.tenant != tenant or name in leaving:
+                continue
+            if tier is None:
+                objects.update(version.objects)
+            elif tier in version.header_bytes:
+                headers += version.header_bytes[tier]
+                objects.update(version.objects)
+        if tier is None:
+            return sum(found.nbytes for found in objects)
+        return headers + sum(found.bytes_in(tier) for found in objects)
 
-    def _install(self, copy: _Copy) -> None:
-        """Let the copy be what its version's name means."""
-        name = copy.file.manifest.name
-        self._drop([name])
-        self._current[name] = copy
+    def _would_have(self, version: Version, tier: TierName) -> int:
+        with self._catalog.lock:
+            return self._taken(version.manifest.tenant, tier) + version.manifest.nbytes
 
-    def _drop(self, names: Iterable[str]) -> None:
-        for name in names:
-            copy = self._current.pop(name, None)
-            if copy is not None:
-                self._retire(copy)
+    def _lease(self, version: Version, tier: TierName) -> Lease:
+        return Lease(version, tier, self._mover, self._pool, self._objects, self._faults)
 
-    def _use(self, copy: _Copy) -> int:
-        """Begin a use; returns the descriptor to read from, which stays good when the name goes."""
-        fd = copy.tier.open(copy.file)
-        copy.users += 1
-        return fd
+    @contextmanager
+    def _using(
+        self, name: str, description: str, *, counts: bool = True
+    ) -> Iterator[tuple[Version, TierName]]:
+        """A version, its objects held in place where it is read from. `counts`: as a use."""
+        catalog = self._catalog
+        with catalog.lock:
+            version = catalog.version(name, description)
+            tier = version.tier
+            catalog.acquire(version.objects, tier)
+            version.users += 1
+            if counts:
+                self._rooms.used(version)
+        try:
+            yield version, tier
+        finally:
+            with catalog.lock:
+                version.users -= 1
+                catalog.release(version.objects, tier)
 
-    def _retire(self, copy: _Copy) -> None:
-        copy.retired = True
-        copy.tier.remove(copy.file)
-        if copy.users == 0:
-            self._used_bytes[copy.tier.name] -= copy.file.nbytes
 
-    def _full(self, file: VersionFile) -> StateTierFullError:
-        host, nvme = TierName.HOST, TierName.NVME
-        return StateTierFullError(
-            f"{file.manifest.description} needs {file.nbytes} bytes; the host tier holds "
-            f"{self._used_bytes[host]} of {self._bytes_max[host]} and the NVMe tier "
-            f"{self._used_bytes[nvme]} of {self._bytes_max[nvme]}, and what they hold cannot make "
-            "way: end a job or raise a bound; the state stays where it was",
-            needed_bytes=file.nbytes,
-        )
+def _stored(version: Version) -> StoredVersion:
+    return StoredVersion(
+        manifest=version.manifest, tier=version.tier, nbytes=version.bytes_in(version.tier)
+    )

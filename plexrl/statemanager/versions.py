@@ -1,15 +1,14 @@
-"""Versions of a shard: what one rank's state was after a given operation, and its file's format.
+"""Versions of a shard: what one rank's state was after a given operation, and its header file.
 
-    magic | u64 bytes of JSON | u64 xxh3 of JSON | manifest as JSON | zeros | data
+A version is a manifest, and an object for each section of its data. Its header, written under
+another name and renamed when it is whole, is what makes it stored:
 
-The data starts on a page boundary and is as long as its manifest says. A file is written under
-another name and renamed when it is whole, so a file that bears a version's name is that version.
+    magic | u64 bytes of JSON | u64 xxh3 of JSON | record as JSON | zeros up to a page
 """
 
 import struct
-from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import quote
 
@@ -17,10 +16,11 @@ import msgspec
 import xxhash
 
 from plexrl.errors import CorruptStateError
-from plexrl.statemanager.keys import ARENA_ALIGNMENT, StatePart, StateSlice
+from plexrl.statemanager.free_ranges import Piece
+from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.statemanager.mapping import PAGE_BYTES
 
-MAGIC = b"PLEXRLS1"
-PAGE_BYTES = 4096
+MAGIC = b"PLEXRLS2"
 
 NO_DIGEST = "0" * 32
 
@@ -48,6 +48,18 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A stretch of a version's data that is stored as one object."""
+
+    start: int
+    """In the data, on a page boundary."""
+    nbytes: int
+    share_key: str = ""
+    """Ranks whose version has a section of this key hold replicas of these slices, laid out alike;
+    empty for what no other rank holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """One complete version of one shard."""
 
@@ -61,7 +73,7 @@ class Manifest:
     slices: tuple[StateSlice, ...]
     """As in the arena they were taken from."""
     extents: tuple[Extent, ...]
-    """In file order; between them lie fewer than `ARENA_ALIGNMENT` bytes of nothing."""
+    """In the order of the data; what lies between them is zero."""
     nbytes: int
     """Of the data."""
     ordinal: int = 0
@@ -69,13 +81,17 @@ class Manifest:
     stamp: str = ""
     """Unique to these bytes: says that an arena which held them still does."""
     digest: str = NO_DIGEST
-    """Hex xxh3-128 of the data; `NO_DIGEST` for what was saved to the host tier, which needs none,
-    and has not left it since."""
+    """Hex xxh3-128 of the digests of all blocks of all sections; `NO_DIGEST` for what was saved on
+    this node and never had to prove itself elsewhere."""
+    sections: tuple[Section, ...] = ()
+    """In the order of the data."""
+    tenant: str = ""
+    """On whose account the bytes go."""
 
     @property
     def name(self) -> str:
         """The same for every attempt at storing this version."""
-        return f"{self.deployment}.{self.rank}.{self.kind}.{self.seq}"
+        return version_name(self.deployment, self.rank, self.kind, self.seq)
 
     @property
     def file_name(self) -> str:
@@ -90,67 +106,78 @@ class Manifest:
         return f"{what} {self.seq} of {self.deployment!r} rank {self.rank}"
 
 
+def version_name(deployment: str, rank: int, kind: VersionKind, seq: int) -> str:
+    """What the store knows a version by."""
+    return f"{deployment}.{rank}.{kind}.{seq}"
+
+
+class ObjectRecord(msgspec.Struct, frozen=True, array_like=True):
+    """An object as a version's header names it."""
+
+    id: str
+    nbytes: int
+    pieces: tuple[Piece, ...] = ()
+    """Where in the host tier's segments it lies; empty in the NVMe tier, where it is a file."""
+
+
+class VersionRecord(msgspec.Struct, frozen=True):
+    """What a header says."""
+
+    manifest: Manifest
+    objects: tuple[ObjectRecord, ...]
+    """One for each section."""
+
+
 def padded(nbytes: int, alignment: int = PAGE_BYTES) -> int:
     """`nbytes` rounded up."""
     return -(-nbytes // alignment) * alignment
 
 
-def encode_header(manifest: Manifest) -> bytes:
-    """Everything in front of the data; as long for one digest as for another."""
-    text = msgspec.json.encode(manifest)
-    head = _HEAD.pack(MAGIC, len(text), xxhash.xxh3_64_intdigest(text)) + text
+def encode_page(magic: bytes, text: bytes) -> bytes:
+    """`text` behind its length and checksum, filled up to whole pages."""
+    head = _HEAD.pack(magic, len(text), xxhash.xxh3_64_intdigest(text)) + text
     return head.ljust(padded(len(head)), b"\0")
 
 
-def decode_header(start: bytes) -> tuple[Manifest, int]:
-    """The manifest that a file beginning with `start` bears, and where its data begins.
+def decode_page(magic: bytes, start: bytes) -> bytes:
+    """What `encode_page` was given.
 
     Raises:
-        CorruptStateError: `encode_header` did not make this.
+        CorruptStateError: it did not make this.
     """
     try:
-        magic, length, checksum = _HEAD.unpack_from(start)
-        text = start[_HEAD.size : _HEAD.size + length]
-        if magic != MAGIC or len(text) < length or xxhash.xxh3_64_intdigest(text) != checksum:
-            raise CorruptStateError("the header is damaged: restore a checkpoint")
-        return msgspec.json.decode(text, type=Manifest), padded(_HEAD.size + length)
-    except (struct.error, msgspec.MsgspecError) as error:
+        found, length, checksum = _HEAD.unpack_from(start)
+    except struct.error as error:
         raise CorruptStateError(f"the header is damaged ({error}): restore a checkpoint") from error
+    text = start[_HEAD.size : _HEAD.size + length]
+    if found != magic or len(text) < length or xxhash.xxh3_64_intdigest(text) != checksum:
+        raise CorruptStateError("the header is damaged: restore a checkpoint")
+    return text
 
 
-def lay_out(slices: Sequence[StateSlice]) -> tuple[tuple[Extent, ...], int]:
-    """Extents for a file that holds `slices`, and the size of its data.
+def header_bytes(manifest_bytes: int, objects: Sequence[ObjectRecord]) -> int:
+    """Of the header of a version whose manifest takes `manifest_bytes` as JSON."""
+    around = len('{"manifest":,"objects":}')
+    return padded(_HEAD.size + around + manifest_bytes + len(msgspec.json.encode(objects)))
 
-    Slices that follow each other in the arena up to alignment make one extent, so that a move is a
-    few long copies whatever the number of tensors.
+
+def digest_of(digests: Iterable[bytes]) -> str:
+    """A version's digest, from those of its sections' blocks."""
+    return xxhash.xxh3_128_hexdigest(b"".join(digests))
+
+
+def encode_header(record: VersionRecord) -> bytes:
+    """A version's header file."""
+    return encode_page(MAGIC, msgspec.json.encode(record))
+
+
+def decode_header(contents: bytes) -> VersionRecord:
+    """What `encode_header` was given.
+
+    Raises:
+        CorruptStateError: it did not make this.
     """
-    extents: list[Extent] = []
-    size = 0
-    for piece in sorted(slices, key=lambda s: s.arena_offset):
-        if piece.nbytes == 0:
-            continue
-        last = extents[-1] if extents else None
-        end = -1 if last is None else last.arena_offset + last.nbytes
-        if last is not None and 0 <= piece.arena_offset - end < ARENA_ALIGNMENT:
-            nbytes = piece.arena_offset + piece.nbytes - last.arena_offset
-            extents[-1] = replace(last, nbytes=nbytes)
-        else:
-            start = padded(size, ARENA_ALIGNMENT)
-            extents.append(
-                Extent(arena_offset=piece.arena_offset, file_offset=start, nbytes=piece.nbytes)
-            )
-        size = extents[-1].file_offset + extents[-1].nbytes
-    return tuple(extents), size
-
-
-def slices_in_file(manifest: Manifest, data_offset: int) -> tuple[StateSlice, ...]:
-    """The version's slices, each `arena_offset` replaced by the place in the file."""
-    starts = [extent.arena_offset for extent in manifest.extents]
-    found = []
-    for piece in manifest.slices:
-        place = 0
-        if piece.nbytes:
-            home = manifest.extents[bisect_right(starts, piece.arena_offset) - 1]
-            place = data_offset + home.file_offset + piece.arena_offset - home.arena_offset
-        found.append(replace(piece, arena_offset=place))
-    return tuple(found)
+    try:
+        return msgspec.json.decode(decode_page(MAGIC, contents), type=VersionRecord)
+    except msgspec.MsgspecError as error:
+        raise CorruptStateError(f"the header is damaged ({error}): restore a checkpoint") from error

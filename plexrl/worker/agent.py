@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.errors import ConnectionLostError, DeadlineExceededError, PlexRLError
+from plexrl.statemanager.tickets import Claims, Role
 from plexrl.wire.rpc import Peer
 from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
 from plexrl.worker.launcher import Launcher, WorkerProcess
@@ -44,7 +45,7 @@ class Agent:
     def __init__(self, config: AgentConfig, launcher: Launcher) -> None:
         self._config = config
         self._launcher = launcher
-        self._state = NodeState(config.statemanager)
+        self._state = NodeState(config.statemanager, Path(config.ticket_key_file))
         self._workers: dict[Key, _Running] = {}
         self._locks: dict[Key, asyncio.Lock] = {}
         self._reports: deque[tuple[str, Plain]] = deque()
@@ -198,6 +199,18 @@ class Agent:
             address=f"{config.run_dir}/w-{short}-{rank}-{incarnation}.sock",
             rendezvous=f"{config.rendezvous_dir}/r-{short}-{incarnation}",
             statemanager=config.statemanager,
+            ticket=self._state.ticket(
+                Claims(
+                    role=Role.WORKER,
+                    tenant=command["tenant"],
+                    job=job,
+                    deployment=deployment,
+                    rank=rank,
+                    world_size=len(command["ranks"]),
+                    group=command["group"],
+                    incarnation=incarnation,
+                )
+            ),
             checkpoint_dir=f"{config.data_dir}/checkpoints",
             spec_json=command["spec_json"],
             log_path=f"{config.data_dir}/logs/{config.node}/{job}/{name}-{rank}.log",

@@ -5,6 +5,8 @@ import math
 import torch
 
 from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.device.backend import WorkerArena
+from plexrl.statemanager.device.cuda_arena import ArenaBytes, CudaArena
 from plexrl.statemanager.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StateKey, StateSlice
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -54,14 +56,25 @@ class ArenaLayout:
         return piece
 
 
-def view(arena: Arena, piece: StateSlice) -> torch.Tensor:
+def view(arena: WorkerArena, piece: StateSlice) -> torch.Tensor:
     """The slice as a tensor that shares the arena's memory."""
     elements = math.prod(piece.shape)
     return span(arena, piece.arena_offset, elements, piece.dtype).view(piece.shape)
 
 
-def span(arena: Arena, arena_offset: int, elements: int, dtype: str = "F32") -> torch.Tensor:
+def span(arena: WorkerArena, arena_offset: int, elements: int, dtype: str = "F32") -> torch.Tensor:
     """`elements` in a row from `arena_offset` (bytes) on, as a flat tensor on the arena."""
-    whole = torch.frombuffer(arena.buffer, dtype=torch.uint8)
     nbytes = elements * DTYPE_BYTES[dtype]
-    return whole[arena_offset : arena_offset + nbytes].view(TORCH_DTYPES[dtype])
+    return whole(arena)[arena_offset : arena_offset + nbytes].view(TORCH_DTYPES[dtype])
+
+
+def whole(arena: WorkerArena) -> torch.Tensor:
+    """The arena as bytes, on its device, and keeping its addresses alive. [nbytes] uint8.
+
+    On a GPU memory must be attached when this is called, because torch asks the driver whose it is;
+    the tensor stays valid over an offload and the next load.
+    """
+    if isinstance(arena, CudaArena):
+        return torch.as_tensor(ArenaBytes(arena), device=f"cuda:{arena.device}")
+    assert isinstance(arena, Arena), "there are two kinds"
+    return torch.frombuffer(arena.buffer, dtype=torch.uint8)

@@ -1,6 +1,6 @@
 """Configuration of a node agent and of the worker processes it starts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from plexrl.errors import InvalidRequestError
 
@@ -14,6 +14,8 @@ class AgentConfig:
     """The scheduler's socket path."""
     statemanager: str
     """The node's StateManager's socket path."""
+    ticket_key_file: str
+    """The StateManager's key, for the tickets of this node's workers."""
     gpus: int
     gpu_memory_bytes: int
     """Per GPU."""
@@ -57,6 +59,8 @@ class WorkerConfig:
     rendezvous: str
     """File over which the ranks of this incarnation find each other."""
     statemanager: str
+    ticket: bytes = field(repr=False)
+    """What the StateManager knows this worker by."""
     checkpoint_dir: str
     spec_json: str
     log_path: str

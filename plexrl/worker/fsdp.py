@@ -222,7 +222,7 @@ class FsdpBackend:
         self._step_slice = self._layout.add(
             StateKey(part=StatePart.OPTIMIZER, name="step"), global_shape=(), offset=(), shape=()
         )
-        self.arena = Arena(self._layout.nbytes, name=f"rank{self._rank}")
+        self.arena = Arena(self._layout.nbytes)
 
     def _add(self, key: StateKey, shard: Any) -> StateSlice:
         parameter: DTensor = shard.sharded_param

@@ -12,11 +12,14 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.statemanager.client import MoveReport, StateManagerClient
 from plexrl.statemanager.migration import migrate
+from plexrl.statemanager.ticket_key import read_ticket_key
+from plexrl.statemanager.tickets import AGENT, Claims
 from plexrl.wire.rpc import Peer
 
 LOG = logging.getLogger(__name__)
@@ -35,8 +38,10 @@ _Move = tuple[str, int, tuple[int, ...] | None]
 class NodeState:
     """The handlers of calls that concern state, for one node."""
 
-    def __init__(self, statemanager: str) -> None:
+    def __init__(self, statemanager: str, ticket_key_file: Path) -> None:
+        """Both are the StateManager's: the path of its socket, and of the key it made."""
         self._path = statemanager
+        self._key_file = ticket_key_file
         self._migrations: dict[_Move, asyncio.Task[MoveReport]] = {}
         self._may_migrate = asyncio.Semaphore(MIGRATIONS_MAX)
         self._hints: set[asyncio.Task[None]] = set()
@@ -102,6 +107,14 @@ class NodeState:
         task.add_done_callback(self._hints.discard)
         return {}
 
+    def ticket(self, claims: Claims) -> bytes:
+        """A ticket of this node. The key is read anew, for a StateManager may have made another.
+
+        Raises:
+            UnavailableError: the StateManager has made no key yet.
+        """
+        return read_ticket_key(self._key_file).mint(claims)
+
     async def close(self) -> None:
         """Give up waiting; a migration under way ends with the process, and can be made again."""
         tasks = [*self._migrations.values(), *self._hints]
@@ -111,7 +124,15 @@ class NodeState:
 
     async def _migrate(self, move: _Move, sources: list[str]) -> MoveReport:
         deployment, seq, ranks = move
-        work = partial(migrate, sources, self._path, deployment=deployment, seq=seq, ranks=ranks)
+        work = partial(
+            migrate,
+            sources,
+            self._path,
+            deployment=deployment,
+            seq=seq,
+            ticket=self.ticket(AGENT),
+            ranks=ranks,
+        )
         async with self._may_migrate:
             report = await asyncio.wrap_future(_on_own_thread(work))
         LOG.info(
@@ -139,7 +160,12 @@ class NodeState:
 
     def _client(self) -> StateManagerClient:
         return StateManagerClient(
-            self._path, deployment="", rank=0, world_size=1, timeout_s=CALL_TIMEOUT_S
+            self._path,
+            deployment="",
+            rank=0,
+            world_size=1,
+            ticket=self.ticket(AGENT),
+            timeout_s=CALL_TIMEOUT_S,
         )
 
 

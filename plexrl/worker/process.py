@@ -255,6 +255,7 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
         deployment=config.deployment,
         rank=config.rank,
         world_size=config.world_size,
+        ticket=config.ticket,
     )
     server = Server(config.address)
     worker = Worker(backend, StateMover(backend, client, config.group), server.requests)

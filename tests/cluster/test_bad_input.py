@@ -10,6 +10,8 @@ import plexrl
 from plexrl import errors
 from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
 from plexrl.statemanager import Arena, StateManagerClient
+from plexrl.statemanager.ticket_key import read_ticket_key
+from plexrl.statemanager.tickets import Claims, Role
 from plexrl.wire.tensors import MEDIA_TYPE, encode_body
 from tests.cluster.tools import VOCABULARY, some_batch
 
@@ -213,13 +215,19 @@ def test_an_ended_job_takes_no_more(cluster: plexrl.Cluster) -> None:
 
 
 def test_a_second_writer_with_a_stale_token_is_refused(
-    cluster: plexrl.Cluster, job: plexrl.Job
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster, job: plexrl.Job
 ) -> None:
     actor = job.train_deployment("actor", MODEL)
     actor.barrier().result()
     group = next(g for g in cluster.groups() if g["group"] == actor.status()["group"])
+    # Even one whom the node itself vouches for.
+    claims = Claims(role=Role.WORKER, job=job.job, deployment=f"{job.job}/intruder")
     client = StateManagerClient(
-        cluster.nodes()[0]["statemanager"], deployment="intruder", rank=0, world_size=1
+        cluster.nodes()[0]["statemanager"],
+        deployment=claims.deployment,
+        rank=0,
+        world_size=1,
+        ticket=read_ticket_key(embedded.data_dir / "ticket.key").mint(claims),
     )
     arena = Arena(4096)
     try:

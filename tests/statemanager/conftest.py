@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.ticket_key import read_ticket_key
+from plexrl.statemanager.tickets import Claims, Role, job_of
+from tests.statemanager.memory_files import memory_file_bytes
 
 DEADLINE_S = 20.0
 POLL_S = 0.005
@@ -38,8 +42,8 @@ class Daemon:
         self.config = config
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self, *, file_bytes_max: int | None = None) -> None:
-        """Return when it serves. `file_bytes_max`: no file of it can grow beyond this."""
+    def start(self) -> None:
+        """Return when it serves."""
         path = Path(self.config.nvme_dir).parent / "config.json"
         path.write_bytes(msgspec.json.encode(self.config))
         self.process = subprocess.Popen(
@@ -53,9 +57,10 @@ class Daemon:
         ready = self.process.stdout.readline()
         assert ready, self.process.communicate()[1]
         assert json.loads(ready)["ready"]
-        if file_bytes_max is not None:
-            bounds = (file_bytes_max, file_bytes_max)
-            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, bounds)
+
+    def limit_files(self, nbytes: int) -> None:
+        """From now on no file of it can grow beyond this."""
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (nbytes, nbytes))
 
     @property
     def pid(self) -> int:
@@ -65,6 +70,20 @@ class Daemon:
     def kill(self) -> None:
         """End it as a crash would."""
         self._end(signal.SIGKILL)
+
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def wait(self) -> None:
+        """Clear away a process that ended by itself."""
+        assert self.process is not None
+        self.process.communicate(timeout=DEADLINE_S)
+        self.process = None
+
+    def with_config(self, **changes: Any) -> StateManagerConfig:
+        """Its configuration with some fields changed."""
+        return replace(self.config, **changes)
 
     def terminate(self) -> str:
         """End it cleanly; returns its log."""
@@ -87,16 +106,53 @@ class Daemon:
         shutil.rmtree(self.config.host_dir, ignore_errors=True)
 
     def descriptors(self) -> int:
-        """How many the process has open."""
-        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+        """How many the process has open, without those of its tiers' and its device's memory, which
+        it keeps."""
+        found = [path.readlink().name for path in Path(f"/proc/{self.pid}/fd").iterdir()]
+        return len([name for name in found if "segment" not in name])
+
+    def segment_bytes(self) -> int:
+        """Device memory that the process has open or mapped, lent or idle."""
+        return memory_file_bytes("plexrl-segment", pid=self.pid)
 
     def host_files(self) -> list[Path]:
-        """Files in the host tier's directory, versions and leftovers."""
+        """Headers in the host tier's directory, and leftovers of some."""
         directory = Path(self.config.host_dir)
         return sorted(directory.glob("*.version")) + sorted(directory.glob("*.part"))
 
     def nvme_files(self) -> list[Path]:
-        return sorted(Path(self.config.nvme_dir).iterdir())
+        """Headers in the NVMe tier's directory, and leftovers of anything."""
+        directory = Path(self.config.nvme_dir)
+        return sorted(directory.glob("*.version")) + sorted(directory.glob("*.part"))
+
+    def nvme_objects(self) -> list[Path]:
+        """Files of data there."""
+        return sorted(Path(self.config.nvme_dir).glob("*.object"))
+
+    def ticket(self, **claims: Any) -> bytes:
+        """One of this node's, with these claims."""
+        return read_ticket_key(self.config.ticket_key_path).mint(Claims(**claims))
+
+    def worker_ticket(self, deployment: str, rank: int = 0, world_size: int = 1) -> bytes:
+        """As the node agent gives to a rank."""
+        return self.ticket(
+            role=Role.WORKER,
+            job=job_of(deployment),
+            deployment=deployment,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    def agent(self, timeout_s: float = DEADLINE_S) -> StateManagerClient:
+        """A client of the node agent's, for the caller to close."""
+        return StateManagerClient(
+            self.config.listen,
+            deployment="",
+            rank=0,
+            world_size=1,
+            ticket=self.ticket(role=Role.AGENT),
+            timeout_s=timeout_s,
+        )
 
 
 StartDaemon = Callable[..., Daemon]
@@ -109,7 +165,7 @@ def start_daemon(tmp_path: Path) -> Iterator[StartDaemon]:
     # A socket's path may have 107 bytes, which pytest's own directories can exceed.
     run_dir = Path(tempfile.mkdtemp(prefix="plexrl-"))
 
-    def start(*, file_bytes_max: int | None = None, **changes: Any) -> Daemon:
+    def start(**changes: Any) -> Daemon:
         node = f"node{len(daemons)}"
         (tmp_path / node).mkdir()
         fields: dict[str, Any] = {
@@ -119,10 +175,11 @@ def start_daemon(tmp_path: Path) -> Iterator[StartDaemon]:
             "host_bytes": 256 * MIB,
             "nvme_dir": str(tmp_path / node / "nvme"),
             "nvme_bytes": 256 * MIB,
+            "ticket_key_file": str(tmp_path / "ticket.key"),
         }
         daemon = Daemon(StateManagerConfig(**{**fields, **changes}))
         daemons.append(daemon)
-        daemon.start(file_bytes_max=file_bytes_max)
+        daemon.start()
         return daemon
 
     yield start
@@ -153,7 +210,7 @@ class Shard:
         group: str = "g",
         timeout_s: float = DEADLINE_S,
     ) -> None:
-        self.token, self.group = token, group
+        self.token, self.group, self.deployment = token, group, deployment
         self.slices = tuple(
             StateSlice(
                 key=StateKey(part=part, name=name),
@@ -167,14 +224,17 @@ class Shard:
                 ((StatePart.PARAMETER, "w"), (StatePart.OPTIMIZER, "w/exp_avg"))
             )
         )
-        self.arena = Arena(2 * elements * 4, name=f"test{rank}")
+        self.arena = Arena(2 * elements * 4)
         self.client = StateManagerClient(
             daemon.config.listen,
             deployment=deployment,
             rank=rank,
             world_size=world_size,
+            ticket=daemon.worker_ticket(deployment, rank, world_size),
             timeout_s=timeout_s,
         )
+        self.agent = daemon.agent(timeout_s)
+        """The node agent's client: it sees and does what no worker may."""
         self.contents: npt.NDArray[np.uint8] = np.frombuffer(self.arena.buffer, dtype=np.uint8)
 
     def register(self) -> None:
@@ -202,6 +262,7 @@ class Shard:
 
     def close(self) -> None:
         self.client.close()
+        self.agent.close()
         self.arena.close()
 
 

@@ -62,6 +62,7 @@ async def scheduler_of_agent(run_dir: Path, daemon: Daemon) -> AsyncIterator[asy
         node=daemon.config.node,
         scheduler=path,
         statemanager=daemon.config.listen,
+        ticket_key_file=str(daemon.config.ticket_key_path),
         gpus=1,
         gpu_memory_bytes=MIB,
         host_memory_bytes=daemon.config.host_bytes,
@@ -174,7 +175,7 @@ def test_a_hint_is_answered_at_once_and_followed(
     daemon.start()
 
     def tier() -> str:
-        [version] = shard.client.usage()["deployments"]["job/actor"]["versions"]
+        [version] = shard.agent.usage()["deployments"]["job/actor"]["versions"]
         return str(version["tier"])
 
     async def work(peers: asyncio.Queue[Peer]) -> None:

@@ -65,12 +65,12 @@ def test_offload_gives_the_workers_memory_back(daemon: Daemon, make_shard: MakeS
     worker.start()
     state = 64 * MIB
     rss_before, arena_before = ours.recv()
-    host_before = observer.client.usage()["host_bytes"]
+    host_before = observer.agent.usage()["host_bytes"]
     assert (arena_before, host_before) == (state, 0)
 
     ours.send("offload")
     rss_offloaded, arena_offloaded = ours.recv()
-    usage = observer.client.usage()
+    usage = observer.agent.usage()
     assert arena_offloaded == 0
     assert rss_before - rss_offloaded > 0.95 * state
     assert state < usage["host_bytes"] < state + MIB
@@ -121,7 +121,7 @@ def test_ranks_offload_and_load_at_once(start_daemon: StartDaemon, make_shard: M
         run_together(*(partial(s.load, seq) for s in shards))
         for shard, contents in zip(shards, expected, strict=True):
             assert np.array_equal(shard.contents, contents)
-    usage = shards[0].client.usage()
+    usage = shards[0].agent.usage()
     assert usage["host_bytes"] <= usage["host_bytes_max"]
     assert len(usage["deployments"]["job/actor"]["versions"]) == 16
 
@@ -157,7 +157,7 @@ def test_old_versions_are_dropped_but_the_one_to_keep(
     for seq in (1, 2, 3):
         shard.fill(seq)
         shard.snapshot(seq, keep_seq=1)
-    versions = shard.client.usage()["deployments"]["job/actor"]["versions"]
+    versions = shard.agent.usage()["deployments"]["job/actor"]["versions"]
     assert [version["seq"] for version in versions] == [1, 3]
     with pytest.raises(StateLostError, match="version 2 of 'job/actor' rank 0 is not on this node"):
         shard.load(2)
@@ -217,7 +217,7 @@ def test_a_stale_token_moves_nothing(daemon: Daemon, make_shard: MakeShard) -> N
             move()
     assert np.array_equal(former.contents, expected)
     holder.offload(1)
-    assert list(holder.client.usage()["deployments"]) == ["b/actor"]
+    assert list(holder.agent.usage()["deployments"]) == ["b/actor"]
 
 
 def test_tokens_of_one_group_say_nothing_about_another(
@@ -272,8 +272,8 @@ def test_the_dropped_arena_of_a_dead_worker_is_forgotten(
     shard.offload(1)
     observer = make_shard(daemon, registered=False)
     shard.client.close()
-    wait_until(lambda: observer.client.usage()["deployments"]["job/actor"]["arena_bytes"] == {})
-    assert observer.client.usage()["deployments"]["job/actor"]["versions"]
+    wait_until(lambda: observer.agent.usage()["deployments"]["job/actor"]["arena_bytes"] == {})
+    assert observer.agent.usage()["deployments"]["job/actor"]["versions"]
 
 
 def test_release_leaves_no_version_no_arena_and_no_descriptor(
@@ -281,7 +281,7 @@ def test_release_leaves_no_version_no_arena_and_no_descriptor(
 ) -> None:
     daemon = start_daemon(host_bytes=MIB)
     observer = make_shard(daemon, registered=False)
-    observer.client.usage()
+    observer.agent.usage()
     descriptors = daemon.descriptors()
     shards = []
     for rank in range(3):
@@ -294,10 +294,10 @@ def test_release_leaves_no_version_no_arena_and_no_descriptor(
             sources=[daemon.config.listen], source="job/actor", seq=1, wants=shard.slices[:1]
         )
     assert daemon.nvme_files()
-    observer.client.release("job/actor")
+    observer.agent.release("job/actor")
     # A pull's hold on what it reads ends with its connection, which the daemon sees a moment later.
-    wait_until(lambda: observer.client.usage()["host_bytes"] == 0)
-    usage = observer.client.usage()
+    wait_until(lambda: observer.agent.usage()["host_bytes"] == 0)
+    usage = observer.agent.usage()
     assert (usage["nvme_bytes"], usage["deployments"]) == (0, {})
     assert not daemon.host_files()
     assert not daemon.nvme_files()

@@ -11,7 +11,7 @@ ROOM = STATE + MIB // 4
 
 
 def tier_of(shard: Shard, deployment: str, rank: int = 0) -> str:
-    versions = shard.client.usage()["deployments"][deployment]["versions"]
+    versions = shard.agent.usage()["deployments"][deployment]["versions"]
     return next(str(v["tier"]) for v in versions if v["rank"] == rank)
 
 
@@ -38,8 +38,8 @@ def test_a_prefetched_version_is_loaded_from_memory(
     crowded: tuple[Daemon, Shard, Shard],
 ) -> None:
     _, first, second = crowded
-    second.client.release("b/actor")
-    first.client.prefetch("a/actor", 1)
+    second.agent.release("b/actor")
+    first.agent.prefetch("a/actor", 1)
     wait_until(lambda: tier_of(first, "a/actor") == "host")
     assert first.load(1).tier == "host"
     assert np.array_equal(first.contents, first.version(1))
@@ -54,8 +54,8 @@ def test_every_rank_is_prefetched(start_daemon: StartDaemon, make_shard: MakeSha
         shard.offload(1)
     other.offload(1)
     assert [tier_of(other, "job/actor", rank) for rank in range(2)] == ["nvme", "nvme"]
-    other.client.release("b/actor")
-    other.client.prefetch("job/actor", 1)
+    other.agent.release("b/actor")
+    other.agent.prefetch("job/actor", 1)
     wait_until(lambda: [tier_of(other, "job/actor", rank) for rank in range(2)] == ["host", "host"])
     for rank, shard in enumerate(shards):
         assert shard.load(1).tier == "host"
@@ -64,7 +64,7 @@ def test_every_rank_is_prefetched(start_daemon: StartDaemon, make_shard: MakeSha
 
 def test_nothing_gives_way_to_a_hint(crowded: tuple[Daemon, Shard, Shard]) -> None:
     _, first, second = crowded
-    first.client.prefetch("a/actor", 1)
+    first.agent.prefetch("a/actor", 1)
     _wait_until_followed(first)
     assert (tier_of(first, "a/actor"), tier_of(first, "b/actor")) == ("nvme", "host")
     assert first.load(1).tier == "nvme"
@@ -76,13 +76,13 @@ def test_an_unknown_version_and_a_damaged_one_are_passed_over(
     crowded: tuple[Daemon, Shard, Shard],
 ) -> None:
     daemon, first, second = crowded
-    second.client.release("b/actor")
-    path = next(path for path in daemon.nvme_files() if path.name.startswith("a"))
+    second.agent.release("b/actor")
+    path = next(path for path in daemon.nvme_objects() if path.name.startswith("a"))
     contents = bytearray(path.read_bytes())
     contents[5000] ^= 1
     path.write_bytes(contents)
     for deployment, seq in (("a/actor", 7), ("nobody", 1), ("a/actor", 1)):
-        first.client.prefetch(deployment, seq)
+        first.agent.prefetch(deployment, seq)
     _wait_until_followed(first)
     assert tier_of(first, "a/actor") == "nvme"
     assert [path.name[0] for path in daemon.host_files()] == ["z"]
@@ -101,7 +101,7 @@ def test_a_clean_exit_amid_hints_loses_nothing(
     roomy = start_daemon(nvme_dir=daemon.config.nvme_dir)
     asking = make_shard(roomy, deployment="b/actor")
     for _ in range(3):
-        asking.client.prefetch("job/actor", 1)
+        asking.agent.prefetch("job/actor", 1)
         roomy.terminate()
         roomy.start()
     for rank in range(4):
@@ -112,5 +112,5 @@ def test_a_clean_exit_amid_hints_loses_nothing(
 
 def _wait_until_followed(shard: Shard) -> None:
     """Hints are followed in turn, so one whose effect can be seen tells of those before it."""
-    shard.client.prefetch("z/actor", 1)
+    shard.agent.prefetch("z/actor", 1)
     wait_until(lambda: tier_of(shard, "z/actor") == "host")

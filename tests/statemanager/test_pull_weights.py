@@ -1,17 +1,18 @@
 """Weight sync through real daemons: every byte once, and from one version only."""
 
-import socket
 import threading
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from plexrl.errors import InvalidRequestError, StateLostError
+from plexrl.errors import ConnectionLostError, InvalidRequestError, StateLostError
 from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.channel import close_all
 from plexrl.statemanager.client import StateManagerClient
+from plexrl.statemanager.connection import connect, exchange
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.protocol import OpenPublished, close_all, recv_answer, send_request
+from plexrl.statemanager.protocol import Confirm, OpenPublished
 from tests.statemanager.conftest import Daemon, MakeShard, StartDaemon, wait_until
 
 ROWS, COLUMNS = 10, 24
@@ -59,7 +60,12 @@ class Rank:
         self.slices = tuple(slices)
         self.arena = Arena(end)
         self.client = StateManagerClient(
-            daemon.config.listen, deployment=deployment, rank=rank, world_size=2, timeout_s=20.0
+            daemon.config.listen,
+            deployment=deployment,
+            rank=rank,
+            world_size=2,
+            ticket=daemon.worker_ticket(deployment, rank, 2),
+            timeout_s=20.0,
         )
         self.client.register(self.arena, self.slices, group=deployment, token=1)
 
@@ -161,7 +167,7 @@ def test_only_the_last_published_versions_are_kept(daemon: Daemon, make_shard: M
     shard = make_shard(daemon)
     for seq in (1, 2, 3):
         shard.client.publish(seq=seq, token=1)
-    versions = shard.client.usage()["deployments"]["job/actor"]["versions"]
+    versions = shard.agent.usage()["deployments"]["job/actor"]["versions"]
     assert [(version["kind"], version["seq"]) for version in versions] == [
         ("published", 2),
         ("published", 3),
@@ -240,12 +246,29 @@ def test_what_a_puller_reads_counts_until_it_is_done(daemon: Daemon, make_shard:
     """Dropped memory that somebody still maps is memory all the same."""
     trainer = make_shard(daemon)
     trainer.client.publish(seq=1, token=1)
-    used = trainer.client.usage()["host_bytes"]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as reader:
-        reader.connect(daemon.config.listen)
-        send_request(reader, OpenPublished(source="job/actor", seq=1))
-        close_all(recv_answer(reader)[1])
-        trainer.client.release("job/actor")
-        assert trainer.client.usage()["host_bytes"] == used
-    wait_until(lambda: trainer.client.usage()["host_bytes"] == 0)
+    nbytes = trainer.slices[0].nbytes
+    assert trainer.agent.usage()["host_bytes"] > nbytes
+    with connect(daemon.config.listen, 20.0, daemon.worker_ticket("job/rollout")) as reader:
+        _, fds = exchange(reader, OpenPublished(source="job/actor", seq=1))
+        close_all(fds)
+        trainer.agent.release("job/actor")
+        # Without its header, which went with its name.
+        assert trainer.agent.usage()["host_bytes"] == nbytes
+    wait_until(lambda: trainer.agent.usage()["host_bytes"] == 0)
     assert not daemon.host_files()
+
+
+def test_what_was_read_is_confirmed_by_the_daemon_that_lent_it_only(
+    daemon: Daemon, make_shard: MakeShard
+) -> None:
+    """One that was restarted meanwhile may have given the memory to others."""
+    trainer = make_shard(daemon)
+    trainer.client.publish(seq=1, token=1)
+    with connect(daemon.config.listen, 20.0, daemon.worker_ticket("job/rollout")) as reader:
+        _, fds = exchange(reader, OpenPublished(source="job/actor", seq=1))
+        close_all(fds)
+        assert exchange(reader, Confirm()) == ({}, [])
+        daemon.kill()
+        daemon.start()
+        with pytest.raises((ConnectionLostError, OSError)):
+            exchange(reader, Confirm())

@@ -5,7 +5,7 @@ from itertools import chain, combinations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from plexrl.statemanager.residency import Placement, Resident, Room, TierName, place
+from plexrl.statemanager.residency import Placement, Resident, Room, TierName, expected_use, place
 
 HOST, NVME = TierName.HOST, TierName.NVME
 Node = tuple[list[Resident], Room, Room]
@@ -21,6 +21,8 @@ def nodes(draw: st.DrawFn) -> Node:
             tier=draw(st.sampled_from(TierName)),
             nbytes=draw(sizes),
             last_use=draw(st.integers(0, 4)),
+            next_use=draw(st.sampled_from([0.0, 0.0, 1.0, 2.0])),
+            spill_bytes=draw(st.one_of(st.none(), st.integers(0, 4))),
             in_use=draw(st.booleans()),
             superseded=draw(st.booleans()),
         )
@@ -43,9 +45,10 @@ def free_after(node: Node, drop: set[str], spill: set[str]) -> tuple[int, int]:
     residents, host, nvme = node
     dropped = [r for r in residents if r.name in drop]
     moved = sum(r.nbytes for r in residents if r.name in spill)
+    written = sum(r.cost_bytes for r in residents if r.name in spill)
     return (
         host.bytes_max - host.used_bytes + total(dropped, HOST) + moved,
-        nvme.bytes_max - nvme.used_bytes + total(dropped, NVME) - moved,
+        nvme.bytes_max - nvme.used_bytes + total(dropped, NVME) - written,
     )
 
 
@@ -98,6 +101,36 @@ def test_the_host_tier_is_used_whenever_it_can_make_room(node: Node, needed: int
     assert (placement is not None and placement.tier == HOST) == bool(every_spill(node, needed))
 
 
+@given(nodes(), st.integers(1, 20), st.integers(1, 20))
+def test_nvme_may_need_more_or_less_than_host(node: Node, needed: int, nvme_needed: int) -> None:
+    placement = place(needed, *node, nvme_needed)
+    assert (placement is not None and placement.tier == HOST) == bool(every_spill(node, needed))
+    drop = {r.name for r in node[0] if r.superseded and not r.in_use}
+    fits = free_after(node, drop, set())[1] >= nvme_needed
+    if placement is None:
+        assert not fits
+    elif placement.tier == NVME:
+        assert free_after(node, set(placement.drop), set())[1] >= nvme_needed
+
+
+@given(
+    st.one_of(st.none(), st.floats(0, 100)),
+    st.one_of(st.none(), st.floats(0, 100)),
+    st.floats(0, 50),
+    st.floats(0, 50),
+)
+def test_an_expected_use_is_never_over_and_keeps_the_order(
+    first: float | None, second: float | None, first_use: float, second_use: float
+) -> None:
+    now = 50.0
+    uses = expected_use(first, first_use, now), expected_use(second, second_use, now)
+    assert min(uses) >= now
+    if first is not None and second is not None and now <= first <= second:
+        assert uses[0] <= uses[1]
+    if first is second is None and first_use <= second_use:
+        assert uses[0] >= uses[1], "what was used longest ago is expected last"
+
+
 @given(nodes(), st.integers(1, 20))
 def test_nothing_goes_that_need_not(node: Node, needed: int) -> None:
     placement = place(needed, *node)
@@ -127,7 +160,7 @@ def test_nothing_goes_that_need_not(node: Node, needed: int) -> None:
     ),
     3,
 )
-def test_the_most_recently_used_version_that_is_spilled_is_as_old_as_can_be(
+def test_of_what_is_spilled_the_first_to_be_used_again_is_as_far_off_as_can_be(
     node: Node, needed: int
 ) -> None:
     residents, host, nvme = node
@@ -135,7 +168,7 @@ def test_the_most_recently_used_version_that_is_spilled_is_as_old_as_can_be(
     placement = place(needed, residents, host, roomy)
     if placement is None or not placement.spill:
         return
-    age = {resident.name: (resident.last_use, resident.name) for resident in residents}
+    age = {r.name: (-r.next_use, r.last_use, r.name) for r in residents}
     newest = max(age[name] for name in placement.spill)
     choices = every_spill((residents, host, roomy), needed)
     assert newest == min(max(age[name] for name in choice) for choice in choices)

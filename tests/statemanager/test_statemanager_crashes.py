@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,9 +16,7 @@ import pytest
 
 from plexrl.errors import StaleTokenError, StateLostError, UnavailableError
 from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Store
-from plexrl.statemanager.tier import Tier
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -27,6 +26,7 @@ from tests.statemanager.conftest import (
     StartDaemon,
     wait_until,
 )
+from tests.statemanager.host_memory import HostMemory
 
 KILLS = 30
 
@@ -92,26 +92,16 @@ def test_an_arena_is_kept_when_the_daemon_does_not_come_back(
 
 def stored_versions(daemon: Daemon) -> dict[int, npt.NDArray[np.uint8]]:
     """By sequence number, what a daemon would find in the directories of one that is dead."""
-    tiers = {
-        TierName.HOST: Tier(TierName.HOST, Path(daemon.config.host_dir)),
-        TierName.NVME: Tier(TierName.NVME, Path(daemon.config.nvme_dir)),
-    }
-    store = Store(
-        tiers[TierName.HOST],
-        daemon.config.host_bytes,
-        tiers[TierName.NVME],
-        daemon.config.nvme_bytes,
-    )
+    store = Store(replace(daemon.config, fault_points=()))
+    store.check()
     found = {}
     for version in store.find(lambda _: True):
         manifest = version.manifest
-        arena = Arena(manifest.nbytes)
-        with store.lease(manifest.name, manifest.description) as lease:
-            lease.read(arena.fd, manifest.extents)
-        found[manifest.seq] = np.frombuffer(arena.buffer, dtype=np.uint8)
+        arena = Arena(manifest.slices[-1].arena_offset + manifest.slices[-1].nbytes)
+        store.load(manifest.name, manifest.description, HostMemory(arena))
+        found[manifest.seq] = np.frombuffer(arena.buffer, dtype=np.uint8).copy()
         arena.close()
-    for tier in tiers.values():
-        tier.close()
+    store.close()
     return found
 
 
@@ -149,7 +139,8 @@ def test_a_daemon_killed_at_any_moment_of_an_offload_leaves_nothing_torn(
             shard.load(seq)
             assert np.array_equal(shard.contents, expected), seconds_of_kill
     assert not list(Path(daemon.config.host_dir).glob("*.part"))
-    assert len(daemon.host_files()) + len(daemon.nvme_files()) == 2
+    usage = shard.agent.usage()["deployments"]["job/actor"]["versions"]
+    assert len(usage) == 2
 
 
 def _offload_for_ever(pipe: Connection, daemon: Daemon) -> None:
@@ -178,7 +169,7 @@ def test_a_worker_killed_during_an_offload_leaves_its_last_version(
         worker.start()
         ours.send(last)
         last = ours.recv()
-        wait_until(lambda: any(Path(daemon.config.host_dir).glob("*.part")))
+        wait_until(ours.poll)
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         worker.join()

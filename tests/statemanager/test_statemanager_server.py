@@ -4,32 +4,36 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec import structs
 
 from plexrl.errors import (
-    ConnectionLostError,
     InvalidRequestError,
     OverloadedError,
     PermissionDeniedError,
+    from_wire,
 )
 from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.client import StateManagerClient
+from plexrl.statemanager.channel import Channel, Kind
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.protocol import Register, recv_answer, send_request
+from plexrl.statemanager.connection import connect, exchange
+from plexrl.statemanager.device.backend import DeviceKind
+from plexrl.statemanager.protocol import Register
 from plexrl.statemanager.server import check_peer
-from plexrl.wire.framing import send_frame
-from tests.statemanager.conftest import Daemon, MakeShard, StartDaemon, wait_until
+from tests.statemanager.conftest import DEADLINE_S, Daemon, MakeShard, StartDaemon, wait_until
+
+HEAD = struct.Struct("<IHBx")
 
 
 @pytest.fixture
-def connection(daemon: Daemon) -> Iterator[socket.socket]:
-    """A bare connection to the daemon."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(20.0)
-        connection.connect(daemon.config.listen)
+def connection(daemon: Daemon) -> Iterator[Channel]:
+    """A worker's connection, on which anything can be said."""
+    ticket = daemon.worker_ticket("job/actor")
+    with connect(daemon.config.listen, DEADLINE_S, ticket) as connection:
         yield connection
 
 
@@ -45,47 +49,75 @@ def connection(daemon: Daemon) -> Iterator[socket.socket]:
     ],
 )
 def test_a_malformed_request_is_refused_and_the_connection_goes_on(
-    connection: socket.socket, request_plain: object
+    connection: Channel, request_plain: object
 ) -> None:
     for _ in range(2):
-        send_frame(connection, {"request": request_plain, "fds": 0})
-        with pytest.raises(InvalidRequestError, match="malformed"):
-            recv_answer(connection)
+        connection.send(Kind.REQUEST, request_plain)
+        kind, body, _ = connection.receive()
+        assert kind == Kind.ERROR
+        error = from_wire(msgspec.msgpack.decode(body))
+        assert isinstance(error, InvalidRequestError)
+        assert "malformed" in error.message
 
 
 @pytest.mark.parametrize(
     "stream",
     [
-        struct.pack("<IQ", 1 << 31, 0),
-        struct.pack("<IQ", 1, 1 << 20),
-        struct.pack("<IQ", 4, 0) + b"\xc1\xc1\xc1\xc1",
-        struct.pack("<IQ", 8, 0) + b"\x81\xa3fds\xcd\xff\xff",
+        HEAD.pack(1 << 31, 0, Kind.REQUEST),
+        HEAD.pack(1, 1025, Kind.REQUEST),
+        HEAD.pack(1, 1, Kind.REQUEST) + b"\xc0" + b"\0",
+        HEAD.pack(0, 0, Kind.RESULT),
+        HEAD.pack(1, 0, 7) + b"\xc0",
+        2 * (HEAD.pack(1, 0, Kind.REQUEST) + b"\xc0"),
+        b"\xff" * 1000,
     ],
-    ids=["huge header", "a payload", "no msgpack", "too many descriptors"],
+    ids=[
+        *("huge body", "too many descriptors", "a descriptor that is none", "an answer"),
+        *("unknown kind", "two at once", "noise"),
+    ],
 )
 def test_a_stream_out_of_bounds_ends_its_connection_only(
-    daemon: Daemon, make_shard: MakeShard, connection: socket.socket, stream: bytes
+    daemon: Daemon, make_shard: MakeShard, stream: bytes
 ) -> None:
-    connection.sendall(stream)
-    with pytest.raises((ConnectionLostError, ConnectionResetError)):
-        recv_answer(connection)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.settimeout(DEADLINE_S)
+        peer.connect(daemon.config.listen)
+        peer.sendall(stream)
+        with suppress(ConnectionResetError):
+            assert peer.recv(1) == b""
     make_shard(daemon).offload(1)
 
 
-def test_a_registration_without_its_descriptor_is_refused(
-    connection: socket.socket, daemon: Daemon, make_shard: MakeShard
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"segment_bytes": (1 << 18,)}, "do not hold an arena of"),
+        ({"segment_bytes": (1 << 30,)}, "0 segments came; 1 are named"),
+        ({"keeps_memory": True}, "registered no arena on that device before"),
+        ({"kind": DeviceKind.CUDA}, "this node's StateManager lends cpu memory"),
+    ],
+)
+def test_a_registration_of_memory_that_is_not_there_is_refused(
+    connection: Channel,
+    daemon: Daemon,
+    make_shard: MakeShard,
+    fields: dict[str, object],
+    message: str,
 ) -> None:
+    shard = make_shard(daemon, registered=False)
     request = Register(
         deployment="job/actor",
         rank=0,
         world_size=1,
         group="g",
         token=1,
-        slices=make_shard(daemon, registered=False).slices,
+        slices=shard.slices,
+        arena_bytes=shard.arena.nbytes,
+        kind=DeviceKind.CPU,
+        device=0,
     )
-    send_request(connection, request)
-    with pytest.raises(InvalidRequestError, match="needs the arena's descriptor; 0 came"):
-        recv_answer(connection)
+    with pytest.raises(InvalidRequestError, match=message):
+        exchange(connection, structs.replace(request, **fields))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +144,7 @@ def test_a_slice_that_cannot_be_is_refused(
 def test_a_refused_registration_leaks_no_descriptor(daemon: Daemon, make_shard: MakeShard) -> None:
     shard = make_shard(daemon, registered=False)
     observer = make_shard(daemon, registered=False)
-    observer.client.usage()
+    observer.agent.usage()
     before = daemon.descriptors()
     wrong = replace(shard.slices[0], arena_offset=4)
     for _ in range(5):
@@ -128,12 +160,12 @@ def test_a_connection_beyond_the_bound_is_told_so(
     served = [make_shard(daemon, rank=rank, world_size=4) for rank in range(3)]
     late = make_shard(daemon, rank=3, world_size=4, registered=False)
     with pytest.raises(OverloadedError, match="serves 3 connections already"):
-        late.client.usage()
+        late.client.ping()
     served[0].client.close()
 
     def is_served() -> bool:
         try:
-            late.client.usage()
+            late.client.ping()
         except OverloadedError:
             return False
         return True
@@ -151,9 +183,7 @@ def test_another_users_process_is_refused() -> None:
 
 
 def test_a_client_that_is_not_a_worker_may_ask_but_not_move(daemon: Daemon) -> None:
-    client = StateManagerClient(
-        daemon.config.listen, deployment="", rank=0, world_size=1, timeout_s=20.0
-    )
+    client = daemon.agent()
     assert client.usage()["node"] == daemon.config.node
     with pytest.raises(PermissionDeniedError):
         client.publish(seq=1, token=1)
@@ -173,16 +203,13 @@ def test_a_bound_below_one_is_refused(field: str) -> None:
         )
 
 
-def test_a_discarded_arena_keeps_its_addresses_and_reads_as_zero() -> None:
+def test_an_arena_needs_no_daemon_until_it_is_registered() -> None:
     arena = Arena(5000)
     assert arena.nbytes == 8192
-    assert arena.resident_bytes() == 0
     arena.buffer[0] = 7
-    assert arena.resident_bytes() == 4096
-    arena.discard()
-    assert arena.resident_bytes() == 0
-    assert arena.buffer[0] == 0
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    view = arena.buffer[:1]
+    arena.detach()
+    assert view[0] == 0
     arena.close()
     arena.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors - 1
+    assert view[0] == 0, "a view keeps the addresses"

@@ -1,6 +1,8 @@
 """Damaged files and full disks: typed errors, and state intact elsewhere."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +11,14 @@ import pytest
 from plexrl.errors import (
     ConflictError,
     CorruptStateError,
-    InvalidRequestError,
     StateLostError,
     StateTierFullError,
     StorageError,
 )
-from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.data_plane import BLOCK_BYTES, DataPlane
+from plexrl.statemanager.nvme import NvmeObjects, file_bytes
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.tier import Tier
-from plexrl.statemanager.versions import Extent, Manifest, VersionKind
 from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon
 
 STATE = MIB // 2
@@ -42,8 +43,8 @@ def flip_bit(path: Path, position: int) -> None:
 
 def test_a_flipped_bit_on_nvme_is_refused(spilled: tuple[Daemon, Shard]) -> None:
     daemon, shard = spilled
-    flip_bit(daemon.nvme_files()[0], 4096 + STATE // 2)
-    with pytest.raises(CorruptStateError, match="digest does not match") as caught:
+    flip_bit(daemon.nvme_objects()[0], 4096 + STATE // 2)
+    with pytest.raises(CorruptStateError, match="digest does not match in block 0") as caught:
         shard.load(1)
     assert caught.value.details == {"deployment": "job/actor", "rank": 0, "seq": 1}
     assert not shard.contents.any()
@@ -54,7 +55,7 @@ def test_a_truncated_file_on_nvme_is_refused(
     spilled: tuple[Daemon, Shard], kept_bytes: int
 ) -> None:
     daemon, shard = spilled
-    os.truncate(daemon.nvme_files()[0], kept_bytes)
+    os.truncate(daemon.nvme_objects()[0], kept_bytes)
     for _ in ("live", "restarted"):
         with pytest.raises(CorruptStateError, match="is damaged"):
             shard.load(1)
@@ -64,9 +65,12 @@ def test_a_truncated_file_on_nvme_is_refused(
 
 def test_a_deleted_file_is_refused(spilled: tuple[Daemon, Shard]) -> None:
     daemon, shard = spilled
-    daemon.nvme_files()[0].unlink()
-    with pytest.raises(CorruptStateError, match="No such file"):
-        shard.load(1)
+    daemon.nvme_objects()[0].unlink()
+    for _ in ("live", "restarted"):
+        with pytest.raises(CorruptStateError, match="No such file"):
+            shard.load(1)
+        daemon.kill()
+        daemon.start()
 
 
 @pytest.mark.parametrize("position", [0, 8, 24, 100])
@@ -80,6 +84,17 @@ def test_a_file_with_a_damaged_header_is_not_taken_for_a_version(
     with pytest.raises(StateLostError):
         shard.load(1)
     assert not daemon.nvme_files()
+    assert not daemon.nvme_objects(), "its data is of no use any more"
+
+
+@pytest.mark.parametrize("position", [0, 8, 16, 30])
+def test_an_object_with_a_damaged_header_is_refused(
+    spilled: tuple[Daemon, Shard], position: int
+) -> None:
+    daemon, shard = spilled
+    flip_bit(daemon.nvme_objects()[0], position)
+    with pytest.raises(CorruptStateError, match="is damaged"):
+        shard.load(1)
 
 
 def test_damage_to_one_version_leaves_the_others_loadable(
@@ -89,7 +104,7 @@ def test_damage_to_one_version_leaves_the_others_loadable(
     other = make_shard(daemon, deployment="b/actor")
     expected = other.fill(2)
     other.offload(2)
-    flip_bit(next(p for p in daemon.nvme_files() if p.name.startswith("job")), 5000)
+    flip_bit(next(p for p in daemon.nvme_objects() if p.name.startswith("job")), 5000)
     with pytest.raises(CorruptStateError):
         shard.load(1)
     other.load(2)
@@ -103,7 +118,7 @@ def test_a_damaged_published_version_is_not_pulled(
     shard = make_shard(daemon)
     shard.client.publish(seq=1, token=1)
     shard.snapshot(1)
-    [path] = daemon.nvme_files()
+    [path] = daemon.nvme_objects()
     flip_bit(path, 5000)
     with pytest.raises(CorruptStateError, match="published version 1"):
         shard.client.pull(
@@ -126,7 +141,7 @@ def test_full_tiers_refuse_and_leave_the_arena(
     for index in (0, 1):
         shards[index].load(1)
         assert np.array_equal(shards[index].contents, expected[index])
-    shards[0].client.release("a/actor")
+    shards[0].agent.release("a/actor")
     shards[2].offload(1)
     shards[2].load(1)
     assert np.array_equal(shards[2].contents, expected[2])
@@ -150,16 +165,17 @@ def test_a_disk_that_is_really_full_refuses_and_leaves_the_arena(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     """The file systems refuse here, while the tiers' bounds would still let it pass."""
-    daemon = start_daemon(file_bytes_max=2 * STATE)
+    daemon = start_daemon()
     large = make_shard(daemon, deployment="a/actor", elements=256 * 1024)
     small = make_shard(daemon, deployment="b/actor")
+    daemon.limit_files(2 * STATE)
     kept = small.fill(1)
     small.offload(1)
     expected = large.fill(2)
     with pytest.raises(StateTierFullError, match="no room on its file system"):
         large.offload(2)
     assert np.array_equal(large.contents, expected)
-    usage = large.client.usage()
+    usage = large.agent.usage()
     assert usage["nvme_bytes"] == 0
     assert STATE < usage["host_bytes"] < 2 * STATE
     assert len(daemon.host_files()) == 1
@@ -176,6 +192,7 @@ def test_a_spill_that_meets_a_full_disk_leaves_the_version_in_the_host_tier(
     second = make_shard(daemon, deployment="b/actor")
     kept, expected = first.fill(1), second.fill(2)
     first.offload(1)
+    # The lock keeps the directory open, so nothing else takes its place.
     Path(daemon.config.nvme_dir).rmdir()
     with pytest.raises(StorageError, match="cannot be written"):
         second.offload(2)
@@ -190,47 +207,54 @@ def test_two_daemons_do_not_share_a_directory(daemon: Daemon, tmp_path: Path) ->
     Tier(TierName.HOST, tmp_path / "free").close()
 
 
-def test_an_arena_that_was_cut_short_is_refused_not_fatal(
+def test_a_worker_cannot_cut_its_memory_short_under_the_daemon(
     daemon: Daemon, make_shard: MakeShard
 ) -> None:
     shard = make_shard(daemon)
-    other = make_shard(daemon, deployment="b/actor")
-    del shard.contents
-    os.ftruncate(shard.arena.fd, 4096)
-    with pytest.raises(InvalidRequestError, match="the arena ends at byte"):
-        shard.offload(1)
-    other.offload(1)
+    expected = shard.fill(1)
+    for segment in shard.arena.segments:
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.fd, 4096)
+    shard.offload(1)
+    shard.load(1)
+    assert np.array_equal(shard.contents, expected)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, (4 << 20) + 1, (8 << 20) - 1])
-@pytest.mark.parametrize("name", list(TierName))
-def test_a_tier_gives_back_any_number_of_bytes(tmp_path: Path, name: TierName, nbytes: int) -> None:
-    source, target = Arena(nbytes + 64), Arena(nbytes + 128)
-    contents = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
-    np.frombuffer(source.buffer, dtype=np.uint8)[64 : 64 + nbytes] = contents
-    tier = Tier(name, tmp_path / "tier")
-    manifest = Manifest(
-        deployment="job/actor",
-        rank=0,
-        world_size=1,
-        seq=1,
-        kind=VersionKind.STATE,
-        parts=(),
-        meta_json="{}",
-        slices=(),
-        extents=(),
-        nbytes=nbytes,
-    )
-    stored = tier.write(
-        tier.plan(manifest), source.fd, [Extent(arena_offset=64, file_offset=0, nbytes=nbytes)]
-    )
-    assert list(tier.recover()) == [stored]
-    assert stored.path.stat().st_size <= stored.nbytes
-    fd = tier.open(stored)
-    tier.read(stored, fd, target.fd, [Extent(arena_offset=128, file_offset=0, nbytes=nbytes)])
-    os.close(fd)
-    assert np.array_equal(np.frombuffer(target.buffer, dtype=np.uint8)[128:][:nbytes], contents)
-    tier.remove(stored)
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, (4 << 20) + 1, (8 << 20) - 1])
+def test_an_object_file_gives_back_any_number_of_bytes(tmp_path: Path, nbytes: int) -> None:
+    contents = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8).tobytes()
+    tier, plane = Tier(TierName.NVME, tmp_path / "tier"), DataPlane(queue_depth=2)
+    objects = NvmeObjects(tier, plane)
+
+    @contextmanager
+    def source(start: int, count: int) -> Iterator[list[memoryview]]:
+        with plane.buffer() as buffer:
+            whole = -(-count // 4096) * 4096
+            buffer.view[:whole] = contents[start : start + count].ljust(whole, b"\0")
+            yield [buffer.view[:4096], buffer.view[4096:whole]]
+
+    digests = objects.write("one", nbytes, source)
+    assert (tier.directory / "one.object").stat().st_size == file_bytes("one", nbytes)
+    found = bytearray()
+    with objects.reading("one", nbytes) as reader, plane.buffer() as buffer:
+        assert reader.digests == digests
+        for start in range(0, nbytes, BLOCK_BYTES):
+            whole = min(BLOCK_BYTES, -(-(nbytes - start) // 4096) * 4096)
+            count = reader.read_block(start, [buffer.view[:whole]])
+            found += buffer.view[:count]
+    assert found == contents
+    objects.remove("one")
     assert not list(tier.directory.iterdir())
-    for closing in (source, target, tier):
-        closing.close()
+    plane.close()
+    tier.close()
+
+
+def test_a_damaged_block_of_several_is_named(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    daemon = start_daemon(host_bytes=1)
+    shard = make_shard(daemon, elements=2 * MIB)
+    shard.offload(1)
+    flip_bit(daemon.nvme_objects()[0], 4096 + 9 * MIB)
+    with pytest.raises(CorruptStateError, match="does not match in block 2"):
+        shard.load(1)

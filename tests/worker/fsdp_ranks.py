@@ -144,8 +144,8 @@ def through_the_store(made: FsdpBackend) -> None:
         if piece.key.part in parts
     }
     made.before_offload()
-    made.arena.discard()
-    assert made.arena.resident_bytes() == 0
+    made.arena.detach()
+    assert not any(made.arena.buffer)
     for piece, data in kept.items():
         made.arena.buffer[piece.arena_offset : piece.arena_offset + piece.nbytes] = data
     made.after_load(parts)

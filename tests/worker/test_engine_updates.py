@@ -202,7 +202,7 @@ def test_a_backend_pulls_into_its_arena_between_two_tokens(
         view(backend.arena, piece).copy_(new[piece.key.name].data)
     backend.after_pull()
     backend.resume()
-    finished = []
+    finished: list[Any] = []
     while backend.has_work:
         finished += backend.step()
     ((name, found),) = finished

@@ -3,18 +3,25 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from plexrl.errors import PermissionDeniedError
+from plexrl.errors import AuthenticationError, PermissionDeniedError
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.fencing import Fencing
+from plexrl.statemanager.incarnations import Incarnations
+from plexrl.statemanager.move_line import MoveLine
 from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.protocol import Answer, Request
 from plexrl.statemanager.registry import Registration, Registry
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Store, StoredVersion
+from plexrl.statemanager.tally import Tally
+from plexrl.statemanager.tickets import Claims, Role, TicketKey, job_of
 
 RequestT = TypeVar("RequestT", bound=Request)
+
+_ROLES = {Role.AGENT: "the node agent", Role.WORKER: "workers, for their own state"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +33,11 @@ class Services:
     registry: Registry
     fencing: Fencing
     prefetcher: Prefetcher
+    devices: DeviceBackend
+    key: TicketKey
+    incarnations: Incarnations
+    line: MoveLine
+    tally: Tally
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +45,10 @@ class Caller:
     """The client of one connection. Its own thread's only."""
 
     services: Services
+    uid: int
+    """Of the process at the other end, by the kernel's word."""
+    said: Claims | None = None
+    """What its ticket says; absent: it has shown none yet."""
     own: Registration | None = None
     """The rank that registered on this connection; absent: none did, or not yet."""
     leases: ExitStack = field(default_factory=ExitStack)
@@ -48,16 +64,49 @@ class Caller:
             raise PermissionDeniedError("register an arena on this connection first")
         return self.own
 
-    def check_is_agent(self) -> None:
-        """Refuse what only the node agent may ask for.
+    @property
+    def claims(self) -> Claims:
+        """What its ticket says.
 
         Raises:
-            PermissionDeniedError: this is a rank's connection.
+            AuthenticationError: it has shown none.
         """
-        if self.own is not None:
+        if self.said is None:
+            raise AuthenticationError("the first request of a connection is Hello, with a ticket")
+        return self.said
+
+    def refuse(self, roles: tuple[Role, ...], request: Request) -> NoReturn:
+        """Refuse a request that is for others.
+
+        Raises:
+            AuthenticationError: it has shown no ticket.
+            PermissionDeniedError: its role is not among `roles`.
+        """
+        claims = self.claims
+        raise PermissionDeniedError(
+            f"{type(request).__name__} is not for {claims.holder}: it is for {_ROLES[roles[0]]}",
+            role=claims.role.value,
+        )
+
+    def check_may_pull(self, source: str) -> None:
+        """Refuse another job's published versions, and those the ticket does not name.
+
+        Raises:
+            PermissionDeniedError: the ticket does not let it read `source`.
+        """
+        claims = self.claims
+        if claims.role == Role.AGENT:
+            return
+        if job_of(source) != claims.job:
             raise PermissionDeniedError(
-                f"this connection is rank {self.own.rank}'s of {self.own.deployment!r}: only the "
-                "node agent moves versions between nodes"
+                f"{claims.holder} may pull what deployments of job {claims.job!r} published, and "
+                f"{source!r} is none of them"
+            )
+        allowed = claims.may_pull
+        if allowed is not None and source not in (*allowed, claims.deployment):
+            raise PermissionDeniedError(
+                f"{claims.holder} may pull from {', '.join(allowed) or 'itself only'}, not from "
+                f"{source!r}"
             )
 
     def close(self) -> None:
@@ -78,14 +127,36 @@ AnyHandler = Callable[[Caller, Any, Sequence[int]], Reply]
 """Carries out requests of one type. The descriptors that came with one are the session's: a handler
 duplicates what it keeps."""
 
-Entry = tuple[type[Request], AnyHandler]
+
+class Entry(NamedTuple):
+    """A row of the table of handlers."""
+
+    kind: type[Request]
+    handler: AnyHandler
+    roles: tuple[Role, ...]
+    """Whose tickets it is for; none: also for those who have shown no ticket yet."""
+    is_move: bool
+    """Whether it moves state, and so takes its turn in the line."""
+
+
+WORKERS = (Role.WORKER,)
+AGENTS = (Role.AGENT,)
+TICKETS = (Role.WORKER, Role.AGENT)
 
 
 def handles(
-    kind: type[RequestT], handler: Callable[[Caller, RequestT, Sequence[int]], Reply]
+    kind: type[RequestT],
+    handler: Callable[[Caller, RequestT, Sequence[int]], Reply],
+    roles: tuple[Role, ...],
+    *,
+    is_move: bool = False,
 ) -> Entry:
-    """A row of the table of handlers; the types of the two must agree."""
-    return kind, handler
+    """A row of the table; request and handler must agree.
+
+    A handler for workers must see to it that the request names nothing but what the caller's ticket
+    is for.
+    """
+    return Entry(kind, handler, roles, is_move)
 
 
 def move_report(nbytes: int, seconds: float, tier: TierName) -> Answer:

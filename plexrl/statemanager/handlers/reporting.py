@@ -1,20 +1,33 @@
 """Who holds how much."""
 
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from plexrl.statemanager.handlers.caller import Caller, Reply, handles
-from plexrl.statemanager.protocol import Answer, Usage
+from plexrl.statemanager.handlers.caller import TICKETS, Caller, Reply, handles
+from plexrl.statemanager.protocol import Answer, Ping, Usage
 from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.tickets import Role
+
+_NOTHING = Reply({})
+
+
+def _ping(_: Caller, __: Ping, ___: Sequence[int]) -> Reply:
+    return _NOTHING
 
 
 def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
     config, store = caller.services.config, caller.services.store
+    claims = caller.claims
+    # A worker learns nothing of other deployments, nor how full they make the tiers.
+    own = None if claims.role == Role.AGENT else claims.deployment
     deployments: dict[str, Answer] = {}
+    tenants = set[str]()
 
     def entry(deployment: str) -> Answer:
         return deployments.setdefault(deployment, {"versions": [], "arena_bytes": {}})
 
-    for version in store.find(lambda _: True):
+    for version in store.find(lambda m: own in (None, m.deployment)):
         manifest = version.manifest
         entry(manifest.deployment)["versions"].append(
             {
@@ -25,10 +38,16 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
                 "world_size": manifest.world_size,
                 "stamp": manifest.stamp,
                 "tier": version.tier.value,
+                "tenant": manifest.tenant,
             }
         )
+        tenants.add(manifest.tenant)
     for (deployment, rank), nbytes in caller.services.registry.resident_bytes().items():
+        if own not in (None, deployment):
+            continue
         entry(deployment)["arena_bytes"][str(rank)] = nbytes
+    if own is not None:
+        return Reply({"node": config.node, "deployments": deployments})
     return Reply(
         {
             "node": config.node,
@@ -36,9 +55,19 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
             "host_bytes_max": config.host_bytes,
             "nvme_bytes": store.used_bytes(TierName.NVME),
             "nvme_bytes_max": config.nvme_bytes,
+            "device": asdict(caller.services.devices.usage(0)),
             "deployments": deployments,
+            "tenants": {
+                tenant: {tier.value: nbytes for tier, nbytes in store.used_by(tenant).items()}
+                for tenant in sorted(tenants)
+            },
+            "moves": [
+                {"kind": move.kind, "who": move.who, "seconds": time.monotonic() - move.began}
+                for move in caller.services.line.running()
+            ],
+            "moves_waiting": caller.services.line.waiting(),
         }
     )
 
 
-ENTRIES = (handles(Usage, _usage),)
+ENTRIES = (handles(Ping, _ping, TICKETS), handles(Usage, _usage, TICKETS))

@@ -9,21 +9,26 @@ from dataclasses import replace
 import msgspec
 
 from plexrl.errors import InvalidRequestError, StateLostError
-from plexrl.statemanager.handlers.caller import Caller, Reply, handles, move_report
+from plexrl.statemanager.file_memory import version_memory
+from plexrl.statemanager.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles, move_report
+from plexrl.statemanager.layout import check_layout, slices_in_data
+from plexrl.statemanager.mapping import Region
 from plexrl.statemanager.protocol import (
     Adopt,
+    Confirm,
     OpenPublished,
     OpenState,
     Prefetch,
     PublishedShard,
     StoredShard,
-    close_all,
+    regions_of,
 )
 from plexrl.statemanager.registry import check_slices
-from plexrl.statemanager.versions import Manifest, VersionKind, lay_out, slices_in_file
+from plexrl.statemanager.versions import Manifest, VersionKind
 
 
 def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) -> Reply:
+    caller.check_may_pull(request.source)
     store = caller.services.store
     found = store.find(
         lambda m: (
@@ -33,29 +38,24 @@ def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) ->
         )
     )
     shards: list[PublishedShard] = []
-    opened: list[int] = []
-    try:
-        for version in found:
-            # The mapping of a file on NVMe could not be verified, so it comes to memory first.
-            manifest = version.manifest
-            lease = caller.leases.enter_context(
-                store.lease_in_memory(manifest.name, manifest.description)
+    files = _Files()
+    for version in found:
+        # What lies on NVMe could not be verified by its reader, so it comes to memory first.
+        manifest = version.manifest
+        lease = caller.leases.enter_context(
+            store.lease_in_memory(manifest.name, manifest.description)
+        )
+        shards.append(
+            PublishedShard(
+                slices=slices_in_data(lease.manifest),
+                nbytes=lease.manifest.nbytes,
+                regions=files.add(lease.regions),
             )
-            opened.append(os.dup(lease.fd))
-            shards.append(
-                PublishedShard(
-                    slices=slices_in_file(lease.file.manifest, lease.file.data_offset),
-                    file_bytes=lease.file.data_offset + lease.file.manifest.nbytes,
-                )
-            )
-    except BaseException:
-        close_all(opened)
-        raise
-    return Reply({"shards": msgspec.to_builtins(shards)}, opened)
+        )
+    return Reply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
 
 
 def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
-    caller.check_is_agent()
     store = caller.services.store
     found = store.find(
         lambda m: (
@@ -73,24 +73,16 @@ def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
             seq=request.seq,
         )
     shards: list[StoredShard] = []
-    opened: list[int] = []
-    try:
-        for version in found:
-            manifest = version.manifest
-            lease = caller.leases.enter_context(store.lease(manifest.name, manifest.description))
-            manifest = replace(lease.file.manifest, digest=lease.digest())
-            shards.append(StoredShard(manifest=manifest, data_offset=lease.file.data_offset))
-            opened.append(os.dup(lease.fd))
-    except BaseException:
-        close_all(opened)
-        raise
-    return Reply({"shards": msgspec.to_builtins(shards)}, opened)
+    files = _Files()
+    for version in found:
+        manifest = version.manifest
+        lease = caller.leases.enter_context(store.lease(manifest.name, manifest.description))
+        manifest = replace(lease.manifest, digest=lease.digest())
+        shards.append(StoredShard(manifest=manifest, regions=files.add(lease.regions)))
+    return Reply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
 
 
 def _adopt(caller: Caller, request: Adopt, fds: Sequence[int]) -> Reply:
-    caller.check_is_agent()
-    if len(fds) != 1:
-        raise InvalidRequestError(f"adopt needs the version's descriptor; {len(fds)} came")
     started = time.perf_counter()
     manifest = request.manifest
     _check_adoptable(manifest)
@@ -98,8 +90,13 @@ def _adopt(caller: Caller, request: Adopt, fds: Sequence[int]) -> Reply:
     for stored in store.find(lambda m: m.name == manifest.name):
         if stored.manifest.stamp == manifest.stamp:
             return Reply(move_report(0, time.perf_counter() - started, stored.tier))
-    stored = store.adopt(manifest, fds[0], request.data_offset)
+    memory = version_memory(regions_of(request.regions, fds), manifest.description)
+    stored = store.adopt(manifest, memory)
     return Reply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
+
+
+def _confirm(_: Caller, __: Confirm, ___: Sequence[int]) -> Reply:
+    return Reply({})
 
 
 def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
@@ -108,10 +105,11 @@ def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
 
 
 ENTRIES = (
-    handles(OpenPublished, _open_published),
-    handles(OpenState, _open_state),
-    handles(Adopt, _adopt),
-    handles(Prefetch, _prefetch),
+    handles(OpenPublished, _open_published, TICKETS, is_move=True),
+    handles(OpenState, _open_state, AGENTS, is_move=True),
+    handles(Confirm, _confirm, TICKETS),
+    handles(Adopt, _adopt, AGENTS, is_move=True),
+    handles(Prefetch, _prefetch, AGENTS),
 )
 
 
@@ -123,5 +121,22 @@ def _check_adoptable(manifest: Manifest) -> None:
     if not manifest.stamp or not 0 <= manifest.rank < manifest.world_size:
         raise InvalidRequestError(f"{what} has no stamp, or no rank of {manifest.world_size}")
     check_slices(manifest.slices, sys.maxsize)
-    if lay_out(manifest.slices) != (manifest.extents, manifest.nbytes):
-        raise InvalidRequestError(f"{what} is not laid out as its slices say")
+    check_layout(manifest)
+
+
+class _Files:
+    """Files that a reply speaks of, each once."""
+
+    def __init__(self) -> None:
+        self._fds: dict[int, int] = {}
+
+    def add(self, regions: Sequence[Region]) -> tuple[Region, ...]:
+        """The regions as they go over the wire."""
+        return tuple(
+            replace(region, fd=self._fds.setdefault(region.fd, len(self._fds)))
+            for region in regions
+        )
+
+    def duplicates(self) -> list[int]:
+        """Descriptors in the order of their indices, for whoever sends them to close."""
+        return [os.dup(fd) for fd in self._fds]

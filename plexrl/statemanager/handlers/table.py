@@ -1,13 +1,19 @@
 """Request type → handler."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
-from plexrl.statemanager.handlers import moves, registration, reporting, sharing
-from plexrl.statemanager.handlers.caller import AnyHandler
+from plexrl.statemanager.handlers import greeting, lending, moves, registration, reporting, sharing
+from plexrl.statemanager.handlers.caller import Entry
 from plexrl.statemanager.protocol import Request
 
-HANDLERS: Mapping[type[Request], AnyHandler] = MappingProxyType(
-    dict((*registration.ENTRIES, *moves.ENTRIES, *sharing.ENTRIES, *reporting.ENTRIES))
+_ENTRIES = (
+    *greeting.ENTRIES,
+    *registration.ENTRIES,
+    *lending.ENTRIES,
+    *moves.ENTRIES,
+    *sharing.ENTRIES,
+    *reporting.ENTRIES,
 )
+
+HANDLERS: Mapping[type[Request], Entry] = {row.kind: row for row in _ENTRIES}
 """Every request there is. Only these are decoded."""

@@ -14,47 +14,62 @@ from plexrl.worker.arena_tensors import ArenaLayout, view
 from plexrl.worker.backend import BackendCall, BackendResult, Emit
 from plexrl.worker.checkpoint import load_hf_parameters
 from plexrl.worker.engine.engine import Engine
+from plexrl.worker.engine.forward import probe
 from plexrl.worker.engine.generation import Generation
 from plexrl.worker.engine.protocol import EngineStats
+from plexrl.worker.engine.shards import Box, box_of
 from plexrl.worker.models import build_model, named_parameters
 
 if TYPE_CHECKING:
     import torch
 
+    from plexrl.worker.engine.tensor_parallel import RankGroup
+
 
 class TorchRolloutBackend:
     """One worker's engine."""
 
-    def __init__(self, spec: DeploymentSpec, checkpoint_dir: Path) -> None:
-        if spec.workers != 1:
+    def __init__(
+        self, spec: DeploymentSpec, checkpoint_dir: Path, ranks: "RankGroup | None" = None
+    ) -> None:
+        """`ranks`: the tensor-parallel group that this worker is one of; absent: it is alone.
+
+        Raises:
+            InvalidRequestError: several workers without a group.
+        """
+        if ranks is None and spec.workers != 1:
             raise InvalidRequestError(
                 f"the torch engine runs on 1 worker, {spec.workers} were asked for: make several "
                 "rollout deployments instead"
             )
         self._spec = spec
         self._checkpoint_dir = checkpoint_dir
+        self._ranks = ranks
         self._built: Engine | None = None
         self._recompute_kv_on_pull = True
 
     def build(self) -> None:
         """Make the model with its weights in the arena, and the engine on it."""
         model = build_model(self._spec.model)
+        probed = probe(model)
         layout = ArenaLayout()
+        self._boxes: dict[str, Box] = {}
         parameters = named_parameters(model)
         for name, parameter in parameters:
             shape = tuple(parameter.shape)
+            self._boxes[name] = box = self._box(name, shape)
             layout.add(
                 StateKey(part=StatePart.PARAMETER, name=name),
                 global_shape=shape,
-                offset=(0,) * len(shape),
-                shape=shape,
+                offset=box.offset,
+                shape=box.shape,
             )
-        self.arena = Arena(layout.nbytes, name="rollout")
+        self.arena = Arena(layout.nbytes)
         self._slices = tuple(layout.slices)
         self._weights: dict[str, torch.Tensor] = {}
         for (name, parameter), piece in zip(parameters, self._slices, strict=True):
             home = view(self.arena, piece)
-            home.copy_(parameter.data)
+            home.copy_(parameter.data[self._boxes[name].index])
             # A tied weight is one parameter object, so its other uses follow.
             parameter.data = home
             parameter.requires_grad_(False)
@@ -63,6 +78,8 @@ class TorchRolloutBackend:
             model,
             slots=self._spec.max_concurrent_samples,
             sequence_tokens_max=self._spec.max_sequence_tokens,
+            ranks=self._ranks,
+            probed=probed,
         )
 
     def slices(self) -> tuple[StateSlice, ...]:
@@ -96,14 +113,15 @@ class TorchRolloutBackend:
         params: CheckpointParams = call.params
         job = params.job or str(call.rank_params["job"])
         found = load_hf_parameters(self._checkpoint_dir / job / params.name)
-        for name, home in self._weights.items():
-            if name not in found or found[name].shape != home.shape:
+        shapes = {piece.key.name: piece.global_shape for piece in self._slices}
+        for name, shape in shapes.items():
+            if name not in found or tuple(found[name].shape) != shape:
                 raise BatchShapeError(
                     f"checkpoint {params.name!r} has no parameter {name!r} of shape "
-                    f"{list(home.shape)}: it is of another model"
+                    f"{list(shape)}: it is of another model"
                 )
         for name, home in self._weights.items():
-            home.copy_(found[name])
+            home.copy_(found[name][self._boxes[name].index])
         self._engine.weights_changed(call.seq)
         return BackendResult()
 
@@ -155,6 +173,16 @@ class TorchRolloutBackend:
     def has_work(self) -> bool:
         """Some generation is unfinished, and not because the engine is paused."""
         return self._built is not None and self._built.has_work
+
+    def _box(self, name: str, shape: tuple[int, ...]) -> Box:
+        if self._ranks is None:
+            return box_of(name, shape, 0, 1)
+        return box_of(name, shape, self._ranks.rank, self._ranks.ranks)
+
+    @property
+    def engine(self) -> Engine:
+        """This rank's engine, for those who keep several in step."""
+        return self._engine
 
     @property
     def _engine(self) -> Engine:

@@ -17,7 +17,14 @@ from torch import nn
 
 from plexrl.errors import BatchShapeError, InvalidRequestError
 from plexrl.worker.engine.blocks import BlockPool
-from plexrl.worker.engine.forward import cache_shape, make_forward, verify_forward, weight_device
+from plexrl.worker.engine.forward import (
+    Ranks,
+    cache_shape,
+    make_forward,
+    probe,
+    verify_forward,
+    weight_device,
+)
 from plexrl.worker.engine.generation import ABORT, LENGTH, STOP, Generation, Sample
 from plexrl.worker.engine.kv_pool import KvPool
 from plexrl.worker.engine.protocol import EngineStats
@@ -45,8 +52,14 @@ class Engine:
         kv_bytes_max: int | None = None,
         block_tokens: int = BLOCK_TOKENS,
         step_tokens_max: int = STEP_TOKENS_MAX,
+        ranks: Ranks | None = None,
+        probed: torch.Tensor | None = None,
     ) -> None:
         """The model's parameters are read where they lie, at every step.
+
+        `ranks`: the others of a tensor-parallel group, whose engines make the same calls in the
+        same order; the parameters are then this rank's boxes, and `probed` is what `probe` found
+        of the whole model. The budget is each rank's.
 
         Raises:
             InvalidRequestError: the budget does not hold one sequence, or the model is of a kind
@@ -54,10 +67,12 @@ class Engine:
         """
         config: Any = model.config
         self._device, self._dtype = weight_device(model)
-        self._forward = make_forward(model, sequence_tokens_max)
-        verify_forward(self._forward, model)
+        self._forward = make_forward(model, sequence_tokens_max, ranks)
+        shared_by = 1 if ranks is None else ranks.ranks
+        layers, kv_heads, head_size = cache_shape(model, shared_by)
+        wanted = probe(model) if probed is None else probed
+        verify_forward(self._forward, model, wanted, shared_by)
         self._eos = _token_ids(config.eos_token_id)
-        layers, kv_heads, head_size = cache_shape(model)
         self._block_bytes = 2 * layers * kv_heads * head_size * block_tokens * self._dtype.itemsize
         blocks_max = -(-sequence_tokens_max // block_tokens)
         self._blocks = _block_count(kv_bytes_max, self._block_bytes, blocks_max, slots)

@@ -11,6 +11,7 @@ heads = H·G + 2·H, D head size; J = H·G; N, Q, L as in `step_batch`; R wanted
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -34,11 +35,35 @@ class Forward(Protocol):
         ...
 
 
-def make_forward(model: Any, positions: int) -> "Forward":
+class Ranks(Protocol):
+    """What a pass asks of the other tensor-parallel ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        ...
+
+    def add_up(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in place."""
+        ...
+
+    def embed(self, token_T: torch.Tensor, rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """Embeddings from a vocabulary of which this rank holds `rows`."""
+        ...
+
+    def gather_logits(self, own_RV: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """Logits of the whole vocabulary from every rank's."""
+        ...
+
+
+def make_forward(model: Any, positions: int, ranks: Ranks | None = None) -> "Forward":
     """The quickest pass that is right for this model, for positions below `positions`.
 
+    With `ranks`, the model's parameters are this rank's boxes (`shards.box_of`).
+
     Raises:
-        InvalidRequestError: some layer is no full attention over all positions.
+        InvalidRequestError: some layer is no full attention over all positions, or the model's
+            architecture cannot be split over ranks.
     """
     config = model.config
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -52,19 +77,26 @@ def make_forward(model: Any, positions: int) -> "Forward":
         )
     rope = getattr(config, "rope_parameters", None) or {}
     if config.model_type in LLAMA_LIKE and rope.get("rope_type", "default") in STATIC_ROPE:
-        return LlamaForward(model, positions)
+        return LlamaForward(model, positions, ranks)
+    if ranks is not None:
+        raise InvalidRequestError(
+            f"model type {config.model_type!r} cannot be split over workers; those that can are "
+            f"{', '.join(sorted(LLAMA_LIKE))}: use 1 worker"
+        )
     return ModuleForward(model)
 
 
 class LlamaForward:
     """Pre-norm blocks of rotary grouped-query attention and a gated MLP."""
 
-    def __init__(self, model: Any, positions: int) -> None:
+    def __init__(self, model: Any, positions: int, ranks: Ranks | None = None) -> None:
         decoder, config = model.get_decoder(), model.config
+        self._ranks = ranks
+        self._vocabulary = config.vocab_size
         self._embedding = decoder.embed_tokens.weight
         self._norm = (decoder.norm.weight, decoder.norm.variance_epsilon)
         self._head = model.get_output_embeddings().weight
-        self._layers = [_LlamaLayer(layer, config) for layer in decoder.layers]
+        self._layers = [_LlamaLayer(layer, config, ranks) for layer in decoder.layers]
         place = torch.arange(positions, device=self._embedding.device)[None]
         cos, sin = decoder.rotary_emb(self._embedding[:1], place)
         half = sin.shape[-1] // 2
@@ -74,7 +106,10 @@ class LlamaForward:
 
     def __call__(self, batch: StepBatch, pool: KvPool) -> torch.Tensor:
         """As `Forward`."""
-        hidden_TX = self._embedding.index_select(0, batch.token_T)
+        if self._ranks is None:
+            hidden_TX = self._embedding.index_select(0, batch.token_T)
+        else:
+            hidden_TX = self._ranks.embed(batch.token_T, self._embedding, self._vocabulary)
         cos_T1D = self._cos_P1D.index_select(0, batch.position_T)
         sin_T1D = self._sin_P1D.index_select(0, batch.position_T)
         for index, layer in enumerate(self._layers):
@@ -82,16 +117,20 @@ class LlamaForward:
         if batch.wanted is not None:
             hidden_TX = hidden_TX.index_select(0, batch.wanted)
         weight, eps = self._norm
-        return F.linear(torch.rms_norm(hidden_TX, weight.shape, weight, eps), self._head)
+        logits = F.linear(torch.rms_norm(hidden_TX, weight.shape, weight, eps), self._head)
+        if self._ranks is None:
+            return logits
+        return self._ranks.gather_logits(logits, self._vocabulary)
 
 
 class _LlamaLayer:
     """One block's tensors: the model's own parameter objects, so they follow a weight update."""
 
-    def __init__(self, layer: Any, config: Any) -> None:
+    def __init__(self, layer: Any, config: Any, ranks: Ranks | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.heads = config.num_key_value_heads
-        self.group = config.num_attention_heads // self.heads
+        self.ranks = ranks
+        self.heads = config.num_key_value_heads // (1 if ranks is None else ranks.ranks)
+        self.group = config.num_attention_heads // config.num_key_value_heads
         self.size = attention.head_dim
         self.scale = attention.scaling
         self.norms = tuple(
@@ -141,11 +180,25 @@ class _LlamaLayer:
         pool.write(index, batch.place_T, all_TAD[:, -2 * self.heads :])
         seen = [self._attend(index, query_TJD, group, pool) for group in batch.groups]
         joined = seen[0] if len(seen) == 1 else torch.cat(seen)
-        _add_linear(hidden_TX, joined, self.out)
+        self._add(hidden_TX, joined, self.out)
         weight, shape, eps = self.norms[1]
         inputs_TX = torch.rms_norm(hidden_TX, shape, weight, eps)
         gate = self.activation(F.linear(inputs_TX, *self.gate))
-        _add_linear(hidden_TX, gate.mul_(F.linear(inputs_TX, *self.up)), self.down)
+        self._add(hidden_TX, gate.mul_(F.linear(inputs_TX, *self.up)), self.down)
+
+    def _add(
+        self,
+        sum_TX: torch.Tensor,
+        inputs: torch.Tensor,
+        linear: tuple[torch.Tensor, torch.Tensor | None],
+    ) -> None:
+        weight, bias = linear
+        if self.ranks is None:
+            sum_TX.addmm_(inputs, weight.t())
+        else:
+            sum_TX.add_(self.ranks.add_up(inputs @ weight.t()))
+        if bias is not None:
+            sum_TX.add_(bias)
 
     def _attend(
         self, index: int, query_TJD: torch.Tensor, group: Group, pool: KvPool
@@ -183,17 +236,6 @@ class _LlamaLayer:
         )
         out = out_GHNQD.permute(2, 3, 1, 0, 4).reshape(group.rows * group.width, -1)
         return out if group.real is None else out.index_select(0, group.real)
-
-
-def _add_linear(
-    sum_TX: torch.Tensor,
-    inputs: torch.Tensor,
-    linear: tuple[torch.Tensor, torch.Tensor | None],
-) -> None:
-    weight, bias = linear
-    sum_TX.addmm_(inputs, weight.t())
-    if bias is not None:
-        sum_TX.add_(bias)
 
 
 class ModuleForward:
@@ -292,25 +334,41 @@ def weight_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     return first.device, first.dtype
 
 
-def cache_shape(model: nn.Module) -> tuple[int, int, int]:
-    """(layers, key-value heads, head size)."""
+def cache_shape(model: nn.Module, ranks: int = 1) -> tuple[int, int, int]:
+    """(layers, key-value heads of one of `ranks`, head size).
+
+    Raises:
+        InvalidRequestError: the heads cannot be shared equally.
+    """
     config: Any = model.config
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, kv_heads, head_size
+    if kv_heads % ranks:
+        raise InvalidRequestError(
+            f"{kv_heads} key-value heads cannot be shared by {ranks} workers: choose a divisor"
+        )
+    return config.num_hidden_layers, kv_heads // ranks, head_size
 
 
 @torch.inference_mode()
-def verify_forward(forward: Forward, model: Any) -> None:
-    """Compare a pass with the model's own forward, on a few tokens.
+def probe(model: Any) -> torch.Tensor:
+    """The model's own logprobs `[V]` after a few tokens, for `verify_forward`."""
+    tokens = torch.from_numpy(_probe_tokens(model)).long().to(weight_device(model)[0])
+    logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits[0, -1].float().log_softmax(-1)
+
+
+@torch.inference_mode()
+def verify_forward(forward: Forward, model: Any, wanted: torch.Tensor, ranks: int = 1) -> None:
+    """Compare a pass with what `probe` found.
 
     Raises:
         InvalidRequestError: they differ. Some architectures scale or cap their logits outside the
             decoder, or need inputs that an engine does not give; wrong tokens would be the result.
     """
     device, dtype = weight_device(model)
-    layers, heads, head_size = cache_shape(model)
+    layers, heads, head_size = cache_shape(model, ranks)
     pool = KvPool(
         layers=layers,
         heads=heads,
@@ -321,12 +379,10 @@ def verify_forward(forward: Forward, model: Any) -> None:
         device=device,
     )
     pool.prepare()
-    tokens = np.arange(PROBE_TOKENS, dtype=np.int32)[None] % model.config.vocab_size
-    work = Work(slots=np.array([0]), starts=np.array([0]), lengths=np.array([PROBE_TOKENS]))
     batch = build_batch(
-        work,
+        Work(slots=np.array([0]), starts=np.array([0]), lengths=np.array([PROBE_TOKENS])),
         [0],
-        tokens=tokens,
+        tokens=_probe_tokens(model),
         tables=np.array([[1, 2]]),
         known=np.array([PROBE_TOKENS]),
         block_tokens=4,
@@ -334,8 +390,6 @@ def verify_forward(forward: Forward, model: Any) -> None:
         dtype=dtype,
     )
     found = forward(batch, pool)[-1].float().log_softmax(-1)
-    inputs = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    wanted = model(input_ids=inputs, use_cache=False).logits[0, -1].float().log_softmax(-1)
     tolerance = 1e-3 if dtype == torch.float32 else 0.1
     if not torch.allclose(found, wanted, atol=tolerance, rtol=tolerance):
         raise InvalidRequestError(
@@ -343,3 +397,7 @@ def verify_forward(forward: Forward, model: Any) -> None:
             f"transformers (logprobs differ by {float((found - wanted).abs().max()):.2g}): use "
             "another rollout backend for it"
         )
+
+
+def _probe_tokens(model: Any) -> npt.NDArray[np.int32]:
+    return np.arange(PROBE_TOKENS, dtype=np.int32)[None] % np.int32(model.config.vocab_size)

@@ -1,0 +1,127 @@
+"""A process that stands for a job's worker on a GPU: one arena full of bits that can be checked."""
+
+import ctypes
+import random
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from plexrl.errors import PlexRLError
+from plexrl.statemanager.client import StateManagerClient
+from plexrl.statemanager.device.cuda_arena import CudaArena
+from plexrl.statemanager.device.cuda_bindings import BoundDriver
+from plexrl.statemanager.device.cuda_driver import CudaDriver
+from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.ticket_key import read_ticket_key
+from plexrl.statemanager.tickets import Claims, Role, TicketKey
+
+BLOCK_BYTES = 64 << 20
+SAMPLES = 64
+SAMPLE_BYTES = 4096
+
+Reply = tuple[str, float, int]
+"""Error (empty: none), seconds that the client's call took, bytes that were moved."""
+
+
+class GpuJob:
+    """An arena of `nbytes`, filled with one random block over and over."""
+
+    def __init__(
+        self, driver: CudaDriver, listen: str, key: TicketKey, name: str, nbytes: int
+    ) -> None:
+        self._driver = driver
+        self._arena = CudaArena(driver, nbytes)
+        self._stream = self._driver.create_stream()
+        self._nbytes = nbytes
+        self._block = random.Random(name).randbytes(min(BLOCK_BYTES, nbytes))
+        claims = Claims(role=Role.WORKER, job=name, deployment=f"{name}/actor")
+        self._client = StateManagerClient(
+            listen,
+            deployment=claims.deployment,
+            rank=claims.rank,
+            world_size=claims.world_size,
+            ticket=key.mint(claims),
+        )
+        self._slices = (
+            StateSlice(
+                key=StateKey(part=StatePart.PARAMETER, name="w"),
+                dtype="U8",
+                global_shape=(nbytes,),
+                offset=(0,),
+                shape=(nbytes,),
+                arena_offset=0,
+            ),
+        )
+
+    def fill(self) -> None:
+        """Register the arena, and write what `check` expects."""
+        self._client.register(self._arena, self._slices, group=f"gpu{self._arena.device}", token=1)
+        source = ctypes.create_string_buffer(self._block, len(self._block))
+        for start in range(0, self._nbytes, len(self._block)):
+            count = min(len(self._block), self._nbytes - start)
+            address = self._arena.address + start
+            host = ctypes.addressof(source)
+            self._driver.copy_to_device(address, host, count, self._stream)
+        self._driver.synchronize_stream(self._stream)
+
+    def offload(self, seq: int) -> int:
+        """Bytes that were moved; the version's predecessor is dropped."""
+        report = self._client.offload(
+            seq=seq, keep_seq=seq, token=1, parts=frozenset({StatePart.PARAMETER})
+        )
+        return report.bytes_moved
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._client.close()
+        self._arena.close()
+        self._driver.destroy_stream(self._stream)
+
+    def load(self, seq: int) -> int:
+        """Bytes that were moved."""
+        return self._client.load(seq=seq, token=1).bytes_moved
+
+    def check(self, seed: int) -> None:
+        """Compare samples, the ends among them, with what `fill` wrote.
+
+        Raises:
+            PlexRLError: one differs.
+        """
+        chance = random.Random(seed)
+        last = self._nbytes - SAMPLE_BYTES
+        places = [0, last, *(chance.randrange(last) for _ in range(SAMPLES))]
+        target = ctypes.create_string_buffer(SAMPLE_BYTES)
+        for place in places:
+            host = ctypes.addressof(target)
+            address = self._arena.address + place
+            self._driver.copy_to_host(host, address, SAMPLE_BYTES, self._stream)
+            self._driver.synchronize_stream(self._stream)
+            at = place % len(self._block)
+            expected = self._block[at : at + SAMPLE_BYTES]
+            expected += self._block[: SAMPLE_BYTES - len(expected)]
+            if target.raw != expected:
+                raise PlexRLError(f"bytes from {place} on are not what was written")
+
+
+def serve_job(pipe: Connection, listen: str, key_file: str, name: str, nbytes: int) -> None:
+    """Carry out what the pipe says, (action, seq), until it says `end`."""
+    job = GpuJob(BoundDriver(), listen, read_ticket_key(Path(key_file)), name, nbytes)
+    while True:
+        action, seq = pipe.recv()
+        started = time.perf_counter()
+        error, moved = "", 0
+        try:
+            match action:
+                case "fill":
+                    job.fill()
+                case "offload":
+                    moved = job.offload(seq)
+                case "load":
+                    moved = job.load(seq)
+                case "check":
+                    job.check(seq)
+                case _:
+                    return
+        except PlexRLError as failure:
+            error = str(failure)
+        pipe.send((error, time.perf_counter() - started, moved))

@@ -1,0 +1,188 @@
+"""What a context switch costs on a GPU, beside a pinned copy of the same driver in the same run.
+
+    python -m benchmarks.gpu.switch [--state-gib N] [--switches N] [--json]
+
+Two processes take turns on device 0. Reports offload and load against `cuMemcpyAsync` between
+pinned host memory and the device, what a switch of a tiny state costs (the fixed part), and the
+device's free memory after every switch. Needs an NVIDIA GPU, and memory for both states in
+/dev/shm; without a GPU it says so and measures nothing.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.gpu.job import Reply, serve_job
+from benchmarks.report import report
+from plexrl.errors import DeviceUnavailableError
+from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.device.backend import DeviceKind
+from plexrl.statemanager.device.cuda_bindings import BoundDriver
+from plexrl.statemanager.device.mapping import map_zero, set_zero
+
+GIB = 1 << 30
+TINY_BYTES = 2 << 20
+COPY_BYTES = 4 * GIB
+REPEATS = 5
+
+
+class Job:
+    """A job's process, and the pipe to it."""
+
+    def __init__(self, node: StateManagerConfig, name: str, nbytes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        given = (theirs, node.listen, str(node.ticket_key_path), name, nbytes)
+        self.process = context.Process(target=serve_job, args=given)
+        self.process.start()
+        self.seq = 0
+
+    def ask(self, action: str) -> Reply:
+        """Have it done; raises RuntimeError where the job met an error."""
+        self.seq += action == "offload"
+        self._pipe.send((action, self.seq))
+        reply: Reply = self._pipe.recv()
+        if reply[0]:
+            raise RuntimeError(f"{action}: {reply[0]}")
+        return reply
+
+    def end(self) -> None:
+        """Return when the process is gone."""
+        self._pipe.send(("end", 0))
+        self.process.join()
+
+
+def plain_rates(driver: BoundDriver) -> tuple[float, float]:
+    """GB/s of one pinned copy (to host, to device), the best of some."""
+    driver.enter(0)
+    host = map_zero(COPY_BYTES)
+    set_zero(host, COPY_BYTES)
+    driver.register_host(host, COPY_BYTES)
+    stream, handle = driver.create_stream(), driver.create(0, COPY_BYTES)
+    address = driver.reserve(COPY_BYTES)
+    driver.map(address, COPY_BYTES, handle)
+    driver.allow_access(0, address, COPY_BYTES)
+
+    def best(begin: Callable[[], None]) -> float:
+        seconds = []
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            begin()
+            driver.synchronize_stream(stream)
+            seconds.append(time.perf_counter() - started)
+        return COPY_BYTES / min(seconds) / 1e9
+
+    to_host = best(lambda: driver.copy_to_host(host, address, COPY_BYTES, stream))
+    to_device = best(lambda: driver.copy_to_device(address, host, COPY_BYTES, stream))
+    driver.unmap(address, COPY_BYTES)
+    driver.release(handle)
+    driver.unreserve(address, COPY_BYTES)
+    driver.unregister_host(host)
+    return to_host, to_device
+
+
+def take_turns(
+    node: StateManagerConfig, name: str, nbytes: int, switches: int, driver: BoundDriver
+) -> list[tuple[float, float, float, int]]:
+    """(seconds of a whole switch, of its offload, of its load, free bytes after it), of each."""
+    jobs = [Job(node, f"{name}{index}", nbytes) for index in range(2)]
+    for job in jobs:
+        job.ask("fill")
+        job.ask("offload")
+    jobs[0].ask("load")
+    turns = []
+    for turn in range(switches):
+        leaving, coming = jobs[turn % 2], jobs[1 - turn % 2]
+        started = time.perf_counter()
+        _, offload_s, _ = leaving.ask("offload")
+        _, load_s, _ = coming.ask("load")
+        turns.append((time.perf_counter() - started, offload_s, load_s, driver.memory_info()[0]))
+        if turn % 10 == 0:
+            coming.ask("check")
+    for job in jobs:
+        job.end()
+    return turns
+
+
+def start_daemon(
+    directory: Path, host_bytes: int
+) -> tuple[subprocess.Popen[str], StateManagerConfig]:
+    """A StateManager for GPUs with its host tier made ready, and its configuration."""
+    config = StateManagerConfig(
+        node="gpu",
+        listen=str(directory / "s.sock"),
+        host_dir=tempfile.mkdtemp(prefix="plexrl-gpu-", dir="/dev/shm"),
+        host_bytes=host_bytes,
+        host_prefault_bytes=host_bytes,
+        nvme_dir=str(directory / "nvme"),
+        nvme_bytes=GIB,
+        device=DeviceKind.CUDA,
+        persist_on_exit=False,
+    )
+    path = directory / "config.json"
+    path.write_bytes(msgspec.json.encode(config))
+    command = [sys.executable, "-m", "plexrl.statemanager", "--config", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    assert process.stdout is not None
+    if not json.loads(process.stdout.readline() or "{}").get("ready"):
+        raise RuntimeError("the StateManager did not start: see its messages above")
+    return process, config
+
+
+def main() -> None:
+    """Measure and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--state-gib", type=int, default=8)
+    parser.add_argument("--switches", type=int, default=100)
+    parser.add_argument("--json", action="store_true")
+    wanted = parser.parse_args()
+    try:
+        driver = BoundDriver()
+        driver.enter(0)
+    except DeviceUnavailableError as error:
+        sys.stdout.write(f"no GPU here, so nothing was measured: {error}\n")
+        return
+    nbytes = wanted.state_gib * GIB
+    to_host, to_device = plain_rates(driver)
+    directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
+    daemon, node = start_daemon(directory, 2 * nbytes + 2 * GIB)
+    try:
+        tiny = take_turns(node, "tiny", TINY_BYTES, wanted.switches, driver)
+        large = take_turns(node, "large", nbytes, wanted.switches, driver)
+    finally:
+        daemon.terminate()
+        daemon.wait()
+        shutil.rmtree(directory)
+    offload = nbytes / statistics.median(turn[1] for turn in large) / 1e9
+    load = nbytes / statistics.median(turn[2] for turn in large) / 1e9
+    free = [turn[3] for turn in large]
+    figures = {
+        "plain_to_host_gb_s": to_host,
+        "plain_to_device_gb_s": to_device,
+        "offload_gb_s": offload,
+        "load_gb_s": load,
+        "offload_ratio": offload / to_host,
+        "load_ratio": load / to_device,
+        "fixed_switch_ms": 1e3 * statistics.median(turn[0] for turn in tiny),
+        "free_bytes_first": free[0],
+        "free_bytes_last": free[-1],
+        "free_bytes_min": min(free),
+    }
+    rows = [[name, f"{value:.3f}"] for name, value in figures.items()]
+    title = f"{wanted.switches} switches of two states of {wanted.state_gib} GiB"
+    report(title, ["figure", "value"], rows, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/statemanager.py`, each measured beside a plain baseline."""

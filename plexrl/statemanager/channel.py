@@ -1,0 +1,220 @@
+"""One end of a connection over the Unix socket: whole messages, and descriptors with them.
+
+    u32 body length | u16 descriptors | u8 kind | u8 zero | body (msgpack)
+
+A message is one `sendmsg`, its descriptors the ancillary data of its first byte. The kernel passes
+253 at once; further ones come after the body, each lot on a byte of its own. One end asks and the
+other answers, in turn, so whatever lies behind a message's last byte is a breach of the protocol.
+
+Nothing here decodes a body: a peer that keeps to the frame stays in step, whatever it says.
+"""
+
+import array
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from plexrl.errors import ConnectionLostError, InvalidRequestError, PayloadTooLargeError
+
+BODY_BYTES_MAX = 64 << 20
+DESCRIPTORS_MAX = 1024
+"""Descriptors that one message may carry: far more than a node has ranks."""
+DESCRIPTORS_AT_ONCE = 253
+"""Linux passes no more with one call."""
+BUFFER_BYTES = 64 << 10
+"""Kept for a connection's life. Larger messages get a buffer of their own."""
+
+_HEAD = struct.Struct("<IHBx")
+_HEAD_BYTES = _HEAD.size
+_pack_head, _unpack_head = _HEAD.pack_into, _HEAD.unpack_from
+_ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_AT_ONCE * array.array("i").itemsize)
+# Plain integers: an operation on the flags of `socket` costs more than the system call.
+_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+_TRUNCATED = int(socket.MSG_CTRUNC)
+_TIMEVAL = struct.Struct("@ll")
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    REQUEST = 0
+    RESULT = 1
+    ERROR = 2
+
+
+Received = tuple[int, memoryview, list[int]]
+"""A message's kind, body and descriptors. The body lies in the channel's buffer and holds until the
+next `receive`; the descriptors are the receiver's to close."""
+
+
+class Channel:
+    """Takes the socket over. One thread at a time."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        send_timeout_s: float | None = None,
+        receive_timeout_s: float | None = None,
+    ) -> None:
+        """The timeouts bound each wait; absent: none. The kernel keeps them, for Python's own take
+        a system call each time."""
+        connection.settimeout(None)
+        for option, timeout_s in (
+            (socket.SO_SNDTIMEO, send_timeout_s),
+            (socket.SO_RCVTIMEO, receive_timeout_s),
+        ):
+            if timeout_s is not None:
+                connection.setsockopt(socket.SOL_SOCKET, option, _timeval(timeout_s))
+        self._socket = connection
+        self._out = bytearray(BUFFER_BYTES)
+        self._in = bytearray(BUFFER_BYTES)
+        self._view = memoryview(self._in)
+        # Looked up once: the round trip is counted in microseconds.
+        self._target = (self._view,)
+        self._encode_into = msgspec.msgpack.Encoder().encode_into
+        self._send = connection.send
+        self._sendall = connection.sendall
+        self._recvmsg_into = connection.recvmsg_into
+
+    def __enter__(self) -> "Channel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
+
+    def send(self, kind: Kind, body: Any, fds: Sequence[int] = ()) -> None:
+        """Send one message; the descriptors remain the caller's.
+
+        Raises:
+            PayloadTooLargeError: it is beyond a bound; nothing was sent.
+            InvalidRequestError: it holds what msgpack cannot say, as an integer beyond 64 bits.
+            OSError: the peer is gone or takes nothing.
+        """
+        out = self._out
+        try:
+            self._encode_into(body, out, _HEAD_BYTES)
+        except (TypeError, OverflowError, RecursionError) as error:
+            raise InvalidRequestError(f"a message cannot be encoded: {error}") from error
+        nbytes = len(out) - _HEAD_BYTES
+        if nbytes > BODY_BYTES_MAX or len(fds) > DESCRIPTORS_MAX:
+            self._out = bytearray(BUFFER_BYTES)
+            raise PayloadTooLargeError(
+                f"a message of {nbytes} bytes and {len(fds)} descriptors is over the bound of "
+                f"{BODY_BYTES_MAX} and {DESCRIPTORS_MAX}",
+                nbytes=nbytes,
+            )
+        _pack_head(out, 0, nbytes, len(fds), kind)
+        if not fds:
+            sent = self._send(out)
+            if sent < len(out):
+                self._sendall(memoryview(out)[sent:])
+        else:
+            sent = socket.send_fds(self._socket, [out], list(fds[:DESCRIPTORS_AT_ONCE]))
+            if sent < len(out):
+                self._sendall(memoryview(out)[sent:])
+            for first in range(DESCRIPTORS_AT_ONCE, len(fds), DESCRIPTORS_AT_ONCE):
+                lot = list(fds[first : first + DESCRIPTORS_AT_ONCE])
+                socket.send_fds(self._socket, [b"\0"], lot)
+        if nbytes > BUFFER_BYTES:
+            self._out = bytearray(BUFFER_BYTES)
+
+    def receive(self) -> Received:
+        """The next message.
+
+        Raises:
+            ConnectionLostError: the peer closed, or broke the protocol.
+            PayloadTooLargeError: it announced more than the bounds allow.
+            OSError: nothing came in time.
+        """
+        fds: list[int] = []
+        try:
+            filled, ancillary, flags, _ = self._recvmsg_into(
+                self._target, _ANCILLARY_BYTES, _CLOSE_ON_EXEC
+            )
+            if filled > _HEAD_BYTES and not ancillary and not flags:
+                nbytes, announced, kind = _unpack_head(self._in)
+                if not announced and filled == _HEAD_BYTES + nbytes:
+                    # Nearly every message.
+                    return kind, self._view[_HEAD_BYTES:filled], fds
+            _take(filled, ancillary, flags, fds)
+            while filled < _HEAD_BYTES:
+                filled += self._receive_into(self._view[filled:], fds)
+            nbytes, announced, kind = _unpack_head(self._in)
+            if nbytes > BODY_BYTES_MAX or announced > DESCRIPTORS_MAX:
+                raise PayloadTooLargeError(
+                    f"a message announced {nbytes} bytes and {announced} descriptors; the bound is "
+                    f"{BODY_BYTES_MAX} and {DESCRIPTORS_MAX}",
+                    nbytes=nbytes,
+                )
+            end = _HEAD_BYTES + nbytes
+            if filled < end:
+                body = self._receive_rest(filled, end, fds)[_HEAD_BYTES:]
+            elif filled == end:
+                body = self._view[_HEAD_BYTES:end]
+            else:
+                raise ConnectionLostError("the peer sent more than one message at once")
+            while len(fds) < announced:
+                before = len(fds)
+                self._receive_into(bytearray(1), fds)
+                if len(fds) == before:
+                    raise ConnectionLostError(f"{before} of {announced} descriptors came")
+            if len(fds) > announced:
+                raise ConnectionLostError(f"{len(fds)} descriptors came, {announced} announced")
+        except BaseException:
+            close_all(fds)
+            raise
+        return kind, body, fds
+
+    def _receive_rest(self, filled: int, end: int, fds: list[int]) -> memoryview:
+        """The message of `end` bytes, of which the first `filled` lie in the buffer."""
+        whole = self._in
+        view = self._view[:end]
+        while filled < end:
+            if filled == len(view):
+                # Grows with what has arrived: a length alone takes no memory.
+                whole = bytearray(min(end, 4 * filled))
+                whole[:filled] = view
+                view = memoryview(whole)
+            filled += self._receive_into(view[filled:], fds)
+        return view
+
+    def _receive_into(self, target: memoryview | bytearray, fds: list[int]) -> int:
+        count, ancillary, flags, _ = self._recvmsg_into((target,), _ANCILLARY_BYTES, _CLOSE_ON_EXEC)
+        _take(count, ancillary, flags, fds)
+        return count
+
+
+def _take(
+    count: int, ancillary: Sequence[tuple[int, int, bytes]], flags: int, fds: list[int]
+) -> None:
+    """Note the descriptors that one `recvmsg` brought."""
+    for level, kind, passed in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers = array.array("i")
+            numbers.frombytes(passed[: len(passed) - len(passed) % numbers.itemsize])
+            fds += numbers
+    if flags & _TRUNCATED or len(fds) > DESCRIPTORS_MAX:
+        raise ConnectionLostError("descriptors were lost on the way: too many are open")
+    if count == 0:
+        raise ConnectionLostError("the peer closed the connection")
+
+
+def _timeval(seconds: float) -> bytes:
+    whole, part = divmod(max(seconds, 1e-3), 1.0)
+    return _TIMEVAL.pack(int(whole), int(part * 1e6))
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors that came with a message."""
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,21 @@
+"""The node's devices, as its configuration names them."""
+
+from plexrl.statemanager.device.backend import DeviceBackend, DeviceKind
+from plexrl.statemanager.device.cpu import CpuDevice
+from plexrl.statemanager.device.cuda import CudaDevices
+from plexrl.statemanager.device.cuda_bindings import BoundDriver
+
+
+def open_devices(
+    kind: DeviceKind, *, bytes_max: int | None = None, prefault_bytes: int = 0
+) -> DeviceBackend:
+    """The backend of that kind.
+
+    Raises:
+        DeviceUnavailableError: this node has no device of that kind.
+    """
+    if kind == DeviceKind.CPU:
+        return CpuDevice(bytes_max=bytes_max, prefault_bytes=prefault_bytes)
+    driver = BoundDriver()
+    driver.enter(0)
+    return CudaDevices(driver, bytes_max=bytes_max)

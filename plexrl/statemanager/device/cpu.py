@@ -1,0 +1,307 @@
+"""A device that stands for a GPU on a node that has none: a bounded pool of memory files.
+
+A segment is a memory file, sealed so that it can never change its size: whoever else holds its
+descriptor cannot take pages from under the daemon's mapping, which would kill it (SIGBUS). It is
+mapped once, with all its pages, and stays so while it goes from borrower to borrower, because pages
+that are touched for the first time cost four to twenty times the copy into them.
+
+A borrower may have kept a descriptor, so a segment goes only from one to another of the same user,
+who could read each other's memory anyway; and it is cleaned before it is sent.
+"""
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from plexrl.errors import DeviceMemoryFullError, InvalidRequestError, StateLostError
+from plexrl.statemanager.device.backend import DeviceKind, DeviceUsage, Loan
+from plexrl.statemanager.device.mapping import PAGE, map_file, move, set_zero, unmap
+from plexrl.statemanager.device.memory import Run
+from plexrl.statemanager.device.segments import (
+    SEGMENT_BYTES_MAX,
+    SEGMENT_BYTES_MIN,
+    AddressTable,
+    segment_sizes,
+)
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""The last one so that no borrower can forbid the next one to write."""
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    fd: int
+    nbytes: int
+    address: int
+    uid: int | None
+    """Whose workers have held it; absent: it was never lent."""
+    is_clean: bool
+
+
+class CpuLoan:
+    """As `Loan`. Must not be used by one thread while another ends it."""
+
+    def __init__(self, segments: Sequence[_Segment]) -> None:
+        self._segments = tuple(segments)
+        self._table = AddressTable([(s.address, s.nbytes) for s in segments])
+        self.nbytes = self._table.nbytes
+        self.segment_bytes = tuple(segment.nbytes for segment in segments)
+
+    @property
+    def is_clean(self) -> bool:
+        """As `Loan.is_clean`."""
+        return all(segment.is_clean for segment in self._segments)
+
+    def read(self, runs: Sequence[Run]) -> None:
+        """As `DeviceMemory.read`; on the calling thread, and several may call at once."""
+        self._check()
+        for run in runs:
+            target = run.address
+            for address, count in self._table.split(run.offset, run.nbytes):
+                move(target, address, count)
+                target += count
+
+    def write(self, runs: Sequence[Run]) -> None:
+        """As `DeviceMemory.write`; on the calling thread, and several may call at once."""
+        self._check()
+        self._dirty()
+        for run in runs:
+            source = run.address
+            for address, count in self._table.split(run.offset, run.nbytes):
+                move(address, source, count)
+                source += count
+
+    def clear(self, offset: int, nbytes: int) -> None:
+        """As `Loan.clear`."""
+        self._check()
+        for address, count in self._table.split(offset, nbytes):
+            set_zero(address, count)
+
+    def descriptors(self) -> list[int]:
+        """As `Loan.descriptors`."""
+        self._check()
+        # Whoever has them may write at any time from now on.
+        self._dirty()
+        return [os.dup(segment.fd) for segment in self._segments]
+
+    def end(self) -> tuple[_Segment, ...]:
+        """The segments, which are no longer this loan's. For its device."""
+        self._check()
+        segments, self._segments = self._segments, ()
+        return segments
+
+    def _dirty(self) -> None:
+        for segment in self._segments:
+            segment.is_clean = False
+
+    def _check(self) -> None:
+        if not self._segments:
+            raise StateLostError("the worker has given this memory back: load its state first")
+
+
+class CpuDevice:
+    """As `DeviceBackend`; a node has one such device. Keeps no more idle memory than there was ever
+    lent beyond what is lent now."""
+
+    kind = DeviceKind.CPU
+
+    def __init__(self, *, bytes_max: int | None = None, prefault_bytes: int = 0) -> None:
+        """`bytes_max` bounds what is lent and idle together (absent: nothing does);
+        `prefault_bytes` are made ready at once, in segments of the usual size."""
+        self._bytes_max = bytes_max
+        self._lock = threading.Lock()
+        self._lent_bytes = 0
+        self._idle: list[_Segment] = []
+        """The longest idle first."""
+        count = min(prefault_bytes, bytes_max or prefault_bytes) // SEGMENT_BYTES_MAX
+        self._lent_bytes_peak = count * SEGMENT_BYTES_MAX
+        self._idle += [_make(SEGMENT_BYTES_MAX) for _ in range(count)]
+
+    def allocate(self, nbytes: int, *, device: int, uid: int) -> CpuLoan:
+        """As `DeviceBackend.allocate`."""
+        _check_device(device)
+        sizes = segment_sizes(nbytes)
+        with self._lock:
+            self._count_lent(sum(sizes))
+            found, missing = self._take_idle(sizes, uid)
+            surplus = self._take_surplus()
+        _destroy(surplus)
+        try:
+            for size in missing:
+                found.append(_make(size))
+        except OSError as error:
+            with self._lock:
+                self._lent_bytes -= sum(sizes)
+                self._idle += found
+            raise DeviceMemoryFullError(
+                f"no memory for an arena of {nbytes} bytes ({error}): run fewer jobs on this node",
+                needed_bytes=nbytes,
+            ) from error
+        for segment in found:
+            segment.uid = uid
+        # The same order for every arena, whatever each segment's history.
+        return CpuLoan(sorted(found, key=lambda s: -s.nbytes))
+
+    def adopt(
+        self, fds: Sequence[int], segment_bytes: Sequence[int], *, device: int, uid: int
+    ) -> CpuLoan:
+        """As `DeviceBackend.adopt`."""
+        _check_device(device)
+        if not fds or len(fds) != len(segment_bytes):
+            raise InvalidRequestError(f"{len(fds)} segments came; {len(segment_bytes)} are named")
+        for fd, nbytes in zip(fds, segment_bytes, strict=True):
+            _check_segment(fd, nbytes)
+        with self._lock:
+            self._count_lent(sum(segment_bytes))
+            surplus = self._take_surplus()
+        _destroy(surplus)
+        taken: list[_Segment] = []
+        try:
+            for fd, nbytes in zip(fds, segment_bytes, strict=True):
+                taken.append(_take_over(fd, nbytes, uid))
+        except OSError as error:
+            _destroy(taken)
+            with self._lock:
+                self._lent_bytes -= sum(segment_bytes)
+            raise InvalidRequestError(f"a segment cannot be mapped ({error})") from error
+        return CpuLoan(taken)
+
+    def recycle(self, loan: Loan) -> None:
+        """As `DeviceBackend.recycle`."""
+        assert isinstance(loan, CpuLoan)
+        segments = loan.end()
+        with self._lock:
+            self._lent_bytes -= loan.nbytes
+            self._idle += segments
+            surplus = self._take_surplus()
+        _destroy(surplus)
+
+    def free(self, loan: Loan) -> None:
+        """As `DeviceBackend.free`."""
+        assert isinstance(loan, CpuLoan)
+        _destroy(loan.end())
+        with self._lock:
+            self._lent_bytes -= loan.nbytes
+
+    def usage(self, device: int) -> DeviceUsage:
+        """As `DeviceBackend.usage`."""
+        _check_device(device)
+        with self._lock:
+            idle_bytes = sum(segment.nbytes for segment in self._idle)
+            used_bytes = self._lent_bytes + idle_bytes
+            return DeviceUsage(
+                lent_bytes=self._lent_bytes,
+                idle_bytes=idle_bytes,
+                free_bytes=None if self._bytes_max is None else self._bytes_max - used_bytes,
+            )
+
+    def register_host(self, address: int, nbytes: int) -> None:
+        """As `DeviceBackend.register_host`; host memory needs no preparation here."""
+
+    def unregister_host(self, address: int, nbytes: int) -> None:
+        """As `DeviceBackend.unregister_host`."""
+
+    def check_health(self) -> None:
+        """As `DeviceBackend.check_health`; memory does not fail alone."""
+
+    def close(self) -> None:
+        """As `DeviceBackend.close`."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        _destroy(idle)
+
+    def _count_lent(self, nbytes: int) -> None:
+        if self._bytes_max is not None and self._lent_bytes + nbytes > self._bytes_max:
+            raise DeviceMemoryFullError(
+                f"an arena of {nbytes} bytes does not fit: {self._lent_bytes} of "
+                f"{self._bytes_max} are lent: offload another job, or raise device_bytes",
+                needed_bytes=nbytes,
+                lent_bytes=self._lent_bytes,
+                bytes_max=self._bytes_max,
+            )
+        self._lent_bytes += nbytes
+        self._lent_bytes_peak = max(self._lent_bytes_peak, self._lent_bytes)
+
+    def _take_idle(self, sizes: Sequence[int], uid: int) -> tuple[list[_Segment], list[int]]:
+        """Idle segments of these sizes that `uid` may have, and the sizes that there are none of.
+
+        The ones that were used last, because their bytes may still be in the processor's cache.
+        """
+        found: list[_Segment] = []
+        missing = []
+        for size in sizes:
+            for index in reversed(range(len(self._idle))):
+                segment = self._idle[index]
+                if segment.nbytes == size and segment.uid in (None, uid):
+                    found.append(self._idle.pop(index))
+                    break
+            else:
+                missing.append(size)
+        return found, missing
+
+    def _take_surplus(self) -> list[_Segment]:
+        """Idle segments beyond what may be kept, to be destroyed outside the lock."""
+        excess = self._lent_bytes + sum(s.nbytes for s in self._idle) - self._lent_bytes_peak
+        surplus: list[_Segment] = []
+        while excess > 0 and self._idle:
+            surplus.append(self._idle.pop(0))
+            excess -= surplus[-1].nbytes
+        return surplus
+
+
+def _make(nbytes: int) -> _Segment:
+    fd = os.memfd_create("plexrl-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        return _Segment(fd, nbytes, map_file(fd, nbytes), uid=None, is_clean=True)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _take_over(fd: int, nbytes: int, uid: int) -> _Segment:
+    address = map_file(fd, nbytes)
+    try:
+        return _Segment(os.dup(fd), nbytes, address, uid, is_clean=False)
+    except BaseException:
+        unmap(address, nbytes)
+        raise
+
+
+def _check_segment(fd: int, nbytes: int) -> None:
+    """Refuse a file that its owner could cut short, or that is not of the size it should have.
+
+    Raises:
+        InvalidRequestError: it is no segment.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"a segment must be a sealed memory file; this is none ({error})"
+        ) from error
+    if seals != SEALS:
+        raise InvalidRequestError(
+            f"a segment bears the seals {SEALS:#x}; this memory file has {seals:#x}: pass back "
+            "what the daemon sent"
+        )
+    there = os.fstat(fd)
+    # Pages of another size are another kind of memory file, whose pages can be lacking.
+    if there.st_size != nbytes or nbytes < SEGMENT_BYTES_MIN or there.st_blksize != PAGE:
+        raise InvalidRequestError(
+            f"a segment of {nbytes} bytes is announced; the file has {there.st_size}"
+        )
+
+
+def _destroy(segments: Iterable[_Segment]) -> None:
+    for segment in segments:
+        unmap(segment.address, segment.nbytes)
+        os.close(segment.fd)
+
+
+def _check_device(device: int) -> None:
+    if device != 0:
+        raise InvalidRequestError(f"a CPU node has device 0 only; {device} was asked for")

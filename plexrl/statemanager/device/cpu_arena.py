@@ -1,0 +1,100 @@
+"""A worker's arena on a CPU node."""
+
+import ctypes
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+
+from plexrl.errors import DeviceError, InvalidRequestError
+from plexrl.statemanager.device.backend import DeviceKind, Segment
+from plexrl.statemanager.device.mapping import PAGE, map_file, map_zero, move, unmap
+from plexrl.statemanager.device.segments import SEGMENT_BYTES_MIN
+
+
+class CpuArena:
+    """As `WorkerArena`. While nothing is attached it is private memory that reads as zero and costs
+    nothing until it is written to, so a model can be built in it before a daemon is asked."""
+
+    kind = DeviceKind.CPU
+    device = 0
+
+    def __init__(self, nbytes: int) -> None:
+        """A range of at least `nbytes`."""
+        self.nbytes = max(1, -(-nbytes // PAGE)) * PAGE
+        # Segments come in whole units, the last of which may reach beyond the arena.
+        self._reserved_bytes = -(-self.nbytes // SEGMENT_BYTES_MIN) * SEGMENT_BYTES_MIN
+        self.address = map_zero(self._reserved_bytes)
+        self.segments: tuple[Segment, ...] = ()
+        memory = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
+        # Every view of the buffer holds `memory`, so the range ends with the last of them.
+        ending = weakref.finalize(memory, unmap, self.address, self._reserved_bytes)
+        ending.atexit = False
+        self.buffer = memoryview(memory).cast("B")
+        """Writable, of the whole arena; valid for good."""
+
+    @property
+    def is_attached(self) -> bool:
+        """As `WorkerArena.is_attached`."""
+        return bool(self.segments)
+
+    def attach(self, segments: Sequence[Segment], *, keep_contents: bool) -> None:
+        """As `WorkerArena.attach`."""
+        taken = tuple(segments)
+        try:
+            if self.segments or sum(s.nbytes for s in taken) != self._reserved_bytes:
+                raise InvalidRequestError(
+                    f"segments of {[s.nbytes for s in taken]} bytes do not fit an arena of "
+                    f"{self._reserved_bytes} that has {len(self.segments)} attached"
+                )
+            self._map(taken, keep_contents=keep_contents)
+        except BaseException:
+            _close(taken)
+            raise
+        self.segments = taken
+
+    def detach(self) -> None:
+        """As `WorkerArena.detach`; the arena reads as zero from then on, whatever was written while
+        nothing was attached."""
+        map_zero(self._reserved_bytes, self.address)
+        _close(self.segments)
+        self.segments = ()
+
+    def resident_bytes(self) -> int:
+        """Memory that is attached; what was written while nothing is attached is not counted."""
+        return sum(segment.nbytes for segment in self.segments)
+
+    def close(self) -> None:
+        """As `WorkerArena.close`."""
+        self.detach()
+
+    def _map(self, segments: Sequence[Segment], *, keep_contents: bool) -> None:
+        # Mapped a second time meanwhile, so that contents can be carried over, and back.
+        spare: list[int] = []
+        address = self.address
+        try:
+            for segment in segments:
+                if keep_contents:
+                    spare.append(map_file(segment.fd, segment.nbytes))
+                    move(spare[-1], address, segment.nbytes)
+                map_file(segment.fd, segment.nbytes, address)
+                address += segment.nbytes
+        except OSError as error:
+            map_zero(address - self.address, self.address)
+            for place, at in zip(_places(segments, self.address), spare, strict=False):
+                if place[0] < address:
+                    move(place[0], at, place[1])
+            raise DeviceError(f"a segment cannot be mapped ({error})") from error
+        finally:
+            for segment, at in zip(segments, spare, strict=False):
+                unmap(at, segment.nbytes)
+
+
+def _places(segments: Sequence[Segment], address: int) -> Iterator[tuple[int, int]]:
+    for segment in segments:
+        yield address, segment.nbytes
+        address += segment.nbytes
+
+
+def _close(segments: Sequence[Segment]) -> None:
+    for segment in segments:
+        os.close(segment.fd)

@@ -1,0 +1,67 @@
+"""Mappings at addresses of our choice, which Python's `mmap` cannot make, and moves of bytes.
+
+Addresses are plain integers. Whoever maps must know that nothing uses what was there before.
+"""
+
+import ctypes
+import mmap
+import os
+
+PAGE = mmap.PAGESIZE
+
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+"""Linux; the `mmap` module names neither before Python 3.13."""
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_munmap = _libc.munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+move = ctypes.memmove
+"""`move(target, source, nbytes)`; lets other threads run meanwhile."""
+
+
+def map_zero(nbytes: int, address: int | None = None) -> int:
+    """Private memory that reads as zero and costs nothing until it is written to; in place of what
+    is at `address` where one is given."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return _map(address, nbytes, flags, -1)
+
+
+def map_file(fd: int, nbytes: int, address: int | None = None) -> int:
+    """The file's first bytes, shared, with all pages there; in place of what is at `address` where
+    one is given."""
+    return _map(address, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd)
+
+
+def unmap(address: int, nbytes: int) -> None:
+    """End mappings; the addresses may come back with another meaning."""
+    if _munmap(address, nbytes) != 0:
+        raise _last_error()
+
+
+def set_zero(address: int, nbytes: int) -> None:
+    """Write zeros; lets other threads run meanwhile."""
+    ctypes.memset(address, 0, nbytes)
+
+
+def _map(address: int | None, nbytes: int, flags: int, fd: int) -> int:
+    if address is not None:
+        flags |= _MAP_FIXED
+    found: int | None = _mmap(address, nbytes, _READ_WRITE, flags, fd, 0)
+    if found is None or found == _MAP_FAILED:
+        raise _last_error()
+    return found
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

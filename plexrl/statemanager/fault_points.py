@@ -1,0 +1,44 @@
+"""Named points of a move at which a test has the daemon killed. Nothing is named in production."""
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterable
+
+from plexrl.errors import InvalidRequestError
+
+POINTS = frozenset(
+    {
+        *("put.claimed", "put.reserved", "put.copied", "put.header", "put.named", "put.dropped"),
+        *("spill.block", "spill.data", "spill.rename", "spill.header", "spill.named", "spill.done"),
+        *("promote.block", "promote.data", "promote.header", "promote.named"),
+        *("load.half", "load.block", "drop.unlinked", "drop.object"),
+    }
+)
+
+
+class FaultPoints:
+    """`name` kills this process when it gets to the point, `name:3` when it does the third time."""
+
+    def __init__(self, named: Iterable[str] = ()) -> None:
+        """Raises InvalidRequestError: there is no such point."""
+        self._left: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        for entry in named:
+            name, _, count = entry.partition(":")
+            if name not in POINTS or not (count or "1").isdecimal():
+                raise InvalidRequestError(f"no fault point {entry!r}: one of {sorted(POINTS)}")
+            self._left[name] = int(count or 1)
+
+    def reach(self, name: str) -> None:
+        """Say that a move has got so far."""
+        assert name in POINTS, name
+        if not self._left:
+            return
+        with self._lock:
+            if name not in self._left:
+                return
+            self._left[name] -= 1
+            if self._left[name] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,90 @@
+"""Free bytes of several segments, kept as ranges that are as long as they can be. Pure."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """A range of bytes of one segment."""
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
+class FreeRanges:
+    """Disjoint ranges; neighbours are joined, so what was freed can be taken in one piece again."""
+
+    def __init__(self, pieces: Iterable[Piece] = ()) -> None:
+        self.nbytes = 0
+        """Of all ranges together."""
+        self._ranges: dict[int, list[tuple[int, int]]] = {}
+        for piece in pieces:
+            self.add(piece)
+
+    def __iter__(self) -> Iterator[Piece]:
+        for segment, ranges in sorted(self._ranges.items()):
+            yield from (Piece(segment, start, end - start) for start, end in ranges)
+
+    def add(self, piece: Piece) -> None:
+        """Take in a range of which no byte is here yet."""
+        if not piece.nbytes:
+            return
+        ranges = self._ranges.setdefault(piece.segment, [])
+        start, end = piece.offset, piece.offset + piece.nbytes
+        at = bisect_left(ranges, (start, end))
+        assert at == 0 or ranges[at - 1][1] <= start, f"{piece} is free already"
+        assert at == len(ranges) or end <= ranges[at][0], f"{piece} is free already"
+        if at < len(ranges) and ranges[at][0] == end:
+            end = ranges.pop(at)[1]
+        if at > 0 and ranges[at - 1][1] == start:
+            start = ranges.pop(at - 1)[0]
+        insort(ranges, (start, end))
+        self.nbytes += piece.nbytes
+
+    def remove(self, piece: Piece) -> None:
+        """Take out whatever of `piece` is here."""
+        end = piece.offset + piece.nbytes
+        kept: list[tuple[int, int]] = []
+        for first, last in self._ranges.get(piece.segment, []):
+            inner = max(0, min(last, end) - max(first, piece.offset))
+            if not inner:
+                kept.append((first, last))
+                continue
+            self.nbytes -= inner
+            if first < piece.offset:
+                kept.append((first, piece.offset))
+            if end < last:
+                kept.append((end, last))
+        self._ranges[piece.segment] = kept
+
+    def take(self, nbytes: int) -> list[Piece]:
+        """Up to `nbytes` bytes, in as few ranges as can be: all that there are where they are
+        fewer."""
+        found: list[Piece] = []
+        # From long to short; the last one is the shortest range that is long enough.
+        pieces = sorted(self, key=lambda piece: (-piece.nbytes, piece))
+        for index, piece in enumerate(pieces):
+            if nbytes <= 0:
+                break
+            if piece.nbytes >= nbytes:
+                enough = (other for other in reversed(pieces[index:]) if other.nbytes >= nbytes)
+                piece = next(enough)._replace(nbytes=nbytes)
+            self.remove(piece)
+            found.append(piece)
+            nbytes -= piece.nbytes
+        return found
+
+
+def cut(pieces: Iterable[Piece], start: int, nbytes: int) -> list[Piece]:
+    """The ranges that hold bytes [start, start + nbytes) of what lies in `pieces`."""
+    found: list[Piece] = []
+    for piece in pieces:
+        first, last = max(0, start), min(piece.nbytes, start + nbytes)
+        if first < last:
+            found.append(Piece(piece.segment, piece.offset + first, last - first))
+        start -= piece.nbytes
+        if start + nbytes <= 0:
+            break
+    return found

@@ -1,0 +1,306 @@
+"""A version on its way into the store: shared where another rank has the same bytes, else copied.
+
+A section that other ranks hold too is stored once. Who comes first claims it and writes it; who
+comes later waits for that, compares its own bytes with what was written, and shares it if they are
+equal. All claims of a version are made at once, and whoever waits waits for earlier claims only, so
+no two wait for each other.
+"""
+
+import logging
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from plexrl.errors import CorruptStateError, StateTierFullError
+from plexrl.statemanager.catalog import Catalog
+from plexrl.statemanager.device.memory import DeviceMemory
+from plexrl.statemanager.fault_points import FaultPoints
+from plexrl.statemanager.host_pool import HostPool
+from plexrl.statemanager.layout import ExtentMap
+from plexrl.statemanager.mover import Mover, Placed
+from plexrl.statemanager.nvme import file_bytes
+from plexrl.statemanager.objects import ObjectState, StoredObject, Version, share_keys
+from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.room import Rooms
+from plexrl.statemanager.tier import Tier
+from plexrl.statemanager.versions import Extent, Manifest, Section, digest_of, header_bytes, padded
+
+LOG = logging.getLogger(__name__)
+
+HOST, NVME = TierName.HOST, TierName.NVME
+PIECE_TEXT_BYTES = 64
+"""What a header spends on naming a piece, at most."""
+
+
+@dataclass(slots=True, eq=False)
+class _Draft:
+    """A version as far as it has come."""
+
+    manifest: Manifest
+    placed: list[Placed]
+    objects: list[StoredObject]
+    """One for each section: its own, or another rank's."""
+    own: set[StoredObject] = field(default_factory=set)
+    """To be written."""
+    others: set[StoredObject] = field(default_factory=set)
+    """Another rank's, held in place in `held`."""
+    held: list[tuple[StoredObject, TierName]] = field(default_factory=list)
+
+    manifest_bytes: int = 0
+    """Of the manifest as text."""
+
+    def version(self) -> Version:
+        """What it will be."""
+        ordinal = self.manifest.ordinal
+        return Version(self.manifest, tuple(self.objects), last_use=ordinal, last_use_s=0.0)
+
+    def header_bytes(self, tier: TierName) -> int:
+        """Of its header in a tier, as far as it is known where the objects lie."""
+        records = [found.record(tier) for found in self.objects]
+        return header_bytes(self.manifest_bytes, records)
+
+    def replace(self, index: int) -> StoredObject:
+        """Have an own object for a section instead of another rank's."""
+        own = _new_object(self.manifest, self.manifest.sections[index])
+        self.others.discard(self.objects[index])
+        self.own.add(own)
+        self.objects[index] = own
+        return own
+
+    def lacking(self, tier: TierName) -> set[StoredObject]:
+        """What is to be written to bring it all to a tier."""
+        return self.own | {found for found in self.others if not found.is_in(tier)}
+
+
+class Saver:
+    """Stores versions. Thread-safe."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        tiers: dict[TierName, Tier],
+        pool: HostPool,
+        mover: Mover,
+        rooms: Rooms,
+        faults: FaultPoints,
+    ) -> None:
+        self._catalog = catalog
+        self._tiers = tiers
+        self._pool = pool
+        self._mover = mover
+        self._rooms = rooms
+        self._faults = faults
+
+    def save(
+        self,
+        manifest: Manifest,
+        memory: DeviceMemory,
+        extents: Sequence[Extent],
+        superseded: Iterable[str],
+        *,
+        host_allowed: bool,
+        digest_wanted: str | None = None,
+    ) -> Version:
+        """Store a version whose data lies in `memory` where `extents` say.
+
+        Raises:
+            StateTierFullError: no tier has room, whatever is moved.
+            CorruptStateError: the data is not that of `digest_wanted`.
+        """
+        draft = self._claim(manifest, memory, extents)
+        self._faults.reach("put.claimed")
+        try:
+            for index, found in enumerate(draft.objects):
+                if found in draft.others:
+                    self._share_or_copy(draft, index)
+            tier, header = self._write_somewhere(draft, superseded, host_allowed=host_allowed)
+            self._faults.reach("put.copied")
+            try:
+                self._check_digest(draft, digest_wanted)
+                version = draft.version()
+                self._tiers[tier].name_version(version.record(tier), "put")
+            except BaseException:
+                with self._catalog.lock:
+                    self._give_header_back(tier, header)
+                raise
+            with self._catalog.lock:
+                self._catalog.install(version)
+                self._catalog.named(version, tier, header)
+                version.last_use_s = self._rooms.now()
+            self._faults.reach("put.dropped")
+            return version
+        except BaseException:
+            with self._catalog.lock:
+                for found in draft.own:
+                    if found.state == ObjectState.PENDING:
+                        self._catalog.settle(found, ObjectState.FAILED)
+            raise
+        finally:
+            with self._catalog.lock:
+                for found, tier in draft.held:
+                    self._catalog.release([found], tier)
+
+    def _claim(self, manifest: Manifest, memory: DeviceMemory, extents: Sequence[Extent]) -> _Draft:
+        catalog = self._catalog
+        places = ExtentMap(extents)
+        draft = _Draft(manifest, [], [])
+        draft.manifest_bytes = len(msgspec.json.encode(manifest))
+        with catalog.lock:
+            for section, key in zip(manifest.sections, share_keys(manifest), strict=True):
+                draft.placed.append(Placed(memory, places, section.start))
+                found = catalog.shared.get(key) if key is not None else None
+                if found is not None and found in draft.own:
+                    # One version says twice that it has it; it must not wait for itself.
+                    found, key = None, None
+                if found is not None:
+                    draft.others.add(found)
+                else:
+                    found = _new_object(manifest, section)
+                    found.share_key = key
+                    draft.own.add(found)
+                    if key is not None:
+                        catalog.shared[key] = found
+                draft.objects.append(found)
+        return draft
+
+    def _share_or_copy(self, draft: _Draft, index: int) -> None:
+        """Hold another rank's object in place, or have an own one written where it is not equal."""
+        found = draft.objects[index]
+        catalog = self._catalog
+        with catalog.lock:
+            catalog.whole.wait_for(lambda: found.state != ObjectState.PENDING)
+            tiers = [tier for tier in TierName if found.is_in(tier)]
+            for tier in tiers:
+                catalog.acquire([found], tier)
+                draft.held.append((found, tier))
+        if tiers:
+            try:
+                if self._mover.is_same(found, draft.placed[index]):
+                    return
+                LOG.warning(
+                    "%s differs from what another rank calls its replica; it is stored apart",
+                    draft.manifest.description,
+                )
+            except CorruptStateError as error:
+                LOG.warning("%s shares nothing: %s", draft.manifest.description, error)
+        draft.replace(index)
+
+    def _write_somewhere(
+        self, draft: _Draft, superseded: Iterable[str], *, host_allowed: bool
+    ) -> tuple[TierName, int]:
+        """Bring what is lacking to a tier that has room; returns it, and the bytes of the header,
+        which stay reserved there."""
+        if not host_allowed:
+            return self._write_to_nvme(draft, superseded)
+        extra_bytes = 0
+        while True:
+            reserved = self._needed(draft, HOST, extra_bytes)
+            nvme_bytes = self._needed(draft, NVME)
+            tier = self._rooms.make(draft.manifest, reserved, nvme_bytes, superseded)
+            self._faults.reach("put.reserved")
+            if tier == NVME:
+                return NVME, self._write(draft, NVME, nvme_bytes)
+            try:
+                return HOST, self._write(draft, HOST, reserved)
+            except _HeaderTooLongError as error:
+                extra_bytes += error.by_bytes
+            except StateTierFullError:
+                # The memory file system is fuller than our bound; others may be using it.
+                return self._write_to_nvme(draft, superseded)
+
+    def _write_to_nvme(self, draft: _Draft, superseded: Iterable[str]) -> tuple[TierName, int]:
+        nbytes = self._needed(draft, NVME)
+        if not self._rooms.take_free(NVME, nbytes):
+            with self._catalog.lock:
+                self._catalog.drop(superseded)
+                if not self._catalog.reserve(NVME, nbytes):
+                    raise self._catalog.full(draft.manifest, nbytes)
+        return NVME, self._write(draft, NVME, nbytes)
+
+    def _needed(self, draft: _Draft, tier: TierName, extra_bytes: int = 0) -> int:
+        """Bytes of what is lacking in a tier, and of the header there."""
+        # What is not there yet is counted with a few pieces; a scattered one has more.
+        expected = 0 if tier == NVME else 2 * len(draft.objects) * PIECE_TEXT_BYTES
+        header = padded(draft.header_bytes(tier) + expected + extra_bytes)
+        return header + sum(found.bytes_in(tier) for found in draft.lacking(tier))
+
+    def _write(self, draft: _Draft, tier: TierName, reserved: int) -> int:
+        """Write what is lacking; returns the bytes of the header.
+
+        The reservation is kept as far as these take it, and undone where this raises.
+        """
+        catalog = self._catalog
+        written: dict[StoredObject, Placed] = {}
+        try:
+            lacking = draft.lacking(tier)
+            for index, found in enumerate(draft.objects):
+                if found not in lacking:
+                    continue
+                if found in draft.others:
+                    # It lies in the other tier only, so this version has one of its own here.
+                    found = draft.replace(index)
+                written[found] = draft.placed[index]
+                if tier == HOST:
+                    found.pieces = self._pool.alloc(found.bytes_in(HOST))
+            header = draft.header_bytes(tier)
+            used = header + sum(found.bytes_in(tier) for found in written)
+            if used > reserved:
+                raise _HeaderTooLongError(used - reserved)
+            for found, placed in written.items():
+                if tier == HOST:
+                    assert found.pieces is not None
+                    self._mover.arena_to_host(placed, found.pieces)
+                else:
+                    found.digests = self._mover.arena_to_nvme(placed, found)
+                    found.on_nvme = True
+        except BaseException:
+            with catalog.lock:
+                for found in written:
+                    catalog.abandon(found, tier)
+                catalog.give_back(tier, reserved)
+            raise
+        if tier == HOST:
+            self._pool.set_aside(header)
+        with catalog.lock:
+            catalog.give_back(tier, reserved - used)
+            catalog.acquire(written, tier)
+            draft.held += [(found, tier) for found in written]
+            for found in written:
+                catalog.settle(found, ObjectState.WHOLE)
+        return header
+
+    def _give_header_back(self, tier: TierName, header: int) -> None:
+        self._catalog.give_back(tier, header)
+        if tier == HOST:
+            self._pool.set_aside(-header)
+
+    def _check_digest(self, draft: _Draft, wanted: str | None) -> None:
+        if wanted is None:
+            return
+        for found in draft.objects:
+            found.digests = self._mover.digests(found)
+        if digest_of(found.digests for found in draft.objects) != wanted:
+            manifest = draft.manifest
+            raise CorruptStateError(
+                f"{manifest.description} arrived damaged (its digest does not match): restore a "
+                "checkpoint",
+                deployment=manifest.deployment,
+                rank=manifest.rank,
+                seq=manifest.seq,
+            )
+
+
+class _HeaderTooLongError(Exception):
+    """The room that was reserved does not do, as the version lies more scattered than expected."""
+
+    def __init__(self, by_bytes: int) -> None:
+        super().__init__(f"{by_bytes} bytes more are needed")
+        self.by_bytes = by_bytes
+
+
+def _new_object(manifest: Manifest, section: Section) -> StoredObject:
+    # Unique also beside an object of a version that no longer is, whose file is still read.
+    name = f"{manifest.file_name}.{uuid.uuid4().hex[:12]}"
+    return StoredObject(id=name, nbytes=section.nbytes, file_bytes=file_bytes(name, section.nbytes))

@@ -1,0 +1,33 @@
+"""Two processes that take turns on a real GPU. Skipped, visibly, where there is none."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.switch import GIB, start_daemon, take_turns
+from tests.statemanager.device_rigs import real_driver
+
+pytestmark = pytest.mark.gpu
+
+SWITCHES = 100
+HOST_BYTES_MAX = 32 * GIB
+
+
+def test_a_hundred_switches_leave_no_memory_behind() -> None:
+    """The two states together are more than the card's half where host memory allows."""
+    driver = real_driver()
+    free_before, total = driver.memory_info()
+    nbytes = min(total * 3 // 10, HOST_BYTES_MAX // 2) >> 21 << 21
+    directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
+    daemon, node = start_daemon(directory, 2 * nbytes + 2 * GIB)
+    try:
+        turns = take_turns(node, "turn", nbytes, SWITCHES, driver)
+        free = [turn[3] for turn in turns]
+        # One state is on the device after every switch; contexts take some too, but always as much.
+        assert max(free) - min(free) <= 64 << 20
+        assert free[-1] >= free[0] - (4 << 20)
+    finally:
+        daemon.terminate()
+        assert daemon.wait() == 0
+    assert free_before - driver.memory_info()[0] <= 64 << 20

@@ -1,0 +1,25 @@
+"""An arena that no daemon lends, as the store sees one."""
+
+from collections.abc import Sequence
+
+from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.device.mapping import move
+from plexrl.statemanager.device.memory import Run
+
+
+class HostMemory:
+    """As `DeviceMemory`, over an arena of this process."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self.nbytes = arena.nbytes
+
+    def read(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            assert 0 <= run.offset <= self.nbytes - run.nbytes
+            move(run.address, self._arena.address + run.offset, run.nbytes)
+
+    def write(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            assert 0 <= run.offset <= self.nbytes - run.nbytes
+            move(self._arena.address + run.offset, run.address, run.nbytes)

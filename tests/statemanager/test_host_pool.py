@@ -1,0 +1,236 @@
+"""Pooled memory: one owner for each page, never beyond the bound, and found again after a crash."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from plexrl.errors import StateTierFullError
+from plexrl.statemanager.free_ranges import FreeRanges, Piece, cut
+from plexrl.statemanager.host_pool import HostPool
+from plexrl.statemanager.numa import memory_nodes, place_pages
+from tests.statemanager.conftest import MIB, wait_until
+
+PAGE = 4096
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """On a memory file system."""
+    path = Path(tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+def resident(directory: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in directory.iterdir())
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 10))))
+def test_free_ranges_are_a_set_of_bytes(steps: list[tuple[bool, int, int]]) -> None:
+    free, oracle = FreeRanges(), set[int]()
+    for adds, offset, nbytes in steps:
+        span = set(range(offset, offset + nbytes))
+        if adds:
+            for byte in sorted(span - oracle):
+                free.add(Piece(0, byte, 1))
+            oracle |= span
+        else:
+            free.remove(Piece(0, offset, nbytes))
+            oracle -= span
+        ranges = list(free)
+        assert {b for p in ranges for b in range(p.offset, p.offset + p.nbytes)} == oracle
+        assert free.nbytes == len(oracle)
+        ends = [piece.offset + piece.nbytes for piece in ranges]
+        assert not set(ends) & {piece.offset for piece in ranges}, "neighbours are not joined"
+
+
+@given(st.sets(st.integers(0, 40)), st.integers(1, 45))
+def test_what_is_taken_lies_in_as_few_ranges_as_can_be(free_bytes: set[int], wanted: int) -> None:
+    free = FreeRanges(Piece(0, byte, 1) for byte in free_bytes)
+    lengths = sorted((piece.nbytes for piece in free), reverse=True)
+    taken = free.take(wanted)
+    found = [byte for piece in taken for byte in range(piece.offset, piece.offset + piece.nbytes)]
+    assert len(found) == len(set(found)) == min(wanted, len(free_bytes))
+    assert set(found) <= free_bytes
+    fewest = next((n for n in range(len(lengths)) if sum(lengths[:n]) >= wanted), len(lengths))
+    assert len(taken) == fewest
+
+
+@given(st.lists(st.integers(1, 5), max_size=5), st.integers(0, 25), st.integers(0, 25))
+def test_a_cut_is_a_slice(sizes: list[int], start: int, nbytes: int) -> None:
+    pieces = [Piece(index, 10 * index, size) for index, size in enumerate(sizes)]
+
+    def places(found: list[Piece]) -> list[tuple[int, int]]:
+        return [(p.segment, byte) for p in found for byte in range(p.offset, p.offset + p.nbytes)]
+
+    assert places(cut(pieces, start, nbytes)) == places(pieces)[start : start + nbytes]
+
+
+class PoolHistory(RuleBasedStateMachine):
+    """Every page that was handed out holds the number of its owner."""
+
+    @initialize(bound=st.integers(0, 40), segment=st.integers(1, 16))
+    def start(self, bound: int, segment: int) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm"))
+        self.bound, self.segment = bound * PAGE, segment * PAGE
+        self.aside = 0
+        self.owned: dict[int, tuple[Piece, ...]] = {}
+        self.count = 0
+        self.open()
+
+    def open(self) -> None:
+        self.pool = HostPool(self.directory, self.bound, segment_bytes_max=self.segment)
+
+    def used(self) -> int:
+        return sum(piece.nbytes for pieces in self.owned.values() for piece in pieces)
+
+    @rule(nbytes=st.integers(1, 12 * PAGE))
+    def alloc(self, nbytes: int) -> None:
+        whole = -(-nbytes // PAGE) * PAGE
+        fits = self.used() + self.aside + whole <= self.bound
+        try:
+            pieces = self.pool.alloc(nbytes)
+        except StateTierFullError:
+            assert not fits
+            return
+        assert fits
+        assert sum(piece.nbytes for piece in pieces) == whole
+        self.count += 1
+        self.owned[self.count] = pieces
+        for piece in pieces:
+            self.pool.view(piece)[:] = self.count.to_bytes(8, "little") * (piece.nbytes // 8)
+
+    @precondition(lambda self: self.owned)
+    @rule(index=st.integers(0, 100))
+    def free(self, index: int) -> None:
+        self.pool.free(self.owned.pop(sorted(self.owned)[index % len(self.owned)]))
+
+    @rule(pages=st.integers(0, 3))
+    def set_aside(self, pages: int) -> None:
+        if self.used() + pages * PAGE > self.bound:
+            return
+        self.pool.set_aside(pages * PAGE - self.aside)
+        self.aside = pages * PAGE
+
+    @rule(nbytes=st.integers(0, 20 * PAGE))
+    def prefault(self, nbytes: int) -> None:
+        self.pool.prefault(nbytes)
+        assert self.pool._prefaulting is not None
+        self.pool._prefaulting.join()
+        room = (self.bound - self.aside) // PAGE * PAGE
+        assert self.pool.resident_bytes >= min(nbytes // PAGE * PAGE, room)
+
+    @rule(forgotten=st.integers(0, 3))
+    def restart(self, forgotten: int) -> None:
+        self.pool.close()
+        self.open()
+        for number in sorted(self.owned)[:forgotten]:
+            del self.owned[number]
+        for pieces in self.owned.values():
+            assert self.pool.claim(pieces)
+            assert not self.pool.claim(pieces), "it was given to two"
+        self.pool.set_aside(self.aside)
+
+    @invariant()
+    def every_owner_has_its_own(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for number, pieces in self.owned.items():
+            for piece in pieces:
+                expected = number.to_bytes(8, "little") * (piece.nbytes // 8)
+                assert self.pool.view(piece) == expected
+        assert self.pool.used_bytes == self.used()
+        self.pool.check()
+        assert resident(self.directory) <= self.bound - self.aside
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.close()
+            shutil.rmtree(self.directory)
+
+
+def test_any_history_of_the_pool() -> None:
+    run_state_machine_as_test(
+        PoolHistory, settings=settings(max_examples=100, stateful_step_count=30, deadline=None)
+    )
+
+
+def test_freed_memory_stays_and_is_handed_out_again(directory: Path) -> None:
+    pool = HostPool(directory, 4 * MIB)
+    first = pool.alloc(3 * MIB)
+    pool.free(first)
+    assert resident(directory) == 3 * MIB
+    assert pool.alloc(3 * MIB) == first
+    pool.close()
+
+
+def test_prefaulting_makes_memory_resident(directory: Path) -> None:
+    pool = HostPool(directory, 8 * MIB)
+    pool.prefault(6 * MIB)
+    wait_until(lambda: resident(directory) == 6 * MIB)
+    wait_until(lambda: pool.used_bytes == 0)
+    assert pool.resident_bytes == 6 * MIB
+    pool.close()
+
+
+def test_a_device_is_told_of_memory_that_is_there_and_stays(directory: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    pool = HostPool(
+        directory,
+        4 * MIB,
+        on_map=lambda address, nbytes: told.append(("map", address, nbytes)),
+        on_unmap=lambda address, nbytes: told.append(("unmap", address, nbytes)),
+    )
+    [piece] = pool.alloc(MIB)
+    [(what, address, nbytes)] = told
+    assert what == "map"
+    assert address <= pool.address(piece) < address + nbytes
+    assert resident(directory) == nbytes
+    pool.close()
+    assert told[1:] == [("unmap", address, nbytes)]
+
+
+def test_a_segment_that_lost_its_tail_is_not_claimed(directory: Path) -> None:
+    pool = HostPool(directory, 4 * MIB)
+    pieces = pool.alloc(MIB)
+    pool.close()
+    [path] = directory.iterdir()
+    os.truncate(path, MIB // 2)
+    again = HostPool(directory, 4 * MIB)
+    assert not again.claim(pieces)
+    assert again.used_bytes == 0
+    again.close()
+
+
+def test_memory_nodes_are_read_from_the_system(tmp_path: Path) -> None:
+    for name in ("node0", "node1", "node12", "has_cpu"):
+        (tmp_path / name).mkdir()
+    assert memory_nodes(tmp_path) == (0, 1, 12)
+    assert memory_nodes(tmp_path / "absent") == ()
+
+
+def test_a_preference_for_a_node_is_accepted_by_the_kernel(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This machine may have one node only, so it is told of two."""
+    pool = HostPool(directory, MIB)
+    [piece] = pool.alloc(MIB)
+    place_pages(pool.address(piece), piece.nbytes, node=0, nodes=(0, 1))
+    assert not caplog.records
+    place_pages(pool.address(piece), piece.nbytes, node=1 << 9, nodes=(0, 1 << 9))
+    assert "was not preferred" in caplog.text
+    pool.close()

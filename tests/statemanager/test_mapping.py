@@ -1,0 +1,67 @@
+"""Mapped memory by address."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from plexrl.statemanager.mapping import JoinedRegions, MappedFile, Region, discard, equal, populate
+
+PAGE = 4096
+
+
+@pytest.fixture
+def memory() -> Iterator[tuple[int, MappedFile]]:
+    """Four pages in a memory file, each filled with its number."""
+    fd = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(fd, 4 * PAGE)
+    mapped = MappedFile(fd, 4 * PAGE)
+    for page in range(4):
+        mapped.view[page * PAGE : (page + 1) * PAGE] = bytes([page]) * PAGE
+    yield fd, mapped
+    mapped.close()
+    os.close(fd)
+
+
+def test_regions_are_read_as_one_memory(memory: tuple[int, MappedFile]) -> None:
+    fd, _ = memory
+    regions = [
+        Region(fd=fd, offset=page * PAGE, nbytes=PAGE, data_offset=at * PAGE)
+        for at, page in enumerate((3, 1, 2))
+    ]
+    joined = JoinedRegions(regions, 2 * PAGE + 10)
+    assert joined.view.readonly
+    assert joined.view == b"\3" * PAGE + b"\1" * PAGE + b"\2" * 10
+    joined.close()
+    joined.close()
+
+
+@pytest.mark.parametrize(
+    "change", [{"data_offset": PAGE}, {"data_offset": -PAGE}, {"offset": 1}, {"nbytes": 2 * PAGE}]
+)
+def test_a_region_that_cannot_be_is_refused(
+    memory: tuple[int, MappedFile], change: dict[str, int]
+) -> None:
+    region = Region(fd=memory[0], offset=0, nbytes=PAGE, data_offset=0)
+    with pytest.raises(OSError, match=r"Invalid argument|lies outside"):
+        JoinedRegions([replace(region, **change)], PAGE)
+
+
+def test_populated_pages_keep_their_contents(memory: tuple[int, MappedFile]) -> None:
+    fd, mapped = memory
+    discard(mapped.address + PAGE, PAGE)
+    assert os.fstat(fd).st_blocks * 512 == 3 * PAGE
+    assert mapped.view[PAGE : 2 * PAGE] == bytes(PAGE)
+    populate(mapped.address, 4 * PAGE)
+    assert os.fstat(fd).st_blocks * 512 == 4 * PAGE
+    assert mapped.view[2 * PAGE :] == b"\2" * PAGE + b"\3" * PAGE
+
+
+def test_memory_is_compared_byte_for_byte(memory: tuple[int, MappedFile]) -> None:
+    _, mapped = memory
+    mapped.view[:PAGE] = mapped.view[PAGE : 2 * PAGE]
+    assert equal(mapped.address, mapped.address + PAGE, PAGE)
+    mapped.view[PAGE - 1] ^= 1
+    assert not equal(mapped.address, mapped.address + PAGE, PAGE)
+    assert equal(mapped.address, mapped.address + PAGE, PAGE - 1)

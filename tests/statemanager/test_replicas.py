@@ -1,0 +1,344 @@
+"""Bytes that several ranks hold alike are stored once; quotas, drains and predictions beside."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plexrl.errors import OperationCancelledError, QuotaExceededError
+from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.drain import Drainer
+from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout import lay_out
+from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.store import Store
+from plexrl.statemanager.tenant_limit import TenantLimit
+from plexrl.statemanager.versions import Manifest, Section, VersionKind
+from tests.statemanager.conftest import MIB, run_together, wait_until
+from tests.statemanager.host_memory import HostMemory
+
+HOST, NVME = TierName.HOST, TierName.NVME
+OpenStore = Callable[..., Store]
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[OpenStore]:
+    """Opens a store on directories that stay for the test; closes it."""
+    host_dir = tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm")
+    opened: list[Store] = []
+
+    def open_again(**fields: Any) -> Store:
+        for former in opened:
+            former.close()
+        opened.clear()
+        clock = fields.pop("clock", lambda: 0.0)
+        config = {"host_bytes": 64 * MIB, "nvme_bytes": 64 * MIB, **fields}
+        store = Store(
+            StateManagerConfig(
+                node="n", listen="", host_dir=host_dir, nvme_dir=str(tmp_path / "nvme"), **config
+            ),
+            clock=clock,
+        )
+        opened.append(store)
+        return store
+
+    yield open_again
+    for store in opened:
+        store.close()
+    shutil.rmtree(host_dir)
+
+
+class Rank:
+    """Of a deployment whose ranks all hold `w`, and each its own `o`."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, nbytes: int = 5 * MIB) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.arena = Arena(2 * nbytes)
+        self.memory = np.frombuffer(self.arena.buffer, dtype=np.uint8)
+        self.halves = self.memory[:nbytes], self.memory[nbytes : 2 * nbytes]
+        self.nbytes = nbytes
+
+    def slices(self, rank: int) -> tuple[StateSlice, ...]:
+        return tuple(
+            StateSlice(
+                key=StateKey(part=StatePart.PARAMETER, name=name),
+                dtype="U8",
+                global_shape=(self.nbytes * (self.world_size if name == "o" else 1),),
+                offset=(rank * self.nbytes if name == "o" else 0,),
+                shape=(self.nbytes,),
+                arena_offset=index * self.nbytes,
+            )
+            for index, name in enumerate(("w", "o"))
+        )
+
+    def fill(self, shared: int, own: int) -> None:
+        for half, seed in zip(self.halves, (shared, own), strict=True):
+            half[:] = np.random.default_rng(seed).integers(0, 256, self.nbytes, dtype=np.uint8)
+
+    def manifest(self, seq: int, **fields: Any) -> Manifest:
+        others = {r: self.slices(r) for r in range(self.world_size) if r != self.rank}
+        layout = lay_out(self.slices(self.rank), self.rank, others)
+        whole = Manifest(
+            deployment="job/actor",
+            rank=self.rank,
+            world_size=self.world_size,
+            seq=seq,
+            kind=VersionKind.STATE,
+            parts=(),
+            meta_json="{}",
+            slices=self.slices(self.rank),
+            extents=layout.extents,
+            nbytes=layout.nbytes,
+            sections=layout.sections,
+        )
+        return replace(whole, **fields)
+
+    def put(self, seq: int, **fields: Any) -> None:
+        self.store.put(self.manifest(seq, **fields), HostMemory(self.arena))
+
+    def check(self, seq: int) -> None:
+        expected = self.memory.copy()
+        self.memory[:] = 0
+        name = self.manifest(seq).name
+        self.store.load(name, name, HostMemory(self.arena))
+        assert np.array_equal(self.memory, expected)
+
+
+def ranks_of(store: Store, count: int, **fields: int) -> list[Rank]:
+    made = [Rank(store, rank, count, **fields) for rank in range(count)]
+    for rank in made:
+        rank.fill(1, 100 + rank.rank)
+    return made
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_replicas_are_stored_once(open_store: OpenStore, count: int) -> None:
+    store = open_store()
+    ranks = ranks_of(store, count)
+    run_together(*(lambda rank=rank: rank.put(1) for rank in ranks))
+    data = (count + 1) * 5 * MIB
+    assert data < store.used_bytes(HOST) < data + MIB
+    for rank in ranks:
+        rank.check(1)
+    store.check()
+
+
+def test_a_replica_that_differs_in_one_byte_is_stored_apart(
+    open_store: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store()
+    first, second = ranks_of(store, 2)
+    second.halves[0][4 * MIB + 123] ^= 1
+    first.put(1)
+    second.put(1)
+    assert "differs from what another rank calls its replica" in caplog.text
+    assert store.used_bytes(HOST) > 20 * MIB
+    first.check(1)
+    second.check(1)
+
+
+def test_a_manifest_that_names_one_replica_twice_waits_for_nobody(open_store: OpenStore) -> None:
+    store = open_store()
+    [rank] = ranks_of(store, 1)
+    manifest = rank.manifest(1)
+    halves = tuple(Section(start=start, nbytes=5 * MIB, share_key="same") for start in (0, 5 * MIB))
+    store.put(replace(manifest, sections=halves), HostMemory(rank.arena))
+    rank.check(1)
+    store.check()
+
+
+def test_shared_bytes_go_with_the_last_that_has_them(open_store: OpenStore) -> None:
+    store = open_store()
+    first, second = ranks_of(store, 2)
+    first.put(1)
+    second.put(1)
+    store.drop([first.manifest(1).name])
+    second.check(1)
+    assert 10 * MIB < store.used_bytes(HOST) < 11 * MIB
+    store.drop([second.manifest(1).name])
+    assert store.used_bytes(HOST) == 0
+    store.check()
+
+
+def test_sharing_outlives_the_daemon_and_the_host_tier(open_store: OpenStore) -> None:
+    store = open_store()
+    ranks = ranks_of(store, 2)
+    for rank in ranks:
+        rank.put(1)
+    for spill in (False, True):
+        store = open_store()
+        for rank in ranks:
+            rank.store = store
+        assert 15 * MIB < store.used_bytes(NVME if spill else HOST) < 16 * MIB
+        for rank in ranks:
+            rank.check(1)
+        store.check()
+        assert store.persist() == []
+        assert store.used_bytes(HOST) == 0
+
+
+def test_versions_that_share_leave_the_host_tier_together(open_store: OpenStore) -> None:
+    store = open_store(host_bytes=22 * MIB)
+    ranks = ranks_of(store, 2)
+    for rank in ranks:
+        rank.put(1)
+    other = Rank(store, 0, 1)
+    other.fill(7, 8)
+    other.put(1, deployment="b/actor")
+    tiers = {v.manifest.name: v.tier for v in store.find(lambda _: True)}
+    assert [tiers[rank.manifest(1).name] for rank in ranks] == [NVME, NVME]
+    assert 15 * MIB < store.used_bytes(NVME) < 16 * MIB
+    for rank in ranks:
+        rank.check(1)
+
+
+def test_a_copy_on_nvme_makes_leaving_the_host_tier_free(open_store: OpenStore) -> None:
+    # NVMe takes one version: the copy must be all that is written.
+    store = open_store(host_bytes=11 * MIB, nvme_bytes=11 * MIB)
+    [rank] = ranks_of(store, 1)
+    rank.put(1)
+    assert store.keep_copy(rank.manifest(1).name)
+    written = sorted(path.stat().st_mtime_ns for path in nvme_files(store))
+    rank.put(2)
+    assert sorted(path.stat().st_mtime_ns for path in nvme_files(store)) == written
+    assert [v.tier for v in store.find(lambda _: True)] == [NVME, HOST]
+    store.check()
+
+
+def test_a_copy_on_nvme_gives_way_to_what_has_none(open_store: OpenStore) -> None:
+    store = open_store(host_bytes=22 * MIB, nvme_bytes=11 * MIB)
+    [rank] = ranks_of(store, 1)
+    for seq in (1, 2):
+        rank.put(seq)
+    # Expected soon, so it is the other that has to go, and NVMe has no room beside the copy.
+    store.touch(rank.manifest(1).name)
+    assert store.keep_copy(rank.manifest(1).name)
+    rank.put(3)
+    assert [v.tier for v in store.find(lambda _: True)] in ([HOST, NVME, HOST], [NVME, HOST, HOST])
+    store.check()
+
+
+def test_what_is_expected_last_is_spilled_first(open_store: OpenStore) -> None:
+    store = open_store(host_bytes=32 * MIB)
+    [rank] = ranks_of(store, 1)
+    for name in ("a", "b", "c"):
+        rank.put(1, deployment=name)
+    store.expect("a", 5.0)
+    store.expect("b", 50.0)
+    store.expect("c", 20.0)
+    rank.put(1, deployment="d")
+    tiers = {v.manifest.deployment: v.tier for v in store.find(lambda _: True)}
+    assert tiers == {"a": HOST, "b": NVME, "c": HOST, "d": HOST}
+
+
+def test_what_nobody_expects_is_ordered_by_its_last_use(open_store: OpenStore) -> None:
+    now = [0.0]
+    store = open_store(host_bytes=32 * MIB, clock=lambda: now[0])
+    [rank] = ranks_of(store, 1)
+    for name in ("a", "b", "c"):
+        rank.put(1, deployment=name)
+        now[0] += 10
+    store.touch(rank.manifest(1, deployment="a").name)
+    rank.put(1, deployment="d")
+    tiers = {v.manifest.deployment: v.tier for v in store.find(lambda _: True)}
+    assert tiers == {"a": HOST, "b": NVME, "c": HOST, "d": HOST}
+
+
+def test_a_quota_refuses_before_anything_changes(open_store: OpenStore) -> None:
+    store = open_store()
+    [rank] = ranks_of(store, 1)
+    store.limits["t"] = TenantLimit(total_bytes=25 * MIB)
+    rank.put(1, tenant="t")
+    rank.put(2, tenant="t")
+    before = store.find(lambda _: True)
+    with pytest.raises(QuotaExceededError, match="tenant 't'") as caught:
+        rank.put(3, tenant="t")
+    assert caught.value.details["needed_bytes"] == 10 * MIB
+    assert store.find(lambda _: True) == before
+    rank.put(3, tenant="u")
+    # What is replaced, or superseded, does not count against what replaces it.
+    rank.put(2, tenant="t")
+    store.put(rank.manifest(4, tenant="t"), HostMemory(rank.arena), [rank.manifest(1).name])
+
+
+def test_a_tenant_at_its_share_of_the_host_tier_goes_to_nvme(open_store: OpenStore) -> None:
+    store = open_store()
+    [rank] = ranks_of(store, 1)
+    store.limits["t"] = TenantLimit(host_bytes=15 * MIB)
+    for seq in (1, 2):
+        rank.put(seq, tenant="t")
+    used = store.used_by("t")
+    assert 10 * MIB < used[HOST] < 11 * MIB
+    assert 10 * MIB < used[NVME] < 11 * MIB
+    name = rank.manifest(2).name
+    assert not store.prefetch(name, name)
+    assert store.used_by("nobody") == {HOST: 0, NVME: 0}
+
+
+def test_recycled_memory_shows_nothing_of_who_had_it(open_store: OpenStore) -> None:
+    """Gaps between extents and the end of the last page are zero, whoever wrote there before."""
+    store = open_store(host_bytes=2 * MIB)
+    [rank] = ranks_of(store, 1, nbytes=512 << 10)
+    rank.memory[:] = 0xAA
+    rank.put(1)
+    store.drop([rank.manifest(1).name])
+    whole = rank.slices(0)
+    small = (replace(whole[0], shape=(100,)), replace(whole[1], shape=(100,)))
+    layout = lay_out(small)
+    manifest = rank.manifest(
+        2, slices=small, extents=layout.extents, sections=layout.sections, nbytes=layout.nbytes
+    )
+    rank.memory[:] = 0xBB
+    store.put(manifest, HostMemory(rank.arena))
+    with store.lease(manifest.name, "it") as lease:
+        [region] = lease.regions
+        segment = np.memmap(Path(f"/proc/self/fd/{region.fd}"), dtype=np.uint8, mode="r")
+        found = segment[region.offset : region.offset + region.nbytes]
+        assert found[:100].tobytes() == found[128:228].tobytes() == b"\xbb" * 100
+        assert not found[100:128].any()
+        assert not found[228:].any()
+
+
+def test_a_background_copy_gives_way_to_a_release(open_store: OpenStore) -> None:
+    store = open_store()
+    [rank] = ranks_of(store, 1, nbytes=16 * MIB)
+    rank.put(1)
+    outcome: list[object] = []
+
+    def copy() -> None:
+        try:
+            outcome.append(store.keep_copy(rank.manifest(1).name))
+        except OperationCancelledError as error:
+            outcome.append(error)
+
+    def release() -> None:
+        wait_until(lambda: bool(store._rooms._moves) or bool(outcome))
+        store.release("job/actor")
+
+    run_together(copy, release)
+    # Whoever was first, nothing of it is left.
+    assert len(outcome) == 1
+    assert store.used_bytes(HOST) == store.used_bytes(NVME) == 0
+    store.check()
+
+
+def test_a_drain_copies_what_would_spill(open_store: OpenStore) -> None:
+    store = open_store(host_bytes=16 * MIB)
+    [rank] = ranks_of(store, 1)
+    rank.put(1)
+    drainer = Drainer(store, 16 * MIB)
+    wait_until(lambda: store.undrained() == [])
+    drainer.close()
+    assert [v.tier for v in store.find(lambda _: True)] == [HOST]
+    assert store.used_bytes(NVME) > 10 * MIB
+    rank.check(1)
+
+
+def nvme_files(store: Store) -> list[Path]:
+    return list(store._tiers[NVME].directory.iterdir())
