@@ -1,5 +1,6 @@
 """What the ranks of the tensor-parallel tests run: functions a spawned process finds by name."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ VOCABULARY = "0123456789abcdefgh"
 """With three special tokens 21, so that two ranks hold 11 and 10 rows."""
 OLD, NEW = tiny_qwen2(VOCABULARY, seed=2), tiny_qwen2(VOCABULARY, seed=5)
 PROMPTS = [[3, 4, 5, 6, 7, 8], [9], list(range(3, 20))]
-BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4
 SEQUENCE_TOKENS = 64
 
 
@@ -29,8 +29,8 @@ def generation(name: str, n: int = 2, **sampling: Any) -> Generation:
     )
 
 
-def drive(engine: RolloutEngine) -> dict[str, Generation]:
-    """A history with everything that an engine can be told."""
+def drive(engine: RolloutEngine, pull: Callable[[], None]) -> dict[str, Generation]:
+    """A history with everything that an engine can be told; `pull` replaces this rank's weights."""
     made = {name: generation(name, seed=index) for index, name in enumerate(("one", "two"))}
     greedy = made["greedy"] = generation("greedy", n=1, temperature=0.0)
     engine.submit(made["one"])
@@ -44,6 +44,7 @@ def drive(engine: RolloutEngine) -> dict[str, Generation]:
     engine.drop_cache()
     engine.step()
     engine.pause()
+    pull()
     engine.weights_changed(1)
     engine.resume()
     while engine.has_work:
@@ -83,16 +84,6 @@ def pull(made: TorchRolloutBackend) -> None:
         view(made.arena, piece).copy_(new[piece.key.name].data[box])
 
 
-class PullsFirst(LeadingEngine):
-    """The leader's own part of a weight update."""
-
-    made: TorchRolloutBackend
-
-    def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
-        pull(self.made)
-        super().weights_changed(weights_seq, recompute_kv=recompute_kv)
-
-
 def run(rank: int, ranks: int, store: str, folder: str) -> None:
     """One rank of a generation; the leader leaves `found.pt`."""
     torch.set_num_threads(1)
@@ -103,9 +94,8 @@ def run(rank: int, ranks: int, store: str, folder: str) -> None:
     if rank:
         follow(made.engine, group, lambda _: pull(made))
     else:
-        engine = PullsFirst(made.engine, group)
-        engine.made = made
-        found = drive(engine)
+        engine = LeadingEngine(made.engine, group)
+        found = drive(engine, lambda: pull(made))
         engine.close()
         parts = {
             name: (one.tokens, one.logprobs, one.finish, one.mixed_segments())
@@ -124,23 +114,13 @@ def run(rank: int, ranks: int, store: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-class AloneEngine(Engine):
-    """The same history in one process: a pull is a copy of the whole model."""
-
-    def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
-        with torch.no_grad():
-            for home, source in zip(
-                self.model.parameters(), build_model(NEW).parameters(), strict=True
-            ):
-                home.copy_(source)
-        super().weights_changed(weights_seq, recompute_kv=recompute_kv)
-
-    model: Any
-
-
 def alone() -> dict[str, Generation]:
     """What one process finds."""
     model = build_model(OLD)
-    engine = AloneEngine(model, slots=8, sequence_tokens_max=SEQUENCE_TOKENS)
-    engine.model = model
-    return drive(engine)
+
+    def pull_all() -> None:
+        with torch.no_grad():
+            for home, source in zip(model.parameters(), build_model(NEW).parameters(), strict=True):
+                home.copy_(source)
+
+    return drive(Engine(model, slots=8, sequence_tokens_max=SEQUENCE_TOKENS), pull_all)

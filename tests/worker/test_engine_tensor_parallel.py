@@ -66,5 +66,5 @@ def test_boxes_make_up_the_tensor_once(count: int, extent: int, width: int) -> N
 
 
 def test_what_cannot_be_shared_equally_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="k_proj.weight has 32 rows, which 3 tensor-"):
+    with pytest.raises(InvalidRequestError, match=r"k_proj.weight has 32 rows, which 3 tensor-"):
         box_of("model.layers.0.self_attn.k_proj.weight", (32, 64), 1, 3)

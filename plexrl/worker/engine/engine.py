@@ -18,7 +18,6 @@ from torch import nn
 from plexrl.errors import BatchShapeError, InvalidRequestError
 from plexrl.worker.engine.blocks import BlockPool
 from plexrl.worker.engine.forward import (
-    Ranks,
     cache_shape,
     make_forward,
     probe,
@@ -27,6 +26,7 @@ from plexrl.worker.engine.forward import (
 )
 from plexrl.worker.engine.generation import ABORT, LENGTH, STOP, Generation, Sample
 from plexrl.worker.engine.kv_pool import KvPool
+from plexrl.worker.engine.llama_forward import Ranks
 from plexrl.worker.engine.protocol import EngineStats
 from plexrl.worker.engine.rows import Ints, Rows
 from plexrl.worker.engine.sampling import RowSampling, draw
