@@ -12,19 +12,28 @@ not those of `generate` fails. Rounds of the two alternate; each figure is the b
 
 import random
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from benchmarks.report import report
+from plexrl.deployment_spec import DeploymentSpec
 from plexrl.model_spec import tiny_qwen2
 from plexrl.wire.operations import SamplingParams
-from plexrl.worker.engine import Engine, Generation
+from plexrl.worker.engine import Generation, TorchRolloutBackend
 from plexrl.worker.models import build_model
 
 CONCURRENT = (1, 8, 32, 256)
 BAR = 32
 ROUNDS = 5
-MODEL = build_model(tiny_qwen2("".join(chr(code) for code in range(33, 126)), seed=3))
+SPEC = DeploymentSpec(
+    model=tiny_qwen2("".join(chr(code) for code in range(33, 126)), seed=3),
+    kind="rollout",
+    backend="torch",
+    workers=1,
+)
+MODEL = build_model(SPEC.model)
 Request = tuple[list[int], int]
 """A prompt and how many tokens are to follow."""
 
@@ -71,7 +80,12 @@ def by_transformers(requests: list[Request]) -> tuple[float, list[list[int]]]:
 
 def by_engine(requests: list[Request], at_once: int) -> tuple[float, list[list[int]]]:
     """(seconds, answers)."""
-    engine = Engine(MODEL, slots=at_once, sequence_tokens_max=256)
+    # Of the backend, so that the weights lie in an arena as they do in a worker.
+    backend = TorchRolloutBackend(
+        replace(SPEC, max_concurrent_samples=at_once, max_sequence_tokens=256), Path()
+    )
+    backend.build()
+    engine = backend.engine
     made = [
         Generation(
             name=str(row),

@@ -16,6 +16,7 @@ from plexrl.worker.checkpoint import load_hf_parameters
 from plexrl.worker.engine.engine import Engine
 from plexrl.worker.engine.forward import probe
 from plexrl.worker.engine.generation import Generation
+from plexrl.worker.engine.joined_linear import arena_order
 from plexrl.worker.engine.protocol import EngineStats
 from plexrl.worker.engine.shards import Box, box_of
 from plexrl.worker.models import build_model, named_parameters
@@ -54,7 +55,8 @@ class TorchRolloutBackend:
         probed = probe(model)
         layout = ArenaLayout()
         self._boxes: dict[str, Box] = {}
-        parameters = named_parameters(model)
+        named = dict(named_parameters(model))
+        parameters = [(name, named[name]) for name in arena_order(named)]
         for name, parameter in parameters:
             shape = tuple(parameter.shape)
             self._boxes[name] = box = self._box(name, shape)

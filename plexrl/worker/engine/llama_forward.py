@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from plexrl.worker.engine.joined_linear import JoinedLinear
 from plexrl.worker.engine.kv_pool import KvPool
 from plexrl.worker.engine.step_batch import Group, StepBatch
 
@@ -93,13 +94,10 @@ class _LlamaLayer:
             for name in ("q_norm", "k_norm")
             if (norm := getattr(attention, name, None)) is not None
         )
-        self.query, self.key, self.value, self.out, self.gate, self.up, self.down = (
-            (linear.weight, linear.bias)
-            for linear in (
-                *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-                *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-            )
-        )
+        self.inputs = JoinedLinear((attention.q_proj, attention.k_proj, attention.v_proj))
+        self.gate_and_up = JoinedLinear((mlp.gate_proj, mlp.up_proj))
+        self.out = (attention.o_proj.weight, attention.o_proj.bias)
+        self.down = (mlp.down_proj.weight, mlp.down_proj.bias)
         self.activation = F.silu if config.hidden_act == "silu" else mlp.act_fn
 
     def run(
@@ -114,15 +112,13 @@ class _LlamaLayer:
         """Add this block's outputs to `hidden_TX`, in place."""
         weight, shape, eps = self.norms[0]
         inputs_TX = torch.rms_norm(hidden_TX, shape, weight, eps)
-        tokens = hidden_TX.shape[0]
-        query = F.linear(inputs_TX, *self.query).view(tokens, -1, self.size)
-        key = F.linear(inputs_TX, *self.key).view(tokens, -1, self.size)
-        value = F.linear(inputs_TX, *self.value).view(tokens, -1, self.size)
+        all_TAD = self.inputs(inputs_TX).view(hidden_TX.shape[0], -1, self.size)
         if self.head_norms:
             (q_weight, q_shape, q_eps), (k_weight, k_shape, k_eps) = self.head_norms
-            query = torch.rms_norm(query, q_shape, q_weight, q_eps)
-            key = torch.rms_norm(key, k_shape, k_weight, k_eps)
-        all_TAD = torch.cat((query, key, value), dim=1)
+            query = all_TAD[:, : -2 * self.heads]
+            query.copy_(torch.rms_norm(query, q_shape, q_weight, q_eps))
+            key = all_TAD[:, -2 * self.heads : -self.heads]
+            key.copy_(torch.rms_norm(key, k_shape, k_weight, k_eps))
         turning = all_TAD[:, : -self.heads]
         half = self.size // 2
         turned = torch.cat((turning[..., half:], turning[..., :half]), dim=-1)
@@ -134,8 +130,8 @@ class _LlamaLayer:
         self._add(hidden_TX, joined, self.out)
         weight, shape, eps = self.norms[1]
         inputs_TX = torch.rms_norm(hidden_TX, shape, weight, eps)
-        gate = self.activation(F.linear(inputs_TX, *self.gate))
-        self._add(hidden_TX, gate.mul_(F.linear(inputs_TX, *self.up)), self.down)
+        gate, up = self.gate_and_up(inputs_TX).chunk(2, dim=-1)
+        self._add(hidden_TX, self.activation(gate).mul_(up), self.down)
 
     def _add(
         self,
