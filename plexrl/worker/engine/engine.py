@@ -9,6 +9,7 @@ Shapes: N rows that draw, V vocabulary.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,25 @@ from plexrl.worker.engine.protocol import EngineStats
 from plexrl.worker.engine.rows import Ints, Rows
 from plexrl.worker.engine.sampling import RowSampling, draw
 from plexrl.worker.engine.seating import Seating
-from plexrl.worker.engine.step_batch import build_batch, order_work
+from plexrl.worker.engine.step_batch import StepBatch, Work, advance, build_batch, order_work
 
 BLOCK_TOKENS = 16
 STEP_TOKENS_MAX = 2048
 """Most tokens run through the model in one pass: bounds how long a prompt holds up the others."""
 KV_BYTES = 1 << 30
 """Budget of the cache where none is given, unless the slots need less or one sequence more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steady:
+    """The last pass, if the next may be the same one token further on."""
+
+    work: Work
+    batch: StepBatch
+    token_N: torch.Tensor
+    """What the pass drew."""
+    changes: int
+    """`rows.changes` when it was planned."""
 
 
 class Engine:
@@ -95,6 +108,7 @@ class Engine:
         self._with_stops: set[str] = set()
         self._ended: list[Generation] = []
         self._paused = False
+        self._steady: _Steady | None = None
         self._submitted = 0
         self._steps = self._tokens_drawn = self._tokens_computed = 0
 
@@ -180,6 +194,7 @@ class Engine:
         """As `RolloutEngine`."""
         self._seating.empty()
         self._kv.clear()
+        self._steady = None
 
     def stats(self) -> EngineStats:
         """As `RolloutEngine`."""
@@ -224,12 +239,38 @@ class Engine:
             assert rows.computed[slot] < rows.known[slot] <= rows.sequence_max
 
     def _pass(self) -> None:
+        rows, steady = self._rows, self._steady
+        if steady is not None and self._seating.goes_on(steady.work.slots, steady.changes):
+            work, batch = steady.work, steady.batch
+            advance(batch, steady.token_N)
+        else:
+            work, batch = self._plan()
+        changes = rows.changes
+        logits_NV = self._forward(batch, self._kv)
+        self._steps += 1
+        self._tokens_computed += len(batch.token_T)
+        self._seating.computed(work)
+        self._steady = None
+        slots = work.slots
+        if batch.wanted is not None:
+            slots = slots[rows.computed[slots] == rows.known[slots]]
+            if not len(slots):
+                return
+        logprobs_NV = torch.log_softmax(logits_NV.float(), dim=-1)
+        if (rows.leader >= 0).any():
+            slots, which = self._fork(slots)
+            logprobs_NV = logprobs_NV[torch.from_numpy(which).to(self._device)]
+        token_N = self._draw(logprobs_NV, slots)
+        if batch.wanted is None and rows.changes == changes:
+            self._steady = _Steady(work=work, batch=batch, token_N=token_N, changes=changes)
+
+    def _plan(self) -> tuple[Work, StepBatch]:
+        rows = self._rows
         self._kv.prepare()
         work, copies = self._seating.plan()
         assert len(work.slots), "somebody can always run"
         if copies:
             self._kv.copy([old for old, _ in copies], [new for _, new in copies])
-        rows = self._rows
         work, cuts = order_work(work, self._block_tokens)
         batch = build_batch(
             work,
@@ -241,18 +282,7 @@ class Engine:
             device=self._device,
             dtype=self._dtype,
         )
-        logits_NV = self._forward(batch, self._kv)
-        self._steps += 1
-        self._tokens_computed += int(work.lengths.sum())
-        self._seating.computed(work)
-        slots = work.slots[rows.computed[work.slots] == rows.known[work.slots]]
-        if not len(slots):
-            return
-        logprobs_NV = torch.log_softmax(logits_NV.float(), dim=-1)
-        if (rows.leader >= 0).any():
-            slots, which = self._fork(slots)
-            logprobs_NV = logprobs_NV[torch.from_numpy(which).to(self._device)]
-        self._draw(logprobs_NV, slots)
+        return work, batch
 
     def _fork(self, slots: Ints) -> tuple[Ints, Ints]:
         """The slots that draw with those that waited for them; the row of logits of each."""
@@ -264,7 +294,7 @@ class Engine:
             which += [index] * len(family)
         return np.array(everyone), np.array(which)
 
-    def _draw(self, logprobs_NV: torch.Tensor, slots: Ints) -> None:
+    def _draw(self, logprobs_NV: torch.Tensor, slots: Ints) -> torch.Tensor:
         """Draw a token for each of `slots` and let those leave that end with it."""
         rows, device = self._rows, self._device
         drawn = rows.drawn(slots)
@@ -294,6 +324,7 @@ class Engine:
         for index in np.flatnonzero(stopped | full).tolist():
             sample = self._seating.leave(int(slots[index]))
             self._record(sample, STOP if stopped[index] else LENGTH)
+        return token_N
 
     def _emit(self, slots: Ints, tokens: Any, logprobs: Any) -> None:
         if not self._streaming:

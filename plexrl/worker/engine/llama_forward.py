@@ -96,8 +96,8 @@ class _LlamaLayer:
         )
         self.inputs = JoinedLinear((attention.q_proj, attention.k_proj, attention.v_proj))
         self.gate_and_up = JoinedLinear((mlp.gate_proj, mlp.up_proj))
-        self.out = (attention.o_proj.weight, attention.o_proj.bias)
-        self.down = (mlp.down_proj.weight, mlp.down_proj.bias)
+        self.out = (attention.o_proj.weight.data.t(), attention.o_proj.bias)
+        self.down = (mlp.down_proj.weight.data.t(), mlp.down_proj.bias)
         self.activation = F.silu if config.hidden_act == "silu" else mlp.act_fn
 
     def run(
@@ -139,11 +139,11 @@ class _LlamaLayer:
         inputs: torch.Tensor,
         linear: tuple[torch.Tensor, torch.Tensor | None],
     ) -> None:
-        weight, bias = linear
+        transposed, bias = linear
         if self.ranks is None:
-            sum_TX.addmm_(inputs, weight.t())
+            sum_TX.addmm_(inputs, transposed)
         else:
-            sum_TX.add_(self.ranks.add_up(inputs @ weight.t()))
+            sum_TX.add_(self.ranks.add_up(inputs @ transposed))
         if bias is not None:
             sum_TX.add_(bias)
 

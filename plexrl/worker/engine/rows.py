@@ -24,6 +24,8 @@ class Rows:
         self.slots = slots
         self.sequence_max = sequence_tokens_max
         self.samples: dict[int, Sample] = {}
+        self.changes = 0
+        """Grows whenever somebody joins, leaves or starts to compute for itself."""
         self._empty = list(range(slots - 1, -1, -1))
         self.active = np.zeros(slots, dtype=bool)
         self.leader = np.full(slots, NOBODY, dtype=np.int64)
@@ -77,6 +79,7 @@ class Rows:
     def seat(self, sample: Sample, leader: int = NOBODY) -> int:
         """Give a sample a slot, with the tokens it has, no block and nothing computed."""
         slot = self._empty.pop()
+        self.changes += 1
         self.samples[slot] = sample
         prompt = len(sample.prompt)
         drawn = 0 if sample.tokens is None else len(sample.tokens)
@@ -105,6 +108,7 @@ class Rows:
     def unseat(self, slot: int) -> Sample:
         """Empty a slot, whose blocks are given back already; the sample takes its tokens along."""
         sample = self.samples.pop(slot)
+        self.changes += 1
         drawn = int(self.drawn(slot))
         prompt = int(self.prompt[slot])
         sample.tokens = self.tokens[slot, prompt : prompt + drawn].copy()

@@ -58,6 +58,14 @@ class Seating:
             slots, todo = slots[todo > 0], todo[todo > 0]
         return Work(slots=slots, starts=rows.computed[slots], lengths=todo), copies
 
+    def goes_on(self, slots: Ints, changes: int) -> bool:
+        """`slots`, which ran alone when `rows.changes` was `changes`, run alone again, and each
+        has room for its next token: there is nothing to plan."""
+        rows = self._rows
+        if rows.changes != changes or (self.waiting and rows.empty):
+            return False
+        return bool((rows.computed[slots] % self._pool.block_tokens).all())
+
     def computed(self, work: Work) -> None:
         """The step's work is done: whole blocks of prompts can be found from now on."""
         rows = self._rows
@@ -70,6 +78,7 @@ class Seating:
         rows = self._rows
         followers: list[int] = rows.followers(slot).tolist()
         blocks = rows.blocks(slot)
+        rows.changes += len(followers)
         for follower in followers:
             self._pool.share(blocks)
             rows.tables[follower, : len(blocks)] = blocks

@@ -148,6 +148,16 @@ def build_batch(
     )
 
 
+def advance(batch: StepBatch, token_T: torch.Tensor) -> None:
+    """Make `batch`, of rows of one token each, that of their next tokens, in the same blocks."""
+    batch.token_T.copy_(token_T)
+    batch.position_T.add_(1)
+    batch.place_T.add_(1)
+    for group in batch.groups:
+        position_N = batch.position_T[group.start : group.start + group.rows]
+        group.mask_NQL[:, 0].scatter_(1, position_N[:, None], 0.0)
+
+
 def _group(
     work: Work,
     first: int,
