@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from plexrl.client import requests
+from plexrl.client.checkpoints import AsyncCheckpointFuture
 from plexrl.client.cluster import PATIENCE_S, Cluster, connect
 from plexrl.client.futures import AsyncFuture
 from plexrl.client.job import MICRO_BATCH_TOKENS, Deployment, Job
@@ -83,11 +84,12 @@ class AsyncTrainDeployment(AsyncDeployment):
             requests.optim_step(self.deployment, params or AdamParams(**fields))
         )
 
-    async def save_checkpoint(self, name: str, *, overwrite: bool = False) -> AsyncFuture[Plain]:
-        """Write parameters and optimizer state."""
-        return await self._submit(
-            requests.save_checkpoint(self.deployment, name, overwrite=overwrite)
-        )
+    async def save_checkpoint(self, name: str, **options: Any) -> AsyncCheckpointFuture:
+        """As `TrainDeployment.save_checkpoint`; the future waits until it is on the disk."""
+        submission = requests.save_checkpoint(self.deployment, name, options)
+        async with self._submitting:
+            view = (await self._transport.request(submission.call)).json()
+        return AsyncCheckpointFuture(self._transport, view, submission.decoder)
 
 
 class AsyncRolloutDeployment(AsyncDeployment):
@@ -145,6 +147,10 @@ class AsyncJob:
     async def status(self) -> Plain:
         """The job as the scheduler sees it."""
         return await asyncio.to_thread(self._sync.status)
+
+    async def checkpoints(self) -> list[Plain]:
+        """As `Job.checkpoints`."""
+        return await asyncio.to_thread(self._sync.checkpoints)
 
     async def explain(self) -> Plain:
         """As `Job.explain`."""

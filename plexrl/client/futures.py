@@ -36,7 +36,7 @@ class Pending:
     def __init__(self, view: View, decoder: Decoder) -> None:
         self.operation: str = view["operation"]
         self.view = view
-        self._decoder = decoder
+        self.decoder = decoder
 
     def take(self, response: "httpx.Response") -> tuple[bool, Any]:
         """(is finished, result) of a poll's answer."""
@@ -47,7 +47,7 @@ class Pending:
 
         params, arrays = decode_body(response.content)
         self.view = params["operation"]
-        return True, self._decoder(params["result"], arrays)
+        return True, self.decoder(params["result"], arrays)
 
 
 class Future(Generic[ResultT]):

@@ -4,11 +4,13 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from plexrl.client import requests
+from plexrl.client.checkpoints import CheckpointFuture, list_call
 from plexrl.client.demand import DemandTrace, plain_trace
 from plexrl.client.futures import Future
 from plexrl.client.requests import Submission
@@ -21,6 +23,7 @@ from plexrl.client.results import (
 )
 from plexrl.client.transport import Call, Transport
 from plexrl.errors import ConnectionLostError, JobEndedError, PlexRLError
+from plexrl.parallelism import Parallelism
 from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
 
 if TYPE_CHECKING:
@@ -97,9 +100,18 @@ class TrainDeployment(Deployment):
         """One AdamW step with the gradients that wait: `optim_step(learning_rate=1e-4)`."""
         return self._submit(requests.optim_step(self.deployment, params or AdamParams(**fields)))
 
-    def save_checkpoint(self, name: str, *, overwrite: bool = False) -> Future[Plain]:
-        """Write parameters and optimizer state; `transformers` loads the directory as it is."""
-        return self._submit(requests.save_checkpoint(self.deployment, name, overwrite=overwrite))
+    def save_checkpoint(self, name: str, **options: Any) -> CheckpointFuture:
+        """Write parameters and optimizer state; `transformers` loads the directory as it is.
+
+        Training goes on once they are pinned (`.pinned()`); `.result()` waits until they are on the
+        disk. `options` are those of `plexrl.wire.operations.CheckpointParams`: `overwrite`,
+        `format` (`both`, `hf`, `training`), `dtype`, `shard_bytes_max`, `step`, `keep`,
+        `keep_last`, `keep_every`, `upload`.
+        """
+        submission = requests.save_checkpoint(self.deployment, name, options)
+        with self._submitting:
+            view = self._transport.request(submission.call).json()
+        return CheckpointFuture(self._transport, view, submission.decoder)
 
 
 class RolloutDeployment(Deployment):
@@ -176,7 +188,8 @@ class Job:
         name: str,
         model: "ModelSpec",
         *,
-        workers: int = 1,
+        workers: int | None = None,
+        parallelism: Parallelism | None = None,
         exclusive: bool = False,
         backend: str | None = None,
         max_sequence_tokens: int = 512,
@@ -186,11 +199,16 @@ class Job:
         """Create (or take up again) a model that learns, on `workers` GPUs, of nodes of `node_type`
         where one is named. By a `trace` of its demand it is placed at once, without a measurement.
 
+        `parallelism` lays the model over the GPUs, and says how many there are: `workers` can then
+        be left out. Without it each of `workers` (1) GPUs gets other rows. No other call changes.
+
         Raises:
             ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
+            LayoutError: the backend does not run this layout; its message says which one does.
         """
         options = {
             "workers": workers,
+            "parallelism": None if parallelism is None else asdict(parallelism),
             "exclusive": exclusive,
             "backend": backend,
             "max_sequence_tokens": max_sequence_tokens,
@@ -246,6 +264,10 @@ class Job:
             query["deployment"] = deployment
         call = Call(method="GET", path=f"{self._path}/logs", query=query)
         return dict(self._transport.request(call).json())
+
+    def checkpoints(self) -> list[Plain]:
+        """Its checkpoints by name, with `state`, `step`, bytes written and how `upload` goes."""
+        return list(self._transport.request(list_call(self.job)).json()["checkpoints"])
 
     def explain(self) -> Plain:
         """Why it waits or runs as it does: a summary, its unfinished operations with reason, holder

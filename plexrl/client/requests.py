@@ -1,6 +1,7 @@
 """What the SDK asks for, as plain requests: no I/O, so blocking and async clients share it."""
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -130,9 +131,9 @@ def sync_weights(deployment: str, source: str) -> Submission:
     return submission(deployment, OperationKind.SYNC_WEIGHTS, params, results.decode_plain)
 
 
-def save_checkpoint(deployment: str, name: str, *, overwrite: bool) -> Submission:
+def save_checkpoint(deployment: str, name: str, fields: Mapping[str, Any]) -> Submission:
     """Write a checkpoint."""
-    params = CheckpointParams(name=name, overwrite=overwrite)
+    params = CheckpointParams(name=name, **fields)
     return submission(deployment, OperationKind.SAVE_CHECKPOINT, params, results.decode_plain)
 
 

@@ -88,6 +88,7 @@ def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int)
                     "host_bytes": options.host_memory_bytes,
                     "nvme_dir": str(folders.data / "nodes" / node / "nvme"),
                     "nvme_bytes": options.nvme_bytes,
+                    "checkpoint_dir": str(folders.data / "checkpoints"),
                     "ticket_key_file": ticket_key,
                 },
             )

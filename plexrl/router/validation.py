@@ -74,11 +74,20 @@ def check_operation(
             _check_adam(typed)
         case CheckpointParams():
             check_name("checkpoint", typed.name)
+            _check_checkpoint(typed)
             if typed.job is not None:
                 check_identifier("job", typed.job)
     if arrays and not tokens:
         raise BatchShapeError(f"{kind.value} takes no arrays, {sorted(arrays)} were sent")
     return Checked(kind=kind, params=typed, tokens=tokens)
+
+
+def _check_checkpoint(params: CheckpointParams) -> None:
+    _at_least("shard_bytes_max", params.shard_bytes_max, 1)
+    for name in ("keep_last", "keep_every"):
+        value = getattr(params, name)
+        if value is not None:
+            _at_least(name, value, 1)
 
 
 def decode_params(kind: OperationKind, params: dict[str, Any]) -> Any:

@@ -116,6 +116,13 @@ class ReadLog:
     lines: int = 100
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListCheckpoints:
+    """A job's checkpoints, those under way too."""
+
+    job: JobId
+
+
 def take_scope(params: Plain) -> tuple[Scope, Plain]:
     """The scope that a router's call names, and its other parameters.
 

@@ -5,7 +5,7 @@ callers and reports what became of operations; a node agent reports on the worke
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,13 +26,14 @@ from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, RouterId
 from plexrl.scheduler import calls
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.calls import Plain, Scope
+from plexrl.scheduler.checkpoint_reports import merged
 from plexrl.scheduler.links import AgentLink
 from plexrl.scheduler.shell import Shell
 from plexrl.wire.rpc import Handler, Peer
 
 WAIT_S_MAX = 120.0
 LOG_PAGE_MAX = 1000
-READ_LOG_TIMEOUT_S = 10.0
+ASK_NODE_TIMEOUT_S = 10.0
 
 Ask = tuple[type[Any], Callable[[Any, Any], Awaitable[Plain]]]
 """The type of a call's parameters, and what answers it, given scope and parameters."""
@@ -194,6 +195,7 @@ class RouterCalls:
             "list_groups": (calls.Nothing, self._list_groups),
             "status": (calls.Nothing, self._status),
             "read_log": (calls.ReadLog, self._read_log),
+            "list_checkpoints": (calls.ListCheckpoints, self._list_checkpoints),
         }
 
     def reports(self) -> dict[str, Report]:
@@ -338,7 +340,7 @@ class RouterCalls:
         await self._shell.report(calls.with_readable_error(event))
         return {}
 
-    # Logs
+    # What the nodes know
 
     async def _read_log(self, scope: Scope, call: calls.ReadLog) -> Plain:
         """The logs that could be had, and in `failed` the nodes that gave none."""
@@ -348,25 +350,37 @@ class RouterCalls:
             for view in job["deployments"]
             if call.deployment in (None, view["deployment"], view["deployment"].split("/")[-1])
         ]
+        questions = [{"deployment": name, "lines": call.lines} for name in names]
+        logs, failed = await self._ask_nodes("read_log", questions, "logs")
+        return {"logs": logs, "failed": failed}
+
+    async def _list_checkpoints(self, scope: Scope, call: calls.ListCheckpoints) -> Plain:
+        """What is known of the job's checkpoints, and in `failed` the nodes that did not answer."""
+        self._own_job(scope, call.job)
+        questions = [{"job": call.job}]
+        found, failed = await self._ask_nodes("list_checkpoints", questions, "checkpoints")
+        return {"checkpoints": merged(found), "failed": failed}
+
+    async def _ask_nodes(
+        self, method: str, questions: Sequence[Plain], wanted: str
+    ) -> tuple[list[Plain], list[Plain]]:
+        """The lists under `wanted` in all nodes' answers as one, and which nodes gave none."""
         links = self._shell.agents.connected()
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                (link.node, tasks.create_task(_logs_on(link, name, call.lines)))
-                for name in names
+                (link.node, tasks.create_task(_ask_node(link, method, question, wanted)))
+                for question in questions
                 for link in links
             ]
-        logs: list[Plain] = []
+        found: list[Plain] = []
         failed: dict[str, str] = {}
         for node, task in asked:
-            found = task.result()
-            if isinstance(found, PlexRLError):
-                failed[node] = found.message
+            answer = task.result()
+            if isinstance(answer, PlexRLError):
+                failed[node] = answer.message
             else:
-                logs += found
-        return {
-            "logs": logs,
-            "failed": [{"node": node, "reason": reason} for node, reason in failed.items()],
-        }
+                found += answer
+        return found, [{"node": node, "reason": reason} for node, reason in failed.items()]
 
     # Whose is it? Another tenant's object is answered like one that does not exist.
 
@@ -451,14 +465,15 @@ def _check_operator(scope: Scope) -> None:
         raise PermissionDeniedError("this is the operator's alone")
 
 
-async def _logs_on(link: AgentLink, deployment: str, lines: int) -> list[Plain] | PlexRLError:
-    """One node's part of a deployment's logs, or why there is none."""
-    params = {"deployment": deployment, "lines": lines}
+async def _ask_node(
+    link: AgentLink, method: str, params: Plain, wanted: str
+) -> list[Plain] | PlexRLError:
+    """One node's part of an answer, or why there is none."""
     try:
-        answer = await link.peer.call("read_log", params, timeout_s=READ_LOG_TIMEOUT_S)
+        answer = await link.peer.call(method, params, timeout_s=ASK_NODE_TIMEOUT_S)
     except PlexRLError as error:
         return error
-    logs = answer.get("logs")
-    if not isinstance(logs, list):
+    found = answer.get(wanted)
+    if not isinstance(found, list):
         return UnavailableError("its answer is malformed")
-    return logs
+    return found

@@ -5,6 +5,7 @@ import asyncio
 import logging
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,12 +25,19 @@ from plexrl.statemanager.observation import ObservationServer
 from plexrl.statemanager.server import Server
 from plexrl.statemanager.service_manager import ServiceManager
 from plexrl.statemanager.store import Store
+from plexrl.statemanager.transport.nixl import NixlLender
+from plexrl.statemanager.transport.tcp_server import TcpServer
 
 LOG = logging.getLogger(__name__)
 
 
+SWITCH_INTERVAL_S = 0.0005
+"""A request waits no longer for the interpreter while a checkpoint is being written."""
+
+
 def main() -> None:
     """Serve until a signal; then keep complete versions on NVMe and clear the host tier."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     parser = argparse.ArgumentParser(prog="python -m plexrl.statemanager", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", type=Path)
@@ -55,7 +63,12 @@ def main() -> None:
         accepting.start()
         manager = ServiceManager(os.environ)
         with ExitStack() as observed:
-            ports = {}
+            ports: dict[str, int | str] = {}
+            if config.serve_tcp:
+                lender = NixlLender() if config.serve_nixl else None
+                remote = TcpServer(server.services, config.serve_tcp, lender)
+                observed.callback(remote.close)
+                ports["serve_tcp"] = remote.address
             if config.metrics_port is not None:
                 observation = _observation(config.metrics_port, server, accepting.is_alive)
                 observed.callback(observation.close)

@@ -8,55 +8,41 @@ client and only once it knows that the version is whole.
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from plexrl.errors import (
-    ConnectionLostError,
     CorruptStateError,
     InvalidRequestError,
     StateLostError,
-    UnavailableError,
 )
 from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.boxes import plan_pull
-from plexrl.statemanager.channel import Channel, close_all
-from plexrl.statemanager.connection import connect, exchange, until_reached
-from plexrl.statemanager.copy import Bytes, copy_box
+from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.keys import StatePart, StateSlice
-from plexrl.statemanager.mapping import JoinedRegions
+from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.protocol import (
     Adopt,
     Answer,
-    Confirm,
     Load,
-    OpenPublished,
     Ping,
     Prefetch,
     Publish,
-    PublishedShard,
     Register,
     Release,
     Request,
     Save,
     StoredShard,
     Usage,
-    regions_of,
 )
+from plexrl.statemanager.pull import KnownLayouts, Puller
 from plexrl.statemanager.rank_link import RankLink
+from plexrl.statemanager.transport.ways import Ways
 
 _PING = Ping()
-_FENCED = (Save, Load, Publish)
-"""Requests that say under which grant they are made."""
-
-_Shard = tuple[tuple[StateSlice, ...], Bytes]
-"""A published shard's slices, and the mapped data that they lie in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +64,17 @@ class LoadReport(MoveReport):
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullReport(MoveReport):
+    """What a pull brought."""
+
+    bytes_wanted: int
+    """Of the target's own slices; `bytes_moved` is the same unless a source was lost, or less came
+    as a delta."""
+    bytes_by_source: dict[str, int]
+    attempts: int
+
+
 class StateManagerClient:
     """One rank's connection to its node's StateManager. Not for use by several threads at once."""
 
@@ -93,15 +90,19 @@ class StateManagerClient:
     ) -> None:
         """`ticket` says what this client may ask for. `timeout_s` bounds each call, the wait for a
         restarting daemon included."""
-        self._path = socket_path
-        self._deployment = deployment
-        self._rank = rank
+        self.path = socket_path
+        self.deployment = deployment
+        self.rank = rank
         self._world_size = world_size
         self._ticket = ticket
         self._timeout_s = timeout_s
         self._link = RankLink(socket_path, timeout_s, ticket)
         self._held: tuple[int, str] | None = None
         """Seq and stamp of the stored version that the arena equals while it has that seq."""
+        self._wants: tuple[Sequence[StateSlice], Layout] | None = None
+        self._layouts = KnownLayouts()
+        self._ways = Ways(self._layouts.find, ticket=ticket, timeout_s=timeout_s)
+        self._puller = Puller(self._ways.open, self._layouts, timeout_s)
 
     def register(
         self, arena: WorkerArena, slices: Sequence[StateSlice], *, group: str, token: int
@@ -117,9 +118,10 @@ class StateManagerClient:
             DeviceMemoryFullError: others have too much of the device.
         """
         self._held = None
+        self._puller.forget()
         registration = Register(
-            deployment=self._deployment,
-            rank=self._rank,
+            deployment=self.deployment,
+            rank=self.rank,
             world_size=self._world_size,
             group=group,
             token=token,
@@ -153,6 +155,7 @@ class StateManagerClient:
         report = self._save(seq, keep_seq, token, parts, meta)
         self._link.give_back()
         self._held = None
+        self._puller.forget()
         # Giving pages back takes time too, which the daemon's figure does not know of.
         return replace(report, seconds=time.perf_counter() - started)
 
@@ -187,6 +190,7 @@ class StateManagerClient:
             self._link.give_back()
             raise
         self._held = (seq, answer["stamp"])
+        self._puller.forget()
         return LoadReport(
             bytes_moved=answer["bytes_moved"],
             seconds=answer["seconds"],
@@ -202,21 +206,35 @@ class StateManagerClient:
             StateTierFullError: no tier has room.
             StaleTokenError: the group's lock has been granted to another since.
         """
+        self._check_whole()
         self._link.attach()
         return msgspec.convert(self._call(Publish(seq=seq, token=token)), MoveReport)
 
     def pull(
-        self, *, sources: Sequence[str], source: str, seq: int, wants: Sequence[StateSlice]
-    ) -> MoveReport:
+        self,
+        *,
+        sources: Sequence[str],
+        source: str,
+        seq: int,
+        wants: Sequence[StateSlice],
+        delta: DeltaPolicy | None = None,
+    ) -> PullReport:
         """Fill the wanted slices of the registered arena from a published version.
 
-        Every byte that is wanted is copied once, and no other. `sources` are the sockets of the
-        StateManagers that hold shards of it; the version stays where it is for as long as this
-        takes.
+        Every byte that is wanted is brought once, and no other; a slice that is wanted in another
+        dtype is cast on the way. `sources` are the StateManagers that hold shards of it: paths of
+        sockets on this machine, `tcp://host:port` or `nixl://host:port` elsewhere. The version
+        stays where it is for as long as this takes. A pull that fails after it began leaves the
+        wanted slices with bytes of no version: nothing can be saved or published until a pull or
+        load succeeds.
+
+        With `delta`, and where the last pull was of the same source into the same slices and
+        nobody has written to them since, only blocks that differ are brought.
 
         Raises:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
-            UnavailableError: a source cannot be reached.
+            InvalidRequestError: a tensor has another shape there, or a dtype that no rule casts.
+            UnavailableError: a source that is needed cannot be reached.
         """
         arena = self._link.arena
         if not isinstance(arena, Arena):
@@ -224,20 +242,21 @@ class StateManagerClient:
         self._link.attach()
         started = time.perf_counter()
         self._held = None
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                moved = self._pull(
-                    sources, OpenPublished(source=source, seq=seq), wants, arena.buffer
-                )
-                break
-            except (ConnectionLostError, OSError) as error:
-                # A source went while its bytes were read: nobody knows what was read.
-                if time.monotonic() > deadline:
-                    raise UnavailableError(
-                        f"the sources of version {seq} of {source!r} do not last ({error})"
-                    ) from error
-        return MoveReport(bytes_moved=moved, seconds=time.perf_counter() - started, tier="host")
+        if self._wants is None or self._wants[0] is not wants:
+            self._wants = wants, Layout.of(wants)
+        target = np.frombuffer(arena.buffer, dtype=np.uint8)
+        try:
+            result = self._puller.pull(sources, source, seq, self._wants[1], target, delta)
+        finally:
+            self._ways.forget_unused()
+        return PullReport(
+            bytes_moved=result.bytes_moved,
+            seconds=time.perf_counter() - started,
+            tier="host",
+            bytes_wanted=result.bytes_wanted,
+            bytes_by_source=result.bytes_by_source,
+            attempts=result.attempts,
+        )
 
     def ping(self) -> None:
         """One round trip: returns once the daemon has answered."""
@@ -266,40 +285,30 @@ class StateManagerClient:
         """Hint that version `seq` will be loaded soon; returns at once."""
         self._call(Prefetch(deployment=deployment, seq=seq))
 
+    def request(self, request: Request, fds: Sequence[int] = ()) -> Answer:
+        """The answer to a request that has no method of its own here.
+
+        Raises:
+            PlexRLError: the daemon refused it.
+            UnavailableError: the daemon did not come back in time.
+        """
+        return self._call(request, fds)
+
     def close(self) -> None:
         """End the connection; the daemon forgets the arena, not the versions."""
+        self._ways.close()
         self._link.close()
 
-    def _pull(
-        self,
-        sources: Sequence[str],
-        request: OpenPublished,
-        wants: Sequence[StateSlice],
-        arena: memoryview,
-    ) -> int:
-        """One attempt; returns the bytes that were copied."""
-        with ExitStack() as opened:
-            connections: list[Channel] = []
-            shards: list[_Shard] = []
-            for path in dict.fromkeys(sources):
-                open_source = partial(
-                    _open_published, path, self._timeout_s, self._ticket, request, opened
-                )
-                connection, held = until_reached(path, self._timeout_s, open_source)
-                connections.append(connection)
-                shards += held
-            if not shards:
-                raise StateLostError(
-                    f"no StateManager of {sorted(set(sources))} has version {request.seq} of "
-                    f"{request.source!r} published: publish the weights again"
-                )
-            transfers = plan_pull(wants, [slices for slices, _ in shards])
-            target = np.frombuffer(arena, dtype=np.uint8)
-            for transfer in transfers:
-                copy_box(transfer, shards[transfer.shard][1], target)
-            for connection in connections:
-                exchange(connection, Confirm())
-        return sum(transfer.nbytes for transfer in transfers)
+    def stamp(self, seq: int) -> str | None:
+        """Of the stored version `seq`, where the arena is known to equal it."""
+        return self._held[1] if self._held is not None and self._held[0] == seq else None
+
+    def _check_whole(self) -> None:
+        if self._puller.is_torn:
+            raise StateLostError(
+                f"the last pull into rank {self.rank} of {self.deployment!r} was cut, so its "
+                "arena is of no version: pull or load again"
+            )
 
     def _save(
         self,
@@ -309,8 +318,9 @@ class StateManagerClient:
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None,
     ) -> MoveReport:
+        self._check_whole()
         self._link.attach()
-        same_as = self._held[1] if self._held is not None and self._held[0] == seq else None
+        same_as = self.stamp(seq)
         answer = self._call(
             Save(
                 seq=seq,
@@ -329,21 +339,3 @@ class StateManagerClient:
     def _call(self, request: Request, fds: Sequence[int] = ()) -> Answer:
         """As `RankLink.call`."""
         return self._link.call(request, fds)
-
-
-def _open_published(
-    path: str, timeout_s: float, ticket: bytes, request: OpenPublished, opened: ExitStack
-) -> tuple[Channel, list[_Shard]]:
-    """The shards that the StateManager at `path` has, mapped, and the connection that keeps them
-    in place; `opened` closes it, and unmaps them."""
-    connection = opened.enter_context(connect(path, timeout_s, ticket))
-    answer, fds = exchange(connection, request)
-    try:
-        held: list[_Shard] = []
-        for shard in msgspec.convert(answer["shards"], tuple[PublishedShard, ...]):
-            mapped = JoinedRegions(regions_of(shard.regions, fds), shard.nbytes)
-            opened.callback(mapped.close)
-            held.append((shard.slices, np.frombuffer(mapped.view, dtype=np.uint8)))
-        return connection, held
-    finally:
-        close_all(fds)

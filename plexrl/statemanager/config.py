@@ -52,6 +52,16 @@ class StateManagerConfig:
     """Move complete versions to the NVMe tier on a clean exit, so that a restart finds them."""
     connections_max: int = 1024
     """Connections served at once, one thread each; a node has a few for every worker."""
+    checkpoint_dir: str = ""
+    """Checkpoints are written to `<checkpoint_dir>/<job>/<name>`, on a file system that all nodes
+    share; empty: none are."""
+    checkpoint_bytes_per_s: int = 0
+    """Bound of a checkpoint's writing, for disks that others use too; 0: none."""
+    checkpoints_waiting_max: int = 4
+    """Checkpoints that may wait for the one being written; each pins a version in the tiers."""
+    checkpoint_upload_url: str = ""
+    """An `fsspec` URL below which uploads go, as `s3://bucket/checkpoints`; empty: there are none.
+    It is the operator's, because the daemon writes there with the operator's credentials."""
     moves_max: int = 16
     """Moves under way at once: a few more than it takes to use the memory's bandwidth up."""
     moves_waiting_max: int = 256
@@ -76,6 +86,11 @@ class StateManagerConfig:
     others."""
     fault_points: tuple[str, ...] = ()
     """For tests: where the daemon kills itself (`fault_points.POINTS`)."""
+    serve_tcp: str = ""
+    """`host:port` on which other nodes read published versions; port 0 is any free one. Empty: none
+    can."""
+    serve_nixl: bool = False
+    """Whether other nodes may read published versions by RDMA, through NIXL; needs `serve_tcp`."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -85,6 +100,11 @@ class StateManagerConfig:
         ):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
+        if self.serve_nixl and not self.serve_tcp:
+            raise InvalidRequestError("serve_nixl needs serve_tcp, over which versions are opened")
+        for name in ("checkpoint_bytes_per_s", "checkpoints_waiting_max"):
+            if getattr(self, name) < 0:
+                raise InvalidRequestError(f"{name} must not be negative")
         if self.device_bytes is not None and self.device_bytes < 1:
             raise InvalidRequestError("device_bytes must be at least 1, or absent")
         if self.device_prefault_bytes < 0:

@@ -62,4 +62,6 @@ DTYPE_BYTES: dict[str, int] = {
     "I8": 1,
     "U8": 1,
     "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
 }

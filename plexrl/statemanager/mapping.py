@@ -26,6 +26,7 @@ _LIBC.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10
 _MADV_REMOVE = 9
+_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
 
@@ -106,6 +107,13 @@ def populate(address: int, nbytes: int) -> None:
         # Written with what it holds: kernels before 5.14 have no other way.
         byte = ctypes.c_char.from_address(start)
         byte.value = byte.value
+
+
+def populate_for_reading(address: int, nbytes: int) -> None:
+    """Have every page of a read-only mapping there before it is needed, where the kernel can
+    (5.14); else pages come as they are touched."""
+    start = address // PAGE_BYTES * PAGE_BYTES
+    _LIBC.madvise(start, address + nbytes - start, _MADV_POPULATE_READ)
 
 
 def discard(address: int, nbytes: int) -> None:

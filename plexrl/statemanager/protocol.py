@@ -98,6 +98,8 @@ class OpenPublished(Request, frozen=True, kw_only=True):
 
     source: str
     seq: int
+    known: tuple[str, ...] = ()
+    """Digests of layouts that need not be sent again."""
 
 
 class OpenState(Request, frozen=True, kw_only=True):
@@ -142,10 +144,14 @@ class Release(Request, frozen=True, kw_only=True):
 class PublishedShard:
     """One rank's part of a published version."""
 
-    slices: tuple[StateSlice, ...]
-    """`arena_offset` counts from the start of the data."""
+    rank: int
+    stamp: str
     nbytes: int
     """Of the data."""
+    layout: str
+    """Digest of the slices' columns."""
+    slices: tuple[StateSlice, ...] | None
+    """`arena_offset` counts from the start of the data; absent: the client knows the layout."""
     regions: tuple[Region, ...]
     """All of the data, in its order."""
 

@@ -14,6 +14,7 @@ from plexrl.errors import (
     PlexRLError,
 )
 from plexrl.statemanager.channel import Channel, Kind, close_all
+from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.drain import Drainer
@@ -37,6 +38,8 @@ REFUSAL_TIMEOUT_S = 1
 """Refusals are sent by the thread that accepts."""
 DRAIN_TIMEOUT_S = 60.0
 """Moves under way when the server closes have so long to finish."""
+CHECKPOINTS_TIMEOUT_S = 60.0
+"""Checkpoints taken in before the server closes have so long to be written."""
 
 _REQUEST, _RESULT = Kind.REQUEST, Kind.RESULT
 _CREDENTIALS = struct.Struct("3i")
@@ -53,6 +56,7 @@ class Server:
             registry=Registry(),
             fencing=Fencing(Path(config.host_dir) / "fencing.json"),
             prefetcher=Prefetcher(store),
+            checkpoints=CheckpointJobs(config),
             devices=devices,
             key=make_ticket_key(config.ticket_key_path),
             incarnations=Incarnations(),
@@ -105,6 +109,7 @@ class Server:
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
         self.services.prefetcher.close()
+        self.services.checkpoints.close(CHECKPOINTS_TIMEOUT_S)
         if self._drainer is not None:
             self._drainer.close()
         self.services.devices.close()

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 import msgspec
 
-from plexrl.errors import AuthenticationError, InvalidRequestError
+from plexrl.errors import AuthenticationError, InvalidRequestError, PermissionDeniedError
 
 KEY_BYTES = 32
 TICKET_BYTES_MAX = 64 << 10
@@ -68,6 +68,25 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return "the node agent"
         return f"rank {self.rank} of {self.deployment!r}"
 
+    def check_may_pull(self, source: str) -> None:
+        """Refuse another job's published versions, and those the ticket does not name.
+
+        Raises:
+            PermissionDeniedError: the ticket does not let its holder read `source`.
+        """
+        if self.role == Role.AGENT:
+            return
+        if job_of(source) != self.job:
+            raise PermissionDeniedError(
+                f"{self.holder} may pull what deployments of job {self.job!r} published, and "
+                f"{source!r} is none of them"
+            )
+        if self.may_pull is not None and source not in (*self.may_pull, self.deployment):
+            raise PermissionDeniedError(
+                f"{self.holder} may pull from {', '.join(self.may_pull) or 'itself only'}, not "
+                f"from {source!r}"
+            )
+
 
 AGENT = Claims(role=Role.AGENT)
 
@@ -86,7 +105,7 @@ class TicketKey:
     def mint(self, claims: Claims) -> bytes:
         """A ticket that says `claims`."""
         body = msgspec.msgpack.encode(claims)
-        return self._sign(body) + body
+        return self.sign(body) + body
 
     def verify(self, ticket: bytes) -> Claims:
         """What a ticket says.
@@ -94,12 +113,20 @@ class TicketKey:
         Raises:
             AuthenticationError: it was not minted with this key, or has been changed since.
         """
-        mac, body = ticket[:_MAC_BYTES], ticket[_MAC_BYTES:]
-        if len(ticket) > TICKET_BYTES_MAX or not hmac.compare_digest(mac, self._sign(body)):
+        mac, body = split(ticket)
+        if len(ticket) > TICKET_BYTES_MAX or not hmac.compare_digest(mac, self.sign(body)):
             raise AuthenticationError(
                 "the ticket is not of this node's key: use the one that the node agent gave to "
                 "this worker, or have it mint another"
             )
+        return self.claims_of(body)
+
+    def claims_of(self, body: bytes) -> Claims:
+        """What the signed part of a ticket says; its signature is the caller's to check.
+
+        Raises:
+            AuthenticationError: it cannot be read.
+        """
         try:
             return msgspec.msgpack.decode(body, type=Claims)
         except msgspec.MsgspecError as error:
@@ -109,8 +136,14 @@ class TicketKey:
                 "agent and its workers"
             ) from error
 
-    def _sign(self, body: bytes) -> bytes:
+    def sign(self, body: bytes) -> bytes:
+        """The signature that a ticket of these claims begins with."""
         return hmac.digest(self._secret, body, "sha256")
+
+
+def split(ticket: bytes) -> tuple[bytes, bytes]:
+    """(signature, signed claims)."""
+    return ticket[:_MAC_BYTES], ticket[_MAC_BYTES:]
 
 
 def job_of(deployment: str) -> str:

@@ -53,11 +53,20 @@ def recv_frame(
         PayloadTooLargeError: a length beyond the bound; the stream cannot be used further.
         InvalidRequestError: the header is no msgpack map with text keys.
     """
+    header, payload_bytes = recv_head(sock, payload_bytes_max=payload_bytes_max)
+    return header, _recv_exactly(sock, payload_bytes)
+
+
+def recv_head(
+    sock: socket.socket, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX
+) -> tuple[Header, int]:
+    """The next frame's header, and the size of the payload that the caller is then to take.
+
+    Raises as `recv_frame`.
+    """
     header_bytes, payload_bytes = _LENGTHS.unpack(_recv_exactly(sock, _LENGTHS.size))
     _check_lengths(header_bytes, payload_bytes, payload_bytes_max)
-    body = _recv_exactly(sock, header_bytes)
-    payload = _recv_exactly(sock, payload_bytes)
-    return _decode_header(body), payload
+    return _decode_header(_recv_exactly(sock, header_bytes)), payload_bytes
 
 
 async def write_frame(

@@ -200,6 +200,25 @@ class CheckpointParams:
     """A directory name of the job's own checkpoints: letters, digits, `.`, `_`, `-`."""
     overwrite: bool = False
     """For a save: replace an existing checkpoint of that name."""
+    format: Literal["hf", "training", "both"] = "both"
+    """For a save: what `transformers` loads, what training resumes from, or both."""
+    dtype: Literal["bfloat16", "float16"] | None = None
+    """For a save: cast what `transformers` loads. Absent: as it is; training always resumes from
+    what it had."""
+    shard_bytes_max: int = 5_000_000_000
+    """For a save: a file of more bytes is cut."""
+    step: int | None = None
+    """For a save: the training step, which orders checkpoints for `keep_last` and `keep_every`.
+    Absent: the count of operations that changed the state."""
+    keep: bool = False
+    """For a save: no later checkpoint's `keep_last` and `keep_every` delete this one."""
+    keep_last: int | None = None
+    """For a save: once it is whole, delete the job's checkpoints but for the newest so many. Both
+    this and `keep_every` absent: delete none."""
+    keep_every: int | None = None
+    """For a save: as `keep_last`, but for those at a multiple of so many steps."""
+    upload: bool = False
+    """For a save: upload it to where the cluster's operator has uploads go."""
     job: str | None = None
     """For a load: whose checkpoint (a job of the same tenant). Absent: this job's."""
     optimizer: bool = True

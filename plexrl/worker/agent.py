@@ -92,6 +92,7 @@ class Agent:
                     "release_state": self._state.release,
                     "migrate_state": self._state.migrate,
                     "prefetch_state": self._state.prefetch,
+                    "list_checkpoints": self._state.list_checkpoints,
                     "read_log": self._read_log,
                 },
             )

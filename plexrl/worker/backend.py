@@ -77,8 +77,19 @@ class Backend(Protocol):
         """The arena's parameters were replaced by a weight sync."""
         ...
 
+    def gather(self, value: str) -> list[str]:
+        """Every rank's value, by rank, once every rank has come to this."""
+        ...
+
+    def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
+        """The small files that make the tensors of a checkpoint a model for others, by name.
+
+        `dtype` is the one that floats are cast to, as `transformers` names it.
+        """
+        ...
+
     def run(self, call: BackendCall) -> BackendResult:
-        """Carry out forward, forward_backward, optim_step, save_checkpoint or load_checkpoint.
+        """Carry out forward, forward_backward, optim_step or load_checkpoint.
 
         Raises:
             PlexRLError: refused with the state as it was, on every rank alike.

@@ -1,108 +1,78 @@
-"""Checkpoints: a directory that `transformers` loads, with the resumable training state beside it.
+"""Checkpoints as a worker has part in them: it asks for one, and fills its state from one.
 
-    <checkpoint_dir>/<job>/<name>/
-        config.json, model.safetensors, tokenizer.json     what others load
-        training/                                           torch DCP: parameters and optimizer
-
-Written under a temporary name and renamed at the end, so that a checkpoint is whole or absent.
+The StateManager writes them (`plexrl.statemanager.checkpoint`); the worker adds what only the
+model's library knows, and waits for nothing but the pin.
 """
 
-import shutil
-from dataclasses import dataclass
+import io
+import json
+import os
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
-
-from plexrl.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptStateError
+from plexrl.errors import (
+    CheckpointNotFoundError,
+    CorruptStateError,
+    DeadlineExceededError,
+    PlexRLError,
+    from_wire,
+)
 from plexrl.model_spec import ModelSpec
-from plexrl.wire.operations import CheckpointParams
+from plexrl.statemanager.checkpoint.publish import is_coming
+from plexrl.statemanager.checkpoint.record import RECORD
+from plexrl.statemanager.checkpoint.restore import Checkpoint
+from plexrl.statemanager.keys import StateSlice
 
-WEIGHTS = "model.safetensors"
-TRAINING = "training"
+if TYPE_CHECKING:
+    import torch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainState:
-    """Distributed tensors over the memory that a load fills in place."""
-
-    parameters: dict[str, DTensor]
-    moments: dict[str, dict[str, DTensor]]
-    step: torch.Tensor
-    config: Any
-    """The model's `transformers` configuration."""
+COMING_TIMEOUT_S = 600.0
+"""A load waits so long for a checkpoint that is being written."""
+POLL_S = 0.02
 
 
-def save_training(
-    state: TrainState, spec: ModelSpec, folder: Path, params: CheckpointParams, rank: int
-) -> Path:
-    """Write a checkpoint; every rank takes part. Returns its path.
-
-    Raises:
-        CheckpointExistsError: on every rank alike, unless `overwrite` is set.
-    """
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    target = folder / params.name
-    if _agree(target.exists()) and not params.overwrite:
-        raise CheckpointExistsError(
-            f"checkpoint {params.name!r} exists: choose another name or set overwrite"
-        )
-    part = folder / f".{params.name}.part"
-    if rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    dist.barrier()
-    save(_dcp_state(state, optimizer=True), checkpoint_id=part / TRAINING)
-    full = {name: tensor.full_tensor() for name, tensor in state.parameters.items()}
-    if rank == 0:
-        state.config.save_pretrained(part)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in full.items()},
-            part / WEIGHTS,
-            metadata={"format": "pt"},
-        )
-        _write_tokenizer(spec, part)
-        _replace(part, target)
-    dist.barrier()
-    return target
-
-
-def load_training(state: TrainState, folder: Path, params: CheckpointParams) -> None:
-    """Fill `state` from a checkpoint, which may have been written by another number of ranks.
+def fill_from_checkpoint(
+    path: Path,
+    wants: Sequence[StateSlice],
+    memory: Callable[[StateSlice], memoryview],
+    gather: Callable[[str], list[str]],
+) -> None:
+    """Fill this rank's slices; every rank takes part, and nothing is changed unless all can be.
 
     Raises:
         CheckpointNotFoundError: on every rank alike.
+        CorruptStateError: likewise, whichever rank met the damage.
     """
-    from torch.distributed.checkpoint.state_dict_loader import load
+    with ExitStack() as held:
+        opened: list[Checkpoint] = []
 
-    source = folder / params.name / TRAINING
-    if not _agree(source.is_dir()):
-        raise CheckpointNotFoundError(
-            f"there is no training checkpoint {params.name!r} in {folder.name!r}"
-        )
-    wanted = _dcp_state(state, optimizer=params.optimizer)
-    load(wanted, checkpoint_id=source)
-    if params.optimizer:
-        state.step.copy_(wanted["step"])
-    else:
-        state.step.zero_()
-        for moment in state.moments.values():
-            for tensor in moment.values():
-                tensor.to_local().zero_()
+        def open_it() -> str:
+            opened.append(held.enter_context(_opened(path, wants)))
+            return ""
+
+        agree(gather, open_it)
+        opened[0].fill(wants, memory)
 
 
-def load_hf_parameters(path: Path) -> dict[str, torch.Tensor]:
-    """All parameters of a Hugging Face directory, by name.
+def load_hf_parameters(path: Path) -> "dict[str, torch.Tensor]":
+    """All parameters of a checkpoint, or of another Hugging Face directory, by name.
 
     Raises:
         CheckpointNotFoundError: no safetensors file is there.
         CorruptStateError: one cannot be read.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    _wait_until_written(path)
+    if (path / RECORD).exists():
+        return _recorded_parameters(path)
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise CheckpointNotFoundError(
@@ -117,39 +87,98 @@ def load_hf_parameters(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def _dcp_state(state: TrainState, *, optimizer: bool) -> dict[str, Any]:
-    wanted: dict[str, Any] = {"model": dict(state.parameters)}
-    if optimizer:
-        wanted |= {name: dict(moment) for name, moment in state.moments.items()}
-        # A scalar view of the arena shares its storage with everything else; send a copy.
-        wanted["step"] = state.step.detach().clone()
-    return wanted
+def agree(gather: Callable[[str], list[str]], attempt: Callable[[], str]) -> list[str]:
+    """What `attempt` returns on every rank, by rank, if it succeeds on all of them.
+
+    Raises:
+        PlexRLError: the first rank's that failed, on every rank alike.
+    """
+    try:
+        said = {"value": attempt()}
+    except PlexRLError as error:
+        said = {"error": error.to_wire()}  # type: ignore[dict-item]  # one or the other
+    found = [json.loads(text) for text in gather(json.dumps(said))]
+    for each in found:
+        if "error" in each:
+            raise from_wire(each["error"])
+    return [each["value"] for each in found]
 
 
-def _agree(seen: bool) -> bool:
-    """Whether rank 0 sees it: ranks must not part ways over a file system's delay."""
-    answer = torch.tensor([int(seen)])
-    dist.broadcast(answer, src=0)
-    return bool(answer.item())
-
-
-def _write_tokenizer(spec: ModelSpec, folder: Path) -> None:
+def model_files(spec: ModelSpec, config: Any, generation_config: Any) -> dict[str, bytes]:
+    """What `transformers` wants beside a model's tensors."""
     from plexrl.tokenizer import char_tokenizer_json
 
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        config.save_pretrained(folder)
+        if generation_config is not None:
+            # A model made from its configuration alone may have one that says nothing valid.
+            with suppress(ValueError):
+                generation_config.save_pretrained(folder)
+        found = {path.name: path.read_bytes() for path in folder.iterdir()}
     if spec.path is not None:
-        for file in Path(spec.path).glob("tokenizer*"):
-            shutil.copy(file, folder)
+        for pattern in TOKENIZER_FILES:
+            for file in Path(spec.path).glob(pattern):
+                found[file.name] = file.read_bytes()
     elif spec.vocabulary:
-        (folder / "tokenizer.json").write_text(char_tokenizer_json(spec.vocabulary))
+        found["tokenizer.json"] = char_tokenizer_json(spec.vocabulary).encode()
+    return found
 
 
-def _replace(part: Path, target: Path) -> None:
-    """Put `part` where `target` is; a reader finds the old one or the new one."""
-    if target.exists():
-        old = target.with_name(f".{target.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-        part.rename(target)
-        shutil.rmtree(old)
-    else:
-        part.rename(target)
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+)
+
+
+def packed(files: Mapping[str, bytes]) -> int:
+    """A descriptor of a tar file with these files; the caller closes it."""
+    fd = os.memfd_create("plexrl-extras", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(fd), "wb") as out, tarfile.open(fileobj=out, mode="w:") as tar:
+        for name, content in sorted(files.items()):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return fd
+
+
+def _opened(path: Path, wants: Sequence[StateSlice]) -> Checkpoint:
+    """The checkpoint, with all that is wanted of it found sound."""
+    _wait_until_written(path)
+    checkpoint = Checkpoint(path)
+    try:
+        checkpoint.verify(wants)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
+
+
+def _wait_until_written(path: Path) -> None:
+    pause = threading.Event()
+    deadline = time.monotonic() + COMING_TIMEOUT_S
+    while is_coming(path):
+        if time.monotonic() > deadline:
+            raise DeadlineExceededError(
+                f"checkpoint {path.name!r} is still being written after {COMING_TIMEOUT_S:g} s: "
+                "load it again later"
+            )
+        pause.wait(POLL_S)
+
+
+def _recorded_parameters(path: Path) -> "dict[str, torch.Tensor]":
+    import torch
+
+    from plexrl.worker.arena_tensors import TORCH_DTYPES
+
+    with Checkpoint(path) as checkpoint:
+        found: dict[str, torch.Tensor] = {}
+        for name, piece in checkpoint.whole_parameters().items():
+            data = bytearray(piece.nbytes)
+            checkpoint.fill([piece], lambda _, data=data: memoryview(data))  # type: ignore[misc]
+            found[name] = torch.frombuffer(data, dtype=TORCH_DTYPES[piece.dtype]).view(piece.shape)
+        return found

@@ -6,6 +6,7 @@ views of it. AdamW is elementwise, so each rank steps its own region as one flat
 parameter a byte belongs to; the padding between parameters stays zero under it.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import AdamParams, CheckpointParams, OperationKind
 from plexrl.worker.arena_tensors import ArenaLayout, span, view
 from plexrl.worker.backend import BackendCall, BackendResult
-from plexrl.worker.checkpoint import TrainState, load_training, save_training
+from plexrl.worker.checkpoint import fill_from_checkpoint, model_files
 from plexrl.worker.losses import compute_loss
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.packing import MicroBatch, micro_batches, unpack
@@ -98,6 +99,19 @@ class FsdpBackend:
         """Training parameters are never pulled."""
         raise InvalidRequestError("a train deployment publishes weights; it does not pull them")
 
+    def gather(self, value: str) -> list[str]:
+        """Over the process group."""
+        found = [""] * self._world_size
+        dist.all_gather_object(found, value)
+        return found
+
+    def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
+        """Configuration and tokenizer."""
+        config = copy.deepcopy(self._model.config)
+        config.dtype = getattr(torch, dtype or "float32")
+        generation = getattr(self._model, "generation_config", None)
+        return model_files(self._spec.model, config, generation)
+
     def run(self, call: BackendCall) -> BackendResult:
         """Carry out one operation. Raises as `Backend.run`."""
         match call.kind:
@@ -107,8 +121,6 @@ class FsdpBackend:
                 return self._forward_backward(call)
             case OperationKind.OPTIM_STEP:
                 return self._optim_step(call.params)
-            case OperationKind.SAVE_CHECKPOINT:
-                return self._save(call.params, str(call.rank_params["job"]))
             case OperationKind.LOAD_CHECKPOINT:
                 return self._load(call.params, str(call.rank_params["job"]))
             case _:
@@ -173,15 +185,15 @@ class FsdpBackend:
             result={"metrics": {"grad_norm": norm, "learning_rate": params.learning_rate}}
         )
 
-    def _save(self, params: CheckpointParams, job: str) -> BackendResult:
-        path = save_training(
-            self._train_state(), self._spec.model, self._checkpoint_dir / job, params, self._rank
-        )
-        return BackendResult(result={"path": str(path)})
-
     def _load(self, params: CheckpointParams, job: str) -> BackendResult:
-        folder = self._checkpoint_dir / (params.job or job)
-        load_training(self._train_state(), folder, params)
+        parts = {StatePart.PARAMETER} | ({StatePart.OPTIMIZER} if params.optimizer else set())
+        wants = [piece for piece in self.slices() if piece.key.part in parts]
+        path = self._checkpoint_dir / (params.job or job) / params.name
+        fill_from_checkpoint(path, wants, self._memory_of, self.gather)
+        if not params.optimizer:
+            view(self.arena, self._step_slice).zero_()
+            for name in MOMENTS:
+                self._flat[name].zero_()
         self._flat["grad"].zero_()
         self._gradients_pending = False
         return BackendResult(result={})
@@ -268,22 +280,8 @@ class FsdpBackend:
         optimizer.state[flat] = {"step": step, **{name: self._flat[name] for name in MOMENTS}}
         return optimizer
 
-    def _train_state(self) -> TrainState:
-        """All state that a checkpoint holds, as distributed tensors over the arena."""
-        parameters = dict(named_parameters(self._model))
-        tensors = {
-            region: {
-                name: self._as_dtensor(parameters[name], view(self.arena, piece))
-                for name, piece in self._regions[region].slices.items()
-            }
-            for region in ("param", *MOMENTS)
-        }
-        return TrainState(
-            parameters=tensors["param"],
-            moments={name: tensors[name] for name in MOMENTS},
-            step=view(self.arena, self._step_slice),
-            config=self._model.config,
-        )
+    def _memory_of(self, piece: StateSlice) -> memoryview:
+        return self.arena.buffer[piece.arena_offset : piece.arena_offset + piece.nbytes]
 
     def _as_dtensor(self, like: Any, local: torch.Tensor) -> DTensor:
         return DTensor.from_local(

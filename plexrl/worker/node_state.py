@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.statemanager.checkpoint.requests import CheckpointStatus
 from plexrl.statemanager.client import MoveReport, StateManagerClient
 from plexrl.statemanager.migration import migrate
 from plexrl.statemanager.ticket_key import read_ticket_key
@@ -106,6 +107,17 @@ class NodeState:
         self._hints.add(task)
         task.add_done_callback(self._hints.discard)
         return {}
+
+    async def list_checkpoints(self, peer: Peer, params: Plain) -> Plain:
+        """A job's checkpoints, those under way and those on the disk."""
+        del peer
+        request = CheckpointStatus(deployment=f"{params['job']}/")
+
+        def ask() -> Plain:
+            with closing(self._client()) as client:
+                return client.request(request)
+
+        return await asyncio.to_thread(ask)
 
     def ticket(self, claims: Claims) -> bytes:
         """A ticket of this node. The key is read anew, for a StateManager may have made another.

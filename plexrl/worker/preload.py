@@ -3,7 +3,6 @@
 import gc
 
 import torch
-import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2

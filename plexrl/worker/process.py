@@ -128,7 +128,10 @@ class Worker:
                 if kind == OperationKind.GENERATE:
                     self._generate(name, call, started)
                     return
-                result = self._backend.run(call)
+                if kind == OperationKind.SAVE_CHECKPOINT:
+                    result = BackendResult(result=self._mover.save_checkpoint(command, call.params))
+                else:
+                    result = self._backend.run(call)
             if kind == OperationKind.LOAD or kind in MUTATING:
                 self._replies.applied_seq = int(command["seq"])
             self._finish(name, result, started, replay=bool(command["replay"]))

@@ -7,8 +7,9 @@ from typing import Any
 
 from plexrl.errors import ConflictError
 from plexrl.statemanager.client import MoveReport, StateManagerClient
-from plexrl.wire.operations import OperationKind
+from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.backend import Backend
+from plexrl.worker.checkpointing import save_checkpoint
 
 MOVES = frozenset(
     {
@@ -67,6 +68,18 @@ class StateMover:
                 )
                 self._backend.after_pull()
                 return {**_plain(report), "weights_seq": int(command["source_seq"])}
+
+    def save_checkpoint(self, command: Plain, params: CheckpointParams) -> Plain:
+        """Have a checkpoint written of what is on the device. Raises as `save_checkpoint`."""
+        return save_checkpoint(
+            self._backend,
+            self._client,
+            params,
+            operation=str(command["operation"]),
+            seq=int(command["seq"]),
+            keep_seq=int(command["keep_seq"]),
+            token=int(command["token"]),
+        )
 
     def _load(self, seq: int, token: int) -> Plain:
         if self.is_resident:

@@ -51,6 +51,7 @@ ROUTER_ASKS: dict[str, Plain] = {
     "list_groups": {},
     "status": {},
     "read_log": {"job": "j"},
+    "list_checkpoints": {"job": "j"},
 }
 ROUTER_REPORTS: dict[str, Plain] = {
     "authenticate": {"key_digest": digest("a")},
@@ -74,6 +75,7 @@ EVERY_CALL = {
 ONE_TENANTS_OBJECT = (
     *("finish_job", "heartbeat", "get_job", "create_deployment", "get_deployment"),
     *("submit_operation", "cancel_operation", "wait_operation", "read_log"),
+    "list_checkpoints",
 )
 
 

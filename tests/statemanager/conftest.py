@@ -41,6 +41,8 @@ class Daemon:
     def __init__(self, config: StateManagerConfig) -> None:
         self.config = config
         self.process: subprocess.Popen[str] | None = None
+        self.tcp = ""
+        """Where it serves other nodes, if it does."""
 
     def start(self) -> None:
         """Return when it serves."""
@@ -56,7 +58,9 @@ class Daemon:
         assert self.process.stdout is not None
         ready = self.process.stdout.readline()
         assert ready, self.process.communicate()[1]
-        assert json.loads(ready)["ready"]
+        said = json.loads(ready)
+        assert said["ready"]
+        self.tcp = f"tcp://{said.get('serve_tcp', '')}"
 
     def limit_files(self, nbytes: int) -> None:
         """From now on no file of it can grow beyond this."""

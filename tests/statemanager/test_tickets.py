@@ -144,7 +144,7 @@ def test_every_other_request_needs_a_role() -> None:
 def test_a_worker_registers_as_what_its_ticket_says(daemon: Daemon, change: dict[str, Any]) -> None:
     own = {"deployment": "job/actor", "rank": 0, "world_size": 2, "group": "g"}
     ticket = daemon.ticket(role=Role.WORKER, job="job", **own)
-    arena = {"slices": (), "arena_bytes": 1, "kind": DeviceKind.CPU, "device": 0}
+    arena: dict[str, Any] = {"slices": (), "arena_bytes": 1, "kind": DeviceKind.CPU, "device": 0}
     request = Register(**{**own, **change}, **arena, token=1)
     with pytest.raises(PermissionDeniedError, match=r"job/actor|group 'g'"):
         ask(daemon, ticket, request)

@@ -106,6 +106,7 @@ def run(rank: int, ranks: int, store: str, folder: str) -> None:
     torch.save(
         {
             "stats": made.engine.stats(),
+            "gathered": made.gather(str(rank)),
             "arena_bytes": sum(piece.nbytes for piece in made.slices()),
         },
         Path(folder) / f"rank{rank}.pt",

@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import plexrl
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.model_spec import tiny_qwen2
+from plexrl.statemanager.client import StateManagerClient
+from plexrl.statemanager.ticket_key import read_ticket_key
+from plexrl.statemanager.tickets import Claims, Role
 from plexrl.wire.operations import (
     AdamParams,
     CheckpointParams,
@@ -20,8 +24,11 @@ from plexrl.wire.operations import (
     OperationKind,
 )
 from plexrl.wire.tensors import Arrays
+from plexrl.worker.arena_tensors import view
 from plexrl.worker.backend import BackendCall
+from plexrl.worker.checkpointing import save_checkpoint
 from plexrl.worker.fsdp import FsdpBackend
+from plexrl.worker.models import named_parameters
 
 MODEL = tiny_qwen2("0123456789abcdefghi", seed=1)
 STEPS = 4
@@ -92,10 +99,14 @@ def step(made: FsdpBackend) -> float:
 
 def full_parameters(made: FsdpBackend) -> dict[str, torch.Tensor]:
     """All parameters whole, on every rank."""
-    return {name: t.full_tensor() for name, t in made._train_state().parameters.items()}
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in named_parameters(made._model):
+        assert isinstance(parameter.data, DTensor)
+        found[name] = parameter.data.full_tensor()
+    return found
 
 
-def train(rank: int, ranks: int, store: str, folder: str) -> None:
+def train(rank: int, ranks: int, store: str, folder: str, statemanager: str) -> None:
     """Train with every disturbance that a switch can bring, and save what came out."""
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -122,7 +133,25 @@ def train(rank: int, ranks: int, store: str, folder: str) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
     refuse_infinite_gradients(disturbed, rank, ranks)
     checkpoint = CheckpointParams(name=f"world{ranks}", overwrite=True)
-    calm.run(call(OperationKind.SAVE_CHECKPOINT, checkpoint, {}, job="j"))
+    claims = Claims(
+        role=Role.WORKER,
+        job="j",
+        deployment="j/actor",
+        rank=rank,
+        world_size=ranks,
+        group="g",
+    )
+    client = StateManagerClient(
+        statemanager,
+        deployment="j/actor",
+        rank=rank,
+        world_size=ranks,
+        ticket=read_ticket_key(Path(folder) / "nvme" / "ticket.key").mint(claims),
+        timeout_s=60.0,
+    )
+    client.register(calm.arena, calm.slices(), group="g", token=1)
+    saved = save_checkpoint(calm, client, checkpoint, operation="o", seq=STEPS, keep_seq=0, token=1)
+    assert saved["path"] == f"{folder}/j/world{ranks}"
     if rank == 0:
         torch.save({"norms": [a for a, _ in norms], "parameters": one}, f"{folder}/world{ranks}.pt")
     leave()
@@ -181,5 +210,5 @@ def resume(rank: int, ranks: int, store: str, folder: str, name: str) -> None:
     wanted = torch.load(f"{folder}/{name}.pt")["parameters"]
     found = full_parameters(made)
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-    assert float(made._train_state().step) == STEPS
+    assert float(view(made.arena, made._step_slice)) == STEPS
     leave()

@@ -44,6 +44,7 @@ def test_both_ranks_keep_the_same_books_and_half_of_the_weights(folder: Path) ->
     assert of[0]["stats"] == of[1]["stats"]
     whole = sum(4 * parameter.numel() for _, parameter in named_parameters(build_model(ranks.OLD)))
     for one in of:
+        assert one["gathered"] == ["0", "1"]
         assert one["arena_bytes"] < 0.52 * whole, "norms are all that is on both"
 
 

@@ -1,5 +1,6 @@
 """The FSDP backend on real gloo ranks, against plain torch in one process."""
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from plexrl.statemanager.config import StateManagerConfig
 from plexrl.worker.losses import compute_loss
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.packing import micro_batches
+from tests.statemanager.conftest import Daemon
 from tests.worker import fsdp_ranks as ranks
 
 
@@ -17,11 +20,26 @@ from tests.worker import fsdp_ranks as ranks
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which a world of 1 or 2 ranks has trained; `world<n>.pt` is the outcome."""
     folder = tmp_path_factory.mktemp(f"world{request.param}")
+    daemon = Daemon(
+        StateManagerConfig(
+            node="n",
+            listen=str(folder / "sm.sock"),
+            host_dir=tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm"),
+            host_bytes=256 << 20,
+            nvme_dir=str(folder / "nvme"),
+            nvme_bytes=256 << 20,
+            checkpoint_dir=str(folder),
+        )
+    )
+    daemon.start()
     mp.spawn(  # type: ignore[no-untyped-call, attr-defined]
         ranks.train,
-        args=(request.param, str(folder / "store"), str(folder)),
+        args=(request.param, str(folder / "store"), str(folder), daemon.config.listen),
         nprocs=request.param,
     )
+    # A clean exit finishes the checkpoint.
+    daemon.terminate()
+    daemon.clean_up()
     return folder
 
 

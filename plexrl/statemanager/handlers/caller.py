@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from plexrl.errors import AuthenticationError, PermissionDeniedError
+from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.fencing import Fencing
@@ -17,7 +18,7 @@ from plexrl.statemanager.registry import Registration, Registry
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Store, StoredVersion
 from plexrl.statemanager.tally import Tally
-from plexrl.statemanager.tickets import Claims, Role, TicketKey, job_of
+from plexrl.statemanager.tickets import Claims, Role, TicketKey
 
 RequestT = TypeVar("RequestT", bound=Request)
 
@@ -33,6 +34,7 @@ class Services:
     registry: Registry
     fencing: Fencing
     prefetcher: Prefetcher
+    checkpoints: CheckpointJobs
     devices: DeviceBackend
     key: TicketKey
     incarnations: Incarnations
@@ -87,27 +89,6 @@ class Caller:
             f"{type(request).__name__} is not for {claims.holder}: it is for {_ROLES[roles[0]]}",
             role=claims.role.value,
         )
-
-    def check_may_pull(self, source: str) -> None:
-        """Refuse another job's published versions, and those the ticket does not name.
-
-        Raises:
-            PermissionDeniedError: the ticket does not let it read `source`.
-        """
-        claims = self.claims
-        if claims.role == Role.AGENT:
-            return
-        if job_of(source) != claims.job:
-            raise PermissionDeniedError(
-                f"{claims.holder} may pull what deployments of job {claims.job!r} published, and "
-                f"{source!r} is none of them"
-            )
-        allowed = claims.may_pull
-        if allowed is not None and source not in (*allowed, claims.deployment):
-            raise PermissionDeniedError(
-                f"{claims.holder} may pull from {', '.join(allowed) or 'itself only'}, not from "
-                f"{source!r}"
-            )
 
     def close(self) -> None:
         """The client is gone: forget its arena and let go of what it reads."""

@@ -34,19 +34,19 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
     started = time.perf_counter()
     with own.moving() as memory:
         caller.services.fencing.admit(own.group, request.token)
-        manifest = _manifest(
-            caller, own, VersionKind.STATE, request.seq, request.parts, request.meta_json
-        )
         keep = {request.seq, request.keep_seq}
         found = _versions(caller, own, VersionKind.STATE)
         superseded = names_of([v for v in found if v.manifest.seq not in keep])
-        stored = _unchanged(manifest, request.same_as, found)
+        stored = _unchanged(own, request, found)
         moved = 0
         if stored is None:
+            manifest = _manifest(
+                caller, own, VersionKind.STATE, request.seq, request.parts, request.meta_json
+            )
             stored = store.put(manifest, memory, superseded)
             moved = manifest.nbytes
         else:
-            store.touch(manifest.name)
+            store.touch(stored.manifest.name)
         store.drop(superseded)
         report = move_report(moved, time.perf_counter() - started, stored.tier)
         return Reply({**report, "stamp": stored.manifest.stamp})
@@ -147,18 +147,20 @@ def _manifest(
 
 
 def _unchanged(
-    manifest: Manifest, same_as: str | None, stored: Sequence[StoredVersion]
+    own: Registration, request: Save, stored: Sequence[StoredVersion]
 ) -> StoredVersion | None:
-    """The stored version that already is what `manifest` asks for, where there is one."""
+    """The stored version that already is what the request asks for, where there is one.
+
+    A checkpoint comes this way with training waiting, so nothing is laid out anew.
+    """
     for version in stored:
         there = version.manifest
-        if there.stamp == same_as and there.seq == manifest.seq:
-            # How it is laid out depends on who else was registered then, and matters to nobody.
-            same = all(
-                getattr(there, name) == getattr(manifest, name)
-                for name in ("parts", "meta_json", "slices", "world_size", "tenant")
-            )
-            return version if same else None
+        if (there.stamp, there.seq) == (request.same_as, request.seq):
+            parts = tuple(sorted(request.parts))
+            slices = tuple(piece for piece in own.slices if piece.key.part in parts)
+            asked = (own.world_size, parts, request.meta_json, slices)
+            is_same = asked == (there.world_size, there.parts, there.meta_json, there.slices)
+            return version if is_same else None
     return None
 
 

@@ -4,6 +4,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
+import msgspec
+
 from plexrl.statemanager.handlers.caller import TICKETS, Caller, Reply, handles
 from plexrl.statemanager.protocol import Answer, Ping, Usage
 from plexrl.statemanager.residency import TierName
@@ -57,6 +59,7 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
             "nvme_bytes_max": config.nvme_bytes,
             "device": asdict(caller.services.devices.usage(0)),
             "deployments": deployments,
+            "checkpoints": msgspec.to_builtins(caller.services.checkpoints.reports()),
             "tenants": {
                 tenant: {tier.value: nbytes for tier, nbytes in store.used_by(tenant).items()}
                 for tenant in sorted(tenants)

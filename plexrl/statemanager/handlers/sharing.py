@@ -11,7 +11,7 @@ import msgspec
 from plexrl.errors import InvalidRequestError, StateLostError
 from plexrl.statemanager.file_memory import version_memory
 from plexrl.statemanager.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles, move_report
-from plexrl.statemanager.layout import check_layout, slices_in_data
+from plexrl.statemanager.layout import check_layout
 from plexrl.statemanager.mapping import Region
 from plexrl.statemanager.protocol import (
     Adopt,
@@ -23,35 +23,18 @@ from plexrl.statemanager.protocol import (
     StoredShard,
     regions_of,
 )
+from plexrl.statemanager.published import hold_published
 from plexrl.statemanager.registry import check_slices
 from plexrl.statemanager.versions import Manifest, VersionKind
 
 
 def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) -> Reply:
-    caller.check_may_pull(request.source)
-    store = caller.services.store
-    found = store.find(
-        lambda m: (
-            m.kind == VersionKind.PUBLISHED
-            and m.deployment == request.source
-            and m.seq == request.seq
-        )
-    )
-    shards: list[PublishedShard] = []
+    caller.claims.check_may_pull(request.source)
     files = _Files()
-    for version in found:
-        # What lies on NVMe could not be verified by its reader, so it comes to memory first.
-        manifest = version.manifest
-        lease = caller.leases.enter_context(
-            store.lease_in_memory(manifest.name, manifest.description)
-        )
-        shards.append(
-            PublishedShard(
-                slices=slices_in_data(lease.manifest),
-                nbytes=lease.manifest.nbytes,
-                regions=files.add(lease.regions),
-            )
-        )
+    shards = [
+        PublishedShard(**held.description(request.known), regions=files.add(held.regions))
+        for held in hold_published(caller.services.store, caller.leases, request)
+    ]
     return Reply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
 
 

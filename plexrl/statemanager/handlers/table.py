@@ -2,7 +2,15 @@
 
 from collections.abc import Mapping
 
-from plexrl.statemanager.handlers import greeting, lending, moves, registration, reporting, sharing
+from plexrl.statemanager.handlers import (
+    checkpoints,
+    greeting,
+    lending,
+    moves,
+    registration,
+    reporting,
+    sharing,
+)
 from plexrl.statemanager.handlers.caller import Entry
 from plexrl.statemanager.protocol import Request
 
@@ -13,6 +21,7 @@ _ENTRIES = (
     *moves.ENTRIES,
     *sharing.ENTRIES,
     *reporting.ENTRIES,
+    *checkpoints.ENTRIES,
 )
 
 HANDLERS: Mapping[type[Request], Entry] = {row.kind: row for row in _ENTRIES}

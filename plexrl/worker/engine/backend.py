@@ -108,6 +108,15 @@ class TorchRolloutBackend:
             self._engine.weights_seq + 1, recompute_kv=self._recompute_kv_on_pull
         )
 
+    def gather(self, value: str) -> list[str]:
+        """Every rank's value, by rank."""
+        return [value] if self._ranks is None else self._ranks.gather(value)
+
+    def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
+        """No checkpoint is made of a rollout deployment."""
+        del dtype
+        return {}
+
     def run(self, call: BackendCall) -> BackendResult:
         """Load a checkpoint's weights. Raises as `Backend.run`."""
         if call.kind != OperationKind.LOAD_CHECKPOINT:

@@ -32,6 +32,12 @@ class RankGroup:
         dist.all_reduce(partial, group=self.process_group)
         return partial
 
+    def gather(self, value: str) -> list[str]:
+        """Every rank's value, by rank."""
+        found = [""] * self.ranks
+        dist.all_gather_object(found, value, group=self.process_group)
+        return found
+
     def embed(self, token_T: torch.Tensor, rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """`[T, X]` from a vocabulary of which this rank holds `rows`."""
         local_T = token_T - self.rank * -(-vocabulary // self.ranks)

@@ -1,0 +1,115 @@
+"""Checkpoints from a controller's side: pinned at once, durable a little later."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from plexrl.client.futures import AsyncFuture, Future, View
+from plexrl.client.results import Decoder
+from plexrl.client.transport import Call, Transport
+from plexrl.errors import CheckpointNotFoundError, OperationCancelledError, from_wire
+
+POLL_S_MIN = 0.05
+POLL_S_MAX = 1.0
+
+Plain = dict[str, Any]
+
+
+def list_call(job: str) -> Call:
+    """The request for all of a job's checkpoints."""
+    return Call(method="GET", path=f"/v1/jobs/{quote(job, safe='')}/checkpoints")
+
+
+def settled(listing: Mapping[str, Any], name: str, seq: int | None) -> Plain | None:
+    """The checkpoint, if it is durable; None while it is being written.
+
+    `seq` absent: of whatever version.
+
+    Raises:
+        CheckpointNotFoundError: nobody writes it, and it is not there.
+        PlexRLError: it failed; the error is its own.
+    """
+    found = next((each for each in listing["checkpoints"] if each["name"] == name), None)
+    if found is None:
+        if listing["failed"]:
+            # A node that does not answer may be the one that writes it.
+            return None
+        raise CheckpointNotFoundError(
+            f"checkpoint {name!r} is not there, and nobody writes it: its node was restarted, or a "
+            "retention policy deleted it; save it again"
+        )
+    if found["state"] == "failed":
+        raise from_wire(found["error"])
+    if found["state"] == "cancelled":
+        raise OperationCancelledError(f"checkpoint {name!r} was cancelled: save it again")
+    if found["state"] != "durable":
+        return None
+    if seq not in (None, found["seq"]):
+        raise CheckpointNotFoundError(
+            f"checkpoint {name!r} is there as of version {found['seq']}, not {seq}: that one was "
+            "replaced, or its node was restarted before it was written"
+        )
+    return dict(found)
+
+
+class CheckpointFuture(Future[Plain]):
+    """Done once the checkpoint is on the disk; the job's other operations go on meanwhile."""
+
+    def __init__(self, transport: Transport, view: View, decoder: Decoder) -> None:
+        super().__init__(transport, view, decoder)
+        self._saved: Plain | None = None
+        self._pause_s = POLL_S_MIN
+
+    def pinned(self, timeout_s: float | None = None) -> Plain:
+        """Wait until its version is pinned: what training does from then on is not in it.
+
+        Raises as `result`.
+        """
+        if self._saved is None:
+            pinned = Future[Plain](self._transport, self._pending.view, self._pending.decoder)
+            self._saved = pinned.result(timeout_s)
+        return self._saved
+
+    def _poll(self, wait_s: float) -> None:
+        if self._saved is None:
+            super()._poll(wait_s)
+            if not self._is_done or self._error is not None:
+                return
+            self._saved = self._result
+            assert self._saved is not None, "a finished operation has a result"
+            self._is_done = bool(self._saved["durable"])
+        else:
+            time.sleep(min(self._pause_s, wait_s))
+            self._pause_s = min(POLL_S_MAX, self._pause_s * 1.5)
+        if not self._is_done:
+            self._look(self._saved)
+
+    def _look(self, saved: Plain) -> None:
+        from plexrl.errors import ConnectionLostError, PlexRLError
+
+        try:
+            listing = self._transport.request(list_call(saved["job"]))
+            self._is_done = settled(listing.json(), saved["name"], saved["seq"]) is not None
+            self._result = {**saved, "durable": self._is_done}
+        except ConnectionLostError:
+            raise
+        except PlexRLError as error:
+            self._is_done, self._error = True, error
+
+
+class AsyncCheckpointFuture(AsyncFuture[Plain]):
+    """As `CheckpointFuture`: `await` it."""
+
+    async def result(self) -> Plain:
+        """Wait until it is on the disk. Raises the operation's own error."""
+        saved = await super().result()
+        pause_s = POLL_S_MIN
+        while not saved["durable"]:
+            listing = await self._transport.request(list_call(saved["job"]))
+            if settled(listing.json(), saved["name"], saved["seq"]) is not None:
+                return {**saved, "durable": True}
+            await asyncio.sleep(pause_s)
+            pause_s = min(POLL_S_MAX, pause_s * 1.5)
+        return saved

@@ -1,0 +1,225 @@
+"""Checkpoints in the background: one is written, a few wait, and their versions stay pinned.
+
+Laws:
+
+- A checkpoint that was taken in holds its versions until it is written, failed or cancelled.
+- Of one name, checkpoints are written in the order in which they were taken in.
+- A clean exit finishes what was taken in, unless it takes too long: then it is cancelled, and
+  whoever asked for it asks again.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from plexrl.errors import NotFoundError, OperationCancelledError, OverloadedError, PlexRLError
+from plexrl.statemanager.checkpoint.folder import clean_up, retain, to_upload
+from plexrl.statemanager.checkpoint.progress import Progress
+from plexrl.statemanager.checkpoint.publish import announce, announce_end
+from plexrl.statemanager.checkpoint.requests import CheckpointReport, CheckpointState, UploadState
+from plexrl.statemanager.checkpoint.retention import RetentionPolicy
+from plexrl.statemanager.checkpoint.source import VersionReader
+from plexrl.statemanager.checkpoint.upload import Uploads
+from plexrl.statemanager.checkpoint.writer import Wanted, write_checkpoint
+from plexrl.statemanager.config import StateManagerConfig
+
+LOG = logging.getLogger(__name__)
+
+ENTRIES_MAX = 256
+"""Finished checkpoints that are remembered; the disk knows of the whole ones for ever."""
+RETRY_AFTER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One checkpoint that was asked for, with its versions pinned."""
+
+    wanted: Wanted
+    seq: int
+    stamps: tuple[str, ...]
+    readers: Sequence[VersionReader]
+    held: ExitStack
+    """What keeps the versions and the descriptor in place; closed when the task is over."""
+    extras_fd: int | None
+    retention: RetentionPolicy | None
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    task: Task
+    progress: Progress
+    state: CheckpointState = CheckpointState.WAITING
+    error: PlexRLError | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+    as_of: float = field(default_factory=time.time)
+
+
+class CheckpointJobs:
+    """A thread that writes checkpoints until `close`. Thread-safe."""
+
+    def __init__(self, config: StateManagerConfig) -> None:
+        """Removes what a former daemon left unfinished, and goes on with its uploads."""
+        self._config = config
+        self._uploads = Uploads(config.checkpoint_upload_url)
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Path, _Entry] = OrderedDict()
+        self._queue: queue.Queue[_Entry | None] = queue.Queue()
+        self._active = 0
+        clean_up(config.checkpoint_dir, config.node)
+        # Reads every manifest, which is not to hold up a start for nothing.
+        if self._uploads.is_enabled:
+            for path in to_upload(config.checkpoint_dir, config.node):
+                self._uploads.add(path)
+        self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Task) -> CheckpointReport:
+        """Take a checkpoint in; from here on the task's resources are the writer's.
+
+        Raises:
+            OverloadedError: too many wait already; the task's resources stay the caller's.
+        StorageError: the directory of the job's checkpoints cannot be written; likewise.
+        """
+        bytes_per_s = self._config.checkpoint_bytes_per_s or None
+        entry = _Entry(task, Progress(bytes_per_s=bytes_per_s))
+        with self._lock:
+            if self._active > self._config.checkpoints_waiting_max:
+                raise OverloadedError(
+                    f"{self._active - 1} checkpoints wait on {self._config.node!r} already: try "
+                    "again when one is written, or raise checkpoints_waiting_max",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            self._active += 1
+            announce(task.wanted.target, task.wanted.node)
+            self._entries.pop(task.wanted.target, None)
+            self._entries[task.wanted.target] = entry
+            self._forget_oldest()
+            self._queue.put(entry)
+        return self._report(entry)
+
+    def find(self, target: Path) -> CheckpointReport | None:
+        """What is known of a checkpoint that was taken in since the start."""
+        with self._lock:
+            entry = self._entries.get(target)
+        return None if entry is None else self._report(entry)
+
+    def is_under_way(self, target: Path, stamps: Sequence[str], asked_by: str) -> bool:
+        """Whether this very checkpoint waits or is being written."""
+        with self._lock:
+            entry = self._entries.get(target)
+            return (
+                entry is not None
+                and not entry.state.is_final
+                and entry.task.stamps == tuple(stamps)
+                and entry.task.wanted.asked_by == asked_by
+            )
+
+    def reports(self) -> list[CheckpointReport]:
+        """All that are remembered, the oldest first."""
+        with self._lock:
+            entries = list(self._entries.values())
+        return [self._report(entry) for entry in entries]
+
+    def upload_state(self, target: Path) -> tuple[UploadState, str | None]:
+        """How far a checkpoint's upload is, and why it failed."""
+        return self._uploads.state(target)
+
+    def cancel(self, target: Path) -> CheckpointReport:
+        """Give a checkpoint up; returns when nothing of it is under way any more.
+
+        Raises:
+            NotFoundError: none of that name was asked for since the start.
+        """
+        with self._lock:
+            entry = self._entries.get(target)
+        if entry is None:
+            raise NotFoundError(f"no checkpoint {target.name!r} is under way")
+        entry.progress.cancel()
+        entry.over.wait()
+        return self._report(entry)
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what was taken in; after `timeout_s` cancel the rest."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        with self._lock:
+            entries = list(self._entries.values())
+        for entry in entries:
+            entry.progress.cancel()
+        self._thread.join()
+        self._uploads.close()
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            try:
+                self._write(entry)
+            except Exception:
+                LOG.exception("a checkpoint failed")
+                entry.error = PlexRLError("the checkpoint failed: see the StateManager's log")
+                entry.state = CheckpointState.FAILED
+            finally:
+                with self._lock:
+                    self._active -= 1
+                entry.over.set()
+
+    def _write(self, entry: _Entry) -> None:
+        task, wanted = entry.task, entry.task.wanted
+        with self._lock:
+            # A name that was asked for again is reported as the newer one; both are written.
+            entry.state = CheckpointState.WRITING
+        try:
+            entry.progress.add(0)
+            write_checkpoint(wanted, task.readers, task.extras_fd, entry.progress)
+        except OperationCancelledError as error:
+            entry.error, entry.state = error, CheckpointState.CANCELLED
+            return
+        except PlexRLError as error:
+            LOG.warning("checkpoint %s failed: %s", wanted.target, error)
+            entry.error, entry.state = error, CheckpointState.FAILED
+            return
+        finally:
+            task.held.close()
+            announce_end(wanted.target, wanted.node)
+        if wanted.upload:
+            self._uploads.add(wanted.target)
+        entry.state = CheckpointState.DURABLE
+        LOG.info(
+            "checkpoint %s: %d bytes in %.3f s",
+            *(wanted.target, entry.progress.bytes_done, entry.progress.seconds),
+        )
+        if task.retention is not None:
+            folder = wanted.target.parent
+            in_use = self._uploads.pending(folder)
+            gone = retain(folder, task.retention, wanted.node, in_use | {wanted.target.name})
+            for name in gone:
+                LOG.info("checkpoint %s was deleted by its job's policy", folder / name)
+
+    def _report(self, entry: _Entry) -> CheckpointReport:
+        wanted, progress = entry.task.wanted, entry.progress
+        upload, upload_error = self._uploads.state(wanted.target)
+        return CheckpointReport(
+            job=wanted.target.parent.name,
+            name=wanted.target.name,
+            path=str(wanted.target),
+            state=entry.state,
+            seq=entry.task.seq,
+            step=entry.task.seq if wanted.step is None else wanted.step,
+            bytes_done=progress.bytes_done,
+            bytes_total=progress.bytes_total,
+            seconds=progress.seconds,
+            as_of=entry.as_of,
+            upload=upload,
+            error=None if entry.error is None else entry.error.to_wire(),
+            upload_error=upload_error,
+        )
+
+    def _forget_oldest(self) -> None:
+        finished = [target for target, entry in self._entries.items() if entry.state.is_final]
+        for target in finished[: max(0, len(self._entries) - ENTRIES_MAX)]:
+            del self._entries[target]

@@ -1,0 +1,215 @@
+"""A checkpoint read back, as any layout's slices: bit for bit, and only the bytes that they need.
+
+Every block that a slice touches is read whole and its digest checked, so the bytes that are read
+exceed those that are needed by less than a block at either end of a slice.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from plexrl.errors import CheckpointNotFoundError, CorruptStateError, StorageError
+from plexrl.statemanager.boxes import Box
+from plexrl.statemanager.checkpoint.assembly import copy_common
+from plexrl.statemanager.checkpoint.record import (
+    RECORD,
+    CheckpointRecord,
+    TensorRecord,
+    decode_record,
+)
+from plexrl.statemanager.checkpoint.safetensors_format import decode_head, head_bytes
+from plexrl.statemanager.checkpoint.tensors import block_start, blocks, run_of
+from plexrl.statemanager.keys import DTYPE_BYTES, StatePart, StateSlice
+
+Fill = Callable[[StateSlice], memoryview]
+"""Writable memory of a slice's bytes."""
+
+
+class Checkpoint:
+    """A published checkpoint, open for reading."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the manifest and the heads of the files.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CorruptStateError: a file is missing, cut short, or not what the manifest says.
+            StorageError: a file cannot be opened.
+        """
+        self.path = path
+        self.bytes_read = 0
+        self.record = read_record(path)
+        self._open_files = ExitStack()
+        self._fds: dict[str, int] = {}
+        self._buffer = memoryview(bytearray(self.record.block_bytes))
+        try:
+            for file in self.record.files:
+                self._fds[file.path] = self._open(file.path, file.nbytes)
+            self._check_heads()
+        except BaseException:
+            self._open_files.close()
+            raise
+        # Of a key that lies in two dtypes, the one that training resumes from comes last.
+        self._tensors = {(r.key, r.dtype): r for r in self.record.tensors}
+
+    def verify(self, wants: Sequence[StateSlice]) -> None:
+        """Check all that `fill` will read, and change nothing.
+
+        Raises:
+            CorruptStateError: a block is damaged or missing.
+            CheckpointNotFoundError: a wanted tensor is not in the checkpoint as it is wanted.
+        """
+        for want in wants:
+            for _ in self._blocks(want):
+                pass
+
+    def fill(self, wants: Sequence[StateSlice], memory: Fill) -> None:
+        """Write every wanted slice to its memory. Raises as `verify`; then some may be written."""
+        for want in wants:
+            target = memory(want)
+            for block, data in self._blocks(want):
+                copy_common(want, target, block, data)
+
+    def whole_parameters(self) -> dict[str, StateSlice]:
+        """Every parameter as one slice of all of it, in the dtype that `transformers` loads."""
+        found: dict[str, StateSlice] = {}
+        for record in self.record.tensors:
+            if record.key.part == StatePart.PARAMETER:
+                piece = StateSlice(
+                    key=record.key,
+                    dtype=record.dtype,
+                    global_shape=record.shape,
+                    offset=(0,) * len(record.shape),
+                    shape=record.shape,
+                    arena_offset=0,
+                )
+                found.setdefault(record.key.name, piece)
+        return found
+
+    def close(self) -> None:
+        """Close the files."""
+        self._open_files.close()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _blocks(self, want: StateSlice) -> Iterator[tuple[Box, memoryview]]:
+        """The checked blocks that a slice touches; each is gone when the next one comes."""
+        record = self._record_of(want)
+        itemsize = DTYPE_BYTES[record.dtype]
+        held = Box(offset=want.offset, shape=want.shape)
+        if 0 in want.shape:
+            return
+        for index, block in enumerate(blocks(record.shape, itemsize, self.record.block_bytes)):
+            if run_of(block, held, itemsize) is not None:
+                yield block, self._read(record, index, block)
+
+    def _record_of(self, want: StateSlice) -> TensorRecord:
+        record = self._tensors.get((want.key, want.dtype))
+        if record is None or record.shape != want.global_shape:
+            there = [f"{r.dtype}{list(r.shape)}" for r in self.record.tensors if r.key == want.key]
+            raise CheckpointNotFoundError(
+                f"checkpoint {self.path.name!r} has {want.key.name} as {there or 'nothing'}, and "
+                f"{want.dtype}{list(want.global_shape)} is wanted: load it into the model that it "
+                "was saved from, in a format that training can resume from",
+                key=want.key.name,
+            )
+        return record
+
+    def _read(self, record: TensorRecord, index: int, block: Box) -> memoryview:
+        itemsize = DTYPE_BYTES[record.dtype]
+        data = self._buffer[: block.size * itemsize]
+        start = record.start + block_start(block, record.shape) * itemsize
+        name, file = record.key.name, record.file
+        filled = 0
+        while filled < len(data):
+            try:
+                got = os.preadv(self._fds[file], [data[filled:]], start + filled)
+            except OSError as error:
+                raise self._corrupt(file, f"{name} cannot be read: {error}", name) from error
+            if got == 0:
+                raise self._corrupt(file, f"it ends inside {name}", name)
+            filled += got
+        self.bytes_read += filled
+        if xxhash.xxh3_128_hexdigest(data) != record.digests[index]:
+            raise self._corrupt(file, f"block {index} of {name} does not match its digest", name)
+        return data
+
+    def _open(self, file: str, nbytes: int) -> int:
+        path = self.path / file
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise self._corrupt(file, "it is missing", None) from error
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        self._open_files.callback(os.close, fd)
+        size = os.fstat(fd).st_size
+        if size != nbytes:
+            raise self._corrupt(file, f"it has {size} bytes, {nbytes} were written", None)
+        return fd
+
+    def _check_heads(self) -> None:
+        """The files' own heads say the same as the manifest, so other tools read what we do."""
+        found: dict[tuple[str, str], tuple[str, tuple[int, ...], int]] = {}
+        for file, fd in self._fds.items():
+            try:
+                head = os.pread(fd, head_bytes(os.pread(fd, 8, 0)), 0)
+                tensors = decode_head(head)
+            except CorruptStateError as error:
+                raise self._corrupt(file, error.message, None) from error
+            found |= {(file, t.name): (t.dtype, t.shape, t.start) for t in tensors}
+        for record in self.record.tensors:
+            there = found.get((record.file, record.key.name))
+            if there != (record.dtype, record.shape, record.start):
+                name = record.key.name
+                raise self._corrupt(record.file, f"its header has {name} as {there}", name)
+
+    def _corrupt(self, file: str, why: str, key: str | None) -> CorruptStateError:
+        details = {"file": file} if key is None else {"file": file, "key": key}
+        return CorruptStateError(
+            f"{file} of checkpoint {self.path} is damaged ({why}): load another checkpoint",
+            **details,
+        )
+
+
+def read_record(path: Path) -> CheckpointRecord:
+    """The manifest of the checkpoint at `path`.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        CorruptStateError: the manifest is damaged.
+        StorageError: it cannot be opened.
+    """
+    file = path / RECORD
+    try:
+        return decode_record(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint {path.name!r} in {path.parent.name!r}"
+        ) from error
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    except CorruptStateError as error:
+        raise CorruptStateError(
+            f"checkpoint {path} is damaged ({error.message}): load another checkpoint", file=RECORD
+        ) from error
+
+
+def _unreadable(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{path} cannot be opened ({error}): mend its permissions or the file system",
+        file=str(path),
+    )

@@ -1,0 +1,110 @@
+"""Deltas between what a target holds and what a source has, run by run."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from plexrl.errors import CorruptStateError
+from plexrl.statemanager.delta import DeltaDecoder, DeltaPolicy, batches, changed_blocks, encode
+from plexrl.statemanager.run_copy import Bytes, copy_runs
+from plexrl.statemanager.runs import BYTES_CAST, Runs, packed, reversed_runs, unpacked
+from plexrl.statemanager.transport.mapped_files import MappedData
+
+DIGEST_BYTES = 16
+
+
+def encode_delta(
+    old: MappedData, new: MappedData, runs: Runs, policy: DeltaPolicy, *, verify: bool
+) -> list[bytes] | None:
+    """The delta of `runs` from one version to another, as the runs' bytes arrive, and with `verify`
+    the digest of the new ones; None where too much has changed for it to pay."""
+    parts: list[bytes] = []
+    digest = xxhash.xxh3_128()
+    blocks_max = policy.changed_max * -(-runs.nbytes // policy.block_bytes)
+    changed = 0
+    for batch in batches(runs):
+        before, after = _bytes_of(old, batch), _bytes_of(new, batch)
+        flags = changed_blocks(before, after, policy.block_bytes)
+        changed += int(np.count_nonzero(flags))
+        if changed > blocks_max:
+            return None
+        parts += encode(flags, after, policy.block_bytes)
+        if verify:
+            digest.update(after.data)
+    return [*parts, digest.digest()] if verify else parts
+
+
+def apply_delta(
+    payload: memoryview, runs: Runs, target: Bytes, block_bytes: int, *, verify: bool
+) -> None:
+    """Bring `runs` in `target` from the old version to the new.
+
+    Raises:
+        CorruptStateError: with `verify`, the result is not what the source has; `target` holds
+            neither version.
+    """
+    end = len(payload) - (DIGEST_BYTES if verify else 0)
+    decoder = DeltaDecoder(payload[: max(0, end)], block_bytes)
+    digest = xxhash.xxh3_128()
+    for batch in batches(runs):
+        there = _at_target(batch, target)
+        if decoder.apply(there) and not np.shares_memory(there, target):
+            copy_runs(there, target, unpacked(batch))
+        if verify:
+            digest.update(there.data)
+    decoder.finish()
+    if verify and digest.digest() != bytes(payload[end:]):
+        raise CorruptStateError("a delta did not lead to the version it is of: pull all of it")
+
+
+def copy_changed(source: MappedData, runs: Runs, target: Bytes, policy: DeltaPolicy) -> int:
+    """Bring `runs` to `target`, writing only blocks that differ from what is there; returns their
+    bytes."""
+    moved = 0
+    for batch in batches(runs):
+        after, there = _bytes_of(source, batch), _at_target(batch, target)
+        flags = changed_blocks(there, after, policy.block_bytes)
+        if not flags.any():
+            continue
+        size = policy.block_bytes
+        full = len(there) // size
+        kept = flags[:full]
+        there[: full * size].reshape(full, size)[kept] = after[: full * size].reshape(full, size)[
+            kept
+        ]
+        if full < len(flags) and flags[-1]:
+            there[full * size :] = after[full * size :]
+        moved += min(len(there), int(np.count_nonzero(flags)) * size)
+        if not np.shares_memory(there, target):
+            copy_runs(there, target, unpacked(batch))
+    return moved
+
+
+def _bytes_of(data: MappedData, batch: Runs) -> Bytes:
+    """A batch's bytes in a row: where they lie, if they lie in a row."""
+    jobs = data.jobs(packed(batch))
+    if len(jobs) == 1 and _is_plain(jobs[0][1]):
+        memory, job = jobs[0]
+        at = int(job.places[0])
+        return memory[at : at + int(job.items[0])]
+    return _gathered(jobs, batch.nbytes)
+
+
+def _at_target(batch: Runs, target: Bytes) -> Bytes:
+    """As `_bytes_of`, of what the target holds."""
+    if _is_plain(batch):
+        at = int(batch.targets[0])
+        return target[at : at + int(batch.row_bytes()[0])]
+    return _gathered([(target, packed(reversed_runs(batch)))], batch.nbytes)
+
+
+def _is_plain(runs: Runs) -> bool:
+    return len(runs) == 1 and int(runs.counts[0]) == 1 and int(runs.casts[0]) == BYTES_CAST
+
+
+def _gathered(jobs: Sequence[tuple[Bytes, Runs]], nbytes: int) -> Bytes:
+    row = np.empty(nbytes, dtype=np.uint8)
+    for memory, job in jobs:
+        copy_runs(memory, row, job)
+    return row

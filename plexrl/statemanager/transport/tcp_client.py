@@ -1,0 +1,251 @@
+"""The way to a StateManager on another node: TCP, one or several streams."""
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import msgspec
+
+from plexrl.errors import ConnectionLostError, InvalidRequestError, from_wire
+from plexrl.statemanager.delta import DeltaPolicy
+from plexrl.statemanager.keys import StateSlice
+from plexrl.statemanager.plan_layout import Layout
+from plexrl.statemanager.run_copy import Bytes
+from plexrl.statemanager.runs import Runs
+from plexrl.statemanager.transport.delta_stream import apply_delta
+from plexrl.statemanager.transport.handshake import greet_server
+from plexrl.statemanager.transport.run_stream import (
+    DIGEST_BYTES,
+    Digest,
+    encode_runs,
+    receive_bytes,
+    receive_runs,
+)
+from plexrl.statemanager.transport.sockets import set_timeout
+from plexrl.statemanager.transport.source import Arrived, LayoutOf, Shard, ShardRuns
+from plexrl.wire.framing import recv_head, send_frame
+
+BYTES_PER_S = 3e9
+REQUEST_S = 20e-6
+BATCH_BYTES = 32 << 20
+"""One request's bytes: what is asked for again when a source is lost on the way."""
+BATCH_RUNS = 1024
+"""Keeps two requests within the socket's buffers, so that both ends never wait to send."""
+ANSWER_BYTES_MAX = 256 << 20
+
+
+class _Offered(msgspec.Struct):
+    rank: int
+    stamp: str
+    nbytes: int
+    layout: str
+    slices: tuple[StateSlice, ...] | None
+
+
+class _Batch(NamedTuple):
+    """What one request asks for."""
+
+    shard: int
+    runs: Runs
+    base: str | None
+    delta: DeltaPolicy | None
+
+
+class Tcp:
+    """Opens sources by `host:port`."""
+
+    def __init__(
+        self,
+        layout_of: LayoutOf,
+        timeout_s: float,
+        ticket: bytes,
+        *,
+        streams: int = 1,
+        verify: bool = False,
+    ) -> None:
+        """`timeout_s` bounds each wait on a socket. `streams` to each source gain where one does
+        not fill the network. With `verify` every batch is checked against the sender's digest of
+        it, which TCP's own checksum is too weak for at these volumes."""
+        self._layout_of = layout_of
+        self._timeout_s = timeout_s
+        self._ticket = ticket
+        self._streams = streams
+        self._verify = verify
+
+    def open(self, address: str, deployment: str, seq: int, known: Collection[str]) -> "TcpSource":
+        """As `Way.open`."""
+        connections: list[socket.socket] = []
+        try:
+            while len(connections) < self._streams:
+                connections.append(_connect(address, self._ticket, self._timeout_s))
+            request = {"type": "open", "source": deployment, "seq": seq, "known": list(known)}
+            offers = [_offers(connection, request) for connection in connections]
+            stamps = [[shard.stamp for shard in offered] for offered in offers]
+            if any(each != stamps[0] for each in stamps):
+                raise ConnectionLostError(f"{address} published the version again meanwhile")
+            shards = tuple(_shard(offered, self._layout_of) for offered in offers[0])
+            return TcpSource(f"tcp://{address}", connections, shards, self._verify)
+        except BaseException:
+            for connection in connections:
+                connection.close()
+            raise
+
+
+class TcpSource:
+    """An `OpenSource` on another node."""
+
+    def __init__(
+        self,
+        address: str,
+        connections: list[socket.socket],
+        shards: tuple[Shard, ...],
+        verify: bool,
+    ) -> None:
+        self.address = address
+        self.shards = shards
+        self.bytes_per_s = BYTES_PER_S
+        self.request_s = REQUEST_S
+        # The daemon itself held the version while it sent these bytes.
+        self.arrives_whole = True
+        self._connections = connections
+        self._verify = verify
+
+    def read(
+        self,
+        parts: tuple[ShardRuns, ...],
+        target: Bytes,
+        arrived: Arrived,
+        delta: DeltaPolicy | None = None,
+    ) -> None:
+        """As `OpenSource.read`."""
+        batches = deque(
+            _Batch(part.shard, few, None if delta is None else part.base, delta)
+            for part in parts
+            for batch in part.runs.batches(BATCH_BYTES)
+            for few in _at_most(batch, BATCH_RUNS)
+        )
+        lock = threading.Lock()
+
+        def tell(runs: Runs, nbytes: int) -> None:
+            with lock:
+                arrived(runs, nbytes)
+
+        if len(self._connections) == 1 or len(batches) < 2:
+            self._stream(self._connections[0], batches, target, tell)
+            return
+        with ThreadPoolExecutor(len(self._connections)) as pool:
+            streams = [
+                pool.submit(self._stream, connection, batches, target, tell)
+                for connection in self._connections
+            ]
+            for stream in streams:
+                stream.result()
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The result of a request without a payload."""
+        send_frame(self._connections[0], request)
+        result, _ = _answer(self._connections[0])
+        return result
+
+    def confirm(self) -> None:
+        """As `OpenSource.confirm`."""
+        for connection in self._connections:
+            send_frame(connection, {"type": "confirm"})
+            _answer(connection)
+
+    def close(self) -> None:
+        """As `OpenSource.close`."""
+        for connection in self._connections:
+            connection.close()
+
+    def _stream(
+        self,
+        connection: socket.socket,
+        batches: deque["_Batch"],
+        target: Bytes,
+        arrived: Arrived,
+    ) -> None:
+        """Take batches until there are none, one asked for while another arrives."""
+        asked: deque[_Batch] = deque()
+        while True:
+            while len(asked) < 2 and batches:
+                try:
+                    batch = batches.popleft()
+                except IndexError:
+                    # Another stream took the last one.
+                    break
+                self._ask(connection, batch)
+                asked.append(batch)
+            if not asked:
+                return
+            batch = asked.popleft()
+            result, nbytes = _answer(connection)
+            if result.get("delta"):
+                payload = memoryview(bytearray(nbytes))
+                receive_bytes(connection, payload)
+                assert batch.delta is not None, "no delta was asked for"
+                size = batch.delta.block_bytes
+                apply_delta(payload, batch.runs, target, size, verify=self._verify)
+            elif nbytes == batch.runs.nbytes + (DIGEST_BYTES if self._verify else 0):
+                receive_runs(connection, batch.runs, target, Digest(self._verify))
+            else:
+                raise ConnectionLostError(f"{nbytes} bytes were announced for {batch.runs.nbytes}")
+            arrived(batch.runs, nbytes)
+
+    def _ask(self, connection: socket.socket, batch: "_Batch") -> None:
+        header: dict[str, Any] = {
+            "type": "read",
+            "shard": batch.shard,
+            "stamp": self.shards[batch.shard].stamp,
+            "verify": self._verify,
+        }
+        if batch.base is not None and batch.delta is not None:
+            header["base"] = batch.base
+            header["delta"] = msgspec.to_builtins(batch.delta)
+        send_frame(connection, header, encode_runs(batch.runs))
+
+
+def _connect(address: str, ticket: bytes, timeout_s: float) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise InvalidRequestError(f"a remote StateManager is tcp://host:port, not {address!r}")
+    connection = socket.create_connection((host, int(port)), timeout=timeout_s)
+    try:
+        # From here on a blocking socket, whose waits the kernel bounds.
+        connection.settimeout(None)
+        set_timeout(connection, timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        greet_server(connection, ticket)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _offers(connection: socket.socket, request: dict[str, Any]) -> list[_Offered]:
+    send_frame(connection, request)
+    answer, _ = _answer(connection)
+    return msgspec.convert(answer["shards"], list[_Offered])
+
+
+def _answer(connection: socket.socket) -> tuple[dict[str, Any], int]:
+    """The head of an answer, and the size of the payload that is still to come."""
+    header, announced = recv_head(connection, payload_bytes_max=ANSWER_BYTES_MAX)
+    if "error" in header:
+        raise from_wire(header["error"])
+    result: dict[str, Any] = header["result"]
+    return result, announced
+
+
+def _shard(offered: _Offered, layout_of: LayoutOf) -> Shard:
+    layout = layout_of(offered.layout) if offered.slices is None else Layout.of(offered.slices)
+    if layout is None or layout.digest != offered.layout:
+        raise ConnectionLostError("the source answered with a layout that was not asked for")
+    return Shard(rank=offered.rank, stamp=offered.stamp, layout=layout, nbytes=offered.nbytes)
+
+
+def _at_most(runs: Runs, count: int) -> list[Runs]:
+    return [runs.chosen(slice(at, at + count)) for at in range(0, len(runs), count)]

@@ -1,0 +1,281 @@
+"""Published versions for other nodes: one thread a connection, blocking, zero-copy where it can be.
+
+After the handshake a client sends frames, and each is answered by one:
+
+    open     {source, seq, known}  →  {shards}            the version is held for this connection
+    read     {shard, stamp, verify, base, delta} + runs  →  the runs' bytes as the payload, then
+             their digest; or, with {delta}, what has changed of them since the base
+    lend     {}                    →  {agent, shards}     where NIXL finds what is open
+    confirm  {}                    →  {}                  all this time the version was held
+
+An error answers any of them as `{error}`; one that comes after a payload has begun ends the
+connection.
+"""
+
+import logging
+import socket
+import threading
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from plexrl.errors import (
+    ConnectionLostError,
+    InvalidRequestError,
+    PlexRLError,
+    StateLostError,
+)
+from plexrl.statemanager.delta import DeltaPolicy
+from plexrl.statemanager.handlers.caller import Services
+from plexrl.statemanager.plan_layout import DTYPES
+from plexrl.statemanager.published import HeldShard, hold_published, hold_stamp
+from plexrl.statemanager.runs import BYTES_CAST, Runs
+from plexrl.statemanager.store import Store
+from plexrl.statemanager.tickets import Claims
+from plexrl.statemanager.transport.delta_stream import encode_delta
+from plexrl.statemanager.transport.handshake import greet_client
+from plexrl.statemanager.transport.mapped_files import MappedData, MappedFiles
+from plexrl.statemanager.transport.nixl import NixlLender
+from plexrl.statemanager.transport.run_stream import (
+    DIGEST_BYTES,
+    Digest,
+    HeldData,
+    decode_runs,
+    send_runs,
+)
+from plexrl.statemanager.transport.sockets import set_timeout
+from plexrl.wire.framing import encode_head, recv_frame, send_frame
+
+LOG = logging.getLogger(__name__)
+
+TIMEOUT_S = 60
+"""A client that takes or sends nothing for so long in the middle of a message is cut off."""
+HANDSHAKE_TIMEOUT_S = 5
+REQUEST_BYTES_MAX = 16 << 20
+
+
+class _Open(msgspec.Struct, tag="open"):
+    source: str
+    seq: int
+    known: tuple[str, ...] = ()
+
+
+class _Read(msgspec.Struct, tag="read"):
+    shard: int
+    stamp: str
+    verify: bool = False
+    base: str | None = None
+    delta: DeltaPolicy | None = None
+
+
+class _Confirm(msgspec.Struct, tag="confirm"):
+    pass
+
+
+class _Lend(msgspec.Struct, tag="lend"):
+    pass
+
+
+class TcpServer:
+    """Serves from its construction on until `close`."""
+
+    def __init__(
+        self,
+        services: Services,
+        listen: str,
+        lender: NixlLender | None = None,
+    ) -> None:
+        """`listen` is `host:port`. With a `lender` memory can be read remotely.
+
+        Raises:
+            InvalidRequestError: it is not.
+        """
+        self._services = services
+        self._connections_max = services.config.connections_max
+        self._lender = lender
+        self._lock = threading.Lock()
+        self._served: set[socket.socket] = set()
+        host, _, port = listen.rpartition(":")
+        if not port.isdecimal():
+            raise InvalidRequestError(f"serve_tcp is host:port, not {listen!r}")
+        self._socket = socket.create_server((host, int(port)), backlog=128)
+        self.address = "{}:{}".format(*self._socket.getsockname()[:2])
+        """Where it listens, the port included that was chosen."""
+        threading.Thread(target=self._accept, name="plexrl-tcp", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more and end every connection: readers go to another source."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with self._lock:
+            served = list(self._served)
+        for connection in served:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, peer = self._socket.accept()
+            except OSError:
+                # `close` shut the socket down.
+                return
+            with self._lock:
+                is_full = len(self._served) >= self._connections_max
+                if not is_full:
+                    self._served.add(connection)
+            if is_full:
+                LOG.warning("%s was refused: %d connections", peer, self._connections_max)
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            set_timeout(connection, HANDSHAKE_TIMEOUT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            claims = greet_client(connection, self._services.key)
+            # A client may hold a version for as long as it likes, if it is still there.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            set_timeout(connection, 0, sending_s=TIMEOUT_S)
+            with ExitStack() as leases:
+                reader = _Reader(self._services.store, claims, leases, self._lender)
+                while True:
+                    reader.answer(connection)
+        except ConnectionLostError:
+            LOG.debug("a remote reader left")
+        except (OSError, PlexRLError) as error:
+            LOG.warning("a remote reader was cut off: %s", error)
+        finally:
+            with self._lock:
+                self._served.discard(connection)
+            connection.close()
+
+
+class _Reader:
+    """One connection's requests, one after the other."""
+
+    def __init__(
+        self, store: Store, claims: Claims, leases: ExitStack, lender: NixlLender | None
+    ) -> None:
+        self._store = store
+        self._claims = claims
+        self._lender = lender
+        self._leases = leases
+        self._held: list[tuple[HeldShard, HeldData]] = []
+        self._bases: dict[str, MappedData | None] = {}
+
+    def answer(self, connection: socket.socket) -> None:
+        header, payload = recv_frame(connection, payload_bytes_max=REQUEST_BYTES_MAX)
+        try:
+            request = msgspec.convert(header, _Open | _Read | _Lend | _Confirm)
+            match request:
+                case _Open():
+                    send_frame(connection, {"result": self._open(request)})
+                case _Confirm():
+                    send_frame(connection, {"result": {}})
+                case _Lend():
+                    send_frame(connection, {"result": self._lend()})
+                case _Read():
+                    self._read(connection, request, payload)
+        except msgspec.ValidationError as error:
+            refused = InvalidRequestError(f"malformed request: {error}")
+            send_frame(connection, {"error": refused.to_wire()})
+        except _Begun as begun:
+            raise begun.cause from begun
+        except (ConnectionLostError, OSError):
+            raise
+        except PlexRLError as error:
+            send_frame(connection, {"error": error.to_wire()})
+
+    def _open(self, request: _Open) -> dict[str, Any]:
+        self._claims.check_may_pull(request.source)
+        for shard in hold_published(self._store, self._leases, request):
+            self._held.append((shard, _held_data(shard)))
+        return {
+            "shards": [
+                msgspec.to_builtins(shard.description(request.known)) for shard, _ in self._held
+            ]
+        }
+
+    def _lend(self) -> dict[str, Any]:
+        if self._lender is None:
+            raise InvalidRequestError("this StateManager serves no RDMA: use its tcp:// address")
+        lent, registered = self._lender.lend([data.map_all() for _, data in self._held])
+        self._leases.callback(self._lender.take_back, registered)
+        return {"agent": lent.agent, "shards": lent.shards}
+
+    def _read(self, connection: socket.socket, request: _Read, payload: bytearray) -> None:
+        if not 0 <= request.shard < len(self._held):
+            raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
+        shard, data = self._held[request.shard]
+        if shard.manifest.stamp != request.stamp:
+            raise StateLostError(
+                f"{shard.manifest.description} is not of the stamp {request.stamp!r} any more: "
+                "pull again"
+            )
+        try:
+            runs = decode_runs(payload)
+        except ValueError as error:
+            raise InvalidRequestError(f"malformed runs: {error}") from error
+        check_within(runs, shard.manifest.nbytes)
+        if request.base is not None and request.delta is not None:
+            base = self._base(shard, request.base)
+            if base is not None:
+                new, verify = data.map_all(), request.verify
+                parts = encode_delta(base, new, runs, request.delta, verify=verify)
+                if parts is not None:
+                    send_frame(connection, {"result": {"delta": True}}, b"".join(parts))
+                    return
+        trailer = DIGEST_BYTES if request.verify else 0
+        connection.sendall(encode_head({"result": {}}, runs.nbytes + trailer))
+        try:
+            send_runs(connection, data, runs, Digest(request.verify))
+        except PlexRLError as error:
+            raise _Begun(error) from error
+
+    def _base(self, shard: HeldShard, stamp: str) -> MappedData | None:
+        """The data of an earlier version of the shard, if it is kept and laid out alike."""
+        if stamp not in self._bases:
+            earlier = hold_stamp(self._store, self._leases, shard.manifest, stamp)
+            alike = earlier is not None and earlier.layout.digest == shard.layout.digest
+            self._bases[stamp] = _held_data(earlier).map_all() if earlier and alike else None
+        return self._bases[stamp]
+
+
+class _Begun(Exception):
+    """Something failed when it was too late to say so."""
+
+    def __init__(self, cause: PlexRLError) -> None:
+        super().__init__()
+        self.cause = cause
+
+
+def check_within(runs: Runs, nbytes: int) -> None:
+    """Refuse runs that lie not wholly within `nbytes` bytes.
+
+    Raises:
+        InvalidRequestError: some do not.
+    """
+    casts = (runs.casts == BYTES_CAST) | ((runs.casts >= 0) & (runs.casts < len(DTYPES) ** 2))
+    limits = np.int64(1) << np.int64(48)
+    small = (runs.items >= 1) & (runs.counts >= 1) & (runs.strides >= 0) & (runs.places >= 0)
+    small &= (runs.items <= nbytes) & (runs.counts <= limits // np.maximum(1, runs.strides))
+    if not (casts & small).all():
+        raise InvalidRequestError("runs have positive sizes and known dtypes")
+    ends = runs.places + (runs.counts - 1) * runs.strides + runs.row_bytes_at_source()
+    if not (ends <= nbytes).all():
+        raise InvalidRequestError(f"runs end beyond the {nbytes} bytes of the data")
+
+
+def _held_data(shard: HeldShard) -> HeldData:
+    mapped: list[MappedData] = []
+
+    def map_all() -> MappedData:
+        if not mapped:
+            mapped.append(MappedData.of(shard.regions, MappedFiles().of(shard.regions)))
+        return mapped[0]
+
+    return HeldData(regions=shard.regions, map_all=map_all)

@@ -1,0 +1,350 @@
+"""Checkpoints that a real daemon writes in the background, from versions of real clients."""
+
+import random
+import resource
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from plexrl.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    OverloadedError,
+    PermissionDeniedError,
+    StateLostError,
+    from_wire,
+)
+from plexrl.statemanager.checkpoint.plan import CheckpointFormat
+from plexrl.statemanager.checkpoint.requests import (
+    CancelCheckpoint,
+    CheckpointReport,
+    CheckpointState,
+    CheckpointStatus,
+    WriteCheckpoint,
+)
+from plexrl.statemanager.checkpoint.restore import Checkpoint
+from plexrl.statemanager.checkpoint.retention import RetentionPolicy
+from plexrl.statemanager.client import StateManagerClient
+from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon, wait_until
+
+DEPLOYMENT = "job/actor"
+ELEMENTS = MIB
+
+
+def release(daemon: Daemon) -> None:
+    with closing(daemon.agent()) as agent:
+        agent.release(DEPLOYMENT)
+
+
+def usage_of(daemon: Daemon) -> dict[str, Any]:
+    with closing(daemon.agent()) as agent:
+        return agent.usage()
+
+
+def write(client: StateManagerClient, name: str, seq: int, **fields: Any) -> CheckpointReport:
+    request = WriteCheckpoint(deployment=DEPLOYMENT, name=name, seq=seq, **fields)
+    return msgspec.convert(client.request(request), CheckpointReport)
+
+
+def status(client: StateManagerClient, name: str) -> CheckpointReport:
+    request = CheckpointStatus(deployment=DEPLOYMENT, name=name)
+    (report,) = client.request(request)["checkpoints"]
+    return msgspec.convert(report, CheckpointReport)
+
+
+def finished(client: StateManagerClient, name: str) -> CheckpointReport:
+    wait_until(lambda: status(client, name).state.is_final)
+    return status(client, name)
+
+
+def weights(folder: Path, name: str) -> bytes:
+    found: bytes = load_file(folder / "job" / name / "model.safetensors")["w"].tobytes()
+    return found
+
+
+def weights_of(shards: list[Shard], seq: int) -> bytes:
+    return b"".join(
+        shard.version(seq * 10 + rank)[: ELEMENTS * 4].tobytes()
+        for rank, shard in enumerate(shards)
+    )
+
+
+def snapshot(shards: list[Shard], seq: int) -> None:
+    for rank, shard in enumerate(shards):
+        shard.fill(seq * 10 + rank)
+        shard.snapshot(seq)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def start(start_daemon: StartDaemon, folder: Path) -> StartDaemon:
+    def start(**changes: Any) -> Daemon:
+        return start_daemon(**{"checkpoint_dir": str(folder), **changes})
+
+    return start
+
+
+@pytest.fixture
+def slow(start: StartDaemon) -> Daemon:
+    """Writes a shard's 8 MiB in some seconds."""
+    return start(checkpoint_bytes_per_s=2 * MIB, checkpoints_waiting_max=1)
+
+
+def ranks(make_shard: MakeShard, daemon: Daemon, count: int) -> list[Shard]:
+    return [
+        make_shard(daemon, rank=rank, world_size=count, elements=ELEMENTS) for rank in range(count)
+    ]
+
+
+def test_what_was_pinned_is_written_whatever_training_does(
+    start: StartDaemon, make_shard: MakeShard, folder: Path
+) -> None:
+    daemon = start(checkpoint_bytes_per_s=64 * MIB)
+    shards = ranks(make_shard, daemon, 2)
+    snapshot(shards, 1)
+    report = write(shards[0].client, "one", 1)
+    assert not report.state.is_final
+    # The next version replaces the one that is being written, and its name goes.
+    snapshot(shards, 2)
+    release(daemon)
+    done = finished(shards[0].client, "one")
+    assert done.state == CheckpointState.DURABLE, done
+    assert done.bytes_done == done.bytes_total > 16 * MIB
+    assert weights(folder, "one") == weights_of(shards, 1)
+    usage = usage_of(daemon)
+    assert usage["host_bytes"] == 0
+    assert [entry["name"] for entry in usage["checkpoints"]] == ["one"]
+
+
+def test_ranks_on_two_daemons_make_one_checkpoint(
+    start: StartDaemon, make_shard: MakeShard, folder: Path
+) -> None:
+    daemons = [start(), start()]
+    shards = [
+        make_shard(daemon, rank=rank, world_size=2, elements=ELEMENTS)
+        for rank, daemon in enumerate(daemons)
+    ]
+    snapshot(shards, 3)
+    with pytest.raises(StateLostError, match="rank 1"):
+        write(shards[0].client, "one", 3)
+    write(shards[0].client, "one", 3, sources=(daemons[1].config.listen,))
+    assert finished(shards[0].client, "one").state == CheckpointState.DURABLE
+    assert weights(folder, "one") == weights_of(shards, 3)
+
+
+def test_a_spilled_version_is_written_from_where_it_lies(
+    start: StartDaemon, make_shard: MakeShard, folder: Path
+) -> None:
+    daemon = start(host_bytes=10 * MIB)
+    shards = ranks(make_shard, daemon, 1)
+    snapshot(shards, 1)
+    other = make_shard(daemon, deployment="job/other", elements=ELEMENTS)
+    other.fill(5)
+    other.snapshot(1)
+    tiers = {d: v["versions"][0]["tier"] for d, v in usage_of(daemon)["deployments"].items()}
+    assert tiers == {DEPLOYMENT: "nvme", "job/other": "host"}
+    write(shards[0].client, "one", 1)
+    assert finished(shards[0].client, "one").state == CheckpointState.DURABLE
+    assert weights(folder, "one") == weights_of(shards, 1)
+
+
+def test_asked_again_it_joins_and_then_finds_it_done(
+    start: StartDaemon, make_shard: MakeShard
+) -> None:
+    daemon = start(checkpoint_bytes_per_s=32 * MIB)
+    (shard,) = ranks(make_shard, daemon, 1)
+    snapshot([shard], 1)
+    first = write(shard.client, "one", 1)
+    again = write(shard.client, "one", 1)
+    assert not first.state.is_final
+    assert not again.state.is_final
+    assert finished(shard.client, "one").state == CheckpointState.DURABLE
+    assert write(shard.client, "one", 1).state == CheckpointState.DURABLE
+    assert len(usage_of(daemon)["checkpoints"]) == 1
+    with pytest.raises(CheckpointExistsError, match="overwrite"):
+        write(shard.client, "one", 1, asked_by="another")
+    snapshot([shard], 2)
+    with pytest.raises(CheckpointExistsError, match="overwrite"):
+        write(shard.client, "one", 2)
+
+
+def test_the_queue_is_bounded_and_a_cancelled_one_leaves_nothing(
+    slow: Daemon, make_shard: MakeShard, folder: Path
+) -> None:
+    (shard,) = ranks(make_shard, slow, 1)
+    snapshot([shard], 1)
+    for name in ("one", "two"):
+        write(shard.client, name, 1)
+    with pytest.raises(OverloadedError, match="checkpoints_waiting_max"):
+        write(shard.client, "three", 1)
+    for name in ("one", "two"):
+        shard.client.request(CancelCheckpoint(deployment=DEPLOYMENT, name=name))
+        assert status(shard.client, name).state == CheckpointState.CANCELLED
+    assert list((folder / "job").iterdir()) == []
+    release(slow)
+    assert usage_of(slow)["host_bytes"] == 0
+
+
+def test_pinned_versions_do_not_stand_in_the_way_of_offloads(
+    start: StartDaemon, make_shard: MakeShard, folder: Path
+) -> None:
+    daemon = start(checkpoint_bytes_per_s=4 * MIB, host_bytes=20 * MIB, nvme_bytes=40 * MIB)
+    (shard,) = ranks(make_shard, daemon, 1)
+    other = make_shard(daemon, deployment="other/actor", elements=ELEMENTS)
+    snapshot([shard], 1)
+    write(shard.client, "one", 1)
+    for seq in range(2, 6):
+        contents = shard.fill(seq)
+        shard.offload(seq, keep_seq=seq - 1)
+        other.fill(100 + seq)
+        other.offload(seq)
+        shard.load(seq)
+        assert np.array_equal(shard.contents, contents)
+        other.load(seq)
+    assert finished(shard.client, "one").state == CheckpointState.DURABLE
+    assert weights(folder, "one") == weights_of([shard], 1)
+
+
+def test_a_killed_daemon_leaves_nothing_and_the_request_is_repeated(
+    slow: Daemon, make_shard: MakeShard, folder: Path
+) -> None:
+    (shard,) = ranks(make_shard, slow, 1)
+    snapshot([shard], 1)
+    write(shard.client, "one", 1)
+    wait_until(lambda: status(shard.client, "one").bytes_done > MIB)
+    slow.kill()
+    assert [path.name for path in (folder / "job").iterdir()] == [".one.node0.part"]
+    slow.start()
+    with pytest.raises(CheckpointNotFoundError):
+        status(shard.client, "one")
+    assert list((folder / "job").iterdir()) == []
+    write(shard.client, "one", 1)
+    assert finished(shard.client, "one").state == CheckpointState.DURABLE
+    assert weights(folder, "one") == weights_of([shard], 1)
+
+
+def test_a_clean_exit_finishes_what_was_taken_in(
+    slow: Daemon, make_shard: MakeShard, folder: Path
+) -> None:
+    (shard,) = ranks(make_shard, slow, 1)
+    snapshot([shard], 1)
+    write(shard.client, "one", 1)
+    slow.terminate()
+    assert weights(folder, "one") == weights_of([shard], 1)
+
+
+def test_a_full_disk_fails_the_checkpoint_and_nothing_else(
+    start: StartDaemon, make_shard: MakeShard, folder: Path
+) -> None:
+    daemon = start()
+    three = ranks(make_shard, daemon, 3)
+    snapshot(three, 2)
+    # The weights make 12 MiB, and half of that in another dtype.
+    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (9 * MIB, 9 * MIB))
+    write(three[0].client, "large", 2)
+    failed = finished(three[0].client, "large")
+    assert failed.state == CheckpointState.FAILED
+    assert failed.error is not None
+    error = from_wire(failed.error)
+    assert error.code == "storage"
+    assert error.details["file"] == "model.safetensors"
+    write(three[0].client, "fits", 2, format=CheckpointFormat.HF, model_dtype="BF16")
+    assert finished(three[0].client, "fits").state == CheckpointState.DURABLE
+    assert sorted(path.name for path in (folder / "job").iterdir()) == ["fits"]
+    assert three[0].load(2).bytes_moved == 2 * 4 * ELEMENTS
+
+
+def test_a_job_writes_no_other_jobs_checkpoints(
+    start: StartDaemon, make_shard: MakeShard, folder: Path
+) -> None:
+    daemon = start()
+    (shard,) = ranks(make_shard, daemon, 1)
+    stranger = make_shard(daemon, deployment="evil/actor")
+    snapshot([shard], 1)
+    for request in (
+        WriteCheckpoint(deployment=DEPLOYMENT, name="one", seq=1),
+        CheckpointStatus(deployment=DEPLOYMENT),
+        CancelCheckpoint(deployment=DEPLOYMENT, name="one"),
+    ):
+        with pytest.raises(PermissionDeniedError):
+            stranger.client.request(request)
+    for name in ("../up", ".hidden", "a/b", ""):
+        with pytest.raises(InvalidRequestError):
+            write(shard.client, name, 1)
+    with pytest.raises(InvalidRequestError, match="upload"):
+        write(shard.client, "one", 1, upload=True)
+    assert not folder.exists()
+
+
+def test_old_checkpoints_go_and_kept_ones_stay(
+    start: StartDaemon, make_shard: MakeShard, folder: Path
+) -> None:
+    daemon = start()
+    (shard,) = ranks(make_shard, daemon, 1)
+    policy = RetentionPolicy(keep_last=2, keep_every=4)
+    for seq in range(1, 8):
+        snapshot([shard], seq)
+        write(shard.client, f"c{seq}", seq, keep=seq == 2, retention=policy)
+        finished(shard.client, f"c{seq}")
+        wait_until(lambda: not list((folder / "job").glob(".*")))
+    expected = ["c2", "c4", "c6", "c7"]
+    wait_until(lambda: sorted(p.name for p in (folder / "job").iterdir()) == expected)
+    listed = shard.client.request(CheckpointStatus(deployment=DEPLOYMENT))["checkpoints"]
+    assert [entry["name"] for entry in listed] == expected
+
+
+def test_uploads_follow_and_go_on_after_a_kill(
+    start: StartDaemon, make_shard: MakeShard, folder: Path, tmp_path: Path
+) -> None:
+    remote = tmp_path / "remote"
+    daemon = start(checkpoint_upload_url=f"file://{remote}")
+    (shard,) = ranks(make_shard, daemon, 1)
+    snapshot([shard], 1)
+    write(shard.client, "one", 1, upload=True)
+    wait_until(lambda: (remote / "job" / "one" / "upload.json").exists())
+    assert (remote / "job" / "one" / "model.safetensors").read_bytes() == (
+        folder / "job" / "one" / "model.safetensors"
+    ).read_bytes()
+    wait_until(lambda: (folder / "job" / "one" / "upload.json").exists())
+    daemon.kill()
+    # As if the daemon had died before it was done.
+    (folder / "job" / "one" / "upload.json").unlink()
+    for path in (remote / "job" / "one").iterdir():
+        if path.is_file():
+            path.unlink()
+    daemon.start()
+    wait_until(lambda: (remote / "job" / "one" / "upload.json").exists())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
+    start: StartDaemon, make_shard: MakeShard, folder: Path, seed: int
+) -> None:
+    daemon = start(checkpoint_bytes_per_s=40 * MIB)
+    (shard,) = ranks(make_shard, daemon, 1)
+    snapshot([shard], 1)
+    write(shard.client, "one", 1)
+    finished(shard.client, "one")
+    snapshot([shard], 2)
+    write(shard.client, "one", 2, overwrite=True)
+    # Past its end in some cases: eight megabytes take a fifth of a second.
+    threading.Event().wait(random.Random(seed).uniform(0.0, 0.3))
+    daemon.kill()
+    daemon.start()
+    with Checkpoint(folder / "job" / "one") as found:
+        seq = found.record.seq
+        found.verify(list(found.whole_parameters().values()))
+    assert seq in (1, 2)
+    assert weights(folder, "one") == weights_of([shard], seq)
+    assert [path.name for path in (folder / "job").iterdir()] == ["one"]

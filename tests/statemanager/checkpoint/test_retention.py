@@ -1,0 +1,74 @@
+"""Which checkpoints a policy lets go."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.checkpoint.retention import CheckpointAge, RetentionPolicy, deletable
+
+AGES = st.lists(
+    st.builds(
+        CheckpointAge,
+        step=st.integers(0, 30),
+        written_ns=st.integers(0, 5),
+        name=st.text("abc", min_size=1, max_size=4),
+        is_pinned=st.booleans(),
+    ),
+    unique_by=lambda age: age.name,
+    max_size=12,
+)
+POLICIES = st.builds(
+    RetentionPolicy,
+    keep_last=st.none() | st.integers(1, 5),
+    keep_every=st.none() | st.integers(1, 10),
+)
+
+
+def named(*steps: int) -> list[CheckpointAge]:
+    return [CheckpointAge(step=step, written_ns=0, name=f"c{step}") for step in steps]
+
+
+def test_the_newest_and_every_so_many_steps_are_kept() -> None:
+    gone = deletable(named(10, 20, 30, 40, 50), RetentionPolicy(keep_last=2, keep_every=20))
+    assert [age.name for age in gone] == ["c10", "c30"]
+
+
+def test_without_a_policy_everything_is_kept() -> None:
+    assert deletable(named(1, 2, 3), RetentionPolicy()) == ()
+
+
+def test_every_so_many_alone_keeps_the_newest_too() -> None:
+    gone = deletable(named(10, 15, 17), RetentionPolicy(keep_every=10))
+    assert [age.name for age in gone] == ["c15"]
+
+
+def test_keeping_nothing_is_no_policy() -> None:
+    with pytest.raises(InvalidRequestError, match="keep_last"):
+        RetentionPolicy(keep_last=0)
+
+
+@given(ages=AGES, policy=POLICIES)
+def test_whatever_some_field_keeps_stays(
+    ages: list[CheckpointAge], policy: RetentionPolicy
+) -> None:
+    gone = set(deletable(ages, policy))
+    left = [age for age in ages if age not in gone]
+    assert all(not age.is_pinned for age in gone)
+    if ages:
+        assert max(ages) in left
+    newer = {age: sum(other > age for other in ages) for age in ages}
+    for age in ages:
+        is_kept = (
+            age.is_pinned
+            or newer[age] < (policy.keep_last or 1)
+            or (policy.keep_every is not None and age.step % policy.keep_every == 0)
+            or (policy.keep_last is None and policy.keep_every is None)
+        )
+        assert (age in left) == is_kept
+
+
+@given(ages=AGES, policy=POLICIES)
+def test_what_is_left_is_left_again(ages: list[CheckpointAge], policy: RetentionPolicy) -> None:
+    gone = set(deletable(ages, policy))
+    assert deletable([age for age in ages if age not in gone], policy) == ()

@@ -1,0 +1,189 @@
+"""Weight sync between layouts, dtypes and nodes, through real daemons."""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from multiprocessing import get_context
+from typing import cast
+
+import msgspec
+import numpy as np
+import pytest
+
+from plexrl.errors import StateLostError
+from plexrl.statemanager.client import PullReport
+from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.plan_layout import Layout
+from plexrl.statemanager.pull import KnownLayouts, Puller
+from plexrl.statemanager.transport import OpenSource
+from plexrl.statemanager.transport.ways import Ways
+from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon, wait_until
+from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel, whole
+
+ACTOR, ROLLOUT = "job/actor", "job/rollout"
+
+
+@pytest.fixture
+def nodes(start_daemon: StartDaemon) -> list[Daemon]:
+    """Two that serve each other over TCP."""
+    return [start_daemon(**SERVING_TCP) for _ in range(2)]
+
+
+@pytest.fixture
+def trainers(nodes: list[Daemon]) -> Iterator[list[Rank]]:
+    """Four ranks, two on a node, each with a quarter of the rows."""
+    ranks = [Rank(nodes[rank // 2], ACTOR, rank, fsdp(rank, 4)) for rank in range(4)]
+    yield ranks
+    for rank in ranks:
+        rank.close()
+
+
+def check(report: PullReport, rank: Rank) -> None:
+    """Every byte that was wanted came once."""
+    assert report.bytes_moved == report.bytes_wanted == rank.nbytes
+    assert sum(report.bytes_by_source.values()) == rank.nbytes
+
+
+@pytest.mark.parametrize("way", ["shared memory", "tcp"])
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_two_tensor_parallel_ranks_pull_what_four_fsdp_ranks_published(
+    nodes: list[Daemon], trainers: list[Rank], way: str, dtype: str
+) -> None:
+    sources = [node.config.listen if way == "shared memory" else node.tcp for node in nodes]
+    rollouts = [
+        Rank(nodes[rank], ROLLOUT, rank, tensor_parallel(rank, 2), dtype=dtype) for rank in range(2)
+    ]
+    for version in (1, 2, 3):
+        for trainer in trainers:
+            trainer.publish(version)
+        for rollout in rollouts:
+            report = rollout.pull(sources, version)
+            check(report, rollout)
+            assert set(report.bytes_by_source) == set(sources)
+            assert rollout.holds(version)
+    for rollout in rollouts:
+        rollout.close()
+
+
+def test_replicas_on_two_nodes_share_a_pull(nodes: list[Daemon]) -> None:
+    boxes = [(name, whole(name)) for name in ("embed", "experts", "norm", "scale")]
+    trainers = [Rank(node, ACTOR, rank, boxes) for rank, node in enumerate(nodes)]
+    rollout = Rank(nodes[0], ROLLOUT, 0, boxes)
+    for trainer in trainers:
+        trainer.publish(1)
+    report = rollout.pull([node.tcp for node in nodes], 1)
+    check(report, rollout)
+    # The two large tensors are within an eighth of each other.
+    assert min(report.bytes_by_source.values()) > 0.4 * rollout.nbytes
+    assert rollout.holds(1)
+    for rank in (*trainers, rollout):
+        rank.close()
+
+
+def test_a_replica_takes_over_from_a_source_that_is_gone(nodes: list[Daemon]) -> None:
+    boxes = [(name, whole(name)) for name in ("embed", "experts", "norm", "scale")]
+    trainers = [Rank(node, ACTOR, rank, boxes) for rank, node in enumerate(nodes)]
+    rollout = Rank(nodes[0], ROLLOUT, 0, boxes)
+    for trainer in trainers:
+        trainer.publish(1)
+    sources = [node.tcp for node in nodes]
+    nodes[1].kill()
+    report = rollout.pull(sources, 1)
+    assert set(report.bytes_by_source) == {sources[0]}
+    assert rollout.holds(1)
+    for rank in (*trainers, rollout):
+        rank.close()
+
+
+class Interrupted:
+    """A source to which something happens between its last byte and its confirmation."""
+
+    def __init__(self, source: OpenSource, happen: Callable[[], None]) -> None:
+        self._source, self._happen = source, happen
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._source, name)
+
+    def confirm(self) -> None:
+        self._happen()
+        self._source.confirm()
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_bytes_of_a_daemon_that_died_before_it_confirmed_are_pulled_again(
+    nodes: list[Daemon], comes_back: bool
+) -> None:
+    boxes = fsdp(0, 1)
+    trainers = [Rank(node, ACTOR, rank, boxes) for rank, node in enumerate(nodes)]
+    rollout = Rank(nodes[0], ROLLOUT, 0, tensor_parallel(0, 1))
+    for trainer in trainers:
+        trainer.publish(1)
+    died: list[str] = []
+
+    def die() -> None:
+        if not died:
+            died.append(nodes[1].config.listen)
+            nodes[1].kill()
+            if comes_back:
+                nodes[1].start()
+
+    layouts = KnownLayouts()
+    ways = Ways(layouts.find, ticket=nodes[0].worker_ticket("job/rollout"), timeout_s=DEADLINE_S)
+
+    def opened(address: str, deployment: str, seq: int, known: Collection[str]) -> OpenSource:
+        source = ways.open(address, deployment, seq, known)
+        if address == nodes[1].config.listen:
+            return cast("OpenSource", Interrupted(source, die))
+        return source
+
+    # Where it comes back it is the only source; else the other node has all of it.
+    sources = [node.config.listen for node in (nodes[1:] if comes_back else nodes)]
+    puller = Puller(opened, layouts, DEADLINE_S)
+    target = np.frombuffer(rollout.arena.buffer, dtype=np.uint8)
+    wants = Layout.of(rollout.slices)
+    result = puller.pull(sources, ACTOR, 1, wants, target)
+    assert died
+    assert result.attempts == 2
+    assert result.bytes_moved > result.bytes_wanted == sum(result.bytes_by_source.values())
+    assert rollout.holds(1)
+    for rank in (*trainers, rollout):
+        rank.close()
+
+
+def train(config: dict[str, object], steps: int) -> None:
+    """A trainer in a process of its own: a step, a publish, the next step."""
+    daemon = Daemon(msgspec.convert(config, StateManagerConfig))
+    rank = Rank(daemon, ACTOR, 0, fsdp(0, 1))
+    for version in range(1, steps + 1):
+        rank.publish(version)
+    rank.close()
+
+
+def test_a_rollout_pulls_whole_versions_while_the_trainer_goes_on(nodes: list[Daemon]) -> None:
+    steps = 60
+    node = nodes[0]
+    rollout = Rank(node, ROLLOUT, 0, tensor_parallel(0, 1))
+    config = msgspec.to_builtins(node.config)
+    trainer = get_context("spawn").Process(target=train, args=(config, steps))
+    trainer.start()
+    pulled: set[int] = set()
+
+    def newest() -> int:
+        with contextlib.closing(node.agent()) as agent:
+            versions = agent.usage()["deployments"].get(ACTOR, {}).get("versions", [])
+        return max((int(version["seq"]) for version in versions), default=0)
+
+    def caught_up() -> bool:
+        seq = newest()
+        if seq and seq not in pulled:
+            with contextlib.suppress(StateLostError):
+                # It may be replaced between the question and the pull, never during the pull.
+                rollout.pull([node.config.listen, node.tcp], seq)
+                assert rollout.holds(seq)
+                pulled.add(seq)
+        return steps in pulled
+
+    wait_until(caught_up)
+    trainer.join(DEADLINE_S)
+    assert trainer.exitcode == 0
+    assert len(pulled) > 1
+    rollout.close()
