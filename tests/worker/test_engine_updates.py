@@ -22,10 +22,15 @@ NEW = build_model(tiny_qwen2("0123456789abcdefghi", seed=5))
 PROMPTS = [[3, 4, 5, 6, 7, 8], [9], [10, 11, 12, 13]]
 
 
-def generation(name: str = "g", **sampling: Any) -> Generation:
+def generation(name: str = "g", *, weights_seq: int = 4, **sampling: Any) -> Generation:
     params = SamplingParams(**{"ignore_eos": True, "seed": 1, "max_tokens": 12, **sampling})
     return Generation(
-        name=name, prompts=PROMPTS, samples_per_prompt=2, sampling=params, emit=None, weights_seq=4
+        name=name,
+        prompts=PROMPTS,
+        samples_per_prompt=2,
+        sampling=params,
+        emit=None,
+        weights_seq=weights_seq,
     )
 
 
@@ -62,7 +67,7 @@ def test_after_an_update_logprobs_are_those_of_a_fresh_model() -> None:
     replace(model)
     engine.weights_changed(5)
     finish(engine)
-    later = generation("later")
+    later = generation("later", weights_seq=5)
     engine.submit(later)
     finish(engine)
     for row, (tokens, logprobs) in enumerate(zip(made.tokens, made.logprobs, strict=True)):

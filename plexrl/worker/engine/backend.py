@@ -94,18 +94,18 @@ class TorchRolloutBackend:
 
     def before_offload(self) -> None:
         """Drop the KV cache; what a paused engine was generating waits and is computed anew."""
-        self._engine.drop_cache()
+        self.engine.drop_cache()
 
     def after_load(self, parts: frozenset[StatePart]) -> None:
         """The cache of former weights is worth nothing."""
         del parts
-        self._engine.drop_cache()
+        self.engine.drop_cache()
 
     def after_pull(self) -> None:
         """The pulled weights draw from now on, for what a paused engine was generating too."""
         # A sync raises the version of a deployment by one, as every operation that changes state.
-        self._engine.weights_changed(
-            self._engine.weights_seq + 1, recompute_kv=self._recompute_kv_on_pull
+        self.engine.weights_changed(
+            self.engine.weights_seq + 1, recompute_kv=self._recompute_kv_on_pull
         )
 
     def gather(self, value: str) -> list[str]:
@@ -133,14 +133,14 @@ class TorchRolloutBackend:
                 )
         for name, home in self._weights.items():
             home.copy_(found[name][self._boxes[name].index])
-        self._engine.weights_changed(call.seq)
+        self.engine.weights_changed(call.seq)
         return BackendResult()
 
     def submit(self, call: BackendCall, emit: Emit | None) -> None:
         """Queue a generation. Raises `BatchShapeError`."""
         tokens, lengths = call.arrays["tokens"], call.arrays["lengths"]
         ends = np.cumsum(lengths)[:-1]
-        self._engine.submit(
+        self.engine.submit(
             Generation(
                 name=call.operation,
                 prompts=[part.tolist() for part in np.split(tokens, ends)],
@@ -153,15 +153,15 @@ class TorchRolloutBackend:
 
     def abort(self, operation: str) -> None:
         """End a generation with what it has."""
-        self._engine.abort(operation)
+        self.engine.abort(operation)
 
     def step(self) -> list[tuple[str, BackendResult]]:
         """One token for every running sample."""
-        return [(generation.name, _result(generation)) for generation in self._engine.step()]
+        return [(generation.name, _result(generation)) for generation in self.engine.step()]
 
     def interrupt(self, operation: str) -> BackendResult | None:
         """Take an operation out now; its result so far. None: unknown."""
-        generation = self._engine.interrupt(operation)
+        generation = self.engine.interrupt(operation)
         return None if generation is None else _result(generation)
 
     def pause(self, *, recompute_kv: bool = True) -> None:
@@ -170,15 +170,15 @@ class TorchRolloutBackend:
         `recompute_kv` says what a pull does with the cache of samples under way.
         """
         self._recompute_kv_on_pull = recompute_kv
-        self._engine.pause()
+        self.engine.pause()
 
     def resume(self) -> None:
         """Go on, with whatever weights the arena holds."""
-        self._engine.resume()
+        self.engine.resume()
 
     def stats(self) -> EngineStats:
         """How the engine stands."""
-        return self._engine.stats()
+        return self.engine.stats()
 
     @property
     def has_work(self) -> bool:
@@ -192,11 +192,7 @@ class TorchRolloutBackend:
 
     @property
     def engine(self) -> Engine:
-        """This rank's engine, for those who keep several in step."""
-        return self._engine
-
-    @property
-    def _engine(self) -> Engine:
+        """What generates; ranks of a tensor-parallel group are kept in step through it."""
         assert self._built is not None, "build comes first"
         return self._built
 
