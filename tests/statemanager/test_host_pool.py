@@ -319,7 +319,9 @@ def test_a_restart_knows_whose_a_segment_is_and_deletes_nobodys(directory: Path)
 
 def test_pinned_memory_that_is_idle_makes_way_for_another_tenant(directory: Path) -> None:
     pinned: dict[int, int] = {}
-    pool = HostPool(directory, MIB, on_map=pinned.__setitem__, on_unmap=lambda at, _: pinned.pop(at))
+    pool = HostPool(
+        directory, MIB, on_map=pinned.__setitem__, on_unmap=lambda at, _: pinned.__delitem__(at)
+    )
     [piece] = pieces = pool.alloc(MIB, "ours")
     with pytest.raises(StateTierFullError):
         pool.alloc(PAGE, "theirs")
