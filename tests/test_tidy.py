@@ -46,6 +46,9 @@ OTHER_CORES = (
     "statemanager/residents.py",
     "statemanager/relayout.py",
     "statemanager/runs.py",
+    "worker/engine/blocks.py",
+    "worker/engine/seating.py",
+    "worker/engine/shards.py",
     "statemanager/windows.py",
 )
 BANNED_IN_CORES = {

@@ -2,9 +2,11 @@
 
 import logging
 import os
+import select
 import socket
 import threading
 import uuid
+from functools import partial
 from pathlib import Path
 
 from plexrl.errors import (
@@ -62,7 +64,7 @@ class Server:
             checkpoints=CheckpointJobs(config),
             devices=devices,
             key=key,
-            incarnations=Incarnations(),
+            incarnations=Incarnations(Path(config.host_dir) / "incarnations.json"),
             line=MoveLine(config.moves_max, config.moves_waiting_max),
             tally=Tally(),
             life=uuid.uuid4().hex,
@@ -133,7 +135,7 @@ class Server:
         thread.start()
 
     def _serve_one(self, connection: socket.socket, uid: int) -> None:
-        session = Session(self.services, uid)
+        session = Session(self.services, uid, partial(_is_there, connection))
         try:
             channel = Channel(connection, send_timeout_s=SEND_TIMEOUT_S)
             while True:
@@ -164,6 +166,14 @@ def _answer(channel: Channel, session: Session, body: memoryview, fds: list[int]
                 close_all(sent)
     except PlexRLError as error:
         channel.send(Kind.ERROR, error.to_wire())
+
+
+def _is_there(connection: socket.socket) -> bool:
+    """Whether the client's end is still open. Not asked by reading, since we may have shut that
+    side down ourselves, to end, and still owe an answer."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return not poll.poll(0)
 
 
 def check_peer(connection: socket.socket, served_uids: frozenset[int]) -> int:

@@ -37,7 +37,7 @@ from plexrl.statemanager.promotion import Promoter
 from plexrl.statemanager.recovery import recover
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.room import Rooms
-from plexrl.statemanager.saving import Saver
+from plexrl.statemanager.saving import ReplicaTally, Saver
 from plexrl.statemanager.tenant_limit import TenantLimit
 from plexrl.statemanager.tier import Tier
 from plexrl.statemanager.versions import Extent, Manifest, Section, VersionKind
@@ -334,6 +334,15 @@ class Store:
         """Bytes in a tier, those being written or still read included."""
         with self._catalog.lock:
             return self._catalog.used_bytes[tier]
+
+    def pool_taken_bytes(self) -> int:
+        """Of the host tier's memory, what is handed out or set aside."""
+        return self._pool.used_bytes + self._pool.aside_bytes
+
+    @property
+    def replicas(self) -> ReplicaTally:
+        """What became of sections that another rank had already, since the start."""
+        return self._saver.replicas
 
     def used_by(self, tenant: str) -> dict[TierName, int]:
         """Bytes that a tenant's versions take in each tier, replicas once. A version in host with a
