@@ -211,7 +211,7 @@ class Arrivals:
             raise
         try:
             for found in own:
-                found.pieces = self._pool.alloc(found.bytes_in(HOST))
+                found.pieces = self._pool.alloc(found.bytes_in(HOST), manifest.tenant)
             arrival = self._written(manifest, objects, own, reserved, blocks)
         except BaseException:
             with catalog.lock:
@@ -276,7 +276,11 @@ class Arrivals:
         marks_at = len(encode_page(MAGIC, text))
         for one in record.objects:
             found = known.get(one.id)
-            if one.id in own_ids and found is None and self._pool.claim(one.pieces):
+            if (
+                one.id in own_ids
+                and found is None
+                and self._pool.claim(one.pieces, record.manifest.tenant)
+            ):
                 found = StoredObject(
                     id=one.id,
                     nbytes=one.nbytes,
