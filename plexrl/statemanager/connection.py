@@ -3,25 +3,20 @@
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 
-from plexrl.errors import (
-    ConnectionLostError,
-    PermissionDeniedError,
-    UnavailableError,
-    from_wire,
-)
+from plexrl.errors import ConnectionLostError, PermissionDeniedError, UnavailableError, from_wire
 from plexrl.statemanager.channel import Channel, Kind, close_all
 from plexrl.statemanager.protocol import Answer, Hello, Request
 
 RECONNECT_S = 0.05
 
-_CREDENTIALS = struct.Struct("3i")
-
 AnyT = TypeVar("AnyT")
+
+_CREDENTIALS = struct.Struct("3i")
 
 _REQUEST, _RESULT = Kind.REQUEST, Kind.RESULT
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
@@ -46,16 +41,13 @@ def until_reached(path: str, timeout_s: float, attempt: Callable[[], AnyT]) -> A
             time.sleep(RECONNECT_S)
 
 
-def connect(
-    path: str, timeout_s: float, ticket: bytes, *, served_by: Collection[int] | None = None
-) -> Channel:
+def connect(path: str, timeout_s: float, ticket: bytes, *, of_user: int | None = None) -> Channel:
     """A connection to the daemon at `path`, as the ticket's holder; `timeout_s` bounds each wait.
 
-    `served_by`: users one of whom must run the daemon, for when somebody else named the path, who
-    might listen there to be shown the ticket. Absent: any.
+    With `of_user` the ticket is shown to that user's process only: whoever is shown it can use it.
 
     Raises:
-        PermissionDeniedError: another user listens there; it was not shown the ticket.
+        PermissionDeniedError: somebody else listens there.
         AuthenticationError: the daemon does not take the ticket.
         PlexRLError: what else it refused the connection for.
     """
@@ -63,14 +55,30 @@ def connect(
     try:
         connection.settimeout(timeout_s)
         connection.connect(path)
-        if served_by is not None:
-            _check_listener(connection, path, served_by)
+        if of_user is not None:
+            _check_owner(connection, path, of_user)
         channel = Channel(connection, send_timeout_s=timeout_s, receive_timeout_s=timeout_s)
         exchange(channel, Hello(ticket=ticket))
     except BaseException:
         connection.close()
         raise
     return channel
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Whose process is at the other end of a Unix socket, by the kernel's word."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(raw)
+    assert isinstance(uid, int)
+    return uid
+
+
+def _check_owner(connection: socket.socket, path: str, user: int) -> None:
+    uid = peer_uid(connection)
+    if uid != user:
+        raise PermissionDeniedError(
+            f"{path} is served by user {uid}, not by user {user}: name a StateManager's socket"
+        )
 
 
 def exchange(
@@ -97,14 +105,3 @@ def exchange(
         return answer, received
     close_all(received)
     raise from_wire(answer)
-
-
-def _check_listener(connection: socket.socket, path: str, uids: Collection[int]) -> None:
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(raw)
-    if uid not in uids:
-        raise PermissionDeniedError(
-            f"{path} is served by user {uid}, who runs no StateManager: name the sockets of this "
-            "cluster's StateManagers",
-            uid=uid,
-        )

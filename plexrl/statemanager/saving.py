@@ -9,7 +9,7 @@ no two wait for each other.
 import logging
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -63,7 +63,7 @@ class _Draft:
 
     def replace(self, index: int) -> StoredObject:
         """Have an own object for a section instead of another rank's."""
-        own = _new_object(self.manifest, self.manifest.sections[index])
+        own = new_object(self.manifest, self.manifest.sections[index])
         self.others.discard(self.objects[index])
         self.own.add(own)
         self.objects[index] = own
@@ -72,6 +72,17 @@ class _Draft:
     def lacking(self, tier: TierName) -> set[StoredObject]:
         """What is to be written to bring it all to a tier."""
         return self.own | {found for found in self.others if not found.is_in(tier)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaTally:
+    """Sections that another rank was said to have too: how many it had, and which it had not."""
+
+    shared: int = 0
+    shared_bytes: int = 0
+    """Not stored again."""
+    different: int = 0
+    """Stored apart: the ranks are not the replicas they are taken for."""
 
 
 class Saver:
@@ -92,6 +103,8 @@ class Saver:
         self._mover = mover
         self._rooms = rooms
         self._faults = faults
+        self.replicas = ReplicaTally()
+        """Replaced under the catalog's lock."""
 
     def save(
         self,
@@ -157,7 +170,7 @@ class Saver:
                 if found is not None:
                     draft.others.add(found)
                 else:
-                    found = _new_object(manifest, section)
+                    found = new_object(manifest, section)
                     found.share_key = key
                     draft.own.add(found)
                     if key is not None:
@@ -177,7 +190,9 @@ class Saver:
                 draft.held.append((found, tier))
         if tiers:
             try:
-                if self._mover.is_same(found, draft.placed[index]):
+                is_same = self._mover.is_same(found, draft.placed[index])
+                self._count_replica(found, is_same=is_same)
+                if is_same:
                     return
                 LOG.warning(
                     "%s differs from what another rank calls its replica; it is stored apart",
@@ -186,6 +201,16 @@ class Saver:
             except CorruptStateError as error:
                 LOG.warning("%s shares nothing: %s", draft.manifest.description, error)
         draft.replace(index)
+
+    def _count_replica(self, found: StoredObject, *, is_same: bool) -> None:
+        with self._catalog.lock:
+            known = self.replicas
+            if is_same:
+                shared_bytes = known.shared_bytes + found.nbytes
+                known = replace(known, shared=known.shared + 1, shared_bytes=shared_bytes)
+            else:
+                known = replace(known, different=known.different + 1)
+            self.replicas = known
 
     def _write_somewhere(
         self, draft: _Draft, superseded: Iterable[str], *, host_allowed: bool
@@ -252,7 +277,7 @@ class Saver:
                     found = draft.replace(index)
                 written[found] = draft.placed[index]
                 if tier == HOST:
-                    found.pieces = self._pool.alloc(found.bytes_in(HOST))
+                    found.pieces = self._pool.alloc(found.bytes_in(HOST), draft.manifest.tenant)
             header = draft.header_bytes(tier)
             used = header + sum(found.bytes_in(tier) for found in written)
             if used > reserved:
@@ -310,7 +335,8 @@ class _RoomTooSmallError(Exception):
         self.by_bytes = by_bytes
 
 
-def _new_object(manifest: Manifest, section: Section) -> StoredObject:
+def new_object(manifest: Manifest, section: Section) -> StoredObject:
+    """One that is to be written."""
     # Unique also beside an object of a version that no longer is, whose file is still read.
     name = f"{manifest.file_name}.{uuid.uuid4().hex[:12]}"
     return StoredObject(id=name, nbytes=section.nbytes, file_bytes=file_bytes(name, section.nbytes))

@@ -371,8 +371,8 @@ def test_an_agents_ticket_is_not_shown_to_whoever_a_worker_names(tmp_path: Path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)
         listener.listen()
-        with pytest.raises(PermissionDeniedError, match="runs no StateManager"):
-            connect(path, DEADLINE_S, b"secret", served_by={os.getuid() + 1})
+        with pytest.raises(PermissionDeniedError, match="not by user"):
+            connect(path, DEADLINE_S, b"secret", of_user=os.getuid() + 1)
         shown, _ = listener.accept()
         with shown:
             assert shown.recv(1) == b""
