@@ -31,7 +31,6 @@ def recover(
                 if tier == TierName.HOST:
                     pool.set_aside(header_bytes)
                 _install(catalog, tier, record, header_bytes, objects, now)
-        pool.remove_unclaimed()
         known = {found.id for found in objects.values() if found.on_nvme}
         for object_id in [found for found in nvme.ids() if found not in known]:
             nvme.remove(object_id)
