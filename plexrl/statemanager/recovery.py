@@ -35,7 +35,6 @@ def recover(
         # Not before: one found later may share their objects, which would be gone by then.
         for version in replaced:
             catalog.retire(version)
-        pool.remove_unclaimed()
         known = {found.id for found in objects.values() if found.on_nvme}
         for object_id in [found for found in nvme.ids() if found not in known]:
             nvme.remove(object_id)

@@ -129,6 +129,7 @@ class Store:
         recover(self._catalog, self._tiers, self._pool, self._objects, clock())
         self._arrivals = Arrivals(self._catalog, host, self._pool, self._rooms, self._faults)
         self._arrivals.recover()
+        self._pool.remove_unclaimed()
         if config.host_prefault_bytes:
             self._pool.prefault(config.host_prefault_bytes)
 
