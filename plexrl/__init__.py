@@ -25,6 +25,7 @@ from plexrl.client import (
 from plexrl.client.aio import AsyncCluster, AsyncJob, connect_async
 from plexrl.errors import PlexRLError
 from plexrl.model_spec import ModelSpec, tiny_qwen2
+from plexrl.parallelism import Parallelism
 from plexrl.tokenizer import BOS, EOS, PAD, Tokenizer
 from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
 
@@ -46,6 +47,7 @@ __all__ = [
     "Job",
     "LossSpec",
     "ModelSpec",
+    "Parallelism",
     "PlexRLError",
     "RolloutDeployment",
     "Sample",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import msgspec
 
 from plexrl.model_spec import ModelSpec
+from plexrl.parallelism import Parallelism
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,11 +18,18 @@ class DeploymentSpec:
     backend: str
     """`fsdp` (train) or `torch` (rollout)."""
     workers: int
-    """Worker processes, one per GPU."""
+    """Worker processes, one per GPU: `layout.world_size`."""
+    parallelism: Parallelism | None = None
+    """How the model lies over the workers. Absent: rows are split over all of them."""
     max_sequence_tokens: int = 512
     """Longest row: prompt and completion together."""
     max_concurrent_samples: int = 256
     """Rollout: samples decoded together; more wait for a free slot."""
+
+    @property
+    def layout(self) -> Parallelism:
+        """`parallelism`, or what its absence means."""
+        return self.parallelism or Parallelism(dp=self.workers)
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()

@@ -4,7 +4,8 @@
     ├── InvalidRequestError            400  invalid_request
     │   ├── BatchShapeError            400  batch_shape
     │   ├── TokenRangeError            400  token_out_of_vocabulary
-    │   └── NonFiniteInputError        400  non_finite_input
+    │   ├── NonFiniteInputError        400  non_finite_input
+    │   └── LayoutError                400  layout            (`details["field"]`: the axis)
     ├── AuthenticationError            401  unauthenticated
     ├── PermissionDeniedError          403  permission_denied
     ├── QuotaExceededError             403  quota_exceeded
@@ -78,6 +79,12 @@ class TokenRangeError(InvalidRequestError):
 
 class NonFiniteInputError(InvalidRequestError):
     code = "non_finite_input"
+
+
+class LayoutError(InvalidRequestError):
+    """A parallel layout that cannot be, or that a backend cannot run: `details["field"]`."""
+
+    code = "layout"
 
 
 class AuthenticationError(PlexRLError):

@@ -18,7 +18,14 @@ SHELLS_IN_SCHEDULER = {
     *("shell", "links", "service", "connection", "__main__"),
 }
 OTHER_CORES = (
+    "backend_capabilities.py",
+    "deployment_spec.py",
+    "parallelism.py",
+    "router/balance.py",
+    "router/context_split.py",
     "router/dispatch.py",
+    "router/micro_batches.py",
+    "router/reductions.py",
     "router/validation.py",
     "statemanager/boxes.py",
     "statemanager/casts.py",
@@ -37,7 +44,12 @@ OTHER_CORES = (
     "statemanager/plan_match.py",
     "statemanager/residency.py",
     "statemanager/residents.py",
+    "statemanager/relayout.py",
     "statemanager/runs.py",
+    "worker/engine/blocks.py",
+    "worker/engine/seating.py",
+    "worker/engine/shards.py",
+    "statemanager/windows.py",
 )
 BANNED_IN_CORES = {
     *("asyncio", "io", "logging", "os", "pathlib", "random", "secrets", "shutil", "signal"),

@@ -21,6 +21,7 @@ from plexrl.router.routes_jobs import deployment_routes, job_routes
 from plexrl.router.routes_operations import operation_routes
 from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.schemas import ErrorResponse
+from plexrl.router.specs import DeploymentSpecs
 
 LOG = logging.getLogger(__name__)
 
@@ -82,10 +83,11 @@ def _make_gateway(config: RouterConfig) -> Gateway:
         config.router,
         {"run": executor.on_run, "abort": executor.on_abort, "discard": executor.on_discard},
     )
+    specs = DeploymentSpecs(scheduler)
     executor.scheduler = scheduler
-    return Gateway(
-        scheduler, executor, blobs, MetricsLog(data_dir / "metrics"), config.body_bytes_max
-    )
+    executor.specs = specs
+    metrics = MetricsLog(data_dir / "metrics")
+    return Gateway(scheduler, executor, blobs, metrics, specs, config.body_bytes_max)
 
 
 async def _typed(request: Request, error: Exception) -> JSONResponse:

@@ -1,154 +1,166 @@
-"""The dispatch plan: a batch to per-rank parts, and the parts' results to one answer. Pure.
+"""The dispatch plan: a batch to what every rank is sent, and the ranks' results back. Pure.
 
-Rows go to data-parallel ranks so that token counts are even; results come back in the order of the
-rows. What has no rows is broadcast, and its result is taken from rank 0.
+Rows go to data-parallel ranks so that token counts are even, and there into micro-batches. Tensor
+and pipeline ranks of one data rank get the same bytes; context ranks get their chunks of every row.
+Each token's result is taken from one rank (`Parallelism.output_ranks`) and comes back in the order
+of the batch, however the model is laid out (PlexRL §4.2).
+
+What a rank is sent, by layout (T tokens and R rows of its own, M micro-batches):
+
+- `lengths` int32 `[R]`: of its rows, whole and unpadded.
+- `tokens` int32 `[T]` and the batch's per-token arrays float32 `[T]`: row after row.
+- `micro_batch_rows` int32 `[M]`, for a backend that packs: how many of its rows, in order, each
+  micro-batch has.
+
+With context parallelism a row has `2·ceil(length / (2·cp))` of the T places on each rank, and the
+token after a place may be on another rank. So a place's inputs speak of the token it predicts:
+
+- `tokens` holds 0 at padding, `positions` int32 `[T]` each place's position in its row;
+- `targets` int32 `[T]` is the token after the place, -1 where the row has none;
+- per-token arrays hold the target's entry, 0 where there is none, and so do the rank's results;
+- `row_mask` float32 `[R]`, where there is a `mask`: its sum over the row's targets, of all ranks.
 """
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from plexrl.wire.operations import DEFAULT_REDUCTION, LossSpec, OperationKind
+from plexrl.parallelism import Parallelism
+from plexrl.router.balance import balanced
+from plexrl.router.context_split import ContextPart, context_part, local_lengths, runs
+from plexrl.router.micro_batches import packed, packed_count, padded_count
+from plexrl.router.reductions import row_masks
 from plexrl.wire.tensors import Array, Arrays
-
-Plain = dict[str, Any]
-
-TIERS = ("host", "nvme")
-"""Of model state, the quickest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """Which rows each rank gets, in the order it gets them."""
+class Shard:
+    """The rows of one data-parallel rank."""
 
-    rows: tuple[tuple[int, ...], ...]
-    lengths: tuple[int, ...]
-    """Of all rows of the batch."""
+    rows: Array
+    """int64: their numbers in the batch, in the order the rank has them."""
+    micro_batch_rows: tuple[int, ...] | None
+    """How many of them each micro-batch has; None where the backend cuts them itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchPlan:
+    """Who gets which tokens of one batch, and whose results count."""
+
+    layout: Parallelism
+    lengths: Array
+    """int64: of all rows of the batch."""
+    shards: tuple[Shard, ...]
+    """By data-parallel rank."""
+    micro_batches: int
+    """That every rank runs."""
 
     @property
     def tokens(self) -> int:
-        return sum(self.lengths)
+        """Of the batch."""
+        return int(self.lengths.sum())
+
+    def part_of(self, rank: int) -> int:
+        """Which of `inputs` a rank is sent; ranks that replicate share one."""
+        places = self.layout.coordinates(rank)
+        return places.dp * self.layout.cp + places.cp
+
+    def inputs(self, arrays: Arrays) -> list[Arrays]:
+        """What there is to send: a part for each data and, within it, each context rank."""
+        if self.layout.cp == 1:
+            return [self._whole_rows(arrays, shard) for shard in self.shards]
+        per_row: Arrays = {}
+        if "mask" in arrays:
+            per_row["row_mask"] = row_masks(arrays["mask"], self.lengths).astype(np.float32)
+        return [
+            self._chunks(arrays, per_row, shard, cp_rank)
+            for shard in self.shards
+            for cp_rank in range(self.layout.cp)
+        ]
+
+    def join(self, results: Mapping[int, Array]) -> Array:
+        """Per-token results of the output ranks, by rank, in the batch's own order, float32 `[T]`.
+
+        With context parallelism a row's first entry, which no token predicts, is 0.
+        """
+        joined = np.zeros(self.tokens, dtype=np.float32)
+        for rank in self.layout.output_ranks:
+            places = self.layout.coordinates(rank)
+            shard = self.shards[places.dp]
+            if self.layout.cp == 1:
+                joined[self._places(shard)] = results[rank]
+            else:
+                part = self._context_part(shard, places.cp)
+                predicts = part.targets >= 0
+                joined[part.targets[predicts]] = results[rank][predicts]
+        return joined
+
+    def _whole_rows(self, arrays: Arrays, shard: Shard) -> Arrays:
+        places = self._places(shard)
+        part = {name: array[places] for name, array in arrays.items() if name != "lengths"}
+        return part | self._rows(shard)
+
+    def _chunks(self, arrays: Arrays, per_row: Arrays, shard: Shard, cp_rank: int) -> Arrays:
+        mine = self._context_part(shard, cp_rank)
+        has_target = mine.targets >= 0
+        # A place of -1 reads the batch's last token, which is then replaced.
+        part = {
+            name: np.where(has_target, array[mine.targets], 0).astype(array.dtype)
+            for name, array in arrays.items()
+            if name not in ("tokens", "lengths")
+        }
+        tokens = arrays["tokens"]
+        part["tokens"] = np.where(mine.places >= 0, tokens[mine.places], 0).astype(np.int32)
+        part["targets"] = np.where(has_target, tokens[mine.targets], -1).astype(np.int32)
+        part["positions"] = mine.positions.astype(np.int32)
+        part |= {name: array[shard.rows] for name, array in per_row.items()}
+        return part | self._rows(shard)
+
+    def _rows(self, shard: Shard) -> Arrays:
+        found: Arrays = {"lengths": self.lengths[shard.rows].astype(np.int32)}
+        if shard.micro_batch_rows is not None:
+            found["micro_batch_rows"] = np.array(shard.micro_batch_rows, dtype=np.int32)
+        return found
+
+    def _places(self, shard: Shard) -> Array:
+        """In the batch, of a shard's tokens, in the order of its rows."""
+        return runs(self._starts(shard), self.lengths[shard.rows])
+
+    def _context_part(self, shard: Shard, cp_rank: int) -> ContextPart:
+        return context_part(self._starts(shard), self.lengths[shard.rows], self.layout.cp, cp_rank)
+
+    def _starts(self, shard: Shard) -> Array:
+        starts: Array = (np.cumsum(self.lengths) - self.lengths)[shard.rows]
+        return starts
 
 
-def split_rows(lengths: Sequence[int], ranks: int) -> Split:
-    """Rows to ranks, longest first, each to the rank with the fewest tokens so far.
+def plan_batch(
+    layout: Parallelism, lengths: Sequence[int], *, micro_batch_tokens: int, packs: bool
+) -> DispatchPlan:
+    """The plan of a batch with rows of these lengths, each at least 1. Deterministic.
 
-    Deterministic. The longest-processing-time rule keeps the fullest rank within 4/3 of the best.
+    `micro_batch_tokens` bounds what one rank runs through the model at once, padding included;
+    `packs` is whether the backend lays rows end to end rather than padding them side by side.
     """
-    assigned: list[list[int]] = [[] for _ in range(ranks)]
-    load = [(0, rank) for rank in range(ranks)]
-    for row in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        tokens, rank = heapq.heappop(load)
-        assigned[rank].append(row)
-        heapq.heappush(load, (tokens + lengths[row], rank))
-    return Split(
-        rows=tuple(tuple(sorted(rows)) for rows in assigned),
-        lengths=tuple(int(length) for length in lengths),
-    )
+    # The chunks of a context rank are those of single rows: side by side they would not line up.
+    assert packs or layout.cp == 1
+    whole = np.array(lengths, dtype=np.int64)
+    costs = local_lengths(whole, layout.cp)
+    rows = [np.array(part, dtype=np.int64) for part in balanced(costs.tolist(), layout.dp)]
+    if not packs:
+        count = max(padded_count(costs[part], micro_batch_tokens) for part in rows)
+        shards = [Shard(rows=part, micro_batch_rows=None) for part in rows]
+    else:
+        by_shard = [costs[part].tolist() for part in rows]
+        count = max(packed_count(shard, micro_batch_tokens) for shard in by_shard)
+        shards = [
+            _packed_shard(part, packed(shard, count, micro_batch_tokens))
+            for part, shard in zip(rows, by_shard, strict=True)
+        ]
+    return DispatchPlan(layout=layout, lengths=whole, shards=tuple(shards), micro_batches=count)
 
 
-def rank_arrays(arrays: Arrays, split: Split) -> list[Arrays]:
-    """Each rank's part of a packed ragged batch (`tokens`, `lengths`, per-token arrays)."""
-    places = [_places(split, rank) for rank in range(len(split.rows))]
-    parts: list[Arrays] = []
-    for rows, place in zip(split.rows, places, strict=True):
-        part: Arrays = {name: array[place] for name, array in arrays.items() if name != "lengths"}
-        part["lengths"] = arrays["lengths"][list(rows)]
-        parts.append(part)
-    return parts
-
-
-def join_per_token(parts: Sequence[Array], split: Split) -> Array:
-    """Per-token results of all ranks in the batch's own order, float32 `[T]`."""
-    joined = np.zeros(split.tokens, dtype=np.float32)
-    for rank, part in enumerate(parts):
-        joined[_places(split, rank)] = part
-    return joined
-
-
-def micro_batch_count(split: Split, micro_batch_tokens: int) -> int:
-    """Micro-batches that every rank runs so that none exceeds `micro_batch_tokens` with padding.
-
-    All ranks run the same number, because each takes part in the others' collectives. A row longer
-    than the bound makes a micro-batch of its own.
-    """
-    needed = 1
-    for rows in split.rows:
-        lengths = sorted(split.lengths[row] for row in rows)
-        count = needed
-        while count < len(lengths) and not _fits(lengths, count, micro_batch_tokens):
-            count += 1
-        needed = max(needed, count)
-    return needed
-
-
-def loss_denominator(loss: LossSpec, arrays: Arrays) -> float:
-    """What the whole batch's loss is divided by; at least a tiny number, so that 0/0 is 0."""
-    reduction = loss.reduction or DEFAULT_REDUCTION[loss.name]
-    if reduction == "sum":
-        return 1.0
-    mask = arrays["mask"].astype(np.float64).copy()
-    lengths = arrays["lengths"].astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    # The first token of a row is never predicted.
-    mask[starts] = 0.0
-    if reduction == "token_mean":
-        return max(float(mask.sum()), 1e-9)
-    rows = np.add.reduceat(mask, starts) if len(mask) else mask
-    return max(float((rows > 0).sum()), 1e-9)
-
-
-def gather_metrics(results: Sequence[Mapping[str, Any]]) -> Plain:
-    """One answer of all ranks' `sums` and `maxes`: `{"metrics": {...}}`.
-
-    `loss` is a sum already; every other sum is per token of the mask.
-    """
-    sums: dict[str, float] = {}
-    maxes: dict[str, float] = {}
-    for result in results:
-        for name, value in result.get("sums", {}).items():
-            sums[name] = sums.get(name, 0.0) + float(value)
-        for name, value in result.get("maxes", {}).items():
-            maxes[name] = max(maxes.get(name, float("-inf")), float(value))
-    tokens = sums.pop("tokens", 0.0)
-    metrics = {"loss": sums.pop("loss", 0.0), "tokens": tokens, **maxes}
-    metrics |= {name: value / tokens if tokens else 0.0 for name, value in sums.items()}
-    return {"metrics": metrics}
-
-
-def gather_moves(results: Sequence[Mapping[str, Any]]) -> Plain:
-    """One answer of all ranks' state moves: bytes added up, the longest time, all memory."""
-    joined: Plain = dict(results[0])
-    if "bytes_moved" in joined:
-        joined["bytes_moved"] = sum(int(result["bytes_moved"]) for result in results)
-        joined["seconds"] = max(float(result["seconds"]) for result in results)
-        # The slowest tier that any rank met says what the move was like.
-        joined["tier"] = max((str(result["tier"]) for result in results), key=TIERS.index)
-    for name in ("memory_before", "memory_after"):
-        if name in joined:
-            joined[name] = [result[name] for result in results]
-    return joined
-
-
-def state_moved(kind: OperationKind, result: Mapping[str, Any]) -> Plain | None:
-    """What the scheduler learns of a load or offload; None of anything else."""
-    if kind not in (OperationKind.LOAD, OperationKind.OFFLOAD) or "bytes_moved" not in result:
-        return None
-    return {"bytes_moved": result["bytes_moved"], "tier": result["tier"]}
-
-
-def _places(split: Split, rank: int) -> Array:
-    """Indices into the packed batch of a rank's tokens, in the rank's order."""
-    ends = np.cumsum(np.array(split.lengths, dtype=np.int64))
-    rows = split.rows[rank]
-    runs = [np.arange(ends[row] - split.lengths[row], ends[row]) for row in rows]
-    return np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
-
-
-def _fits(lengths: Sequence[int], count: int, bound: int) -> bool:
-    """Whether sorted rows cut into `count` groups, as workers cut them, stay within the bound."""
-    groups = np.array_split(np.array(lengths), count)
-    return all(len(group) <= 1 or len(group) * int(group[-1]) <= bound for group in groups)
+def _packed_shard(rows: Array, groups: list[list[int]]) -> Shard:
+    order = np.array([index for group in groups for index in group], dtype=np.int64)
+    return Shard(rows=rows[order], micro_batch_rows=tuple(len(group) for group in groups))

@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from plexrl.backend_capabilities import backend_capabilities
 from plexrl.errors import ExecutionError, PlexRLError
 from plexrl.ids import BlobRef
 from plexrl.router.blobs import RESULT_SUFFIX, BlobStore
-from plexrl.router.dispatch import (
-    Split,
+from plexrl.router.dispatch import DispatchPlan, plan_batch
+from plexrl.router.reductions import (
     gather_metrics,
     gather_moves,
-    join_per_token,
     loss_denominator,
-    micro_batch_count,
-    rank_arrays,
-    split_rows,
     state_moved,
 )
 from plexrl.router.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
@@ -31,6 +28,7 @@ from plexrl.wire.tensors import Arrays, decode_body, encode_body
 
 if TYPE_CHECKING:
     from plexrl.router.scheduler_link import SchedulerLink
+    from plexrl.router.specs import DeploymentSpecs
 
 LOG = logging.getLogger(__name__)
 
@@ -62,8 +60,10 @@ class _Parts:
     """One run as its ranks see it."""
 
     payloads: list[bytes]
+    """By rank; ranks that replicate share one."""
     rank_params: Plain
-    split: Split | None
+    plan: DispatchPlan | None
+    """Of a batch whose rows are split; None of anything else."""
 
 
 class Executor:
@@ -75,6 +75,7 @@ class Executor:
         self._runs: dict[str, tuple[RunName, asyncio.Task[None]]] = {}
         self.streams: OrderedDict[str, Stream] = OrderedDict()
         self.scheduler: SchedulerLink | None = None
+        self.specs: DeploymentSpecs | None = None
 
     async def on_run(self, peer: Peer, params: Plain) -> None:
         """The scheduler admits a run."""
@@ -152,15 +153,22 @@ class Executor:
             return _Parts([b""] * ranks, {"job": command.job}, None)
         body = await self._blobs.read(command.payload)
         if command.kind not in SPLIT_KINDS:
-            return _Parts([body, *[b""] * (ranks - 1)], {}, None)
+            return _Parts([body] * ranks, {}, None)
+        assert self.specs is not None
+        spec = await self.specs.await_own(command.deployment)
         _, arrays = decode_body(body)
-        split = split_rows(arrays["lengths"].tolist(), ranks)
         params: Any = msgspec.json.decode(command.params_json, type=PARAMS_BY_KIND[command.kind])
-        rank_params: Plain = {"micro_batches": micro_batch_count(split, params.micro_batch_tokens)}
+        plan = plan_batch(
+            spec.layout,
+            arrays["lengths"].tolist(),
+            micro_batch_tokens=params.micro_batch_tokens,
+            packs=backend_capabilities(spec.kind, spec.backend).packs,
+        )
+        rank_params: Plain = {"micro_batches": plan.micro_batches}
         if command.kind == OperationKind.FORWARD_BACKWARD:
             rank_params["denominator"] = loss_denominator(params.loss, arrays)
-        payloads = [encode_body({}, part) for part in rank_arrays(arrays, split)]
-        return _Parts(payloads, rank_params, split)
+        parts = [encode_body({}, part) for part in plan.inputs(arrays)]
+        return _Parts([parts[plan.part_of(rank)] for rank in range(ranks)], rank_params, plan)
 
     async def _ask_ranks(self, command: RunOperation, parts: _Parts) -> list[Answer | None]:
         """Every rank's answer; None for one that gave none after another had failed."""
@@ -212,15 +220,18 @@ class Executor:
                 state_intact=intact,
             )
             return
+        # An answer is only missing beside one that failed.
         finished = [answer for answer in answers if answer is not None]
         results = [header["result"] for header, _ in finished]
         arrays: Arrays = {}
         if command.replay:
             result: Plain = {}
-        elif parts.split is not None:
-            per_rank = [decode_body(payload)[1]["logprobs"] for _, payload in finished]
-            arrays = {"logprobs": join_per_token(per_rank, parts.split)}
-            result = gather_metrics(results) if "sums" in results[0] else {}
+        elif parts.plan is not None:
+            ranks = parts.plan.layout.output_ranks
+            per_rank = {rank: decode_body(finished[rank][1])[1]["logprobs"] for rank in ranks}
+            arrays = {"logprobs": parts.plan.join(per_rank)}
+            counted = [results[rank] for rank in ranks]
+            result = gather_metrics(counted) if "sums" in counted[0] else {}
         else:
             result = gather_moves(results)
             if finished[0][1]:

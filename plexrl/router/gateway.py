@@ -8,12 +8,13 @@ from typing import Any
 
 from fastapi import Request
 
-from plexrl.deployment_spec import DeploymentSpec, deployment_spec_from_json
+from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import AuthenticationError, PayloadTooLargeError, PermissionDeniedError
 from plexrl.router.blobs import BlobStore
 from plexrl.router.executor import Executor
 from plexrl.router.metrics_log import MetricsLog
 from plexrl.router.scheduler_link import SchedulerLink
+from plexrl.router.specs import DeploymentSpecs
 
 Plain = dict[str, Any]
 CACHE_S = 60.0
@@ -49,6 +50,7 @@ class Gateway:
         executor: Executor,
         blobs: BlobStore,
         metrics: MetricsLog,
+        specs: DeploymentSpecs,
         body_bytes_max: int,
     ) -> None:
         self.scheduler = scheduler
@@ -57,7 +59,7 @@ class Gateway:
         self.metrics = metrics
         self.body_bytes_max = body_bytes_max
         self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
-        self._specs: OrderedDict[tuple[str, str | None], DeploymentSpec] = OrderedDict()
+        self._specs = specs
 
     async def caller(self, request: Request) -> Caller:
         """Who sent the request.
@@ -90,17 +92,7 @@ class Gateway:
 
     async def spec(self, deployment: str, caller: Caller) -> DeploymentSpec:
         """A deployment's specification. Raises `UnknownDeploymentError`."""
-        key = (deployment, caller.scope)
-        found = self._specs.get(key)
-        if found is None:
-            view = await self.scheduler.call(
-                "get_deployment", {"deployment": deployment, **caller.claim}
-            )
-            found = deployment_spec_from_json(view["spec_json"])
-            self._specs[key] = found
-            while len(self._specs) > CACHE_MAX:
-                self._specs.popitem(last=False)
-        return found
+        return await self._specs.read(deployment, caller.scope)
 
     async def body(self, request: Request) -> bytes:
         """The request's body, read only as far as the bound.

@@ -5,14 +5,21 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
+from plexrl.backend_capabilities import backend_capabilities, check_layout
 from plexrl.deployment_spec import DeploymentSpec
-from plexrl.errors import InvalidRequestError, NotFoundError, PermissionDeniedError
+from plexrl.errors import (
+    InvalidRequestError,
+    LayoutError,
+    NotFoundError,
+    PermissionDeniedError,
+)
 from plexrl.model_spec import (
     ROLLOUT_BYTES_PER_PARAMETER,
     TRAIN_BYTES_PER_PARAMETER,
     ModelSpec,
     parameter_count,
 )
+from plexrl.parallelism import Parallelism
 from plexrl.router.gateway import Gateway
 from plexrl.router.schemas import (
     DeploymentRequest,
@@ -23,9 +30,6 @@ from plexrl.router.schemas import (
 from plexrl.router.validation import check_identifier, check_name
 
 Plain = dict[str, Any]
-
-BACKENDS = {"train": ("fsdp",), "rollout": ("torch",)}
-"""By kind, the default first."""
 
 
 def job_routes(gateway: Gateway) -> APIRouter:
@@ -151,21 +155,19 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
 
     Raises:
         InvalidRequestError: no such backend, or a model that cannot be built.
+        LayoutError: a layout that cannot be, has not the workers, or the backend cannot run.
     """
     model = ModelSpec(**body.model.model_dump())
     if (model.path is None) == (model.architecture is None):
         raise InvalidRequestError("a model has either a path or an architecture")
-    known = BACKENDS[body.kind]
-    backend = body.backend or known[0]
-    if backend not in known:
+    capabilities = backend_capabilities(body.kind, body.backend or None)
+    layout = _layout(body)
+    if body.kind == "rollout" and layout.dp != 1:
         raise InvalidRequestError(
-            f"there is no backend {backend!r} for a {body.kind} deployment: use {', '.join(known)}"
+            f"a rollout deployment has 1 copy of its model, {layout.dp} were asked for: make "
+            "several rollout deployments instead"
         )
-    if body.kind == "rollout" and body.workers != 1:
-        raise InvalidRequestError(
-            f"a rollout deployment runs on 1 worker, {body.workers} were asked for: make several "
-            "rollout deployments instead"
-        )
+    check_layout(capabilities, layout)
     if body.kind == "rollout" and body.trace is not None:
         raise InvalidRequestError(
             "a rollout deployment has its GPUs to itself, so a demand trace says nothing of it: "
@@ -175,8 +177,9 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
     spec = DeploymentSpec(
         model=model,
         kind=body.kind,
-        backend=backend,
-        workers=body.workers,
+        backend=capabilities.backend,
+        workers=layout.world_size,
+        parallelism=layout,
         max_sequence_tokens=body.max_sequence_tokens,
         max_concurrent_samples=body.max_concurrent_samples,
     )
@@ -187,6 +190,19 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
             "positions: lower it"
         )
     return spec, parameters
+
+
+def _layout(body: DeploymentRequest) -> Parallelism:
+    if body.parallelism is None:
+        return Parallelism(dp=body.workers or 1)
+    layout = Parallelism(**body.parallelism.model_dump())
+    if body.workers not in (None, layout.world_size):
+        raise LayoutError(
+            f"{body.workers} workers were asked for and {layout.describe()} needs "
+            f"{layout.world_size} (dp·tp·pp·cp): leave workers out, or make them agree",
+            field="workers",
+        )
+    return layout
 
 
 def _tokenizer_json(model: ModelSpec) -> str:

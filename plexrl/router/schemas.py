@@ -109,13 +109,30 @@ class TraceRequest(_Strict):
     jitter_s: Seconds = Field(0.0, description="standard deviation of the cycle's length")
 
 
+class ParallelismRequest(_Strict):
+    """The sizes of the axes; checked together when the layout is made."""
+
+    dp: Count = Field(1, description="ranks that get different rows")
+    tp: Count = Field(1, description="parts of each matrix")
+    pp: Count = Field(1, description="stages of layers")
+    cp: Count = Field(1, description="parts of each row")
+    ep: Count = Field(1, description="parts of each layer's experts; divides dp times cp")
+
+
 class DeploymentRequest(_Strict):
     """A deployment to create."""
 
     name: str
     kind: Literal["train", "rollout"]
     model: ModelRequest
-    workers: int = Field(1, ge=1, description="worker processes, one per GPU")
+    workers: int | None = Field(
+        None,
+        ge=1,
+        description="worker processes, one per GPU; absent: as many as the layout has, else 1",
+    )
+    parallelism: ParallelismRequest | None = Field(
+        None, description="how the model lies over the workers; absent: dp over all of them"
+    )
     exclusive: bool = Field(False, description="share the GPUs with nobody")
     backend: str | None = Field(None, description="fsdp for train, torch for rollout")
     max_sequence_tokens: int = Field(512, ge=2)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.errors import ConnectionLostError, DeadlineExceededError, PlexRLError
+from plexrl.statemanager.address import announced
 from plexrl.statemanager.tickets import Claims, Role
 from plexrl.wire.rpc import Peer
 from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
@@ -98,18 +99,21 @@ class Agent:
             )
             running = asyncio.create_task(peer.run())
             reporting: asyncio.Task[None] | None = None
+            watching: asyncio.Task[None] | None = None
             try:
                 await peer.call("hello", await self._greeting())
                 connected.set()
                 reporting = asyncio.create_task(self._send_reports(peer))
+                watching = asyncio.create_task(self._state.watch(self._report_states))
                 await running
             except (ConnectionLostError, DeadlineExceededError) as error:
                 LOG.info("the scheduler is gone (%s); connecting again", error)
             finally:
-                for task in (running, reporting):
+                for task in (running, reporting, watching):
                     if task is not None:
                         task.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+                ended = [task for task in (running, watching) if task is not None]
+                await asyncio.gather(*ended, return_exceptions=True)
             await asyncio.sleep(RECONNECT_S)
 
     async def _greeting(self) -> Plain:
@@ -123,7 +127,7 @@ class Agent:
             "nvme_bytes": config.nvme_bytes,
             "node_type": config.node_type,
             "block": config.block,
-            "statemanager": config.statemanager,
+            "statemanager": announced(config.statemanager, config.statemanager_tcp),
             "workers": [
                 {
                     "deployment": worker.config.deployment,
@@ -295,6 +299,9 @@ class Agent:
         )
 
     # Reports
+
+    def _report_states(self, states: list[Plain]) -> None:
+        self._report("state_reported", {"node": self._config.node, "states": states})
 
     def _report(self, method: str, params: Plain) -> None:
         self._reports.append((method, params))

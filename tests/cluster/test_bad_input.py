@@ -82,6 +82,27 @@ def test_more_workers_than_gpus_are_refused(job: plexrl.Job) -> None:
         job.train_deployment("wide", MODEL, workers=99)
 
 
+def test_a_layout_that_the_backend_does_not_run_is_refused_with_those_that_do(
+    job: plexrl.Job,
+) -> None:
+    with pytest.raises(errors.LayoutError, match="fsdp: dp") as refused:
+        job.train_deployment("a", MODEL, parallelism=plexrl.Parallelism(dp=2, tp=2))
+    assert refused.value.details == {"field": "tp", "backend": "fsdp"}
+    with pytest.raises(errors.LayoutError, match="3 workers were asked for and dp=2 needs 2"):
+        job.train_deployment("a", MODEL, workers=3, parallelism=plexrl.Parallelism(dp=2))
+
+
+def test_rows_come_back_in_order_from_the_ranks_of_a_layout(job: plexrl.Job) -> None:
+    rows = [[3 + row] * (2 + row % 5) for row in range(7)]
+    single = job.train_deployment("single", MODEL)
+    actor = job.train_deployment("actor", MODEL, parallelism=plexrl.Parallelism(dp=2))
+    assert actor.status()["workers"] == 2
+    expected = single.forward(plexrl.Batch(rows)).result().logprobs
+    found = actor.forward(plexrl.Batch(rows)).result().logprobs
+    for row, other in zip(expected, found, strict=True):
+        assert np.allclose(row, other, atol=1e-5)
+
+
 def test_an_unknown_architecture_or_backend_is_refused(job: plexrl.Job) -> None:
     with pytest.raises(errors.InvalidRequestError, match="not supported"):
         job.train_deployment("a", plexrl.ModelSpec(architecture="rnn", config_json="{}"))

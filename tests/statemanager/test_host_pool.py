@@ -342,7 +342,9 @@ def test_what_is_not_claimed_yet_is_not_given_back_to_the_system(directory: Path
 
 def test_pinned_memory_that_is_idle_makes_way_for_another_tenant(directory: Path) -> None:
     pinned: dict[int, int] = {}
-    pool = HostPool(directory, MIB, on_map=pinned.__setitem__, on_unmap=lambda at, _: pinned.pop(at))
+    pool = HostPool(
+        directory, MIB, on_map=pinned.__setitem__, on_unmap=lambda at, _: pinned.__delitem__(at)
+    )
     [piece] = pieces = pool.alloc(MIB, "ours")
     with pytest.raises(StateTierFullError):
         pool.alloc(PAGE, "theirs")

@@ -17,6 +17,7 @@ from plexrl.errors import (
     StateLostError,
     StateTierFullError,
 )
+from plexrl.statemanager.address import nearest
 from plexrl.wire.rpc import Peer
 from plexrl.worker.agent import Agent
 from plexrl.worker.config import AgentConfig, WorkerConfig
@@ -45,23 +46,39 @@ def run_dir() -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def scheduler_of_agent(run_dir: Path, daemon: Daemon) -> AsyncIterator[asyncio.Queue[Peer]]:
-    """An agent of the daemon's node; every connection that it makes to its scheduler."""
+async def scheduler_of_agent(
+    run_dir: Path,
+    daemon: Daemon,
+    reports: list[Plain] | None = None,
+    addresses: list[str] | None = None,
+) -> AsyncIterator[asyncio.Queue[Peer]]:
+    """An agent of the daemon's node; every connection that it makes to its scheduler, and in
+    `reports` what it reports of where state lies, in `addresses` where it says its StateManager is.
+    """
     peers: asyncio.Queue[Peer] = asyncio.Queue()
+    addresses = [] if addresses is None else addresses
+
+    async def state_reported(_: Peer, params: Plain) -> Plain:
+        assert params["node"] == daemon.config.node
+        if reports is not None:
+            reports.extend(params["states"])
+        return {}
 
     async def hello(peer: Peer, params: Plain) -> Plain:
-        assert params["statemanager"] == daemon.config.listen
+        assert nearest(params["statemanager"]) == daemon.config.listen
+        addresses.append(params["statemanager"])
         peers.put_nowait(peer)
         return {}
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await Peer(reader, writer, {"hello": hello}).run()
+        await Peer(reader, writer, {"hello": hello, "state_reported": state_reported}).run()
 
     path = str(run_dir / "scheduler.sock")
     config = AgentConfig(
         node=daemon.config.node,
         scheduler=path,
         statemanager=daemon.config.listen,
+        statemanager_tcp=daemon.tcp.removeprefix("tcp://"),
         ticket_key_file=str(daemon.config.ticket_key_path),
         gpus=1,
         gpu_memory_bytes=MIB,
@@ -205,3 +222,94 @@ def test_a_hint_does_not_fail_where_the_daemon_is_gone(
         daemon.start()
 
     run_with_agent(run_dir, daemon, work)
+
+
+def test_the_scheduler_hears_of_state_that_had_to_leave_host_memory(
+    start_daemon: StartDaemon, make_shard: MakeShard, run_dir: Path
+) -> None:
+    """And of its way back, of all of it anew after it was gone itself, and of nothing else."""
+    daemon = start_daemon(host_bytes=STATE + MIB // 4)
+    shard, rival = make_shard(daemon), make_shard(daemon, deployment="job/critic")
+    reports: list[Plain] = []
+
+    async def heard(deployment: str, host_bytes: int, nvme_bytes: int) -> None:
+        wanted = {"deployment": deployment, "host_bytes": host_bytes, "nvme_bytes": nvme_bytes}
+        await asyncio.to_thread(wait_until, lambda: wanted in reports)
+        reports.clear()
+
+    async def work() -> None:
+        async with (
+            scheduler_of_agent(run_dir, daemon, reports) as peers,
+            asyncio.timeout(DEADLINE_S),
+        ):
+            peer = await peers.get()
+            await asyncio.to_thread(shard.offload, 1)
+            # Pressure: there is room for one of them.
+            await asyncio.to_thread(rival.offload, 1)
+            await heard("job/actor", 0, STATE)
+            await asyncio.to_thread(rival.agent.release, "job/critic")
+            await peer.call("prefetch_state", {"command": {"deployment": "job/actor", "seq": 1}})
+            await heard("job/actor", STATE, 0)
+            await asyncio.to_thread(daemon.kill)
+            await asyncio.to_thread(daemon.start)
+            await heard("job/actor", STATE, 0)
+            peer.close()
+            await peers.get()
+            await heard("job/actor", STATE, 0)
+
+    asyncio.run(work())
+
+
+def test_what_is_needed_last_is_spilled_first(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    daemon = start_daemon(host_bytes=2 * (STATE + MIB // 4))
+    soon, late, third = (
+        make_shard(daemon, deployment=f"job/{name}") for name in ("soon", "late", "third")
+    )
+    # By recency alone it would be the first one that goes.
+    soon.offload(1, next_use_s=5.0)
+    late.offload(1, next_use_s=500.0)
+    third.offload(1, next_use_s=50.0)
+    held = third.agent.usage()["deployments"]
+    tiers = {name: entry["versions"][0]["tier"] for name, entry in held.items()}
+    assert tiers == {"job/soon": "host", "job/late": "nvme", "job/third": "host"}
+    # What was hinted changes the order: now the third is needed last.
+    third.agent.prefetch("job/late", 1, next_use_s=1.0)
+    soon.client.load(seq=1, token=1)
+    soon.offload(2, next_use_s=2.0)
+    fourth = make_shard(daemon, deployment="job/fourth")
+    fourth.offload(1, next_use_s=3.0)
+    held = third.agent.usage()["deployments"]
+    assert held["job/third"]["versions"][0]["tier"] == "nvme"
+
+
+def test_nodes_that_share_no_machine_migrate_by_the_addresses_they_announced(
+    start_daemon: StartDaemon, make_shard: MakeShard, run_dir: Path
+) -> None:
+    source, target = start_daemon(serve_tcp="127.0.0.1:0"), start_daemon()
+    shard = make_shard(source)
+    expected = shard.fill(1)
+    shard.offload(1)
+    addresses: list[str] = []
+
+    async def work() -> None:
+        async with scheduler_of_agent(run_dir, source, addresses=addresses) as peers:
+            await peers.get()
+        async with (
+            scheduler_of_agent(run_dir, target) as peers,
+            asyncio.timeout(DEADLINE_S),
+        ):
+            peer = await peers.get()
+            [announced] = addresses
+            # As it looks from another machine, where the path is none of the source's.
+            elsewhere = announced.replace("#", "#another-")
+            command = {"deployment": "job/actor", "seq": 1, "sources": [elsewhere]}
+            answer = await peer.call("migrate_state", {"command": command})
+            assert answer["bytes_moved"] == STATE
+
+    asyncio.run(work())
+    assert addresses[0].startswith(f"{source.tcp}#")
+    moved = make_shard(target)
+    moved.load(1)
+    assert np.array_equal(moved.contents, expected)

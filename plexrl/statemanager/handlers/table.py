@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from plexrl.statemanager.handlers import (
     checkpoints,
+    fetching,
     greeting,
     lending,
     moves,
@@ -20,6 +21,7 @@ _ENTRIES = (
     *lending.ENTRIES,
     *moves.ENTRIES,
     *sharing.ENTRIES,
+    *fetching.ENTRIES,
     *reporting.ENTRIES,
     *checkpoints.ENTRIES,
 )

@@ -1,0 +1,62 @@
+"""Which backends there are, and which parallel layouts each can run. Pure.
+
+The router refuses by this table before a worker is started; the SDK's documentation repeats it.
+"""
+
+from dataclasses import dataclass
+
+from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.parallelism import Axis, Parallelism
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendCapabilities:
+    """What the router must know of a backend."""
+
+    backend: str
+    kind: str
+    """`train` or `rollout`."""
+    axes: tuple[Axis, ...]
+    """That may be longer than 1."""
+    packs: bool
+    """Lays rows end to end and is told which make a micro-batch, instead of padding them side by
+    side and cutting them itself. Context parallelism needs it."""
+
+
+BACKENDS: tuple[BackendCapabilities, ...] = (
+    BackendCapabilities(backend="fsdp", kind="train", axes=("dp",), packs=False),
+    BackendCapabilities(backend="torch", kind="rollout", axes=(), packs=False),
+)
+"""The default of its kind first."""
+
+
+def backend_capabilities(kind: str, backend: str | None = None) -> BackendCapabilities:
+    """What a backend can do; that of the kind's default where none is named.
+
+    Raises:
+        InvalidRequestError: there is no such backend for this kind of deployment.
+    """
+    known = [each for each in BACKENDS if each.kind == kind]
+    for each in known:
+        if backend in (None, each.backend):
+            return each
+    raise InvalidRequestError(
+        f"there is no backend {backend!r} for a {kind} deployment: use "
+        + (", ".join(each.backend for each in known) or "the kinds train and rollout")
+    )
+
+
+def check_layout(capabilities: BackendCapabilities, layout: Parallelism) -> None:
+    """Raises `LayoutError` for a layout that the backend cannot run, saying which ones can."""
+    for axis in layout.axes_used():
+        if axis in capabilities.axes:
+            continue
+        rivals = [each for each in BACKENDS if each.kind == capabilities.kind]
+        able = "; ".join(f"{each.backend}: {', '.join(each.axes) or 'none'}" for each in rivals)
+        raise LayoutError(
+            f"parallelism.{axis} is {layout.size(axis)} and backend {capabilities.backend!r} does "
+            f"not run {axis}: leave it at 1, or choose a backend that does (axes by "
+            f"{capabilities.kind} backend: {able})",
+            field=axis,
+            backend=capabilities.backend,
+        )

@@ -1,0 +1,83 @@
+"""Scalars of a whole batch, and one answer out of what its ranks say. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from plexrl.wire.operations import DEFAULT_REDUCTION, LossSpec, OperationKind
+from plexrl.wire.tensors import Array, Arrays
+
+Plain = dict[str, Any]
+
+TIERS = ("host", "nvme")
+"""Of model state, the quickest first."""
+
+
+def loss_denominator(loss: LossSpec, arrays: Arrays) -> float:
+    """What the whole batch's loss is divided by; at least a tiny number, so that 0/0 is 0."""
+    reduction = loss.reduction or DEFAULT_REDUCTION[loss.name]
+    if reduction == "sum":
+        return 1.0
+    if reduction == "token_mean":
+        return max(float(_predicted(arrays["mask"], arrays["lengths"]).sum()), 1e-9)
+    rows = row_masks(arrays["mask"], arrays["lengths"])
+    return max(float((rows > 0).sum()), 1e-9)
+
+
+def row_masks(mask: Array, lengths: Array) -> Array:
+    """The mask's sum over the tokens of each row that are predicted, float64."""
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    sums: Array = np.add.reduceat(_predicted(mask, lengths), starts) if len(starts) else mask
+    return sums
+
+
+def _predicted(mask: Array, lengths: Array) -> Array:
+    """The mask without the first token of each row, which none predicts, float64."""
+    found: Array = mask.astype(np.float64)
+    found[np.cumsum(lengths, dtype=np.int64) - lengths] = 0.0
+    return found
+
+
+def gather_metrics(results: Sequence[Mapping[str, Any]]) -> Plain:
+    """One answer of the output ranks' `sums` and `maxes`: `{"metrics": {...}}`.
+
+    `loss` is a sum already; every other sum is per token of the mask. Each rank sums over the
+    tokens whose results it gives, so ranks that repeat another's must not be among them.
+    """
+    sums: dict[str, float] = {}
+    maxes: dict[str, float] = {}
+    for result in results:
+        for name, value in result.get("sums", {}).items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+        for name, value in result.get("maxes", {}).items():
+            maxes[name] = max(maxes.get(name, float("-inf")), float(value))
+    tokens = sums.pop("tokens", 0.0)
+    metrics = {"loss": sums.pop("loss", 0.0), "tokens": tokens, **maxes}
+    metrics |= {name: value / tokens if tokens else 0.0 for name, value in sums.items()}
+    return {"metrics": metrics}
+
+
+def gather_moves(results: Sequence[Mapping[str, Any]]) -> Plain:
+    """One answer of all ranks' state moves: bytes added up, the longest time, all memory.
+
+    Every rank of the layout moves memory of its own, replicas too, so each counts once, whether
+    its results do or not.
+    """
+    joined: Plain = dict(results[0])
+    if "bytes_moved" in joined:
+        joined["bytes_moved"] = sum(int(result["bytes_moved"]) for result in results)
+        joined["seconds"] = max(float(result["seconds"]) for result in results)
+        # The slowest tier that any rank met says what the move was like.
+        joined["tier"] = max((str(result["tier"]) for result in results), key=TIERS.index)
+    for name in ("memory_before", "memory_after"):
+        if name in joined:
+            joined[name] = [result[name] for result in results]
+    return joined
+
+
+def state_moved(kind: OperationKind, result: Mapping[str, Any]) -> Plain | None:
+    """What the scheduler learns of a load or offload; None of anything else."""
+    if kind not in (OperationKind.LOAD, OperationKind.OFFLOAD) or "bytes_moved" not in result:
+        return None
+    return {"bytes_moved": result["bytes_moved"], "tier": result["tier"]}

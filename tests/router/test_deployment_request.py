@@ -1,0 +1,63 @@
+"""What a deployment may ask for: a backend there is, on a layout that it runs."""
+
+from typing import Any
+
+import pytest
+
+from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.model_spec import tiny_qwen2
+from plexrl.parallelism import Parallelism
+from plexrl.router.routes_jobs import check_deployment
+from plexrl.router.schemas import DeploymentRequest
+
+
+def request(kind: str = "train", **fields: Any) -> DeploymentRequest:
+    model = tiny_qwen2("0123456789")
+    sent = {"architecture": model.architecture, "config_json": model.config_json}
+    return DeploymentRequest.model_validate({"name": "a", "kind": kind, "model": sent, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "dp"),
+    [
+        ({}, 1),
+        ({"workers": 3}, 3),
+        ({"parallelism": {"dp": 4}}, 4),
+        ({"workers": 4, "parallelism": {"dp": 4}}, 4),
+    ],
+)
+def test_the_layout_and_the_number_of_workers_follow_from_one_another(
+    fields: dict[str, Any], dp: int
+) -> None:
+    spec, _ = check_deployment(request(**fields))
+    assert spec.backend == "fsdp"
+    assert spec.workers == spec.layout.world_size == dp
+    assert spec.parallelism == Parallelism(dp=dp)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"workers": 3, "parallelism": {"dp": 4}}, "workers", "3 workers .* dp=4 needs 4"),
+        ({"parallelism": {"dp": 0}}, "dp", "parallelism.dp is 0"),
+        ({"parallelism": {"dp": 2, "ep": 3}}, "ep", "ep must divide dp·cp"),
+        ({"parallelism": {"dp": 2, "tp": 2}}, "tp", "'fsdp' does not run tp.*fsdp: dp"),
+        ({"parallelism": {"pp": 2}}, "pp", "does not run pp"),
+    ],
+)
+def test_a_layout_that_cannot_run_is_refused_by_its_field(
+    fields: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message) as refused:
+        check_deployment(request(**fields))
+    assert refused.value.details["field"] == field
+
+
+def test_a_rollout_deployment_has_one_copy_of_its_model() -> None:
+    spec, _ = check_deployment(request("rollout"))
+    assert (spec.backend, spec.workers, spec.layout) == ("torch", 1, Parallelism())
+    for fields in ({"workers": 2}, {"parallelism": {"dp": 2}}):
+        with pytest.raises(InvalidRequestError, match="make several rollout deployments"):
+            check_deployment(request("rollout", **fields))
+    with pytest.raises(LayoutError, match="torch: none"):
+        check_deployment(request("rollout", parallelism={"tp": 2}))
