@@ -1,4 +1,4 @@
-"""Any order of register, offload, load, evict, prefetch, crash and migrate, at the daemons' door."""
+"""Any order of register, offload, load, evict, prefetch, crash and migrate, at the door."""
 
 from contextlib import closing
 
@@ -170,8 +170,13 @@ def test_any_history_at_the_door(start_daemon: StartDaemon) -> None:
     # Neither host tier takes all that is stored.
     tiers = {"host_bytes": int(3.5 * STATE_BYTES), "nvme_bytes": 64 * MIB}
     daemons = [start_daemon(**tiers, segment_bytes_max=STATE_BYTES) for _ in range(2)]
+
+    class History(DaemonHistory):
+        def __init__(self) -> None:
+            super().__init__(daemons)
+
     run_state_machine_as_test(
-        lambda: DaemonHistory(daemons),
+        History,
         settings=settings(
             max_examples=12,
             stateful_step_count=20,

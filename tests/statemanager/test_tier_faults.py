@@ -21,8 +21,8 @@ from plexrl.statemanager.data_plane import BLOCK_BYTES, DataPlane
 from plexrl.statemanager.nvme import NvmeObjects, file_bytes
 from plexrl.statemanager.protocol import OpenState
 from plexrl.statemanager.residency import TierName
-from plexrl.statemanager.tier import Tier
 from plexrl.statemanager.tickets import Role
+from plexrl.statemanager.tier import Tier
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -251,7 +251,7 @@ def test_a_file_that_may_not_be_read_is_refused_and_the_others_load(
     # No permission stops root, and a directory in the file's place stops everybody.
     path.rename(path.with_suffix(".away"))
     path.mkdir()
-    with pytest.raises(CorruptStateError, match="Is a directory|Invalid argument"):
+    with pytest.raises(CorruptStateError, match=r"Is a directory|Invalid argument"):
         shard.load(1)
     other.load(2)
     assert np.array_equal(other.contents, expected)
