@@ -90,6 +90,8 @@ class HostPool:
         self._prefaulting: threading.Thread | None = None
         for path in sorted(directory.glob(f"*{SUFFIX}")):
             self._take_in(path)
+        self._is_recovering = bool(self._segments)
+        """What is free may turn out to be in use."""
 
     @property
     def used_bytes(self) -> int:
@@ -133,11 +135,13 @@ class HostPool:
 
     def remove_unclaimed(self) -> None:
         """Delete segments that were found and that nobody claimed: whose bytes they hold is not
-        known."""
+        known. From now on what is free is free."""
         with self._lock:
+            self._is_recovering = False
             for segment in list(self._segments.values()):
                 if segment.owner is None and segment.lent:
                     self._remove(segment)
+            self._trim()
 
     def alloc(self, nbytes: int, tenant: str) -> tuple[Piece, ...]:
         """Ranges of `nbytes` bytes together, whole pages, whose contents are anything of this
@@ -378,7 +382,7 @@ class HostPool:
 
     def _trim(self) -> None:
         """Give warm pages back as far as the bound asks for it; pinned ones cannot be."""
-        if self._on_map is not None:
+        if self._on_map is not None or self._is_recovering:
             return
         excess = self._used_bytes + self._warm_bytes() + self._aside_bytes - self.bytes_max
         while excess > 0:

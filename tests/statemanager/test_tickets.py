@@ -181,6 +181,13 @@ def test_a_later_incarnation_ends_the_tickets_of_earlier_ones(daemon: Daemon) ->
         with pytest.raises(PermissionDeniedError, match="2 has come since"):
             exchange(former, own)
     ask(daemon, ticket(1, rank=1), Ping())
+    daemon.kill()
+    daemon.start()
+    with pytest.raises(PermissionDeniedError, match="2 has come since"):
+        ask(daemon, ticket(1), Ping())
+    ask(daemon, ticket(1, rank=1), Ping())
+    ask(daemon, daemon.ticket(role=Role.AGENT), Release(deployment="job/actor"))
+    ask(daemon, ticket(1), Ping())
 
 
 def test_a_connection_keeps_its_ticket(daemon: Daemon) -> None:
