@@ -13,8 +13,11 @@ Laws:
   together. Cold ranges cost no memory: a segment file is sparse.
 - What is written to was set aside on the file system before, which refuses where it is full; it
   would end the process otherwise, when a page cannot be had.
+- Memory that a worker is lent lies in a file of its own (`alloc_apart`), so that its descriptor
+  reaches nothing else. Such a file is used again only when nobody holds it (`file_holders`).
 """
 
+import ctypes
 import logging
 import os
 import threading
@@ -22,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from plexrl.errors import StateTierFullError
+from plexrl.statemanager.file_holders import has_holder
 from plexrl.statemanager.free_ranges import FreeRanges, Piece
 from plexrl.statemanager.mapping import PAGE_BYTES, MappedFile, discard, populate
 from plexrl.statemanager.numa import place_pages
@@ -33,6 +37,7 @@ PREFAULT_BYTES = 64 << 20
 """Pages that are faulted in at a time, so that a close need not wait for all of them."""
 
 _SUFFIX = ".segment"
+_APART_SUFFIX = ".lent"
 
 OnMap = Callable[[int, int], None]
 """Given the address and size of a segment."""
@@ -67,12 +72,18 @@ class HostPool:
         self._segments: dict[int, MappedFile] = {}
         self._readers: dict[int, int] = {}
         self._warm, self._cold = FreeRanges(), FreeRanges()
+        self._apart: dict[int, str] = {}
+        """Files of their own, and for whom each was made last; unknown ones are nobody's."""
+        self._idle: dict[int, int] = {}
+        """Those of them that are free, with their bytes; the one freed first comes first."""
         self._used_bytes = 0
         self._aside_bytes = 0
         self._closing = threading.Event()
         self._prefaulting: threading.Thread | None = None
         for path in sorted(directory.glob(f"*{_SUFFIX}")):
             self._take_in(path)
+        for path in sorted(directory.glob(f"*{_APART_SUFFIX}")):
+            self._take_in_apart(path)
 
     @property
     def used_bytes(self) -> int:
@@ -84,19 +95,23 @@ class HostPool:
     def resident_bytes(self) -> int:
         """In use, or touched and free."""
         with self._lock:
-            return self._used_bytes + self._warm.nbytes
+            return self._used_bytes + self._warm.nbytes + sum(self._idle.values())
 
     def claim(self, pieces: Sequence[Piece]) -> bool:
         """Count ranges as in use that a daemon before this one handed out; False, and no effect,
         where one of them is not there or not free."""
         with self._lock:
-            free = FreeRanges(self._warm)
+            free, idle = FreeRanges(self._warm), dict(self._idle)
             for piece in pieces:
+                if piece.segment in self._apart:
+                    if idle.pop(piece.segment, 0) != piece.nbytes:
+                        return False
+                    continue
                 before = free.nbytes
                 free.remove(piece)
                 if before - free.nbytes != piece.nbytes:
                     return False
-            self._warm = free
+            self._warm, self._idle = free, idle
             self._used_bytes += sum(piece.nbytes for piece in pieces)
             return True
 
@@ -116,6 +131,7 @@ class HostPool:
             warm = self._warm.take(nbytes)
             cold = self._cold.take(nbytes - _total(warm))
             self._used_bytes += nbytes
+            self._trim()
         try:
             for piece in cold:
                 self._have_pages(piece)
@@ -129,12 +145,93 @@ class HostPool:
             raise self._full(nbytes, str(error)) from error
         return (*warm, *cold)
 
+    def alloc_apart(self, nbytes: int, owner: str) -> Piece:
+        """All of a file of its own, of whole pages. It holds zeros, or what was left in one that
+        was last allocated for the same `owner`.
+
+        Raises:
+            StateTierFullError: the bound, or the file system, has no room.
+        """
+        nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        with self._lock:
+            if not self._has_room(nbytes):
+                raise self._full(nbytes, "its bound is reached")
+            known = [number for number, size in self._idle.items() if size == nbytes]
+            # The owner's own need not be cleared.
+            known.sort(key=lambda number: self._apart[number] != owner)
+            if known:
+                number = known[0]
+                del self._idle[number]
+            self._used_bytes += nbytes
+            if not known:
+                self._trim()
+                try:
+                    number = self._create_apart(nbytes)
+                except OSError as error:
+                    self._used_bytes -= nbytes
+                    raise self._full(nbytes, str(error)) from error
+            former, self._apart[number] = self._apart[number], owner
+        piece = Piece(number, 0, nbytes)
+        if known and former != owner:
+            ctypes.memset(self.address(piece), 0, nbytes)
+        if not known:
+            try:
+                self._have_pages(piece)
+            except OSError as error:
+                with self._lock:
+                    self._used_bytes -= nbytes
+                    self._remove_apart(number)
+                raise self._full(nbytes, str(error)) from error
+            self._pin(number)
+        return piece
+
+    def path_apart(self, piece: Piece) -> str:
+        """Of the file that `alloc_apart` made."""
+        return str(self._path(piece.segment))
+
+    def is_apart(self, piece: Piece) -> bool:
+        """Whether `alloc_apart` made it."""
+        return piece.segment in self._apart
+
+    def is_intact(self, piece: Piece) -> bool:
+        """Whether a file of its own still has all its pages: its borrower could cut it."""
+        found = os.fstat(self._readers[piece.segment])
+        return found.st_size == piece.nbytes and found.st_blocks * 512 >= piece.nbytes
+
+    def find_apart(self, fd: int) -> Piece | None:
+        """The file that a descriptor is of, where it is one of `alloc_apart`'s."""
+        wanted = os.fstat(fd)
+        with self._lock:
+            for number in self._apart:
+                there = os.fstat(self._readers[number])
+                if (there.st_dev, there.st_ino) == (wanted.st_dev, wanted.st_ino):
+                    return Piece(number, 0, self._segments[number].nbytes)
+        return None
+
+    def claim_held(self) -> list[Piece]:
+        """Count as in use what is free here and held by a process all the same: it was lent by a
+        daemon before this one."""
+        with self._lock:
+            held = [
+                Piece(number, 0, nbytes)
+                for number, nbytes in self._idle.items()
+                if has_holder(self._readers[number])
+            ]
+        assert all(self.claim([piece]) for piece in held)
+        return held
+
     def free(self, pieces: Iterable[Piece]) -> None:
         """Let others have these ranges; their pages stay."""
         with self._lock:
             for piece in pieces:
                 self._used_bytes -= piece.nbytes
-                self._warm.add(piece)
+                if piece.segment not in self._apart:
+                    self._warm.add(piece)
+                elif has_holder(self._readers[piece.segment]) or not self.is_intact(piece):
+                    # Whoever has it keeps it, and nobody else gets it.
+                    self._remove_apart(piece.segment)
+                else:
+                    self._idle[piece.segment] = piece.nbytes
             self._trim()
 
     def set_aside(self, nbytes: int) -> None:
@@ -174,13 +271,14 @@ class HostPool:
     def check(self) -> None:
         """Assert the laws, as far as they can be seen from here."""
         with self._lock:
-            sizes = {number: segment.nbytes for number, segment in self._segments.items()}
+            total = sum(segment.nbytes for segment in self._segments.values())
             free = FreeRanges(self._warm)
             for piece in self._cold:
                 free.add(piece)
-            assert free.nbytes + self._used_bytes == sum(sizes.values())
-            resident = self._used_bytes + self._warm.nbytes + self._aside_bytes
-            assert not self._warm.nbytes or resident <= self.bytes_max
+            idle = sum(self._idle.values())
+            assert free.nbytes + idle + self._used_bytes == total
+            resident = self._used_bytes + self._warm.nbytes + idle + self._aside_bytes
+            assert not self._warm.nbytes + idle or resident <= self.bytes_max
 
     def _take_in(self, path: Path) -> None:
         """Map a segment that is there already, and count its touched pages as warm."""
@@ -207,6 +305,23 @@ class HostPool:
                 self._warm.add(piece)
         self._pin(number)
 
+    def _take_in_apart(self, path: Path) -> None:
+        """Map a file that was lent once; whole ones are idle until `claim` says otherwise."""
+        number = int(path.name.removesuffix(_APART_SUFFIX))
+        nbytes = path.stat().st_size
+        if not nbytes or nbytes % PAGE_BYTES:
+            # Its borrower cut it, or it never got its size.
+            path.unlink()
+            return
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map(number, fd, nbytes)
+        finally:
+            os.close(fd)
+        self._apart[number], self._idle[number] = "", nbytes
+        self._have_pages(Piece(number, 0, nbytes))
+        self._pin(number)
+
     # The following hold `_lock` already.
 
     def _has_room(self, nbytes: int) -> bool:
@@ -215,7 +330,9 @@ class HostPool:
     def _grow(self, nbytes: int) -> None:
         """Add segments until there are so many bytes more."""
         while nbytes > 0:
-            total = sum(segment.nbytes for segment in self._segments.values())
+            total = sum(
+                segment.nbytes for n, segment in self._segments.items() if n not in self._apart
+            )
             # As much again as there is, so that many small versions do not make many small files.
             wanted = max(nbytes, total, SEGMENT_BYTES_MIN)
             size = min(1 << (wanted - 1).bit_length(), self._segment_bytes_max)
@@ -229,7 +346,7 @@ class HostPool:
             nbytes -= size
 
     def _create(self, number: int, nbytes: int) -> None:
-        path = self._directory / f"{number:06d}{_SUFFIX}"
+        path = self._path(number)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         whole = Piece(number, 0, nbytes)
         try:
@@ -246,6 +363,35 @@ class HostPool:
         (self._cold if self._on_map is None else self._warm).add(whole)
         self._pin(number)
 
+    def _create_apart(self, nbytes: int) -> int:
+        number = max(self._segments, default=-1) + 1
+        if self._on_map is not None and not self._has_room(self._warm.nbytes):
+            raise OSError("what is free there is pinned: raise its bound or lower host_prefault")
+        self._apart[number] = ""
+        fd = os.open(self._path(number), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, nbytes)
+            self._map(number, fd, nbytes)
+        except OSError:
+            self._path(number).unlink()
+            del self._apart[number]
+            raise
+        finally:
+            os.close(fd)
+        return number
+
+    def _remove_apart(self, number: int) -> None:
+        segment = self._segments[number]
+        if self._on_unmap is not None:
+            self._on_unmap(segment.address, segment.nbytes)
+        self._path(number).unlink(missing_ok=True)
+        self._unmap(number)
+        del self._apart[number]
+
+    def _path(self, number: int) -> Path:
+        suffix = _APART_SUFFIX if number in self._apart else _SUFFIX
+        return self._directory / f"{number:06d}{suffix}"
+
     def _map(self, number: int, fd: int, nbytes: int) -> None:
         self._segments[number] = segment = MappedFile(fd, nbytes)
         self._readers[number] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -261,7 +407,13 @@ class HostPool:
             self._on_map(self._segments[number].address, self._segments[number].nbytes)
 
     def _trim(self) -> None:
-        """Give warm pages back as far as the bound asks for it; pinned ones cannot be."""
+        """Give warm pages back as far as the bound asks for it; pinned ones cannot be, unless all
+        of the file goes."""
+        taken = self._used_bytes + self._warm.nbytes + self._aside_bytes
+        while self._idle and taken + sum(self._idle.values()) > self.bytes_max:
+            number = next(iter(self._idle))
+            del self._idle[number]
+            self._remove_apart(number)
         if self._on_map is not None:
             return
         excess = self._used_bytes + self._warm.nbytes + self._aside_bytes - self.bytes_max
@@ -283,7 +435,7 @@ class HostPool:
 
     def _have_pages(self, piece: Piece) -> None:
         """Have the file system set memory aside for a range."""
-        with (self._directory / f"{piece.segment:06d}{_SUFFIX}").open("r+b") as file:
+        with self._path(piece.segment).open("r+b") as file:
             os.posix_fallocate(file.fileno(), piece.offset, piece.nbytes)
 
     def _prefault(self, nbytes: int) -> None:

@@ -15,10 +15,12 @@ from plexrl.statemanager.handlers.caller import (
     move_report,
     names_of,
 )
+from plexrl.statemanager.handlers.host_memory import in_host, opened_host
 from plexrl.statemanager.handlers.lending import lend_to
 from plexrl.statemanager.keys import StatePart
 from plexrl.statemanager.protocol import Load, Publish, Save
 from plexrl.statemanager.registry import Registration
+from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import StoredVersion
 from plexrl.statemanager.versions import Manifest, VersionKind, version_name
 
@@ -43,8 +45,11 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
             manifest = _manifest(
                 caller, own, VersionKind.STATE, request.seq, request.parts, request.meta_json
             )
-            stored = store.put(manifest, memory, superseded)
+            host = own.host if in_host(manifest, own) else None
+            stored = store.put(manifest, memory, superseded, host)
             moved = manifest.nbytes
+            if host is not None and stored.tier == TierName.HOST:
+                moved -= manifest.sections[-1].nbytes
         else:
             store.touch(stored.manifest.name)
         store.drop(superseded)
@@ -61,13 +66,22 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
         wanted = version_name(*own.shard, VersionKind.STATE, request.seq)
         description = f"version {request.seq} of {own.deployment!r} rank {own.rank}"
         loaded: list[Lease] = []
+        if own.host is not None:
+            store.loans.end(own.host)
 
         def fill(loan: Loan) -> Sequence[tuple[int, int]]:
             loaded.append(
-                store.load(wanted, description, loan, lambda manifest: _check_fits(manifest, own))
+                store.load(
+                    wanted,
+                    description,
+                    loan,
+                    lambda manifest: _check_fits(manifest, own),
+                    own.host,
+                )
             )
             extents = loaded[0].manifest.extents
-            return [(extent.arena_offset, extent.nbytes) for extent in extents]
+            start = own.arena_bytes if own.host is None else own.host.start
+            return [(e.arena_offset, e.nbytes) for e in extents if e.arena_offset < start]
 
         lent = Reply({})
         if own.loan is None:
@@ -75,16 +89,19 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
         else:
             fill(own.loan)
         manifest = loaded[0].manifest
+        shared = own.host is not None and own.host.loan is None
+        moved = manifest.nbytes - (manifest.sections[-1].nbytes if shared else 0)
         seconds = time.perf_counter() - started
+        fds = (*lent.fds, *opened_host(own))
         return Reply(
             {
-                **move_report(manifest.nbytes, seconds, loaded[0].tier),
+                **move_report(moved, seconds, loaded[0].tier),
                 **lent.answer,
                 "parts": [part.value for part in manifest.parts],
                 "meta": json.loads(manifest.meta_json),
                 "stamp": manifest.stamp,
             },
-            lent.fds,
+            fds,
         )
 
 
@@ -166,7 +183,8 @@ def _unchanged(
 
 def _check_fits(manifest: Manifest, own: Registration) -> None:
     """A version goes back only to an arena laid out as the one it was taken from."""
-    if not set(manifest.slices) <= set(own.slices):
+    misses_host = own.host is not None and not in_host(manifest, own)
+    if misses_host or not set(manifest.slices) <= set(own.slices):
         raise InvalidRequestError(
             f"{manifest.description} was taken from an arena of another layout: load it with the "
             "model and number of workers that it was saved with",

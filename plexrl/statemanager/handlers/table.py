@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from plexrl.statemanager.handlers import (
     checkpoints,
     greeting,
+    host_memory,
     lending,
     moves,
     registration,
@@ -18,6 +19,7 @@ _ENTRIES = (
     *greeting.ENTRIES,
     *registration.ENTRIES,
     *lending.ENTRIES,
+    *host_memory.ENTRIES,
     *moves.ENTRIES,
     *sharing.ENTRIES,
     *reporting.ENTRIES,

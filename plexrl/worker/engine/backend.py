@@ -47,6 +47,7 @@ class TorchRolloutBackend:
                 shape=shape,
             )
         self.arena = Arena(layout.nbytes)
+        self.host_arena = None
         self._slices = tuple(layout.slices)
         self._weights: dict[str, torch.Tensor] = {}
         for (name, parameter), piece in zip(parameters, self._slices, strict=True):
