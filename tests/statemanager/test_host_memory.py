@@ -4,7 +4,9 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,14 @@ from plexrl.errors import (
 from plexrl.statemanager.file_holders import has_holder, has_writer
 from plexrl.statemanager.host_requests import BorrowHost
 from plexrl.statemanager.store import Store
-from tests.statemanager.conftest import MIB, Daemon, MakeShard, StartDaemon, wait_until
+from tests.statemanager.conftest import (
+    DEADLINE_S,
+    MIB,
+    Daemon,
+    MakeShard,
+    StartDaemon,
+    wait_until,
+)
 from tests.statemanager.host_shards import ELEMENTS, HostShard, start_training
 
 KILLS = 12
@@ -49,6 +58,16 @@ def used_bytes(daemon: Daemon) -> int:
     agent.close()
     assert isinstance(found, int)
     return found
+
+
+def last_said(hears: Connection) -> int:
+    """By a process that has ended; 0: nothing more."""
+    said = 0
+    while True:
+        try:
+            said = hears.recv()
+        except EOFError:
+            return said
 
 
 def check(daemon: Daemon) -> None:
@@ -258,21 +277,13 @@ def test_a_daemon_killed_at_every_point_of_the_hand_over(
     shard.step()
     shard.snapshot(1)
     shard.step()
-    failed = threading.Event()
-
-    def restart() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        move = pool.submit(shard.offload if offloads else shard.snapshot, 2, 1)
         wait_until(lambda: not daemon.is_alive())
         daemon.wait()
         daemon.config = daemon.with_config(fault_points=())
         daemon.start()
-        failed.set()
-
-    waiting = threading.Thread(target=restart)
-    waiting.start()
-    move = shard.offload if offloads else shard.snapshot
-    move(2, 1)
-    waiting.join()
-    assert failed.is_set()
+        move.result(timeout=DEADLINE_S)
     if offloads:
         shard.register()
         shard.load(2)
@@ -301,11 +312,7 @@ def test_a_worker_killed_at_any_moment_leaves_whole_versions_and_no_memory(
         pause.wait(chance.uniform(0, 0.03))
         process.kill()
         process.join()
-        while True:
-            try:
-                whole = hears.recv()
-            except EOFError:
-                break
+        whole = max(whole, last_said(hears))
         shard = make_host_shard(daemon, elements=elements, token=1)
         agent = daemon.agent()
         versions = agent.usage()["deployments"]["job/actor"]["versions"]
@@ -338,6 +345,7 @@ def test_a_daemon_killed_at_any_moment_of_training_loses_nothing(
         whole = hears.recv()
     process.kill()
     process.join()
+    whole = max(whole, last_said(hears))
     shard = make_host_shard(daemon, elements=4 * ELEMENTS)
     shard.load(whole)
     assert shard.is_after(whole)
