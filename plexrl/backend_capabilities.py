@@ -26,7 +26,9 @@ class BackendCapabilities:
 
 
 BACKENDS: tuple[BackendCapabilities, ...] = (
-    BackendCapabilities(backend="fsdp", kind="train", axes=("dp",), optimizers=("device", "host"), packs=False),
+    BackendCapabilities(
+        backend="fsdp", kind="train", axes=("dp",), optimizers=("device", "host"), packs=False
+    ),
     BackendCapabilities(backend="torch", kind="rollout", axes=(), optimizers=(), packs=False),
 )
 """The default of its kind first."""

@@ -29,6 +29,7 @@ from plexrl.statemanager.file_holders import has_holder
 from plexrl.statemanager.free_ranges import FreeRanges, Piece
 from plexrl.statemanager.mapping import PAGE_BYTES, MappedFile, discard, populate
 from plexrl.statemanager.numa import place_pages
+from plexrl.statemanager.sparse_files import touched
 
 LOG = logging.getLogger(__name__)
 
@@ -289,12 +290,12 @@ class HostPool:
             return
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            touched = FreeRanges(_touched(fd, number, nbytes))
+            resident = FreeRanges(touched(fd, number, nbytes))
             self._map(number, fd, nbytes)
         finally:
             os.close(fd)
         cold = FreeRanges([Piece(number, 0, nbytes)])
-        for piece in touched:
+        for piece in resident:
             self._warm.add(piece)
             cold.remove(piece)
         for piece in cold:
@@ -480,23 +481,6 @@ class HostPool:
             if not is_warm:
                 self._have_pages(part)
             populate(self.address(part), part.nbytes)
-
-
-def _touched(fd: int, number: int, nbytes: int) -> list[Piece]:
-    """Ranges of a sparse file that have pages."""
-    found = []
-    end = 0
-    while end < nbytes:
-        try:
-            start = os.lseek(fd, end, os.SEEK_DATA)
-        except OSError:
-            # ENXIO: nothing but a hole from here on.
-            break
-        end = min(os.lseek(fd, start, os.SEEK_HOLE), nbytes)
-        if start >= nbytes:
-            break
-        found.append(Piece(number, start, end - start))
-    return found
 
 
 def _total(pieces: Iterable[Piece]) -> int:

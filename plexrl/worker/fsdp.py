@@ -342,7 +342,10 @@ class FsdpBackend:
             kept = moment.slices[name]
             place = (kept.arena_offset - moment.start) // 4
             count = -(-kept.nbytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT // 4
-            if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == (first, place):
+            if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == (
+                first,
+                place,
+            ):
                 first, place, count = (*found[-1][:2], found.pop()[2] + count)
             if count:
                 found.append((first, place, count))

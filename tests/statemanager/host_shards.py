@@ -60,9 +60,7 @@ class HostShard:
         )
 
     def register(self) -> None:
-        self.client.register(
-            self.arena, self.slices, group="g", token=self.token, host=self.host
-        )
+        self.client.register(self.arena, self.slices, group="g", token=self.token, host=self.host)
 
     @property
     def parameter(self) -> npt.NDArray[np.float32]:

@@ -77,7 +77,9 @@ def check(daemon: Daemon) -> None:
     store.close()
 
 
-def test_moves_leave_host_memory_where_it_is(daemon: Daemon, make_host_shard: MakeHostShard) -> None:
+def test_moves_leave_host_memory_where_it_is(
+    daemon: Daemon, make_host_shard: MakeHostShard
+) -> None:
     shard = make_host_shard(daemon)
     shard.step()
     assert shard.offload(1) == NBYTES

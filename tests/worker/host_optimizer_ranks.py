@@ -27,7 +27,12 @@ class Rank:
     ) -> None:
         self.made = backend(rank, ranks, Path(folder), optimizer)
         claims = Claims(
-            role=Role.WORKER, job="j", deployment=f"j/{name}", rank=rank, world_size=ranks, group=name
+            role=Role.WORKER,
+            job="j",
+            deployment=f"j/{name}",
+            rank=rank,
+            world_size=ranks,
+            group=name,
         )
         self.client = StateManagerClient(
             statemanager,
@@ -52,9 +57,7 @@ class Rank:
     def switch(self, seq: int) -> tuple[int, int]:
         """Out and in again; returns what was moved either way."""
         self.made.before_offload()
-        out = self.client.offload(
-            seq=seq, keep_seq=seq - 1, token=1, parts=self.made.live_parts()
-        )
+        out = self.client.offload(seq=seq, keep_seq=seq - 1, token=1, parts=self.made.live_parts())
         self.register()
         loaded = self.client.load(seq=seq, token=1)
         self.made.after_load(loaded.parts)

@@ -49,7 +49,7 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
             stored = store.put(manifest, memory, superseded, host)
             moved = manifest.nbytes
             if host is not None and stored.tier == TierName.HOST:
-                moved -= manifest.sections[-1].nbytes
+                moved = _without_last(manifest)
         else:
             store.touch(stored.manifest.name)
         store.drop(superseded)
@@ -90,7 +90,7 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
             fill(own.loan)
         manifest = loaded[0].manifest
         shared = own.host is not None and own.host.loan is None
-        moved = manifest.nbytes - (manifest.sections[-1].nbytes if shared else 0)
+        moved = _without_last(manifest) if shared else manifest.nbytes
         seconds = time.perf_counter() - started
         fds = (*lent.fds, *opened_host(own))
         return Reply(
@@ -129,6 +129,11 @@ ENTRIES = (
     handles(Load, _load, WORKERS, is_move=True),
     handles(Publish, _publish, WORKERS, is_move=True),
 )
+
+
+def _without_last(manifest: Manifest) -> int:
+    """Bytes of all sections but the one in host memory, which moves copy nothing of."""
+    return sum(section.nbytes for section in manifest.sections[:-1])
 
 
 def _versions(caller: Caller, own: Registration, kind: VersionKind) -> list[StoredVersion]:
