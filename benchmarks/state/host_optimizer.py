@@ -132,7 +132,7 @@ def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
         torch.set_num_threads(threads)
     share = figures["host_switch_bytes"] / figures["device_switch_bytes"]
     figures["host_switch_bytes_share"] = share
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "host optimizer, a step in place",
             f"{figures['host_step_gparams_s']:.2f} Gparam/s",

@@ -17,8 +17,8 @@ from functools import partial
 
 from plexrl.errors import ConflictError, CorruptStateError
 from plexrl.statemanager.catalog import Catalog
-from plexrl.statemanager.device.memory import DeviceMemory, Run
 from plexrl.statemanager.device.mapping import move
+from plexrl.statemanager.device.memory import DeviceMemory, Run
 from plexrl.statemanager.file_holders import (
     has_holder,
     has_writer,
@@ -26,7 +26,7 @@ from plexrl.statemanager.file_holders import (
     open_for_writer,
 )
 from plexrl.statemanager.free_ranges import Piece
-from plexrl.statemanager.host_pool import HostPool
+from plexrl.statemanager.lending_pool import LendingPool
 from plexrl.statemanager.objects import StoredObject
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.room import Rooms
@@ -71,7 +71,7 @@ class HostState:
 class HostLoans:
     """Thread-safe; a state's own changes are in its rank's turn."""
 
-    def __init__(self, catalog: Catalog, pool: HostPool, rooms: Rooms) -> None:
+    def __init__(self, catalog: Catalog, pool: LendingPool, rooms: Rooms) -> None:
         self._catalog = catalog
         self._pool = pool
         self._rooms = rooms
@@ -172,7 +172,7 @@ class HostLoans:
             raise ConflictError(
                 f"{loan.description} is still mapped for writing: its worker must end that first"
             )
-        if not self._pool.is_intact(loan.piece):
+        if not self._pool.lent(loan.piece).is_intact():
             raise CorruptStateError(
                 f"{loan.description} was cut short while it was lent: load the last version"
             )
@@ -198,7 +198,7 @@ class HostLoans:
         """Descriptors of the rank's memory, the one to read with first; the caller closes them."""
         piece = state.loan.piece if state.loan is not None else state.base_piece
         assert piece is not None
-        path = self._pool.path_apart(piece)
+        path = str(self._pool.lent(piece).path)
         found = [open_for_reader(path)]
         if writable:
             try:

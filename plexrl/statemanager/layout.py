@@ -35,9 +35,9 @@ def lay_out(
     """A layout for `slices`, of which `others` are what other ranks of the deployment hold.
 
     Slices that the same ranks hold share a section, so that these ranks can share what is stored of
-    it. What is `apart` has a section to itself, the last. Slices of a section that follow each other
-    in the arena up to alignment make one extent, so that a move is a few long copies whatever the
-    number of tensors.
+    it. What is `apart` has a section to itself, the last. Slices of a section that follow each
+    other in the arena up to alignment make one extent, so that a move is a few long copies whatever
+    the number of tensors.
     """
     holders: dict[_Identity, set[int]] = {}
     for other, held in others.items():

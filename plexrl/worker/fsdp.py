@@ -3,8 +3,9 @@
 The arena has a region for each kind of state (parameters, gradients, first and second moments),
 laid out alike, and the optimizer's step count behind them. FSDP gathers from and reduces into
 views of it. With a host optimizer the moments and the count are in host memory instead
-(`plexrl.worker.host_optimizer`). AdamW is elementwise, so each rank steps its own region as one flat tensor, whatever
-parameter a byte belongs to; the padding between parameters stays zero under it.
+(`plexrl.worker.host_optimizer`). AdamW is elementwise, so each rank steps its own region as one
+flat tensor, whatever parameter a byte belongs to; the padding between parameters stays zero under
+it.
 """
 
 import copy
@@ -226,7 +227,7 @@ class FsdpBackend:
                 if piece.arena_offset < self._host_start:
                     return self._memory_of(piece)
                 first = piece.arena_offset - self._host_start
-                return memoryview(whole)[first : first + piece.nbytes]
+                return memoryview(whole.data)[first : first + piece.nbytes]
 
             fill_from_checkpoint(path, wants, memory, self.gather)
             if all(piece.key.part != StatePart.OPTIMIZER for piece in wants):
@@ -350,7 +351,11 @@ class FsdpBackend:
             if count:
                 found.append((first, place, count))
         return [
-            Run(*(self._flat[n][first : first + count] for n in ("param", "grad")), place=place)
+            Run(
+                self._flat["param"][first : first + count],
+                self._flat["grad"][first : first + count],
+                place,
+            )
             for first, place, count in found
         ]
 

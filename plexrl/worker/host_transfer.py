@@ -62,14 +62,14 @@ class _Slot:
 def _over_pinned_memory(parts: Sequence[Chunk]) -> Iterator[Chunk]:
     device = parts[0].parameter.device
     used = torch.cuda.current_stream(device)
-    down, up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    down, up = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
     longest = max(len(part.parameter) for part in parts)
     slots = [
         _Slot(
             torch.empty(longest, pin_memory=True),
             torch.empty(longest, pin_memory=True),
-            torch.cuda.Event(),
-            torch.cuda.Event(),
+            torch.cuda.Event(),  # type: ignore[no-untyped-call]
+            torch.cuda.Event(),  # type: ignore[no-untyped-call]
         )
         for _ in range(2)
     ]

@@ -1,4 +1,4 @@
-"""Two jobs trade a group, one with its optimizer in host memory: the same bits, fewer bytes moved."""
+"""Two jobs trade a group, one with its optimizer in host memory: the same bits, fewer bytes."""
 
 import json
 from typing import Any

@@ -2,10 +2,11 @@
 
 import json
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import ConflictError
 from plexrl.statemanager.device.backend import Loan
 from plexrl.statemanager.handlers.caller import (
     WORKERS,
@@ -25,7 +26,7 @@ from plexrl.statemanager.store import StoredVersion
 from plexrl.statemanager.versions import Manifest, VersionKind, version_name
 
 if TYPE_CHECKING:
-    from plexrl.statemanager.lease import Lease
+    from plexrl.statemanager.device.memory import DeviceMemory
 
 PUBLISHED_PARTS = (StatePart.BUFFER, StatePart.PARAMETER)
 
@@ -37,14 +38,16 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
     with own.moving() as memory:
         caller.services.fencing.admit(own.group, request.token)
         keep = {request.seq, request.keep_seq}
-        found = _versions(caller, own, VersionKind.STATE)
-        superseded = names_of([v for v in found if v.manifest.seq not in keep])
+        there = _versions(caller, own, VersionKind.STATE)
+        superseded = names_of([v for v in there if v.manifest.seq not in keep])
+        found = [v for v in there if v.manifest.world_size == own.world_size]
         stored = _unchanged(own, request, found)
         moved = 0
         if stored is None:
             manifest = _manifest(
                 caller, own, VersionKind.STATE, request.seq, request.parts, request.meta_json
             )
+            manifest = replace(manifest, token=request.token)
             host = own.host if in_host(manifest, own) else None
             stored = store.put(manifest, memory, superseded, host)
             moved = manifest.nbytes
@@ -53,56 +56,93 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
         else:
             store.touch(stored.manifest.name)
         store.drop(superseded)
+        if request.next_use_s is not None:
+            store.expect_in(own.deployment, request.next_use_s)
         report = move_report(moved, time.perf_counter() - started, stored.tier)
         return Reply({**report, "stamp": stored.manifest.stamp})
 
 
 def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
     own = caller.registered()
-    store = caller.services.store
     started = time.perf_counter()
     with own.in_turn():
         caller.services.fencing.admit(own.group, request.token)
-        wanted = version_name(*own.shard, VersionKind.STATE, request.seq)
-        description = f"version {request.seq} of {own.deployment!r} rank {own.rank}"
-        loaded: list[Lease] = []
         if own.host is not None:
-            store.loans.end(own.host)
+            caller.services.store.loans.end(own.host)
+        found: list[_Loaded] = []
 
         def fill(loan: Loan) -> Sequence[tuple[int, int]]:
-            loaded.append(
-                store.load(
-                    wanted,
-                    description,
-                    loan,
-                    lambda manifest: _check_fits(manifest, own),
-                    own.host,
-                )
-            )
-            extents = loaded[0].manifest.extents
-            start = own.arena_bytes if own.host is None else own.host.start
-            return [(e.arena_offset, e.nbytes) for e in extents if e.arena_offset < start]
+            found.append(_loaded(caller, own, request, loan))
+            return found[0].ranges
 
         lent = Reply({})
         if own.loan is None:
             lent = lend_to(own, fill)
         else:
             fill(own.loan)
-        manifest = loaded[0].manifest
-        shared = own.host is not None and own.host.loan is None
-        moved = _without_last(manifest) if shared else manifest.nbytes
+        [loaded] = found
+        manifest = loaded.manifest
         seconds = time.perf_counter() - started
         fds = (*lent.fds, *opened_host(own))
         return Reply(
             {
-                **move_report(moved, seconds, loaded[0].tier),
+                **move_report(loaded.nbytes, seconds, loaded.tier),
                 **lent.answer,
                 "parts": [part.value for part in manifest.parts],
                 "meta": json.loads(manifest.meta_json),
-                "stamp": manifest.stamp,
+                "stamp": loaded.stamp,
+                "bytes_by_source": loaded.bytes_by_source,
             },
             fds,
         )
+
+
+class _Loaded(NamedTuple):
+    """What a load brought."""
+
+    manifest: Manifest
+    nbytes: int
+    tier: TierName
+    stamp: str
+    """Of the rank's own version that the arena equals now; empty where it is of no such one."""
+    ranges: Sequence[tuple[int, int]]
+    bytes_by_source: dict[str, int]
+
+
+def _loaded(caller: Caller, own: Registration, request: Load, loan: Loan) -> _Loaded:
+    """Write a version to the arena: the rank's own where it is laid out alike, else what is to be
+    had of it from all ranks' versions."""
+    store = caller.services.store
+    name = version_name(*own.shard, own.world_size, VersionKind.STATE, request.seq)
+    held = frozenset(own.slices)
+    if any(held >= set(v.manifest.slices) for v in store.find(lambda m: m.name == name)):
+        what = f"version {request.seq} of {own.deployment!r} rank {own.rank}"
+        lease = store.load(name, what, loan, lambda manifest: _check_fits(manifest, own), own.host)
+        manifest = lease.manifest
+        ranges = _on_device(own, ((e.arena_offset, e.nbytes) for e in manifest.extents))
+        shared = own.host is not None and own.host.loan is None
+        nbytes = _without_last(manifest) if shared else manifest.nbytes
+        return _Loaded(manifest, nbytes, lease.tier, manifest.stamp, ranges, {})
+    memory: DeviceMemory = loan
+    if own.host is not None:
+        store.lend(own.host)
+        memory = store.loans.memory(own.host, loan)
+    relaid = caller.services.relayouter.load(
+        own.deployment,
+        request.seq,
+        own.slices,
+        memory,
+        sources=request.sources,
+        cast=request.cast,
+    )
+    return _Loaded(
+        relaid.manifest,
+        relaid.nbytes,
+        relaid.tier,
+        "",
+        _on_device(own, relaid.ranges),
+        relaid.bytes_by_source,
+    )
 
 
 def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
@@ -131,14 +171,25 @@ ENTRIES = (
 )
 
 
+def _on_device(own: Registration, ranges: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Those that are not in host memory."""
+    start = own.arena_bytes if own.host is None else own.host.start
+    return [(first, nbytes) for first, nbytes in ranges if first < start]
+
+
 def _without_last(manifest: Manifest) -> int:
     """Bytes of all sections but the one in host memory, which moves copy nothing of."""
     return sum(section.nbytes for section in manifest.sections[:-1])
 
 
 def _versions(caller: Caller, own: Registration, kind: VersionKind) -> list[StoredVersion]:
+    """The rank's own; and those of ranks that there are no more, which nobody else would drop."""
     return caller.services.store.find(
-        lambda m: (m.deployment, m.rank) == own.shard and m.kind == kind
+        lambda m: (
+            m.kind == kind
+            and m.deployment == own.deployment
+            and (m.rank == own.rank or m.rank >= own.world_size)
+        )
     )
 
 
@@ -187,12 +238,11 @@ def _unchanged(
 
 
 def _check_fits(manifest: Manifest, own: Registration) -> None:
-    """A version goes back only to an arena laid out as the one it was taken from."""
+    """A version was replaced by one of another layout just when it was to be loaded."""
     misses_host = own.host is not None and not in_host(manifest, own)
     if misses_host or not set(manifest.slices) <= set(own.slices):
-        raise InvalidRequestError(
-            f"{manifest.description} was taken from an arena of another layout: load it with the "
-            "model and number of workers that it was saved with",
+        raise ConflictError(
+            f"{manifest.description} is being saved from another layout: load again",
             deployment=manifest.deployment,
             seq=manifest.seq,
         )
