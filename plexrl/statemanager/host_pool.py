@@ -22,6 +22,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from plexrl.errors import StateTierFullError
 from plexrl.statemanager.free_ranges import FreeRanges, Piece
@@ -39,6 +40,13 @@ PREFAULT_SEGMENTS = 8
 
 OnMap = Callable[[int, int], None]
 """Given the address and size of a segment."""
+
+
+class Pinnable(Protocol):
+    """Mapped memory."""
+
+    address: int
+    nbytes: int
 
 
 class _Free:
@@ -86,6 +94,8 @@ class HostPool:
         """Of segments that there ever were: a number is not used again."""
         self._used_bytes = 0
         self._aside_bytes = 0
+        self._files_bytes = 0
+        """Of files beside the segments that are as resident as they are."""
         self._closing = threading.Event()
         self._prefaulting: threading.Thread | None = None
         for path in sorted(directory.glob(f"*{SUFFIX}")):
@@ -316,7 +326,7 @@ class HostPool:
         """Add segments until a tenant has so many bytes more; `segment_bytes` absent: in files of
         what size is thought fit."""
         while nbytes > 0:
-            total = sum(segment.nbytes for segment in self._segments.values())
+            total = sum(segment.nbytes for segment in self._segments.values()) + self._files_bytes
             own = sum(s.nbytes for s in self._segments.values() if s.owner == tenant)
             # As much again as there is, so that many small versions do not make many small files.
             wanted = segment_bytes or max(nbytes, own, SEGMENT_BYTES_MIN)
@@ -372,11 +382,11 @@ class HostPool:
         self._unpin(segment)
         segment.remove()
 
-    def _pin(self, segment: HostSegment) -> None:
+    def _pin(self, segment: Pinnable) -> None:
         if self._on_map is not None:
             self._on_map(segment.address, segment.nbytes)
 
-    def _unpin(self, segment: HostSegment) -> None:
+    def _unpin(self, segment: Pinnable) -> None:
         if self._on_unmap is not None:
             self._on_unmap(segment.address, segment.nbytes)
 

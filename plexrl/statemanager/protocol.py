@@ -54,6 +54,10 @@ class Register(Request, frozen=True, kw_only=True):
     """Of each descriptor that comes along."""
     keeps_memory: bool = False
     """What this connection's former registration was lent goes to this one."""
+    host_bytes: int = 0
+    """Of the rank's memory in the host tier, whose slices lie behind `host_start` of the arena."""
+    host_held: int = 0
+    """So many of the descriptors, the last ones, are of host memory that the rank has mapped."""
 
 
 class Save(Request, frozen=True, kw_only=True):

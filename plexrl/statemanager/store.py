@@ -29,8 +29,9 @@ from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.data_plane import DataPlane, OnMap
 from plexrl.statemanager.device.memory import DeviceMemory
 from plexrl.statemanager.fault_points import FaultPoints
-from plexrl.statemanager.host_pool import HostPool
+from plexrl.statemanager.host_loans import HostLoans, HostState
 from plexrl.statemanager.lease import Lease, damage_named
+from plexrl.statemanager.lending_pool import LendingPool
 from plexrl.statemanager.mover import Mover
 from plexrl.statemanager.nvme import NvmeObjects
 from plexrl.statemanager.objects import StoredObject, Version, share_keys
@@ -38,7 +39,7 @@ from plexrl.statemanager.promotion import Promoter
 from plexrl.statemanager.recovery import recover
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.room import Rooms
-from plexrl.statemanager.saving import ReplicaTally, Saver
+from plexrl.statemanager.saving import Given, ReplicaTally, Saver
 from plexrl.statemanager.tenant_limit import TenantLimit
 from plexrl.statemanager.tier import Tier
 from plexrl.statemanager.versions import Extent, Manifest, Section, VersionKind
@@ -102,7 +103,7 @@ class Store:
             host.close()
             raise
         self._tiers = {HOST: host, NVME: nvme}
-        self._pool = HostPool(
+        self._pool = LendingPool(
             host.directory,
             config.host_bytes,
             segment_bytes_max=config.segment_bytes_max,
@@ -126,26 +127,62 @@ class Store:
             self._catalog, self._tiers, self._pool, self._mover, self._rooms, self._faults
         )
         self._promoter = Promoter(self._catalog, self._tiers, self._pool, self._mover, self._rooms)
+        self.loans = HostLoans(self._catalog, self._pool, self._rooms)
+        """Host memory that workers borrow; lent by `lend`, which knows of quotas."""
         recover(self._catalog, self._tiers, self._pool, self._objects, clock())
         self._arrivals = Arrivals(self._catalog, host, self._pool, self._rooms, self._faults)
         self._arrivals.recover()
+        self.loans.recover()
         self._pool.remove_unclaimed()
         if config.host_prefault_bytes:
             self._pool.prefault(config.host_prefault_bytes)
 
+    def lend(self, state: HostState) -> None:
+        """Lend a rank host memory to work in.
+
+        Raises:
+            StateTierFullError: the host tier has no room, whatever is moved.
+            QuotaExceededError: its tenant may not have so much.
+        """
+        limit = self.limits.get(state.tenant, self._usual_limit)
+        nbytes = state.nbytes
+        with self._catalog.lock:
+            held = {tier: self._taken(state.tenant, tier) for tier in (HOST, None)}
+        for tier, most in ((HOST, limit.host_bytes), (None, limit.total_bytes)):
+            if most is not None and held[tier] + nbytes > most:
+                raise QuotaExceededError(
+                    f"{nbytes} bytes lent to {state.owner!r} would bring what tenant "
+                    f"{state.tenant!r} has here to {held[tier] + nbytes} of {most}: release a job "
+                    "of it, raise its quota, or leave the optimizer's state on the device",
+                    tenant=state.tenant,
+                    needed_bytes=nbytes,
+                )
+        self.loans.lend(state)
+
     def put(
-        self, manifest: Manifest, memory: DeviceMemory, superseded: Iterable[str] = ()
+        self,
+        manifest: Manifest,
+        memory: DeviceMemory,
+        superseded: Iterable[str] = (),
+        host: HostState | None = None,
     ) -> StoredVersion:
         """Store a version from an arena; a version of its name is replaced.
 
-        `superseded` names versions that may be dropped if room is short.
+        `superseded` names versions that may be dropped if room is short. `host` is what the rank
+        has in host memory, whose bytes are the last section: where the version comes to lie in
+        host, it takes them over and the rank reads from it henceforth.
 
         Raises:
+            ConflictError: the rank can still write to its host memory, or has none.
             StateTierFullError: no tier has room, whatever is moved.
             QuotaExceededError: its tenant may not have so much stored.
         """
         manifest = replace(manifest, stamp=uuid.uuid4().hex)
-        return self._put(manifest, memory, manifest.extents, superseded, None)
+        given = None
+        if host is not None:
+            given = self.loans.given(host, len(manifest.sections) - 1)
+            memory = self.loans.memory(host, memory)
+        return self._put(manifest, memory, manifest.extents, superseded, None, given)
 
     def adopt(self, manifest: Manifest, memory: DeviceMemory) -> StoredVersion:
         """Store another node's version, stamp and digest included, from its data as it lies there;
@@ -233,11 +270,13 @@ class Store:
         description: str,
         memory: DeviceMemory,
         check: Callable[[Manifest], None] | None = None,
+        host: HostState | None = None,
     ) -> Lease:
         """Write a version to where its extents lie in an arena; returns the lease it had.
 
         `check` may refuse the version before anything is written. Background moves of the
-        deployment end first, as this reads the same bytes.
+        deployment end first, as this reads the same bytes. `host` is what the
+        rank has in host memory: it reads the last section where that lies, or is lent a copy.
 
         Raises:
             StateLostError: there is no such version, or the arena is gone.
@@ -247,7 +286,12 @@ class Store:
             if check is not None:
                 check(lease.manifest)
             self._rooms.cancel(lease.manifest.deployment)
-            lease.load(memory)
+            if host is not None and not self.loans.hold(host, lease.last):
+                self.lend(host)
+            if host is None:
+                lease.load(memory)
+            else:
+                lease.load(self.loans.memory(host, memory), without_last=host.loan is None)
             return lease
 
     def prefetch(self, name: str, description: str) -> bool:
@@ -406,25 +450,30 @@ class Store:
         extents: Sequence[Extent],
         superseded: Iterable[str],
         digest: str | None,
+        given: Given | None = None,
     ) -> StoredVersion:
         superseded = frozenset(superseded)
         if manifest.nbytes and not manifest.sections:
             manifest = replace(manifest, sections=(Section(start=0, nbytes=manifest.nbytes),))
         with self._catalog.lock:
-            host_allowed = self._check_quota(manifest, superseded)
+            there = given.piece.nbytes if given is not None and given.piece is not None else 0
+            host_allowed = self._check_quota(manifest, superseded, there)
             manifest = replace(manifest, ordinal=self._catalog.tick())
             self._coming[manifest.ordinal] = _Coming(manifest, superseded, host_allowed)
         saved = partial(self._saver.save, manifest, memory, extents, superseded)
         try:
-            version = saved(host_allowed=host_allowed, digest_wanted=digest)
+            version = saved(host_allowed=host_allowed, digest_wanted=digest, given=given)
         finally:
             with self._catalog.lock:
                 del self._coming[manifest.ordinal]
         with self._catalog.lock:
             return _stored(version)
 
-    def _check_quota(self, manifest: Manifest, superseded: frozenset[str]) -> bool:
-        """Refuse what goes beyond the tenant's limit; returns whether it may go to host."""
+    def _check_quota(
+        self, manifest: Manifest, superseded: frozenset[str], there_bytes: int = 0
+    ) -> bool:
+        """Refuse what goes beyond the tenant's limit; returns whether it may go to host.
+        `there_bytes` of it are lent, and count already."""
         limit = self.limits.get(manifest.tenant, self._usual_limit)
         if limit == _UNLIMITED:
             return True
@@ -432,7 +481,7 @@ class Store:
         leaving = {manifest.name, *superseded}
         leaving.update(*({c.manifest.name, *c.superseded} for c in coming))
         held = {tier: self._taken(manifest.tenant, tier, leaving) for tier in TierName}
-        total = manifest.nbytes + self._taken(manifest.tenant, None, leaving)
+        total = manifest.nbytes + self._taken(manifest.tenant, None, leaving) - there_bytes
         total += _beside(manifest, [c.manifest for c in coming])
         if limit.total_bytes is not None and total > limit.total_bytes:
             raise QuotaExceededError(
@@ -443,7 +492,7 @@ class Store:
                 needed_bytes=manifest.nbytes,
             )
         in_host = _beside(manifest, [c.manifest for c in coming if c.host_allowed])
-        in_host += held[HOST] + manifest.nbytes
+        in_host += held[HOST] + manifest.nbytes - there_bytes
         return limit.host_bytes is None or in_host <= limit.host_bytes
 
     def _is_coming(self, coming: _Coming, tenant: str) -> bool:
@@ -466,9 +515,10 @@ class Store:
             elif tier in version.header_bytes:
                 headers += version.header_bytes[tier]
                 objects.update(version.objects)
+        lent = 0 if tier == NVME else self.loans.lent_bytes(tenant)
         if tier is None:
-            return sum(found.nbytes for found in objects)
-        return headers + sum(found.bytes_in(tier) for found in objects)
+            return lent + sum(found.nbytes for found in objects)
+        return lent + headers + sum(found.bytes_in(tier) for found in objects)
 
     def _would_have(self, version: Version, tier: TierName) -> int:
         with self._catalog.lock:

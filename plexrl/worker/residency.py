@@ -89,7 +89,11 @@ class StateMover:
             self._backend.build()
             self._built = True
         self._client.register(
-            self._backend.arena, self._backend.slices(), group=self._group, token=token
+            self._backend.arena,
+            self._backend.slices(),
+            group=self._group,
+            token=token,
+            host=self._backend.host_arena,
         )
         measured: Plain = {}
         # A process that has just built the model holds version 0: its bits depend on the spec only.
