@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from plexrl.errors import QuotaExceededError, StateTierFullError
+from plexrl.errors import StateTierFullError
 from plexrl.statemanager.arrivals import Arrivals, Fetch
 from plexrl.statemanager.catalog import Catalog
 from plexrl.statemanager.config import StateManagerConfig
@@ -34,13 +33,13 @@ from plexrl.statemanager.lease import Lease, damage_named
 from plexrl.statemanager.lending_pool import LendingPool
 from plexrl.statemanager.mover import Mover
 from plexrl.statemanager.nvme import NvmeObjects
-from plexrl.statemanager.objects import StoredObject, Version, share_keys
+from plexrl.statemanager.objects import Version
 from plexrl.statemanager.promotion import Promoter
 from plexrl.statemanager.recovery import recover
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.room import Rooms
 from plexrl.statemanager.saving import Given, ReplicaTally, Saver
-from plexrl.statemanager.tenant_limit import TenantLimit
+from plexrl.statemanager.tenant_quotas import TenantQuotas
 from plexrl.statemanager.tier import Tier
 from plexrl.statemanager.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.whereabouts import Whereabouts, whereabouts
@@ -48,7 +47,6 @@ from plexrl.statemanager.whereabouts import Whereabouts, whereabouts
 LOG = logging.getLogger(__name__)
 
 HOST, NVME = TierName.HOST, TierName.NVME
-_UNLIMITED = TenantLimit()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +57,6 @@ class StoredVersion:
     tier: TierName
     nbytes: int
     """It takes there, with all that it shares."""
-
-
-class _Coming(NamedTuple):
-    """A version that is being stored."""
-
-    manifest: Manifest
-    superseded: frozenset[str]
-    host_allowed: bool
 
 
 class Store:
@@ -88,13 +78,6 @@ class Store:
         Raises:
             ConflictError: another daemon uses one of the directories.
         """
-        self.limits: dict[str, TenantLimit] = dict(config.tenant_limits)
-        """Of tenants that have one of their own; may be changed at any time."""
-        self._coming: dict[int, _Coming] = {}
-        """By ordinal: what counts towards a quota before it has its name."""
-        self._usual_limit = TenantLimit(
-            total_bytes=config.tenant_bytes_max, host_bytes=config.tenant_host_bytes_max
-        )
         self._faults = FaultPoints(config.fault_points)
         host = Tier(HOST, Path(config.host_dir), self._faults)
         try:
@@ -129,6 +112,7 @@ class Store:
         self._promoter = Promoter(self._catalog, self._tiers, self._pool, self._mover, self._rooms)
         self.loans = HostLoans(self._catalog, self._pool, self._rooms)
         """Host memory that workers borrow; lent by `lend`, which knows of quotas."""
+        self.quotas = TenantQuotas(config, self._catalog, self.loans)
         recover(self._catalog, self._tiers, self._pool, self._objects, clock())
         self._arrivals = Arrivals(self._catalog, host, self._pool, self._rooms, self._faults)
         self._arrivals.recover()
@@ -144,19 +128,7 @@ class Store:
             StateTierFullError: the host tier has no room, whatever is moved.
             QuotaExceededError: its tenant may not have so much.
         """
-        limit = self.limits.get(state.tenant, self._usual_limit)
-        nbytes = state.nbytes
-        with self._catalog.lock:
-            held = {tier: self._taken(state.tenant, tier) for tier in (HOST, None)}
-        for tier, most in ((HOST, limit.host_bytes), (None, limit.total_bytes)):
-            if most is not None and held[tier] + nbytes > most:
-                raise QuotaExceededError(
-                    f"{nbytes} bytes lent to {state.owner!r} would bring what tenant "
-                    f"{state.tenant!r} has here to {held[tier] + nbytes} of {most}: release a job "
-                    "of it, raise its quota, or leave the optimizer's state on the device",
-                    tenant=state.tenant,
-                    needed_bytes=nbytes,
-                )
+        self.quotas.check_loan(state)
         self.loans.lend(state)
 
     def put(
@@ -218,7 +190,7 @@ class Store:
                 if stored.manifest.stamp == manifest.stamp:
                     return stored, 0
             with self._catalog.lock:
-                host_allowed = self._check_quota(manifest, frozenset())
+                host_allowed = self.quotas.check(manifest, frozenset())
             if host_allowed:
                 try:
                     version, moved = self._arrivals.receive(manifest, digests, fetch, cancelled)
@@ -306,9 +278,7 @@ class Store:
         with self._using(name, description, counts=False) as (version, tier):
             if tier == HOST:
                 return True
-            tenant = version.manifest.tenant
-            limit = self.limits.get(tenant, self._usual_limit).host_bytes
-            if limit is not None and self._would_have(version, HOST) > limit:
+            if not self.quotas.has_host_room(version):
                 return False
             with (
                 self._rooms.background(version.manifest.deployment) as move,
@@ -400,12 +370,6 @@ class Store:
         """What became of sections that another rank had already, since the start."""
         return self._saver.replicas
 
-    def used_by(self, tenant: str) -> dict[TierName, int]:
-        """Bytes that a tenant's versions take in each tier, replicas once. A version in host with a
-        copy on NVMe counts in both."""
-        with self._catalog.lock:
-            return {tier: self._taken(tenant, tier) for tier in TierName}
-
     def persist(self) -> list[str]:
         """Move every loadable version to the NVMe tier, the newest first (a clean exit).
 
@@ -457,72 +421,16 @@ class Store:
             manifest = replace(manifest, sections=(Section(start=0, nbytes=manifest.nbytes),))
         with self._catalog.lock:
             there = given.piece.nbytes if given is not None and given.piece is not None else 0
-            host_allowed = self._check_quota(manifest, superseded, there)
+            host_allowed = self.quotas.check(manifest, superseded, there)
             manifest = replace(manifest, ordinal=self._catalog.tick())
-            self._coming[manifest.ordinal] = _Coming(manifest, superseded, host_allowed)
+            self.quotas.begin(manifest, superseded, host_allowed=host_allowed)
         saved = partial(self._saver.save, manifest, memory, extents, superseded)
         try:
             version = saved(host_allowed=host_allowed, digest_wanted=digest, given=given)
         finally:
-            with self._catalog.lock:
-                del self._coming[manifest.ordinal]
+            self.quotas.end(manifest)
         with self._catalog.lock:
             return _stored(version)
-
-    def _check_quota(
-        self, manifest: Manifest, superseded: frozenset[str], there_bytes: int = 0
-    ) -> bool:
-        """Refuse what goes beyond the tenant's limit; returns whether it may go to host.
-        `there_bytes` of it are lent, and count already."""
-        limit = self.limits.get(manifest.tenant, self._usual_limit)
-        if limit == _UNLIMITED:
-            return True
-        coming = [c for c in self._coming.values() if self._is_coming(c, manifest.tenant)]
-        leaving = {manifest.name, *superseded}
-        leaving.update(*({c.manifest.name, *c.superseded} for c in coming))
-        held = {tier: self._taken(manifest.tenant, tier, leaving) for tier in TierName}
-        total = manifest.nbytes + self._taken(manifest.tenant, None, leaving) - there_bytes
-        total += _beside(manifest, [c.manifest for c in coming])
-        if limit.total_bytes is not None and total > limit.total_bytes:
-            raise QuotaExceededError(
-                f"{manifest.description} would bring what tenant {manifest.tenant!r} has stored "
-                f"here to {total} of {limit.total_bytes} bytes: release a job of this tenant or "
-                "raise its quota; the state stays where it was",
-                tenant=manifest.tenant,
-                needed_bytes=manifest.nbytes,
-            )
-        in_host = _beside(manifest, [c.manifest for c in coming if c.host_allowed])
-        in_host += held[HOST] + manifest.nbytes - there_bytes
-        return limit.host_bytes is None or in_host <= limit.host_bytes
-
-    def _is_coming(self, coming: _Coming, tenant: str) -> bool:
-        """Whether a version of the tenant's is being stored and does not have its name yet."""
-        manifest = coming.manifest
-        there = self._catalog.current.get(manifest.name)
-        has_name = there is not None and there.manifest.ordinal == manifest.ordinal
-        return manifest.tenant == tenant and not has_name
-
-    def _taken(self, tenant: str, tier: TierName | None, without: Iterable[str] = ()) -> int:
-        """What a tenant's versions take in a tier; absent: in any, each object once."""
-        leaving = frozenset(without)
-        objects: set[StoredObject] = set()
-        headers = 0
-        for name, version in self._catalog.current.items():
-            if version.manifest.tenant != tenant or name in leaving:
-                continue
-            if tier is None:
-                objects.update(version.objects)
-            elif tier in version.header_bytes:
-                headers += version.header_bytes[tier]
-                objects.update(version.objects)
-        lent = 0 if tier == NVME else self.loans.lent_bytes(tenant)
-        if tier is None:
-            return lent + sum(found.nbytes for found in objects)
-        return lent + headers + sum(found.bytes_in(tier) for found in objects)
-
-    def _would_have(self, version: Version, tier: TierName) -> int:
-        with self._catalog.lock:
-            return self._taken(version.manifest.tenant, tier) + version.manifest.nbytes
 
     def _lease(self, version: Version, tier: TierName) -> Lease:
         return Lease(version, tier, self._mover, self._pool, self._objects, self._faults)
@@ -552,13 +460,3 @@ def _stored(version: Version) -> StoredVersion:
     return StoredVersion(
         manifest=version.manifest, tier=version.tier, nbytes=version.bytes_in(version.tier)
     )
-
-
-def _beside(manifest: Manifest, coming: Iterable[Manifest]) -> int:
-    """Bytes that versions on their way bring beyond what `manifest` has too, replicas once."""
-    sections: dict[object, int] = {}
-    for other in coming:
-        for section, key in zip(other.sections, share_keys(other), strict=True):
-            sections[key or (other.ordinal, section.start)] = section.nbytes
-    own = set(share_keys(manifest))
-    return sum(nbytes for key, nbytes in sections.items() if key not in own)

@@ -264,7 +264,7 @@ def test_what_nobody_expects_is_ordered_by_its_last_use(open_store: OpenStore) -
 def test_a_quota_refuses_before_anything_changes(open_store: OpenStore) -> None:
     store = open_store()
     [rank] = ranks_of(store, 1)
-    store.limits["t"] = TenantLimit(total_bytes=25 * MIB)
+    store.quotas.limits["t"] = TenantLimit(total_bytes=25 * MIB)
     rank.put(1, tenant="t")
     rank.put(2, tenant="t")
     before = store.find(lambda _: True)
@@ -281,15 +281,15 @@ def test_a_quota_refuses_before_anything_changes(open_store: OpenStore) -> None:
 def test_a_tenant_at_its_share_of_the_host_tier_goes_to_nvme(open_store: OpenStore) -> None:
     store = open_store()
     [rank] = ranks_of(store, 1)
-    store.limits["t"] = TenantLimit(host_bytes=15 * MIB)
+    store.quotas.limits["t"] = TenantLimit(host_bytes=15 * MIB)
     for seq in (1, 2):
         rank.put(seq, tenant="t")
-    used = store.used_by("t")
+    used = store.quotas.used_by("t")
     assert 10 * MIB < used[HOST] < 11 * MIB
     assert 10 * MIB < used[NVME] < 11 * MIB
     name = rank.manifest(2).name
     assert not store.prefetch(name, name)
-    assert store.used_by("nobody") == {HOST: 0, NVME: 0}
+    assert store.quotas.used_by("nobody") == {HOST: 0, NVME: 0}
 
 
 def test_recycled_memory_shows_nothing_of_who_had_it(open_store: OpenStore) -> None:
