@@ -419,7 +419,7 @@ def test_what_is_being_stored_counts_towards_the_quota(
             with pytest.raises(QuotaExceededError):
                 stranger.put(1, deployment="job/other", sections=(), nbytes=4 * MIB)
             second.start()
-            wait_until(lambda: len(store._coming) == 2)
+            wait_until(lambda: len(store.quotas._coming) == 2)
 
         happens: dict[str, Callable[[], None]] = {"put.reserved": meanwhile}
         monkeypatch.setattr(store._faults, "reach", once(happens))
