@@ -38,7 +38,7 @@ from plexrl.statemanager.protocol import (
     StoredShard,
     Usage,
 )
-from plexrl.statemanager.pull import KnownLayouts, Puller
+from plexrl.statemanager.pull import KnownLayouts, Puller, PullWay
 from plexrl.statemanager.rank_link import RankLink
 from plexrl.statemanager.transport.ways import Ways
 
@@ -73,6 +73,12 @@ class PullReport(MoveReport):
     as a delta."""
     bytes_by_source: dict[str, int]
     attempts: int
+    way: PullWay = PullWay.FULL
+
+    @property
+    def fraction(self) -> float:
+        """Bytes moved of those wanted."""
+        return self.bytes_moved / self.bytes_wanted if self.bytes_wanted else 1.0
 
 
 class StateManagerClient:
@@ -256,7 +262,12 @@ class StateManagerClient:
             bytes_wanted=result.bytes_wanted,
             bytes_by_source=result.bytes_by_source,
             attempts=result.attempts,
+            way=result.way,
         )
+
+    def forget_pulled(self) -> None:
+        """The arena's weights were written by others: the next pull brings all bytes."""
+        self._puller.forget_bases()
 
     def ping(self) -> None:
         """One round trip: returns once the daemon has answered."""

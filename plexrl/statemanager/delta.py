@@ -37,6 +37,9 @@ class DeltaPolicy:
     bytes along with what is not."""
     changed_max: float = 0.5
     """Where a greater fraction of the blocks has changed, all bytes are sent as they are."""
+    in_memory: bool = True
+    """Also where the source is in this machine's memory, and comparing takes two to four times as
+    long as copying."""
 
     def __post_init__(self) -> None:
         if self.block_bytes < _STRIDE_BYTES or self.block_bytes % _STRIDE_BYTES:

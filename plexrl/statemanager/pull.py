@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 
 from plexrl.errors import ConnectionLostError, CorruptStateError, StateLostError, UnavailableError
@@ -28,6 +29,15 @@ from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.run_copy import Bytes
 from plexrl.statemanager.runs import Runs, concatenated, without
 from plexrl.statemanager.transport.source import OpenSource, Shard, ShardRuns
+
+
+class PullWay(StrEnum):
+    """What was brought."""
+
+    FULL = "full"
+    DELTA = "delta"
+    """Less than all: what differs from the version that the target held."""
+
 
 ATTEMPTS_MAX = 4
 """Times that sources may be lost in one pull."""
@@ -47,6 +57,7 @@ class PullResult:
     """That were brought; `bytes_wanted` where no source was lost on the way."""
     bytes_by_source: dict[str, int]
     """Address → bytes that it brought."""
+    way: PullWay
     attempts: int
 
     @property
@@ -117,6 +128,10 @@ class Puller:
         self.is_torn = False
         self._bases = _NO_BASES
 
+    def forget_bases(self) -> None:
+        """Others have written to the target, so the next pull brings all bytes."""
+        self._bases = _NO_BASES
+
     def pull(
         self,
         addresses: Sequence[str],
@@ -138,6 +153,7 @@ class Puller:
         """
         arrived: list[Runs] = []
         moved_bytes = 0
+        arrived_bytes = 0
         by_source: dict[str, int] = {}
         suspects: dict[str, Exception] = {}
         stamps: dict[tuple[str, int], str] = {}
@@ -156,6 +172,7 @@ class Puller:
             for job, result in zip(jobs, fetched, strict=True):
                 address = job.source.address
                 moved_bytes += result.nbytes
+                arrived_bytes += result.runs.nbytes
                 if result.lost is not None:
                     suspects[address] = result.lost
                 if result.lost is None or job.source.arrives_whole:
@@ -171,6 +188,7 @@ class Puller:
                     bytes_moved=moved_bytes,
                     bytes_by_source={name: size for name, size in by_source.items() if size},
                     attempts=attempt,
+                    way=PullWay.DELTA if moved_bytes < arrived_bytes else PullWay.FULL,
                 )
         lost = next(iter(suspects.values()))
         raise UnavailableError(

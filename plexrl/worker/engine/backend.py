@@ -19,6 +19,9 @@ from plexrl.worker.models import build_model, named_parameters
 if TYPE_CHECKING:
     import torch
 
+ARENA_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+"""A deployment's dtype, as slices spell it."""
+
 
 class TorchRolloutBackend:
     """One worker's engine."""
@@ -45,6 +48,7 @@ class TorchRolloutBackend:
                 global_shape=shape,
                 offset=(0,) * len(shape),
                 shape=shape,
+                dtype=ARENA_DTYPES[self._spec.dtype],
             )
         self.arena = Arena(layout.nbytes)
         self._slices = tuple(layout.slices)
