@@ -40,6 +40,7 @@ OTHER_CORES = (
     "statemanager/plan.py",
     "statemanager/plan_balance.py",
     "statemanager/plan_cache.py",
+    "statemanager/plan_cost.py",
     "statemanager/plan_layout.py",
     "statemanager/plan_match.py",
     "statemanager/residency.py",

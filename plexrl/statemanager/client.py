@@ -32,6 +32,7 @@ from plexrl.statemanager.protocol import (
     Prefetch,
     Publish,
     Register,
+    Relay,
     Release,
     Request,
     Save,
@@ -74,6 +75,9 @@ class PullReport(MoveReport):
     bytes_by_source: dict[str, int]
     attempts: int
     way: PullWay = PullWay.FULL
+    relayed_bytes: int | None = None
+    """That this node's StateManager brought over the network for this call, on behalf of all ranks
+    here; 0 where another rank's call had brought them. Absent: this rank pulled for itself."""
 
     @property
     def fraction(self) -> float:
@@ -106,6 +110,7 @@ class StateManagerClient:
         self._held: tuple[int, str] | None = None
         """Seq and stamp of the stored version that the arena equals while it has that seq."""
         self._wants: tuple[Sequence[StateSlice], Layout] | None = None
+        self._registered: tuple[StateSlice, ...] = ()
         self._layouts = KnownLayouts()
         self._ways = Ways(self._layouts.find, ticket=ticket, timeout_s=timeout_s)
         self._puller = Puller(self._ways.open, self._layouts, timeout_s)
@@ -137,6 +142,7 @@ class StateManagerClient:
             device=arena.device,
         )
         self._link.register(arena, registration)
+        self._registered = registration.slices
 
     def offload(
         self,
@@ -224,6 +230,7 @@ class StateManagerClient:
         seq: int,
         wants: Sequence[StateSlice],
         delta: DeltaPolicy | None = None,
+        relay: bool = True,
     ) -> PullReport:
         """Fill the wanted slices of the registered arena from a published version.
 
@@ -236,6 +243,9 @@ class StateManagerClient:
 
         With `delta`, and where the last pull was of the same source into the same slices and
         nobody has written to them since, only blocks that differ are brought.
+
+        With `relay`, a version that is on other nodes only comes over the network once for all the
+        deployment's ranks on this node, where the node's StateManager finds that cheaper.
 
         Raises:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
@@ -251,6 +261,12 @@ class StateManagerClient:
         if self._wants is None or self._wants[0] is not wants:
             self._wants = wants, Layout.of(wants)
         target = np.frombuffer(arena.buffer, dtype=np.uint8)
+        relayed: int | None = None
+        if relay and all("://" in address for address in sources) and self._is_own(wants):
+            request = Relay(source=source, seq=seq, sources=tuple(sources), delta=delta)
+            answer = self._call(request)
+            if answer["relayed"]:
+                sources, source, relayed = [self.path], self.deployment, answer["bytes_moved"]
         try:
             result = self._puller.pull(sources, source, seq, self._wants[1], target, delta)
         finally:
@@ -263,6 +279,7 @@ class StateManagerClient:
             bytes_by_source=result.bytes_by_source,
             attempts=result.attempts,
             way=result.way,
+            relayed_bytes=relayed,
         )
 
     def forget_pulled(self) -> None:
@@ -313,6 +330,10 @@ class StateManagerClient:
     def stamp(self, seq: int) -> str | None:
         """Of the stored version `seq`, where the arena is known to equal it."""
         return self._held[1] if self._held is not None and self._held[0] == seq else None
+
+    def _is_own(self, wants: Sequence[StateSlice]) -> bool:
+        """Whether the daemon knows of every wanted slice, by this rank's registration."""
+        return wants is self._registered or set(wants) <= set(self._registered)
 
     def _check_whole(self) -> None:
         if self._puller.is_torn:

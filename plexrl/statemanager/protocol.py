@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.statemanager.mapping import Region
@@ -100,6 +101,17 @@ class OpenPublished(Request, frozen=True, kw_only=True):
     seq: int
     known: tuple[str, ...] = ()
     """Digests of layouts that need not be sent again."""
+
+
+class Relay(Request, frozen=True, kw_only=True):
+    """Have another node's published version brought here once for all ranks of the deployment, if
+    that is cheaper than each pulling for itself. Then it is published here as the deployment's
+    own."""
+
+    source: str
+    seq: int
+    sources: tuple[str, ...]
+    delta: DeltaPolicy | None = None
 
 
 class OpenState(Request, frozen=True, kw_only=True):

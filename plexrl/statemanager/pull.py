@@ -132,6 +132,23 @@ class Puller:
         """Others have written to the target, so the next pull brings all bytes."""
         self._bases = _NO_BASES
 
+    def offered(
+        self, addresses: Sequence[str], deployment: str, seq: int
+    ) -> tuple[tuple[str, int, str], ...]:
+        """(address, rank, stamp) of every shard of a version at sources that can be reached."""
+        found: list[tuple[str, int, str]] = []
+        for address in dict.fromkeys(addresses):
+            try:
+                with closing(self._open(address, (deployment, seq))) as source:
+                    found += [(source.address, s.rank, s.stamp) for s in source.shards]
+            except (ConnectionLostError, OSError):
+                continue
+        return tuple(sorted(found))
+
+    def stamps(self) -> tuple[tuple[str, int, str], ...]:
+        """(address, rank, stamp) of the shards that the last pull was from."""
+        return tuple(sorted((*place, stamp) for place, stamp in self._bases.stamps.items()))
+
     def pull(
         self,
         addresses: Sequence[str],

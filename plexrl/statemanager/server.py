@@ -24,6 +24,7 @@ from plexrl.statemanager.incarnations import Incarnations
 from plexrl.statemanager.move_line import MoveLine
 from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.registry import Registry
+from plexrl.statemanager.relay import Relays
 from plexrl.statemanager.session import Session
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.tally import Tally
@@ -50,6 +51,7 @@ class Server:
 
     def __init__(self, config: StateManagerConfig, store: Store, devices: DeviceBackend) -> None:
         self._config = config
+        key = make_ticket_key(config.ticket_key_path)
         self.services = Services(
             config=config,
             store=store,
@@ -58,10 +60,11 @@ class Server:
             prefetcher=Prefetcher(store),
             checkpoints=CheckpointJobs(config),
             devices=devices,
-            key=make_ticket_key(config.ticket_key_path),
+            key=key,
             incarnations=Incarnations(),
             line=MoveLine(config.moves_max, config.moves_waiting_max),
             tally=Tally(),
+            relays=Relays(store, key, config.published_versions),
         )
         self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()

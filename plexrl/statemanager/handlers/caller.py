@@ -15,6 +15,7 @@ from plexrl.statemanager.move_line import MoveLine
 from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.protocol import Answer, Request
 from plexrl.statemanager.registry import Registration, Registry
+from plexrl.statemanager.relay import Relays
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Store, StoredVersion
 from plexrl.statemanager.tally import Tally
@@ -40,6 +41,7 @@ class Services:
     incarnations: Incarnations
     line: MoveLine
     tally: Tally
+    relays: Relays
 
 
 @dataclass(slots=True, kw_only=True)

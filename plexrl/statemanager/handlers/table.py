@@ -8,6 +8,7 @@ from plexrl.statemanager.handlers import (
     lending,
     moves,
     registration,
+    relaying,
     reporting,
     sharing,
 )
@@ -20,6 +21,7 @@ _ENTRIES = (
     *lending.ENTRIES,
     *moves.ENTRIES,
     *sharing.ENTRIES,
+    *relaying.ENTRIES,
     *reporting.ENTRIES,
     *checkpoints.ENTRIES,
 )
