@@ -46,6 +46,7 @@ OTHER_CORES = (
     "statemanager/residency.py",
     "statemanager/residents.py",
     "statemanager/runs.py",
+    "statemanager/scales.py",
     "statemanager/state_digest.py",
 )
 BANNED_IN_CORES = {

@@ -23,7 +23,6 @@ from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.keys import StatePart, StateSlice
-from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.protocol import (
     Adopt,
     Answer,
@@ -41,6 +40,7 @@ from plexrl.statemanager.protocol import (
 )
 from plexrl.statemanager.pull import KnownLayouts, Puller, PullWay
 from plexrl.statemanager.rank_link import RankLink
+from plexrl.statemanager.scales import Wants
 from plexrl.statemanager.transport.ways import Ways
 
 _PING = Ping()
@@ -109,7 +109,7 @@ class StateManagerClient:
         self._link = RankLink(socket_path, timeout_s, ticket)
         self._held: tuple[int, str] | None = None
         """Seq and stamp of the stored version that the arena equals while it has that seq."""
-        self._wants: tuple[Sequence[StateSlice], Layout] | None = None
+        self._wants: tuple[Sequence[StateSlice], Wants] | None = None
         self._registered: tuple[StateSlice, ...] = ()
         self._layouts = KnownLayouts()
         self._ways = Ways(self._layouts.find, ticket=ticket, timeout_s=timeout_s)
@@ -235,7 +235,8 @@ class StateManagerClient:
         """Fill the wanted slices of the registered arena from a published version.
 
         Every byte that is wanted is brought once, and no other; a slice that is wanted in another
-        dtype is cast on the way. `sources` are the StateManagers that hold shards of it: paths of
+        dtype is cast on the way, and one in F8 scaled if `<name>_scale` is wanted too (`scales`).
+        `sources` are the StateManagers that hold shards of it: paths of
         sockets on this machine, `tcp://host:port` or `nixl://host:port` elsewhere. The version
         stays where it is for as long as this takes. A pull that fails after it began leaves the
         wanted slices with bytes of no version: nothing can be saved or published until a pull or
@@ -259,7 +260,7 @@ class StateManagerClient:
         started = time.perf_counter()
         self._held = None
         if self._wants is None or self._wants[0] is not wants:
-            self._wants = wants, Layout.of(wants)
+            self._wants = wants, Wants.of(wants)
         target = np.frombuffer(arena.buffer, dtype=np.uint8)
         relayed: int | None = None
         if relay and all("://" in address for address in sources) and self._is_own(wants):

@@ -103,6 +103,16 @@ class OpenPublished(Request, frozen=True, kw_only=True):
     """Digests of layouts that need not be sent again."""
 
 
+class AmaxPublished(Request, frozen=True, kw_only=True):
+    """The largest magnitude of each of some tensors, as far as a published shard has them."""
+
+    source: str
+    rank: int
+    stamp: str
+    tensors: tuple[str, ...]
+    """As layouts name them."""
+
+
 class Relay(Request, frozen=True, kw_only=True):
     """Have another node's published version brought here once for all ranks of the deployment, if
     that is cheaper than each pulling for itself. Then it is published here as the deployment's

@@ -23,9 +23,9 @@ from plexrl.statemanager.device.memory import Run
 from plexrl.statemanager.keys import ARENA_ALIGNMENT, StatePart, StateSlice
 from plexrl.statemanager.layout import lay_out
 from plexrl.statemanager.plan_cost import NodeLink, RouteChoice, choose_route
-from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.pull import KnownLayouts, Puller
 from plexrl.statemanager.run_copy import Bytes
+from plexrl.statemanager.scales import Wants
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.tickets import Claims, TicketKey
 from plexrl.statemanager.transport.ways import Ways
@@ -119,12 +119,12 @@ class _Relay:
                 manifest = _manifest(claims, version[1], wants, meta)
                 if stamps and self._has(manifest):
                     return 0
-                layout = Layout.of(wants)
-                if layout.digest != self._layout:
+                scaled = Wants.of(wants)
+                if scaled.all.digest != self._layout:
                     self._puller.forget()
                     self._buffer = np.zeros(padded(manifest_bytes(wants)), dtype=np.uint8)
-                    self._layout = layout.digest
-                result = self._puller.pull(addresses, *version, layout, self._buffer, delta)
+                    self._layout = scaled.all.digest
+                result = self._puller.pull(addresses, *version, scaled, self._buffer, delta)
             finally:
                 self._ways.forget_unused()
             if not set(self._puller.stamps()) <= set(stamps):

@@ -13,6 +13,7 @@ from plexrl.errors import (
     PermissionDeniedError,
     PlexRLError,
 )
+from plexrl.statemanager.amax import Amaxes
 from plexrl.statemanager.channel import Channel, Kind, close_all
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
@@ -64,6 +65,7 @@ class Server:
             incarnations=Incarnations(),
             line=MoveLine(config.moves_max, config.moves_waiting_max),
             tally=Tally(),
+            amaxes=Amaxes(),
             relays=Relays(store, key, config.published_versions),
         )
         self._drainer = Drainer(store, config.host_bytes) if config.drain else None

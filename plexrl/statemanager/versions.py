@@ -89,6 +89,11 @@ class Manifest:
     """On whose account the bytes go."""
 
     @property
+    def shard(self) -> tuple[str, int]:
+        """Deployment and rank."""
+        return (self.deployment, self.rank)
+
+    @property
     def name(self) -> str:
         """The same for every attempt at storing this version."""
         return version_name(self.deployment, self.rank, self.kind, self.seq)

@@ -12,8 +12,8 @@ import pytest
 from plexrl.errors import StateLostError
 from plexrl.statemanager.client import PullReport
 from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.pull import KnownLayouts, Puller
+from plexrl.statemanager.scales import Wants
 from plexrl.statemanager.transport import OpenSource
 from plexrl.statemanager.transport.ways import Ways
 from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon, wait_until
@@ -139,7 +139,7 @@ def test_bytes_of_a_daemon_that_died_before_it_confirmed_are_pulled_again(
     sources = [node.config.listen for node in (nodes[1:] if comes_back else nodes)]
     puller = Puller(opened, layouts, DEADLINE_S)
     target = np.frombuffer(rollout.arena.buffer, dtype=np.uint8)
-    wants = Layout.of(rollout.slices)
+    wants = Wants.of(rollout.slices)
     result = puller.pull(sources, ACTOR, 1, wants, target)
     assert died
     assert result.attempts == 2

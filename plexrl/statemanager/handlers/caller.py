@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from plexrl.errors import AuthenticationError, PermissionDeniedError
+from plexrl.statemanager.amax import Amaxes
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceBackend
@@ -42,6 +43,7 @@ class Services:
     line: MoveLine
     tally: Tally
     relays: Relays
+    amaxes: Amaxes
 
 
 @dataclass(slots=True, kw_only=True)

@@ -25,7 +25,7 @@ DIRECT_BYTES_MIN = 64 << 10
 BLOCK_BYTES = 1 << 20
 DIGEST_BYTES = 8
 
-COLUMNS = ("places", "items", "counts", "strides", "casts")
+COLUMNS = ("places", "items", "counts", "strides", "casts", "scales")
 """What the sender of a run needs to know."""
 
 

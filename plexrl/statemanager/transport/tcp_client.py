@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -152,6 +152,16 @@ class TcpSource:
         send_frame(self._connections[0], request)
         result, _ = _answer(self._connections[0])
         return result
+
+    def amaxes(self, shard: int, tensors: Sequence[str]) -> list[float]:
+        """As `OpenSource.amaxes`."""
+        request = {
+            "type": "amax",
+            "shard": shard,
+            "stamp": self.shards[shard].stamp,
+            "tensors": list(tensors),
+        }
+        return msgspec.convert(self.ask(request)["amax"], list[float])
 
     def confirm(self) -> None:
         """As `OpenSource.confirm`."""

@@ -5,6 +5,7 @@ After the handshake a client sends frames, and each is answered by one:
     open     {source, seq, known}  →  {shards}            the version is held for this connection
     read     {shard, stamp, verify, base, delta} + runs  →  the runs' bytes as the payload, then
              their digest; or, with {delta}, what has changed of them since the base
+    amax     {shard, stamp, tensors}  →  {amax}           the largest magnitude of each
     lend     {}                    →  {agent, shards}     where NIXL finds what is open
     confirm  {}                    →  {}                  all this time the version was held
 
@@ -32,7 +33,6 @@ from plexrl.statemanager.handlers.caller import Services
 from plexrl.statemanager.plan_layout import DTYPES
 from plexrl.statemanager.published import HeldShard, hold_published, hold_stamp
 from plexrl.statemanager.runs import BYTES_CAST, Runs
-from plexrl.statemanager.store import Store
 from plexrl.statemanager.tickets import Claims
 from plexrl.statemanager.transport.delta_stream import encode_delta
 from plexrl.statemanager.transport.handshake import greet_client
@@ -68,6 +68,12 @@ class _Read(msgspec.Struct, tag="read"):
     verify: bool = False
     base: str | None = None
     delta: DeltaPolicy | None = None
+
+
+class _Amax(msgspec.Struct, tag="amax"):
+    shard: int
+    stamp: str
+    tensors: tuple[str, ...]
 
 
 class _Confirm(msgspec.Struct, tag="confirm"):
@@ -141,7 +147,7 @@ class TcpServer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             set_timeout(connection, 0, sending_s=TIMEOUT_S)
             with ExitStack() as leases:
-                reader = _Reader(self._services.store, claims, leases, self._lender)
+                reader = _Reader(self._services, claims, leases, self._lender)
                 while True:
                     reader.answer(connection)
         except ConnectionLostError:
@@ -158,9 +164,10 @@ class _Reader:
     """One connection's requests, one after the other."""
 
     def __init__(
-        self, store: Store, claims: Claims, leases: ExitStack, lender: NixlLender | None
+        self, services: Services, claims: Claims, leases: ExitStack, lender: NixlLender | None
     ) -> None:
-        self._store = store
+        self._store = services.store
+        self._amaxes = services.amaxes
         self._claims = claims
         self._lender = lender
         self._leases = leases
@@ -170,12 +177,14 @@ class _Reader:
     def answer(self, connection: socket.socket) -> None:
         header, payload = recv_frame(connection, payload_bytes_max=REQUEST_BYTES_MAX)
         try:
-            request = msgspec.convert(header, _Open | _Read | _Lend | _Confirm)
+            request = msgspec.convert(header, _Open | _Read | _Lend | _Amax | _Confirm)
             match request:
                 case _Open():
                     send_frame(connection, {"result": self._open(request)})
                 case _Confirm():
                     send_frame(connection, {"result": {}})
+                case _Amax():
+                    send_frame(connection, {"result": {"amax": self._amax(request)}})
                 case _Lend():
                     send_frame(connection, {"result": self._lend()})
                 case _Read():
@@ -208,14 +217,7 @@ class _Reader:
         return {"agent": lent.agent, "shards": lent.shards}
 
     def _read(self, connection: socket.socket, request: _Read, payload: bytearray) -> None:
-        if not 0 <= request.shard < len(self._held):
-            raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
-        shard, data = self._held[request.shard]
-        if shard.manifest.stamp != request.stamp:
-            raise StateLostError(
-                f"{shard.manifest.description} is not of the stamp {request.stamp!r} any more: "
-                "pull again"
-            )
+        shard, data = self._shard(request)
         try:
             runs = decode_runs(payload)
         except ValueError as error:
@@ -236,10 +238,25 @@ class _Reader:
         except PlexRLError as error:
             raise _Begun(error) from error
 
+    def _amax(self, request: _Amax) -> list[float]:
+        shard, _ = self._shard(request)
+        return self._amaxes.of(shard, request.tensors)
+
+    def _shard(self, request: _Read | _Amax) -> tuple[HeldShard, HeldData]:
+        if not 0 <= request.shard < len(self._held):
+            raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
+        shard, data = self._held[request.shard]
+        if shard.manifest.stamp != request.stamp:
+            raise StateLostError(
+                f"{shard.manifest.description} is not of the stamp {request.stamp!r} any more: "
+                "pull again"
+            )
+        return shard, data
+
     def _base(self, shard: HeldShard, stamp: str) -> MappedData | None:
         """The data of an earlier version of the shard, if it is kept and laid out alike."""
         if stamp not in self._bases:
-            earlier = hold_stamp(self._store, self._leases, shard.manifest, stamp)
+            earlier = hold_stamp(self._store, self._leases, shard.manifest.shard, stamp)
             alike = earlier is not None and earlier.layout.digest == shard.layout.digest
             self._bases[stamp] = _held_data(earlier).map_all() if earlier and alike else None
         return self._bases[stamp]
@@ -263,8 +280,10 @@ def check_within(runs: Runs, nbytes: int) -> None:
     limits = np.int64(1) << np.int64(48)
     small = (runs.items >= 1) & (runs.counts >= 1) & (runs.strides >= 0) & (runs.places >= 0)
     small &= (runs.items <= nbytes) & (runs.counts <= limits // np.maximum(1, runs.strides))
-    if not (casts & small).all():
-        raise InvalidRequestError("runs have positive sizes and known dtypes")
+    scales = runs.scales.view(np.float64)
+    usable = np.isfinite(scales) & (scales > 0)
+    if not (casts & small & usable).all():
+        raise InvalidRequestError("runs have positive sizes and scales, and known dtypes")
     ends = runs.places + (runs.counts - 1) * runs.strides + runs.row_bytes_at_source()
     if not (ends <= nbytes).all():
         raise InvalidRequestError(f"runs end beyond the {nbytes} bytes of the data")
