@@ -34,6 +34,8 @@ OTHER_CORES = (
     "statemanager/checkpoint/retention.py",
     "statemanager/checkpoint/safetensors_format.py",
     "statemanager/checkpoint/tensors.py",
+    "statemanager/delta.py",
+    "statemanager/delta_codec.py",
     "statemanager/free_ranges.py",
     "statemanager/keys.py",
     "statemanager/layout.py",

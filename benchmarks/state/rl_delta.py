@@ -18,6 +18,8 @@ from examples.grpo_digits import TASKS, Controller, draw_digits, most_informativ
 from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.client import StateManagerClient
+from plexrl.statemanager.delta import BATCH_BYTES, DeltaPolicy, changed_blocks
+from plexrl.statemanager.delta_codec import encode
 from plexrl.statemanager.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StateKey, StatePart, StateSlice
 from plexrl.statemanager.state_digest import digest_of_slices
 from plexrl.statemanager.ticket_key import read_ticket_key
@@ -66,8 +68,9 @@ class Checker:
         self._client.register(self._arena, self._slices, group=deployment, token=1)
         self._former: npt.NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
 
-    def changed(self, seq: int, digest: str) -> float:
-        """The fraction of elements that differ from the version asked about before.
+    def changed(self, seq: int, digest: str) -> tuple[float, float]:
+        """The fraction of elements that differ from the version asked about before, and of bytes
+        that a delta between the two is on the wire.
 
         Raises AssertionError: `digest` is not that of the version.
         """
@@ -77,10 +80,17 @@ class Checker:
         assert found == digest, f"the rollout's weights are not version {seq}"
         former, self._former = self._former, memory.copy()
         if not len(former):
-            return 1.0
+            return 1.0, 1.0
         words = f"u{self._item_bytes}"
         differing = int(np.count_nonzero(former.view(words) != memory.view(words)))
-        return differing / (sum(piece.nbytes for piece in self._slices) // self._item_bytes)
+        total = sum(piece.nbytes for piece in self._slices)
+        policy = DeltaPolicy()
+        sent = sum(
+            len(encode(changed_blocks(old, new, policy.block_bytes), old, new, policy.block_bytes))
+            for at in range(0, len(memory), BATCH_BYTES)
+            for old, new in ((former[at : at + BATCH_BYTES], memory[at : at + BATCH_BYTES]),)
+        )
+        return differing * self._item_bytes / total, min(1.0, sent / total)
 
     def close(self) -> None:
         self._client.close()
@@ -151,20 +161,31 @@ def _measured(
         for rate in LEARNING_RATES:
             moved: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
             changed: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
+            sent: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
             for step in range(steps):
                 controller.learn(step, rate)
                 for dtype, report in controller.sync().items():
                     seq, digest = int(str(report["weights_seq"])), str(report["digest"])
-                    differing = checkers[dtype].changed(seq, digest)
+                    differing, on_wire = checkers[dtype].changed(seq, digest)
                     if step >= UNCOUNTED:
                         moved[dtype].append(float(str(report["fraction"])))
                         changed[dtype].append(differing)
+                        sent[dtype].append(on_wire)
             for dtype in DTYPES:
-                fraction, elements = map(statistics.median, (moved[dtype], changed[dtype]))
+                fraction, elements, on_wire = map(
+                    statistics.median, (moved[dtype], changed[dtype], sent[dtype])
+                )
                 name = f"rl_delta_{dtype}_lr{rate:.0e}".replace("-0", "-").replace("-", "m")
-                figures |= {f"{name}_bytes": fraction, f"{name}_elements": elements}
+                figures |= {
+                    f"{name}_written": fraction,
+                    f"{name}_elements": elements,
+                    f"{name}_on_wire": on_wire,
+                }
                 label = (
                     f"delta of {dtype} at learning rate {rate:.0e}, median of {len(moved[dtype])}"
                 )
-                rows.append((label, f"{fraction:.2%} of bytes", f"{elements:.2%} of elements", ""))
+                figure = f"{on_wire:.2%} of bytes sent"
+                rows.append(
+                    (label, figure, f"{elements:.2%} of elements", f"{fraction:.2%} written")
+                )
     return rows, figures

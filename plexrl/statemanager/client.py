@@ -29,6 +29,7 @@ from plexrl.statemanager.protocol import (
     Load,
     Ping,
     Prefetch,
+    PrefetchPublished,
     Publish,
     Register,
     Relay,
@@ -313,6 +314,14 @@ class StateManagerClient:
     def prefetch(self, deployment: str, seq: int) -> None:
         """Hint that version `seq` will be loaded soon; returns at once."""
         self._call(Prefetch(deployment=deployment, seq=seq))
+
+    def prefetch_published(self, source: str, seq: int) -> None:
+        """Hint that what this node has of a published version will be pulled soon; returns at once.
+
+        Raises:
+            PermissionDeniedError: it is another job's.
+        """
+        self._call(PrefetchPublished(source=source, seq=seq))
 
     def request(self, request: Request, fds: Sequence[int] = ()) -> Answer:
         """The answer to a request that has no method of its own here.

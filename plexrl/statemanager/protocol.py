@@ -152,6 +152,13 @@ class Prefetch(Request, frozen=True, kw_only=True):
     seq: int
 
 
+class PrefetchPublished(Request, frozen=True, kw_only=True):
+    """As `Prefetch`, of a published version that will be pulled."""
+
+    source: str
+    seq: int
+
+
 class Usage(Request, frozen=True, kw_only=True):
     """Who holds how much."""
 
