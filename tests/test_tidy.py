@@ -36,6 +36,7 @@ OTHER_CORES = (
     "statemanager/checkpoint/tensors.py",
     "statemanager/delta.py",
     "statemanager/delta_codec.py",
+    "statemanager/delta_pace.py",
     "statemanager/free_ranges.py",
     "statemanager/keys.py",
     "statemanager/layout.py",

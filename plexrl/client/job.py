@@ -173,8 +173,8 @@ class RolloutDeployment(Deployment):
         """Take over the trainer's weights as they are after what was submitted to it before.
 
         `delta` is whether only blocks that have changed are brought, where this deployment holds an
-        earlier version of the same trainer (else all are): `"auto"` where they come over a network,
-        `True` also within a machine, where comparing takes longer than copying. The result says
+        earlier version of the same trainer (else all are): `"auto"` where that is quicker, `True`
+        also within a machine, where comparing takes longer than copying. The result says
         `bytes_wanted`, `bytes_moved`, `fraction` of the two, the `way` (`full`, `delta`), `sources`
         (bytes by transport), and with `digest` that of the weights as they are then.
         """

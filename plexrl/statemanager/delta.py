@@ -32,9 +32,9 @@ class DeltaPolicy:
     """Compared at a time; a multiple of 64."""
     changed_max: float = 0.8
     """Where a delta would be a greater fraction of the bytes, they are all sent as they are."""
-    in_memory: bool = True
-    """Also where the source is in this machine's memory, and comparing takes two to four times as
-    long as copying."""
+    only_where_quicker: bool = False
+    """Not where the source is in this machine's memory, as comparing takes two to four times as
+    long as copying, nor over a network that brought all bytes quicker lately."""
 
     def __post_init__(self) -> None:
         if self.block_bytes < _STRIDE_BYTES or self.block_bytes % _STRIDE_BYTES:

@@ -11,6 +11,7 @@ Laws:
 """
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ import numpy.typing as npt
 from plexrl.errors import ConnectionLostError, CorruptStateError, StateLostError, UnavailableError
 from plexrl.statemanager.connection import until_reached
 from plexrl.statemanager.delta import DeltaPolicy
+from plexrl.statemanager.delta_pace import DeltaPace
 from plexrl.statemanager.plan import Plan
 from plexrl.statemanager.plan_balance import Source
 from plexrl.statemanager.plan_cache import PlanCache
@@ -128,6 +130,7 @@ class Puller:
         self.is_torn = False
         """A pull was cut after it had begun, so the target is of no version."""
         self._bases = _NO_BASES
+        self._pace = DeltaPace()
 
     def forget(self) -> None:
         """The target has been changed by others: it is of no version that was pulled."""
@@ -191,10 +194,12 @@ class Puller:
                 fits = self._bases.fit(deployment, found.layout)
                 bases = self._bases if fits else _NO_BASES
                 self._bases = _NO_BASES
-                if delta is not None:
+                if delta is not None and bases is not _NO_BASES and self._pays(delta):
                     jobs = [_with_bases(job, bases) for job in jobs]
                 self.is_torn = True
+                started = time.perf_counter()
                 fetched = _fetch_all(jobs, target, delta)
+                took_s = time.perf_counter() - started
                 stamps.update(_stamps(jobs))
             suspects = {}
             for job, result in zip(jobs, fetched, strict=True):
@@ -207,6 +212,9 @@ class Puller:
                     arrived.append(result.runs)
                     by_source[address] = by_source.get(address, 0) + result.nbytes
             if not suspects:
+                if attempt == 1:
+                    has_bases = any(part.base is not None for job in jobs for part in job.parts)
+                    self._pace.took(found.layout.nbytes, took_s, is_delta=has_bases)
                 if scales is not None:
                     scales.write(target)
                 self.is_torn = False
@@ -228,6 +236,9 @@ class Puller:
             f"version {seq} of {deployment!r} could not be pulled in {ATTEMPTS_MAX} attempts "
             f"({lost}): see the logs of the StateManagers"
         ) from lost
+
+    def _pays(self, delta: DeltaPolicy) -> bool:
+        return not delta.only_where_quicker or self._pace.prefers_delta()
 
     def _prepared(
         self,

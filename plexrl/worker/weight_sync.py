@@ -56,4 +56,4 @@ def policy_of(params: SyncWeightsParams) -> DeltaPolicy | None:
     """What a pull is told of deltas."""
     if params.delta is False:
         return None
-    return DeltaPolicy(in_memory=params.delta is True)
+    return DeltaPolicy(only_where_quicker=params.delta is not True)

@@ -94,7 +94,7 @@ class SharedMemorySource:
         delta: DeltaPolicy | None = None,
     ) -> None:
         """As `OpenSource.read`. The base itself is not needed: the target's memory is at hand."""
-        if delta is not None and not delta.in_memory:
+        if delta is not None and delta.only_where_quicker:
             delta = None
         whole = [part for part in parts if delta is None or part.base is None]
         jobs = [job for part in whole for job in self._data[part.shard].jobs(part.runs)]
