@@ -199,6 +199,7 @@ def main() -> None:
     )
     (folder / "config.json").write_bytes(msgspec.json.encode(config))
     command = [sys.executable, "-m", "plexrl.statemanager", "--config", str(folder / "config.json")]
+    command.append("--end-with-parent")
     daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert daemon.stdout is not None

@@ -52,6 +52,7 @@ def daemon() -> Iterator[StateManagerConfig]:
         )
         text = msgspec.json.encode(config).decode()
         command = [sys.executable, "-m", "plexrl.statemanager", "--config-json", text]
+        command.append("--end-with-parent")
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             process.stdout.readline()

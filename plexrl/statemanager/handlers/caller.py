@@ -17,6 +17,7 @@ from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.protocol import Answer, Request
 from plexrl.statemanager.registry import Registration, Registry
 from plexrl.statemanager.relay import Relays
+from plexrl.statemanager.relayout_load import Relayouter
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Store, StoredVersion
 from plexrl.statemanager.tally import Tally
@@ -35,6 +36,7 @@ class Services:
     store: Store
     registry: Registry
     fencing: Fencing
+    relayouter: Relayouter
     prefetcher: Prefetcher
     checkpoints: CheckpointJobs
     devices: DeviceBackend
@@ -44,6 +46,8 @@ class Services:
     tally: Tally
     relays: Relays
     amaxes: Amaxes
+    life: str
+    """Differs between two runs of a daemon."""
 
 
 @dataclass(slots=True, kw_only=True)
