@@ -19,6 +19,7 @@ from plexrl.errors import (
     InvalidRequestError,
     StateLostError,
 )
+from plexrl.statemanager.address import nearest
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.device.backend import WorkerArena
@@ -279,6 +280,7 @@ class StateManagerClient:
             self._wants = wants, Wants.of(wants)
         target = np.frombuffer(arena.buffer, dtype=np.uint8)
         relayed: int | None = None
+        sources = [nearest(address) for address in sources]
         if relay and all("://" in address for address in sources) and self._is_own(wants):
             request = Relay(source=source, seq=seq, sources=tuple(sources), delta=delta)
             answer = self._call(request)

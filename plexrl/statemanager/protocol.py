@@ -153,6 +153,17 @@ class Adopt(Request, frozen=True, kw_only=True):
     regions: tuple[Region, ...]
 
 
+class Fetch(Request, frozen=True, kw_only=True):
+    """Store another node's version; what has arrived of it before is not asked for again."""
+
+    source: str
+    """`tcp://host:port` of that node's daemon."""
+    deployment: str
+    seq: int
+    rank: int
+    stamp: str
+
+
 class Prefetch(Request, frozen=True, kw_only=True):
     """Bring version `seq` to the host tier soon, where there is room; answered at once."""
 

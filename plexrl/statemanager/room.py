@@ -49,6 +49,8 @@ class Rooms:
         self._idle = threading.Condition(catalog.lock)
         self._moves: set[BackgroundMove] = set()
         self._next_use: dict[str, float] = {}
+        self.make_way: Callable[[], None] = _nothing
+        """Gives up what is kept in host only in case it is of use."""
 
     def expect(self, deployment: str, next_use: float | None) -> None:
         """As `Store.expect`."""
@@ -99,6 +101,7 @@ class Rooms:
                 return HOST
         with self._turn:
             self.cancel()
+            self.make_way()
             while True:
                 with catalog.lock:
                     found, members = residents(catalog, superseded, self.next_use)
@@ -284,3 +287,7 @@ class Rooms:
             if len(version.header_bytes) == len(TierName) and not version.users
         ]
         return sorted(found, key=lambda v: (self.next_use(v), -v.last_use, v.manifest.name))
+
+
+def _nothing() -> None:
+    """There is nothing of that kind."""

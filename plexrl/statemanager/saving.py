@@ -63,7 +63,7 @@ class _Draft:
 
     def replace(self, index: int) -> StoredObject:
         """Have an own object for a section instead of another rank's."""
-        own = _new_object(self.manifest, self.manifest.sections[index])
+        own = new_object(self.manifest, self.manifest.sections[index])
         self.others.discard(self.objects[index])
         self.own.add(own)
         self.objects[index] = own
@@ -170,7 +170,7 @@ class Saver:
                 if found is not None:
                     draft.others.add(found)
                 else:
-                    found = _new_object(manifest, section)
+                    found = new_object(manifest, section)
                     found.share_key = key
                     draft.own.add(found)
                     if key is not None:
@@ -325,7 +325,8 @@ class _HeaderTooLongError(Exception):
         self.by_bytes = by_bytes
 
 
-def _new_object(manifest: Manifest, section: Section) -> StoredObject:
+def new_object(manifest: Manifest, section: Section) -> StoredObject:
+    """One that is to be written."""
     # Unique also beside an object of a version that no longer is, whose file is still read.
     name = f"{manifest.file_name}.{uuid.uuid4().hex[:12]}"
     return StoredObject(id=name, nbytes=section.nbytes, file_bytes=file_bytes(name, section.nbytes))

@@ -12,6 +12,7 @@ Laws:
 - Bytes that several ranks hold alike are stored once, and given up with the last that has them.
 """
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +21,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from plexrl.errors import QuotaExceededError
+from plexrl.errors import QuotaExceededError, StateTierFullError
+from plexrl.statemanager.arrivals import Arrivals, Fetch
 from plexrl.statemanager.catalog import Catalog
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.data_plane import DataPlane, OnMap
@@ -40,6 +42,8 @@ from plexrl.statemanager.tenant_limit import TenantLimit
 from plexrl.statemanager.tier import Tier
 from plexrl.statemanager.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.whereabouts import Whereabouts, whereabouts
+
+LOG = logging.getLogger(__name__)
 
 HOST, NVME = TierName.HOST, TierName.NVME
 _UNLIMITED = TenantLimit()
@@ -112,6 +116,8 @@ class Store:
         )
         self._promoter = Promoter(self._catalog, self._tiers, self._pool, self._mover, self._rooms)
         recover(self._catalog, self._tiers, self._pool, self._objects, clock())
+        self._arrivals = Arrivals(self._catalog, host, self._pool, self._rooms, self._faults)
+        self._arrivals.recover()
         if config.host_prefault_bytes:
             self._pool.prefault(config.host_prefault_bytes)
 
@@ -140,6 +146,39 @@ class Store:
         """
         whole = (Extent(arena_offset=0, file_offset=0, nbytes=manifest.nbytes),)
         return self._put(manifest, memory, whole, (), manifest.digest)
+
+    def receive(
+        self, manifest: Manifest, digests: Sequence[bytes], fetch: Fetch, far: DeviceMemory
+    ) -> tuple[StoredVersion, int]:
+        """Store another node's version, stamp and digest included, as `fetch` brings it; a version
+        of its name is replaced. Returns the bytes that were fetched: what arrived before this was
+        cut, however it was, is kept for the next time.
+
+        `digests` are those of the blocks of each section, and of all that arrives. Where host has
+        no room it goes to NVMe, from `far`, and begins anew if it is cut.
+
+        Raises:
+            CorruptStateError: the bytes are not those of the digests.
+            StateTierFullError: no tier has room, whatever is moved.
+            QuotaExceededError: its tenant may not have so much stored.
+            OperationCancelledError: the deployment was released meanwhile.
+            PlexRLError: what `fetch` raises.
+        """
+        with self._arrivals.turn(manifest) as cancelled:
+            for stored in self.find(lambda m: m.name == manifest.name):
+                if stored.manifest.stamp == manifest.stamp:
+                    return stored, 0
+            with self._catalog.lock:
+                host_allowed = self._check_quota(manifest, frozenset())
+            if host_allowed:
+                try:
+                    version, moved = self._arrivals.receive(manifest, digests, fetch, cancelled)
+                except StateTierFullError as error:
+                    LOG.info("%s goes to NVMe: %s", manifest.description, error)
+                else:
+                    with self._catalog.lock:
+                        return _stored(version), moved
+            return self.adopt(manifest, far), manifest.nbytes
 
     @contextmanager
     def lease(self, name: str, description: str) -> Iterator[Lease]:
@@ -276,6 +315,7 @@ class Store:
     def release(self, deployment: str) -> None:
         """Give up all of a deployment, background moves of it first."""
         self._rooms.cancel(deployment)
+        self._arrivals.release(deployment)
         self._rooms.expect(deployment, None)
         versions = self.find(lambda manifest: manifest.deployment == deployment)
         self.drop(version.manifest.name for version in versions)
@@ -338,6 +378,7 @@ class Store:
         self._pool.check()
         with self._catalog.lock:
             headers = sum(v.header_bytes.get(HOST, 0) for v in self._catalog.current.values())
+            headers += self._arrivals.reserved_bytes()
             assert self._catalog.used_bytes[HOST] == self._pool.used_bytes + headers
             assert set(self._objects.ids()) == {
                 found.id

@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from plexrl.errors import UnavailableError
+from plexrl.statemanager.address import nearest
 from plexrl.statemanager.channel import close_all
 from plexrl.statemanager.checkpoint.requests import PinnedVersion, PinVersions
 from plexrl.statemanager.checkpoint.source import LeaseReader, RemoteReader, VersionReader
@@ -47,7 +48,7 @@ def pin_elsewhere(
     """
     readers: list[VersionReader] = []
     request = PinVersions(deployment=deployment, seq=seq)
-    for path in dict.fromkeys(sources):
+    for path in dict.fromkeys(nearest(source) for source in sources):
         try:
             connection = held.enter_context(connect(path, TIMEOUT_S, ticket))
             answer, fds = exchange(connection, request)

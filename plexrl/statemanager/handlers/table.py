@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from plexrl.statemanager.handlers import (
     checkpoints,
+    fetching,
     greeting,
     lending,
     moves,
@@ -22,6 +23,7 @@ _ENTRIES = (
     *moves.ENTRIES,
     *sharing.ENTRIES,
     *relaying.ENTRIES,
+    *fetching.ENTRIES,
     *reporting.ENTRIES,
     *checkpoints.ENTRIES,
 )

@@ -10,7 +10,7 @@ by section, and the manifest with the digest over all of them.
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,13 +18,13 @@ import numpy as np
 from plexrl.errors import InvalidRequestError, PermissionDeniedError, PlexRLError, StateLostError
 from plexrl.statemanager.lease import Lease
 from plexrl.statemanager.plan_layout import DTYPES
+from plexrl.statemanager.run_copy import Bytes
 from plexrl.statemanager.runs import BYTES_CAST, Runs, packed
 from plexrl.statemanager.state_readers import LocalReader
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.tickets import Claims, Role
 from plexrl.statemanager.transport.mapped_files import MappedData
 from plexrl.statemanager.transport.run_stream import (
-    BLOCK_BYTES,
     DIGEST_BYTES,
     Digest,
     HeldData,
@@ -34,8 +34,8 @@ from plexrl.statemanager.transport.run_stream import (
 from plexrl.statemanager.versions import Manifest, VersionKind
 from plexrl.wire.framing import encode_head
 
-if TYPE_CHECKING:
-    from plexrl.statemanager.run_copy import Bytes
+READ_BYTES_MAX = 64 << 20
+"""Of what lies on NVMe, at once: it goes through memory."""
 
 
 class OpenState(msgspec.Struct, tag="open_state"):
@@ -126,14 +126,19 @@ class StateReading:
                 "begin again"
             )
         runs = checked_runs(payload, lease.manifest.nbytes)
-        trailer = DIGEST_BYTES if request.verify else 0
-        connection.sendall(encode_head({"result": {}}, runs.nbytes + trailer))
+        head = encode_head({"result": {}}, runs.nbytes + (DIGEST_BYTES if request.verify else 0))
         digest = Digest(request.verify)
+        if reader.mapped is None:
+            # What lies on NVMe may be damaged, which can be said before anything is sent only.
+            found = _read(reader, runs)
+            digest.add(found)
+            connection.sendall(head)
+            connection.sendall(found.data)
+            connection.sendall(digest.value())
+            return
+        connection.sendall(head)
         try:
-            if reader.mapped is None:
-                _send_read(connection, reader, runs, digest)
-            else:
-                send_runs(connection, _held_data(lease, reader.mapped), runs, digest)
+            send_runs(connection, _held_data(lease, reader.mapped), runs, digest)
         except PlexRLError as error:
             raise BegunError(error) from error
 
@@ -175,14 +180,15 @@ def check_within(runs: Runs, nbytes: int) -> None:
         raise InvalidRequestError(f"runs end beyond the {nbytes} bytes of the data")
 
 
-def _send_read(connection: socket.socket, reader: LocalReader, runs: Runs, digest: Digest) -> None:
-    """What lies on NVMe goes through memory, verified."""
-    for batch in runs.batches(BLOCK_BYTES):
-        block: Bytes = np.empty(batch.nbytes, dtype=np.uint8)
-        reader.read(packed(batch), block)
-        digest.add(block)
-        connection.sendall(block.data)
-    connection.sendall(digest.value())
+def _read(reader: LocalReader, runs: Runs) -> Bytes:
+    if runs.nbytes > READ_BYTES_MAX:
+        raise InvalidRequestError(
+            f"runs of {runs.nbytes} bytes were asked for at once; {READ_BYTES_MAX} is the most of "
+            "what lies on NVMe"
+        )
+    found: Bytes = np.empty(runs.nbytes, dtype=np.uint8)
+    reader.read(packed(runs), found)
+    return found
 
 
 def _held_data(lease: Lease, mapped: MappedData) -> HeldData:
