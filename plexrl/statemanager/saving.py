@@ -217,32 +217,36 @@ class Saver:
     ) -> tuple[TierName, int]:
         """Bring what is lacking to a tier that has room; returns it, and the bytes of the header,
         which stay reserved there."""
-        if not host_allowed:
-            return self._write_to_nvme(draft, superseded)
-        extra_bytes = 0
+        extra_bytes = nvme_extra_bytes = 0
         while True:
-            reserved = self._needed(draft, HOST, extra_bytes)
-            nvme_bytes = self._needed(draft, NVME)
-            tier = self._rooms.make(draft.manifest, reserved, nvme_bytes, superseded)
+            nvme_bytes = self._needed(draft, NVME, nvme_extra_bytes)
+            if not host_allowed:
+                tier, reserved = NVME, self._reserve_on_nvme(draft, nvme_bytes, superseded)
+            else:
+                reserved = self._needed(draft, HOST, extra_bytes)
+                tier = self._rooms.make(draft.manifest, reserved, nvme_bytes, superseded)
+                reserved = reserved if tier == HOST else nvme_bytes
             self._faults.reach("put.reserved")
-            if tier == NVME:
-                return NVME, self._write(draft, NVME, nvme_bytes)
             try:
-                return HOST, self._write(draft, HOST, reserved)
-            except _HeaderTooLongError as error:
-                extra_bytes += error.by_bytes
+                return tier, self._write(draft, tier, reserved)
+            except _RoomTooSmallError as error:
+                if tier == HOST:
+                    extra_bytes += error.by_bytes
+                else:
+                    nvme_extra_bytes += error.by_bytes
             except StateTierFullError:
+                if tier == NVME:
+                    raise
                 # The memory file system is fuller than our bound; others may be using it.
-                return self._write_to_nvme(draft, superseded)
+                host_allowed = False
 
-    def _write_to_nvme(self, draft: _Draft, superseded: Iterable[str]) -> tuple[TierName, int]:
-        nbytes = self._needed(draft, NVME)
+    def _reserve_on_nvme(self, draft: _Draft, nbytes: int, superseded: Iterable[str]) -> int:
         if not self._rooms.take_free(NVME, nbytes):
             with self._catalog.lock:
                 self._catalog.drop(superseded)
                 if not self._catalog.reserve(NVME, nbytes):
                     raise self._catalog.full(draft.manifest, nbytes)
-        return NVME, self._write(draft, NVME, nbytes)
+        return nbytes
 
     def _needed(self, draft: _Draft, tier: TierName, extra_bytes: int = 0) -> int:
         """Bytes of what is lacking in a tier, and of the header there."""
@@ -259,7 +263,12 @@ class Saver:
         catalog = self._catalog
         written: dict[StoredObject, Placed] = {}
         try:
-            lacking = draft.lacking(tier)
+            with catalog.lock:
+                lacking = draft.lacking(tier)
+                # One that was brought here since it was compared may leave again.
+                brought = draft.others - lacking - {o for o, held in draft.held if held == tier}
+                catalog.acquire(brought, tier)
+                draft.held += [(found, tier) for found in brought]
             for index, found in enumerate(draft.objects):
                 if found not in lacking:
                     continue
@@ -272,7 +281,7 @@ class Saver:
             header = draft.header_bytes(tier)
             used = header + sum(found.bytes_in(tier) for found in written)
             if used > reserved:
-                raise _HeaderTooLongError(used - reserved)
+                raise _RoomTooSmallError(used - reserved)
             for found, placed in written.items():
                 if tier == HOST:
                     assert found.pieces is not None
@@ -317,8 +326,9 @@ class Saver:
             )
 
 
-class _HeaderTooLongError(Exception):
-    """The room that was reserved does not do, as the version lies more scattered than expected."""
+class _RoomTooSmallError(Exception):
+    """The room that was reserved does not do, as the version lies more scattered than expected, or
+    has a copy of what it was to share."""
 
     def __init__(self, by_bytes: int) -> None:
         super().__init__(f"{by_bytes} bytes more are needed")

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from plexrl.errors import QuotaExceededError, StateTierFullError
 from plexrl.statemanager.arrivals import Arrivals, Fetch
@@ -32,7 +33,7 @@ from plexrl.statemanager.host_pool import HostPool
 from plexrl.statemanager.lease import Lease, damage_named
 from plexrl.statemanager.mover import Mover
 from plexrl.statemanager.nvme import NvmeObjects
-from plexrl.statemanager.objects import StoredObject, Version
+from plexrl.statemanager.objects import StoredObject, Version, share_keys
 from plexrl.statemanager.promotion import Promoter
 from plexrl.statemanager.recovery import recover
 from plexrl.statemanager.residency import TierName
@@ -59,6 +60,14 @@ class StoredVersion:
     """It takes there, with all that it shares."""
 
 
+class _Coming(NamedTuple):
+    """A version that is being stored."""
+
+    manifest: Manifest
+    superseded: frozenset[str]
+    host_allowed: bool
+
+
 class Store:
     """Thread-safe. The host tier is filled first and spills to NVMe."""
 
@@ -80,6 +89,8 @@ class Store:
         """
         self.limits: dict[str, TenantLimit] = dict(config.tenant_limits)
         """Of tenants that have one of their own; may be changed at any time."""
+        self._coming: dict[int, _Coming] = {}
+        """By ordinal: what counts towards a quota before it has its name."""
         self._usual_limit = TenantLimit(
             total_bytes=config.tenant_bytes_max, host_bytes=config.tenant_host_bytes_max
         )
@@ -401,8 +412,13 @@ class Store:
         with self._catalog.lock:
             host_allowed = self._check_quota(manifest, superseded)
             manifest = replace(manifest, ordinal=self._catalog.tick())
+            self._coming[manifest.ordinal] = _Coming(manifest, superseded, host_allowed)
         saved = partial(self._saver.save, manifest, memory, extents, superseded)
-        version = saved(host_allowed=host_allowed, digest_wanted=digest)
+        try:
+            version = saved(host_allowed=host_allowed, digest_wanted=digest)
+        finally:
+            with self._catalog.lock:
+                del self._coming[manifest.ordinal]
         with self._catalog.lock:
             return _stored(version)
 
@@ -411,9 +427,12 @@ class Store:
         limit = self.limits.get(manifest.tenant, self._usual_limit)
         if limit == _UNLIMITED:
             return True
+        coming = [c for c in self._coming.values() if self._is_coming(c, manifest.tenant)]
         leaving = {manifest.name, *superseded}
+        leaving.update(*({c.manifest.name, *c.superseded} for c in coming))
         held = {tier: self._taken(manifest.tenant, tier, leaving) for tier in TierName}
         total = manifest.nbytes + self._taken(manifest.tenant, None, leaving)
+        total += _beside(manifest, [c.manifest for c in coming])
         if limit.total_bytes is not None and total > limit.total_bytes:
             raise QuotaExceededError(
                 f"{manifest.description} would bring what tenant {manifest.tenant!r} has stored "
@@ -422,7 +441,16 @@ class Store:
                 tenant=manifest.tenant,
                 needed_bytes=manifest.nbytes,
             )
-        return limit.host_bytes is None or held[HOST] + manifest.nbytes <= limit.host_bytes
+        in_host = _beside(manifest, [c.manifest for c in coming if c.host_allowed])
+        in_host += held[HOST] + manifest.nbytes
+        return limit.host_bytes is None or in_host <= limit.host_bytes
+
+    def _is_coming(self, coming: _Coming, tenant: str) -> bool:
+        """Whether a version of the tenant's is being stored and does not have its name yet."""
+        manifest = coming.manifest
+        there = self._catalog.current.get(manifest.name)
+        has_name = there is not None and there.manifest.ordinal == manifest.ordinal
+        return manifest.tenant == tenant and not has_name
 
     def _taken(self, tenant: str, tier: TierName | None, without: Iterable[str] = ()) -> int:
         """What a tenant's versions take in a tier; absent: in any, each object once."""
@@ -473,3 +501,13 @@ def _stored(version: Version) -> StoredVersion:
     return StoredVersion(
         manifest=version.manifest, tier=version.tier, nbytes=version.bytes_in(version.tier)
     )
+
+
+def _beside(manifest: Manifest, coming: Iterable[Manifest]) -> int:
+    """Bytes that versions on their way bring beyond what `manifest` has too, replicas once."""
+    sections: dict[object, int] = {}
+    for other in coming:
+        for section, key in zip(other.sections, share_keys(other), strict=True):
+            sections[key or (other.ordinal, section.start)] = section.nbytes
+    own = set(share_keys(manifest))
+    return sum(nbytes for key, nbytes in sections.items() if key not in own)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from plexrl.errors import ConflictError
+import msgspec
+
+from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.statemanager.device.backend import Loan
 from plexrl.statemanager.handlers.caller import (
     WORKERS,
@@ -31,6 +33,7 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
     own = caller.registered()
     store = caller.services.store
     started = time.perf_counter()
+    _check_json(request.meta_json)
     with own.moving() as memory:
         caller.services.fencing.admit(own.group, request.token)
         keep = {request.seq, request.keep_seq}
@@ -153,6 +156,14 @@ ENTRIES = (
     handles(Load, _load, WORKERS, is_move=True),
     handles(Publish, _publish, WORKERS, is_move=True),
 )
+
+
+def _check_json(text: str) -> None:
+    """Refuse what no load could answer with, nor a checkpoint be restored by."""
+    try:
+        msgspec.msgpack.encode(json.loads(text))
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise InvalidRequestError(f"the version's meta is no JSON of ours: {error}") from error
 
 
 def _versions(caller: Caller, own: Registration, kind: VersionKind) -> list[StoredVersion]:
