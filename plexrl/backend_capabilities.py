@@ -5,7 +5,7 @@ The router refuses by this table before a worker is started; the SDK's documenta
 
 from dataclasses import dataclass
 
-from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedDtypeError
 from plexrl.parallelism import Axis, Parallelism
 
 
@@ -23,13 +23,22 @@ class BackendCapabilities:
     packs: bool
     """Lays rows end to end and is told which make a micro-batch, instead of padding them side by
     side and cutting them itself. Context parallelism needs it."""
+    dtypes: tuple[str, ...] = ("float32",)
+    """Of weights that it can compute from, its default first."""
 
 
 BACKENDS: tuple[BackendCapabilities, ...] = (
     BackendCapabilities(
         backend="fsdp", kind="train", axes=("dp",), optimizers=("device", "host"), packs=False
     ),
-    BackendCapabilities(backend="torch", kind="rollout", axes=(), optimizers=(), packs=False),
+    BackendCapabilities(
+        backend="torch",
+        kind="rollout",
+        axes=(),
+        optimizers=(),
+        packs=False,
+        dtypes=("float32", "bfloat16"),
+    ),
 )
 """The default of its kind first."""
 
@@ -73,4 +82,15 @@ def check_layout(capabilities: BackendCapabilities, layout: Parallelism) -> None
             f"{capabilities.kind} backend: {able})",
             field=axis,
             backend=capabilities.backend,
+        )
+
+
+def check_dtype(capabilities: BackendCapabilities, dtype: str) -> None:
+    """Raises `UnsupportedDtypeError` for weights that the backend cannot compute from."""
+    if dtype not in capabilities.dtypes:
+        raise UnsupportedDtypeError(
+            f"backend {capabilities.backend!r} computes from weights in "
+            f"{' or '.join(capabilities.dtypes)}, not {dtype}: choose one of these as dtype",
+            backend=capabilities.backend,
+            dtype=dtype,
         )

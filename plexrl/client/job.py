@@ -163,9 +163,24 @@ class RolloutDeployment(Deployment):
                 LOG.info("the stream broke (%s); taking it up again", error)
         yield future.result()
 
-    def sync_weights(self, source: TrainDeployment) -> Future[Plain]:
-        """Take over the trainer's weights as they are after what was submitted to it before."""
-        return self._submit(requests.sync_weights(self.deployment, source.deployment))
+    def sync_weights(
+        self,
+        source: TrainDeployment,
+        *,
+        delta: bool | Literal["auto"] = "auto",
+        digest: bool = False,
+    ) -> Future[Plain]:
+        """Take over the trainer's weights as they are after what was submitted to it before.
+
+        `delta` is whether only blocks that have changed are brought, where this deployment holds an
+        earlier version of the same trainer (else all are): `"auto"` where that is quicker, `True`
+        also within a machine, where comparing takes longer than copying. The result says
+        `bytes_wanted`, `bytes_moved`, `fraction` of the two, the `way` (`full`, `delta`), `sources`
+        (bytes by transport), and with `digest` that of the weights as they are then.
+        """
+        return self._submit(
+            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+        )
 
 
 class Job:
@@ -228,17 +243,23 @@ class Job:
         model: "ModelSpec",
         *,
         backend: str | None = None,
+        dtype: str = "float32",
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
         node_type: str = "",
     ) -> RolloutDeployment:
         """Create (or take up again) a model that generates, on a GPU of its own.
 
+        It computes from weights in `dtype` (`float32`, `bfloat16`); what the trainer has is cast on
+        the way, as torch casts it.
+
         Raises:
+            UnsupportedDtypeError: the backend cannot compute from weights in `dtype`.
             ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
         """
         options = {
             "backend": backend,
+            "dtype": dtype,
             "max_sequence_tokens": max_sequence_tokens,
             "max_concurrent_samples": max_concurrent_samples,
             "node_type": node_type,

@@ -139,6 +139,9 @@ class DeploymentRequest(_Strict):
         "device",
         description="train: where optimizer state lies; in host memory it stays over a switch",
     )
+    dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = Field(
+        "float32", description="of a rollout's weights, cast as they are synchronised"
+    )
     max_sequence_tokens: int = Field(512, ge=2)
     max_concurrent_samples: int = Field(256, ge=1)
     node_type: str = Field("", max_length=100, description="of nodes; empty: any")

@@ -155,6 +155,12 @@ class Registry:
         own.layouts[saved] = (generation, made)
         return made
 
+    def of(self, deployment: str) -> list[Registration]:
+        """The deployment's ranks that are registered here, in order."""
+        with self._lock:
+            found = [r for (name, _), r in self._registrations.items() if name == deployment]
+        return sorted(found, key=lambda registration: registration.rank)
+
     def resident_bytes(self) -> dict[Shard, int]:
         """Device memory that each arena has now."""
         with self._lock:

@@ -15,6 +15,7 @@ from plexrl.errors import (
     PermissionDeniedError,
     PlexRLError,
 )
+from plexrl.statemanager.amax import Amaxes
 from plexrl.statemanager.channel import Channel, Kind, close_all
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
@@ -27,6 +28,7 @@ from plexrl.statemanager.incarnations import Incarnations
 from plexrl.statemanager.move_line import MoveLine
 from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.registry import Registry
+from plexrl.statemanager.relay import Relays
 from plexrl.statemanager.relayout_load import Relayouter
 from plexrl.statemanager.session import Session
 from plexrl.statemanager.store import Store
@@ -70,6 +72,8 @@ class Server:
             line=MoveLine(config.moves_max, config.moves_waiting_max),
             tally=Tally(),
             life=uuid.uuid4().hex,
+            amaxes=Amaxes(),
+            relays=Relays(store, key, config.published_versions),
         )
         self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()

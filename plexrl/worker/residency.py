@@ -10,6 +10,7 @@ from plexrl.statemanager.client import MoveReport, StateManagerClient
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.backend import Backend
 from plexrl.worker.checkpointing import save_checkpoint
+from plexrl.worker.weight_sync import sync_weights
 
 MOVES = frozenset(
     {
@@ -61,14 +62,11 @@ class StateMover:
             case OperationKind.PUBLISH:
                 return _plain(self._client.publish(seq=seq, token=token))
             case _:
-                report = self._client.pull(
-                    sources=command["sources"],
-                    source=command["source"],
-                    seq=int(command["source_seq"]),
-                    wants=self._backend.slices(),
-                )
-                self._backend.after_pull()
-                return {**_plain(report), "weights_seq": int(command["source_seq"])}
+                return sync_weights(self._backend, self._client, command)
+
+    def written(self) -> None:
+        """An operation other than a move has written to the state."""
+        self._client.forget_pulled()
 
     def save_checkpoint(self, command: Plain, params: CheckpointParams) -> Plain:
         """Have a checkpoint written of what is on the device. Raises as `save_checkpoint`."""

@@ -19,7 +19,7 @@ from plexrl.errors import (
     UnavailableError,
     from_wire,
 )
-from plexrl.statemanager.runs import Runs, concatenated
+from plexrl.statemanager.runs import UNSCALED, Runs, concatenated
 from plexrl.statemanager.tickets import Claims, Role, TicketKey
 from plexrl.statemanager.transport.handshake import greet_server
 from plexrl.statemanager.transport.run_stream import encode_runs
@@ -179,6 +179,7 @@ def read_all(
             strides=zeros,
             target_strides=zeros,
             casts=zeros - 1,
+            scales=np.full(len(starts), UNSCALED),
         )
         target = np.zeros(nbytes, np.uint8)
         arrived: list[Runs] = []
@@ -223,7 +224,7 @@ def run(place: int, items: int, count: int = 1, stride: int = 0, cast: int = -1)
     one = {"places": place, "items": items, "counts": count, "strides": stride, "casts": cast}
     columns = {name: np.array([value], dtype=np.int64) for name, value in one.items()}
     zero = np.zeros(1, np.int64)
-    return encode_runs(Runs(**columns, targets=zero, target_strides=zero))
+    return encode_runs(Runs(**columns, targets=zero, target_strides=zero, scales=zero + UNSCALED))
 
 
 @pytest.mark.usefixtures("trainer")

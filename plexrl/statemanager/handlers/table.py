@@ -10,6 +10,7 @@ from plexrl.statemanager.handlers import (
     lending,
     moves,
     registration,
+    relaying,
     reporting,
     sharing,
 )
@@ -23,6 +24,7 @@ _ENTRIES = (
     *host_memory.ENTRIES,
     *moves.ENTRIES,
     *sharing.ENTRIES,
+    *relaying.ENTRIES,
     *fetching.ENTRIES,
     *reporting.ENTRIES,
     *checkpoints.ENTRIES,

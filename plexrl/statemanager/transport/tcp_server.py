@@ -5,6 +5,7 @@ After the handshake a client sends frames, and each is answered by one:
     open     {source, seq, known}  →  {shards}            the version is held for this connection
     read     {shard, stamp, verify, base, delta} + runs  →  the runs' bytes as the payload, then
              their digest; or, with {delta}, what has changed of them since the base
+    amax     {shard, stamp, tensors}  →  {amax}           the largest magnitude of each
     lend     {}                    →  {agent, shards}     where NIXL finds what is open
     confirm  {}                    →  {}                  all this time the version was held
 
@@ -31,7 +32,6 @@ from plexrl.errors import (
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.handlers.caller import Services
 from plexrl.statemanager.published import HeldShard, hold_published, hold_stamp
-from plexrl.statemanager.store import Store
 from plexrl.statemanager.tickets import Claims
 from plexrl.statemanager.transport.delta_stream import encode_delta
 from plexrl.statemanager.transport.handshake import greet_client
@@ -72,6 +72,12 @@ class _Read(msgspec.Struct, tag="read"):
     verify: bool = False
     base: str | None = None
     delta: DeltaPolicy | None = None
+
+
+class _Amax(msgspec.Struct, tag="amax"):
+    shard: int
+    stamp: str
+    tensors: tuple[str, ...]
 
 
 class _Confirm(msgspec.Struct, tag="confirm"):
@@ -156,7 +162,7 @@ class TcpServer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             set_timeout(connection, 0, sending_s=TIMEOUT_S)
             with ExitStack() as leases:
-                reader = _Reader(self._services.store, claims, leases, self._lender)
+                reader = _Reader(self._services, claims, leases, self._lender)
                 while True:
                     reader.answer(connection)
         except ConnectionLostError:
@@ -173,21 +179,22 @@ class _Reader:
     """One connection's requests, one after the other."""
 
     def __init__(
-        self, store: Store, claims: Claims, leases: ExitStack, lender: NixlLender | None
+        self, services: Services, claims: Claims, leases: ExitStack, lender: NixlLender | None
     ) -> None:
-        self._store = store
+        self._store = services.store
+        self._amaxes = services.amaxes
         self._claims = claims
         self._lender = lender
         self._leases = leases
         self._held: list[tuple[HeldShard, HeldData]] = []
         self._bases: dict[str, MappedData | None] = {}
-        self._states = StateReading(store, claims, leases)
+        self._states = StateReading(self._store, claims, leases)
 
     def answer(self, connection: socket.socket) -> None:
         header, payload = recv_frame(connection, payload_bytes_max=REQUEST_BYTES_MAX)
         try:
             request = msgspec.convert(
-                header, _Open | _Read | _Lend | _Confirm | OpenState | ReadState
+                header, _Open | _Read | _Lend | _Amax | _Confirm | OpenState | ReadState
             )
             match request:
                 case OpenState():
@@ -198,6 +205,8 @@ class _Reader:
                     send_frame(connection, {"result": self._open(request)})
                 case _Confirm():
                     send_frame(connection, {"result": {}})
+                case _Amax():
+                    send_frame(connection, {"result": {"amax": self._amax(request)}})
                 case _Lend():
                     send_frame(connection, {"result": self._lend()})
                 case _Read():
@@ -230,14 +239,7 @@ class _Reader:
         return {"agent": lent.agent, "shards": lent.shards}
 
     def _read(self, connection: socket.socket, request: _Read, payload: bytearray) -> None:
-        if not 0 <= request.shard < len(self._held):
-            raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
-        shard, data = self._held[request.shard]
-        if shard.manifest.stamp != request.stamp:
-            raise StateLostError(
-                f"{shard.manifest.description} is not of the stamp {request.stamp!r} any more: "
-                "pull again"
-            )
+        shard, data = self._shard(request)
         runs = checked_runs(payload, shard.manifest.nbytes)
         if request.base is not None and request.delta is not None:
             base = self._base(shard, request.base)
@@ -254,12 +256,27 @@ class _Reader:
         except PlexRLError as error:
             raise BegunError(error) from error
 
+    def _amax(self, request: _Amax) -> list[float]:
+        shard, _ = self._shard(request)
+        return self._amaxes.of(shard, request.tensors)
+
+    def _shard(self, request: _Read | _Amax) -> tuple[HeldShard, HeldData]:
+        if not 0 <= request.shard < len(self._held):
+            raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
+        shard, data = self._held[request.shard]
+        if shard.manifest.stamp != request.stamp:
+            raise StateLostError(
+                f"{shard.manifest.description} is not of the stamp {request.stamp!r} any more: "
+                "pull again"
+            )
+        return shard, data
+
     def _base(self, shard: HeldShard, stamp: str) -> MappedData | None:
         """The data of an earlier version of the shard, if it is kept and laid out alike."""
         if stamp not in self._bases:
             if len(self._bases) >= BASES_MAX + len(self._held):
                 raise InvalidRequestError("too many versions are asked for as bases: pull again")
-            earlier = hold_stamp(self._store, self._leases, shard.manifest, stamp)
+            earlier = hold_stamp(self._store, self._leases, shard.manifest.shard, stamp)
             alike = earlier is not None and earlier.layout.digest == shard.layout.digest
             self._bases[stamp] = _held_data(earlier).map_all() if earlier and alike else None
         return self._bases[stamp]

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from plexrl.statemanager.host_arena import HostArena
     from plexrl.worker.engine.tensor_parallel import RankGroup
 
+ARENA_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+"""A deployment's dtype, as slices spell it."""
+
 
 class TorchRolloutBackend:
     """One worker's engine."""
@@ -66,6 +69,7 @@ class TorchRolloutBackend:
                 global_shape=shape,
                 offset=box.offset,
                 shape=box.shape,
+                dtype=ARENA_DTYPES[self._spec.dtype],
             )
         self.arena = Arena(layout.nbytes)
         self.host_arena: HostArena | None = None
