@@ -40,7 +40,7 @@ def _dedup_factor(count: int) -> float:
         agent = served.client()
         used = agent.usage()["host_bytes"]
         agent.close()
-        return sum(rank.nbytes for rank in ranks) / used
+        return float(sum(rank.nbytes for rank in ranks) / used)
 
 
 def _small_tensors() -> tuple[Rows, Figures]:

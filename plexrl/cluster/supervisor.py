@@ -22,6 +22,8 @@ from plexrl.errors import ConflictError, UnavailableError
 
 LOG = logging.getLogger(__name__)
 
+MOVES_MEMORY = ("plexrl.statemanager", "plexrl.worker")
+"""Parts that copy much, or whose children do: workers pull weights themselves."""
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 RESTART_S = 0.2
@@ -100,7 +102,7 @@ class Supervisor:
         """Start a part and wait until it says that it serves."""
         log_path = self._folders.data / "logs" / f"{part.name}.log"
         environment = dict(os.environ)
-        if part.module == "plexrl.statemanager":
+        if part.module in MOVES_MEMORY:
             environment = tuned(environment)
         with log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(

@@ -19,6 +19,7 @@ from plexrl.cluster.process import (
     run_until_signal,
 )
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.choice import open_devices
 from plexrl.statemanager.health import Health
 from plexrl.statemanager.observation import ObservationServer
@@ -54,7 +55,12 @@ def main() -> None:
         bytes_max=config.device_bytes,
         prefault_bytes=config.device_prefault_bytes,
     )
-    store = Store(config, on_map=devices.register_host, on_unmap=devices.unregister_host)
+    # Memory that is pinned cannot be trimmed; a CPU node has no use for it.
+    store = (
+        Store(config)
+        if config.device == DeviceKind.CPU
+        else Store(config, on_map=devices.register_host, on_unmap=devices.unregister_host)
+    )
 
     async def serve(stop: asyncio.Event) -> None:
         remove_socket(config.listen)

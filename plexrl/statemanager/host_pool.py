@@ -71,6 +71,9 @@ class HostPool:
         self._aside_bytes = 0
         self._closing = threading.Event()
         self._prefaulting: threading.Thread | None = None
+        self._resident_bytes_wanted = self._ready_bytes_wanted = 0
+        self._unmapped: list[Piece] = []
+        """What a daemon before this one left: resident, but not mapped here yet."""
         for path in sorted(directory.glob(f"*{_SUFFIX}")):
             self._take_in(path)
 
@@ -119,6 +122,8 @@ class HostPool:
         try:
             for piece in cold:
                 self._have_pages(piece)
+                # Mapped at once: page by page, as they are touched, takes ten times as long.
+                populate(self.address(piece), piece.nbytes)
         except OSError as error:
             with self._lock:
                 self._used_bytes -= nbytes
@@ -157,14 +162,25 @@ class HostPool:
 
     def prefault(self, nbytes: int) -> None:
         """Have `nbytes` of the bound resident soon, from a thread of its own."""
-        self._prefaulting = threading.Thread(target=self._prefault, args=(nbytes,), daemon=True)
-        self._prefaulting.start()
+        with self._lock:
+            self._resident_bytes_wanted = nbytes
+            self._start_prefaulting()
+
+    def make_ready(self, nbytes: int) -> None:
+        """Have `nbytes` free and resident soon, from a thread of its own, as far as the bound
+        allows: they will be written to. Pinned segments come whole, so there it has no effect."""
+        with self._lock:
+            self._ready_bytes_wanted = nbytes
+            if self._on_map is None and self._lacking() > 0:
+                self._start_prefaulting()
 
     def close(self) -> None:
         """Unmap everything; the files stay. No range may be touched any more."""
         self._closing.set()
-        if self._prefaulting is not None:
-            self._prefaulting.join()
+        with self._lock:
+            prefaulting = self._prefaulting
+        if prefaulting is not None:
+            prefaulting.join()
         for number, segment in self._segments.items():
             if self._on_unmap is not None:
                 self._on_unmap(segment.address, segment.nbytes)
@@ -196,6 +212,7 @@ class HostPool:
         finally:
             os.close(fd)
         cold = FreeRanges([Piece(number, 0, nbytes)])
+        self._unmapped += touched
         for piece in touched:
             self._warm.add(piece)
             cold.remove(piece)
@@ -208,6 +225,20 @@ class HostPool:
         self._pin(number)
 
     # The following hold `_lock` already.
+
+    def _start_prefaulting(self) -> None:
+        if self._prefaulting is None and not self._closing.is_set():
+            self._prefaulting = threading.Thread(target=self._prefault, daemon=True)
+            self._prefaulting.start()
+
+    def _lacking(self) -> int:
+        """Bytes to fault in, of those that are wanted and that the bound has room for."""
+        lacking = max(
+            self._resident_bytes_wanted - self._used_bytes - self._warm.nbytes,
+            self._ready_bytes_wanted - self._warm.nbytes,
+        )
+        room = self.bytes_max - self._used_bytes - self._warm.nbytes - self._aside_bytes
+        return min(lacking, room, PREFAULT_BYTES) // PAGE_BYTES * PAGE_BYTES
 
     def _has_room(self, nbytes: int) -> bool:
         return self._used_bytes + self._aside_bytes + nbytes <= self.bytes_max
@@ -237,6 +268,7 @@ class HostPool:
             self._map(number, fd, nbytes)
             if self._on_map is not None:
                 self._have_pages(whole)
+                populate(self.address(whole), nbytes)
         except OSError:
             self._unmap(number)
             path.unlink()
@@ -286,20 +318,19 @@ class HostPool:
         with (self._directory / f"{piece.segment:06d}{_SUFFIX}").open("r+b") as file:
             os.posix_fallocate(file.fileno(), piece.offset, piece.nbytes)
 
-    def _prefault(self, nbytes: int) -> None:
-        # What lies here from before is resident, but not mapped yet.
-        for piece in self._pieces_of(self._warm):
-            self._fault_in(piece, is_warm=True)
+    def _prefault(self) -> None:
         try:
+            with self._lock:
+                unmapped, self._unmapped = self._unmapped, []
+            for piece in unmapped:
+                self._fault_in(piece, is_warm=True)
             while not self._closing.is_set():
                 with self._lock:
-                    lacking = nbytes - self._used_bytes - self._warm.nbytes
-                    room = self.bytes_max - nbytes + lacking - self._aside_bytes
-                    lacking = min(lacking, room, PREFAULT_BYTES) // PAGE_BYTES * PAGE_BYTES
+                    lacking = self._lacking()
                     if lacking <= 0:
                         return
                     if not self._cold.nbytes:
-                        self._grow(min(nbytes, self._segment_bytes_max))
+                        self._grow(lacking)
                     cold = self._cold.take(lacking)
                     # In use for as long as it takes, so that the bound holds.
                     self._used_bytes += _total(cold)
@@ -314,10 +345,9 @@ class HostPool:
                         self._faulted.notify_all()
         except (OSError, StateTierFullError) as error:
             LOG.warning("the host tier is not wholly prefaulted: %s", error)
-
-    def _pieces_of(self, ranges: FreeRanges) -> list[Piece]:
-        with self._lock:
-            return list(ranges)
+        finally:
+            with self._lock:
+                self._prefaulting = None
 
     def _fault_in(self, piece: Piece, *, is_warm: bool) -> None:
         for start in range(0, piece.nbytes, PREFAULT_BYTES):

@@ -15,7 +15,7 @@ from plexrl.statemanager.handlers.caller import (
     move_report,
     names_of,
 )
-from plexrl.statemanager.handlers.lending import lend_to
+from plexrl.statemanager.handlers.lending import expect_offload, lend_to
 from plexrl.statemanager.keys import StatePart
 from plexrl.statemanager.protocol import Load, Publish, Save
 from plexrl.statemanager.registry import Registration
@@ -72,6 +72,7 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
         lent = Reply({})
         if own.loan is None:
             lent = lend_to(own, fill)
+            expect_offload(caller)
         else:
             fill(own.loan)
         manifest = loaded[0].manifest
