@@ -170,7 +170,9 @@ def _iperf_client_rate(port: str, nbytes: int) -> float:
     command = ["iperf3", "--client", "127.0.0.1", "--port", port, "--bytes", str(nbytes), "--json"]
     for _ in range(50):
         found = subprocess.run(command, capture_output=True, text=True, check=False)
-        if found.returncode == 0:
-            return float(json.loads(found.stdout)["end"]["sum_received"]["bits_per_second"]) / 8
+        # A server that is not listening yet, or has ended a former test late, is asked again.
+        received = json.loads(found.stdout or "{}").get("end", {}).get("sum_received")
+        if found.returncode == 0 and received:
+            return float(received["bits_per_second"]) / 8
         time.sleep(0.05)
     raise RuntimeError(f"iperf3 failed: {found.stdout}{found.stderr}")

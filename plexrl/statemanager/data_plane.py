@@ -146,6 +146,10 @@ def split(runs: Sequence[Run], total: int, count: int) -> list[list[Run]]:
     shares: list[list[Run]] = [[]]
     room = size
     for run in runs:
+        if run.nbytes <= room:
+            shares[-1].append(run)
+            room -= run.nbytes
+            continue
         done = 0
         while done < run.nbytes:
             if room == 0:
