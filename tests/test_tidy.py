@@ -44,7 +44,12 @@ OTHER_CORES = (
     "statemanager/plan_match.py",
     "statemanager/residency.py",
     "statemanager/residents.py",
+    "statemanager/relayout.py",
     "statemanager/runs.py",
+    "worker/engine/blocks.py",
+    "worker/engine/seating.py",
+    "worker/engine/shards.py",
+    "statemanager/windows.py",
 )
 BANNED_IN_CORES = {
     *("asyncio", "io", "logging", "os", "pathlib", "random", "secrets", "shutil", "signal"),

@@ -133,6 +133,7 @@ def start_daemon(
     path = directory / "config.json"
     path.write_bytes(msgspec.json.encode(config))
     command = [sys.executable, "-m", "plexrl.statemanager", "--config", str(path)]
+    command.append("--end-with-parent")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     assert process.stdout is not None
     if not json.loads(process.stdout.readline() or "{}").get("ready"):

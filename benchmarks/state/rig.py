@@ -57,6 +57,7 @@ def daemon(**changes: Any) -> Iterator["Daemon"]:
     with folders(**changes) as config:
         text = msgspec.json.encode(config).decode()
         command = [sys.executable, "-m", "plexrl.statemanager", "--config-json", text]
+        command.append("--end-with-parent")
         process = subprocess.Popen(command, stdout=subprocess.PIPE, env=tuned(os.environ))
         with process:
             assert process.stdout is not None

@@ -58,9 +58,10 @@ def remove_socket(path: str) -> None:
     Path(path).unlink(missing_ok=True)
 
 
-def set_up_process() -> None:
-    """Tie this process to its parent and send its log to standard error."""
-    die_with_parent()
+def set_up_process(*, ends_with_parent: bool = True) -> None:
+    """Tie this process to its parent, if so, and send its log to standard error."""
+    if ends_with_parent:
+        die_with_parent()
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
@@ -68,9 +69,11 @@ def set_up_process() -> None:
     )
 
 
-def run_until_signal(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+def run_until_signal(
+    serve: Callable[[asyncio.Event], Awaitable[None]], *, ends_with_parent: bool = True
+) -> None:
     """Run `serve` in an event loop; SIGTERM and SIGINT set the event it is given."""
-    set_up_process()
+    set_up_process(ends_with_parent=ends_with_parent)
 
     async def run() -> None:
         stop = asyncio.Event()

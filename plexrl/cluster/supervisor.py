@@ -101,9 +101,12 @@ class Supervisor:
     async def _start(self, part: Part) -> None:
         """Start a part and wait until it says that it serves."""
         log_path = self._folders.data / "logs" / f"{part.name}.log"
-        environment = dict(os.environ)
+        environment, options = dict(os.environ), []
         if part.module in MOVES_MEMORY:
             environment = tuned(environment)
+        if part.module == "plexrl.statemanager":
+            # Started by hand or by systemd it outlives whoever did that.
+            options = ["--end-with-parent"]
         with log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -111,6 +114,7 @@ class Supervisor:
                 part.module,
                 "--config",
                 str(write_config(part, self._folders)),
+                *options,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

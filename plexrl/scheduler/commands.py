@@ -87,6 +87,8 @@ class PrefetchState(Command):
     deployment: DeploymentId
     seq: int
     nodes: tuple[NodeId, ...]
+    next_use_s: float | None = None
+    """Until the load is expected; absent: nothing is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,8 @@ class RunOperation(Command):
     source_seq: int = 0
     keep_seq: int = 0
     """`offload`, `snapshot`: the last complete version; keep it until the new one is whole."""
+    next_use_s: float | None = None
+    """`offload`: until the WPG is expected to need its state again; absent: nothing is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

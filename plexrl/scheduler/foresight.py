@@ -8,13 +8,11 @@ of a member that has, unless its response ratio has passed the starvation bound 
 from plexrl.scheduler.commands import PrefetchState
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.hrrs import Candidate, response_ratio
+from plexrl.scheduler.next_use import OVERDUE_PART, next_use_s, worked_until
 from plexrl.scheduler.placement import owns_time
 from plexrl.scheduler.relocation import nodes_of
 from plexrl.scheduler.state import Deployment, Group
 from plexrl.scheduler.switch_cost import round_trip_s
-
-OVERDUE_PART = 0.5
-"""Of its usual pause, for which a member that is late is still expected at any moment."""
 
 
 def next_critical_s(
@@ -30,7 +28,7 @@ def next_critical_s(
         member = context.deployment(name)
         if member is besides or not owns_time(member) or not member.is_ready:
             continue
-        think_s, ended_at = member.estimates.think_seconds, _worked_until(member)
+        think_s, ended_at = member.estimates.think_seconds, worked_until(member)
         if think_s is None or ended_at is None or member.queue or member.running:
             continue
         due_s = ended_at + think_s - now
@@ -40,13 +38,6 @@ def next_critical_s(
         if soonest is None or due_s < soonest:
             soonest = due_s
     return soonest
-
-
-def _worked_until(member: Deployment) -> float | None:
-    """When the last burst ended; that of a holder that has paused may be over too."""
-    if member.burst_started_at is not None and member.idle_since is not None:
-        return member.idle_since
-    return member.burst_ended_at
 
 
 def holds_back(
@@ -75,7 +66,7 @@ def holds_back(
     return max(0.001, min(left_s, critical_s + effective_s))
 
 
-def prefetch(context: Context, group: Group, deployment: Deployment) -> None:
+def prefetch(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Hint that `deployment` is likely to be loaded next, where its state may lie on NVMe."""
     if group.prefetched == deployment.deployment or not deployment.durable_seq:
         return
@@ -86,5 +77,6 @@ def prefetch(context: Context, group: Group, deployment: Deployment) -> None:
                 deployment=deployment.deployment,
                 seq=deployment.durable_seq,
                 nodes=nodes_of(deployment),
+                next_use_s=next_use_s(deployment, now),
             )
         )

@@ -280,11 +280,11 @@ def _look_ahead(context: Context, group: Group, holder: Deployment, now: float) 
     """While the holder works, have the state of whoever is next brought into host memory."""
     waiting = _waiting(context, group, now, besides=holder)
     if waiting:
-        prefetch(context, group, _first(context, group, waiting, now))
+        prefetch(context, group, _first(context, group, waiting, now), now)
         return
     expected = _expected_next(context, group, now)
     if expected is not None and expected is not holder:
-        prefetch(context, group, expected)
+        prefetch(context, group, expected, now)
 
 
 def successor(context: Context, group: Group, now: float) -> Deployment | None:

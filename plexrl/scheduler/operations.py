@@ -12,6 +12,7 @@ from plexrl.ids import BlobRef, OperationId
 from plexrl.scheduler.commands import RunOperation
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationSubmitted
+from plexrl.scheduler.next_use import next_use_s
 from plexrl.scheduler.profiler import next_began, run_began, run_ended
 from plexrl.scheduler.state import Deployment, Group, Operation
 from plexrl.scheduler.usage import bill, meter
@@ -160,6 +161,9 @@ def start(
         source=operation.source,
         source_seq=operation.source_seq,
         keep_seq=deployment.durable_seq,
+        next_use_s=(
+            next_use_s(deployment, now) if operation.kind == OperationKind.OFFLOAD else None
+        ),
     )
     deployment.running[operation.operation] = command
     if context.state.routers:

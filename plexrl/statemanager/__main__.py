@@ -43,6 +43,11 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", type=Path)
     source.add_argument("--config-json")
+    parser.add_argument(
+        "--end-with-parent",
+        action="store_true",
+        help="be killed when the process that started this one ends",
+    )
     given = parser.parse_args()
     config = (
         load_config(given.config, StateManagerConfig)
@@ -86,7 +91,7 @@ def main() -> None:
             server.close()
         remove_socket(config.listen)
 
-    run_until_signal(serve)
+    run_until_signal(serve, ends_with_parent=given.end_with_parent)
     left = store.persist() if config.persist_on_exit else []
     if left:
         # They are complete where they are, and a daemon that starts on this directory finds them.

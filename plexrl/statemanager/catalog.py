@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from plexrl.errors import StateLostError, StateTierFullError
+from plexrl.statemanager.changes import Changes
 from plexrl.statemanager.host_pool import HostPool
 from plexrl.statemanager.nvme import NvmeObjects
 from plexrl.statemanager.objects import ObjectState, ShareKey, StoredObject, Version
@@ -41,6 +42,7 @@ class Catalog:
         self.bytes_max = bytes_max
         self.used_bytes = {TierName.HOST: 0, TierName.NVME: 0}
         self.clock = 0
+        self.changes = Changes()
         self._tiers = tiers
         self._pool = pool
         self._nvme = nvme
@@ -118,6 +120,7 @@ class Catalog:
     def named(self, version: Version, tier: TierName, header_bytes: int) -> None:
         """Count a header that was written, its bytes reserved and its objects held before."""
         version.header_bytes[tier] = header_bytes
+        self.changes.note(version.manifest)
         self.acquire(version.objects, tier)
         if version.retired:
             # Dropped meanwhile, before this header was known of.
@@ -127,6 +130,7 @@ class Catalog:
         """Take a version out of a tier."""
         self._tiers[tier].forget_version(VersionRecord(version.manifest, ()))
         nbytes = version.header_bytes.pop(tier)
+        self.changes.note(version.manifest)
         self._tiers[tier].faults.reach("drop.unlinked")
         self.used_bytes[tier] -= nbytes
         if tier == TierName.HOST:

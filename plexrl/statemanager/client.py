@@ -62,6 +62,9 @@ class LoadReport(MoveReport):
 
     parts: frozenset[StatePart] = frozenset()
     meta: dict[str, Any] = field(default_factory=dict)
+    bytes_by_source: dict[str, int] = field(default_factory=dict)
+    """Of what was laid out anew: address, the node's own empty → bytes that came from there. Empty
+    for a version of this very layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +143,11 @@ class StateManagerClient:
         token: int,
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None = None,
+        next_use_s: float | None = None,
     ) -> MoveReport:
         """Store `parts` as version `seq` and give the arena's memory back.
+
+        `next_use_s`: in how many seconds it is likely to be loaded again, if anybody knows.
 
         Versions other than `seq` and `keep_seq` are dropped once this one is whole. An arena that
         was loaded from or saved as version `seq` is taken to be unchanged: nothing is copied.
@@ -152,7 +158,7 @@ class StateManagerClient:
             UnavailableError: the daemon did not come back in time; the arena is as it was.
         """
         started = time.perf_counter()
-        report = self._save(seq, keep_seq, token, parts, meta)
+        report = self._save(seq, keep_seq, token, parts, meta, next_use_s)
         self._link.give_back()
         self._held = None
         self._puller.forget()
@@ -171,25 +177,33 @@ class StateManagerClient:
         """As `offload`, but the arena keeps its contents."""
         return self._save(seq, keep_seq, token, parts, meta)
 
-    def load(self, *, seq: int, token: int) -> LoadReport:
+    def load(
+        self, *, seq: int, token: int, sources: Sequence[str] = (), cast: bool = False
+    ) -> LoadReport:
         """Bring version `seq` of this shard into the arena; it stays stored as well.
 
+        A version that was saved by ranks of another layout (of data, tensor, pipeline or expert
+        parallelism) is brought all the same, each byte once, from what this node and the
+        StateManagers at `sources` have of it; `cast` lets elements change their dtype on the way.
+
         Raises:
-            StateLostError: there is no such version.
+            StateLostError: there is no such version, or what is there of it is not whole.
             CorruptStateError: it is damaged; the arena holds nothing.
             DeviceMemoryFullError: others have too much of the device.
-            InvalidRequestError: it was taken from an arena of another layout.
+            InvalidRequestError: a tensor was saved with another shape or dtype.
             StaleTokenError: the group's lock has been granted to another since.
             UnavailableError: the daemon did not come back in time; the arena's contents are
                 undefined.
         """
         self._held = None
         try:
-            answer = self._link.borrow(Load(seq=seq, token=token), keep_contents=False)
+            request = Load(seq=seq, token=token, sources=tuple(sources), cast=cast)
+            answer = self._link.borrow(request, keep_contents=False)
         except CorruptStateError:
             self._link.give_back()
             raise
-        self._held = (seq, answer["stamp"])
+        if answer["stamp"]:
+            self._held = (seq, answer["stamp"])
         self._puller.forget()
         return LoadReport(
             bytes_moved=answer["bytes_moved"],
@@ -197,6 +211,7 @@ class StateManagerClient:
             tier=answer["tier"],
             parts=frozenset(StatePart(part) for part in answer["parts"]),
             meta=answer["meta"],
+            bytes_by_source=answer["bytes_by_source"],
         )
 
     def publish(self, *, seq: int, token: int) -> MoveReport:
@@ -281,9 +296,10 @@ class StateManagerClient:
         request = Adopt(manifest=shard.manifest, regions=shard.regions)
         return msgspec.convert(self._call(request, fds), MoveReport)
 
-    def prefetch(self, deployment: str, seq: int) -> None:
-        """Hint that version `seq` will be loaded soon; returns at once."""
-        self._call(Prefetch(deployment=deployment, seq=seq))
+    def prefetch(self, deployment: str, seq: int, next_use_s: float | None = None) -> None:
+        """Hint that version `seq` will be loaded soon, in `next_use_s` seconds if that is known;
+        returns at once."""
+        self._call(Prefetch(deployment=deployment, seq=seq, next_use_s=next_use_s))
 
     def request(self, request: Request, fds: Sequence[int] = ()) -> Answer:
         """The answer to a request that has no method of its own here.
@@ -317,6 +333,7 @@ class StateManagerClient:
         token: int,
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None,
+        next_use_s: float | None = None,
     ) -> MoveReport:
         self._check_whole()
         self._link.attach()
@@ -329,6 +346,7 @@ class StateManagerClient:
                 parts=tuple(sorted(parts)),
                 meta_json=msgspec.json.encode(dict(meta or {}), order="sorted").decode(),
                 same_as=same_as,
+                next_use_s=next_use_s,
             )
         )
         self._held = (seq, answer["stamp"])

@@ -1,19 +1,22 @@
 """Blocking requests of a client, over as many connections as it takes to reach the daemon."""
 
 import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 
-from plexrl.errors import ConnectionLostError, UnavailableError, from_wire
+from plexrl.errors import ConnectionLostError, PermissionDeniedError, UnavailableError, from_wire
 from plexrl.statemanager.channel import Channel, Kind, close_all
 from plexrl.statemanager.protocol import Answer, Hello, Request
 
 RECONNECT_S = 0.05
 
 AnyT = TypeVar("AnyT")
+
+_CREDENTIALS = struct.Struct("3i")
 
 _REQUEST, _RESULT = Kind.REQUEST, Kind.RESULT
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
@@ -38,10 +41,13 @@ def until_reached(path: str, timeout_s: float, attempt: Callable[[], AnyT]) -> A
             time.sleep(RECONNECT_S)
 
 
-def connect(path: str, timeout_s: float, ticket: bytes) -> Channel:
+def connect(path: str, timeout_s: float, ticket: bytes, *, of_user: int | None = None) -> Channel:
     """A connection to the daemon at `path`, as the ticket's holder; `timeout_s` bounds each wait.
 
+    With `of_user` the ticket is shown to that user's process only: whoever is shown it can use it.
+
     Raises:
+        PermissionDeniedError: somebody else listens there.
         AuthenticationError: the daemon does not take the ticket.
         PlexRLError: what else it refused the connection for.
     """
@@ -49,12 +55,30 @@ def connect(path: str, timeout_s: float, ticket: bytes) -> Channel:
     try:
         connection.settimeout(timeout_s)
         connection.connect(path)
+        if of_user is not None:
+            _check_owner(connection, path, of_user)
         channel = Channel(connection, send_timeout_s=timeout_s, receive_timeout_s=timeout_s)
         exchange(channel, Hello(ticket=ticket))
     except BaseException:
         connection.close()
         raise
     return channel
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Whose process is at the other end of a Unix socket, by the kernel's word."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(raw)
+    assert isinstance(uid, int)
+    return uid
+
+
+def _check_owner(connection: socket.socket, path: str, user: int) -> None:
+    uid = peer_uid(connection)
+    if uid != user:
+        raise PermissionDeniedError(
+            f"{path} is served by user {uid}, not by user {user}: name a StateManager's socket"
+        )
 
 
 def exchange(

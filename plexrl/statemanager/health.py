@@ -4,22 +4,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.move_line import MoveLine
 from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.store import Store
 
 FULL = 0.99
 """Of both tiers' bounds: what comes next is refused, or very soon."""
-
-
-class Tiers(Protocol):
-    """What is asked of the store."""
-
-    def used_bytes(self, tier: TierName) -> int:
-        """Bytes in a tier."""
-        ...
 
 
 class Health:
@@ -28,7 +20,7 @@ class Health:
     def __init__(
         self,
         config: StateManagerConfig,
-        store: Tiers,
+        store: Store,
         line: MoveLine,
         accepting: Callable[[], bool],
     ) -> None:
@@ -53,12 +45,10 @@ class Health:
             for move in self._line.running()
             if now - move.began > config.stuck_move_s
         ]
-        if all(
-            self._store.used_bytes(tier) >= FULL * bound
-            for tier, bound in (
-                (TierName.HOST, config.host_bytes),
-                (TierName.NVME, config.nvme_bytes),
-            )
+        if (
+            # What the pool has left is what can be had, whatever the catalog counts.
+            self._store.pool_taken_bytes() >= FULL * config.host_bytes
+            and self._store.used_bytes(TierName.NVME) >= FULL * config.nvme_bytes
         ):
             found.append(
                 "both tiers are full: what is offloaded next is refused; release a job, or raise "

@@ -1,4 +1,4 @@
-"""The host tier's memory: segment files on a memory file system, mapped once and never unmapped.
+"""The host tier's memory: segment files on a memory file system, mapped once and kept mapped.
 
 Fresh pages cost five to twenty times what copying into them costs, so pages that were touched once
 are kept and handed out again. What is handed out is ranges of pages of any segment; as an object
@@ -13,17 +13,20 @@ Laws:
   together. Cold ranges cost no memory: a segment file is sparse.
 - What is written to was set aside on the file system before, which refuses where it is full; it
   would end the process otherwise, when a page cannot be had.
+- A segment is one tenant's at a time, because its readers are lent a descriptor of all of it. It
+  goes to another only when none of it is in use, filled with zeros, and only if it was never lent:
+  a reader may have kept its descriptor, or a mapping. One that was lent is deleted instead.
 """
 
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from plexrl.errors import StateTierFullError
 from plexrl.statemanager.free_ranges import FreeRanges, Piece
-from plexrl.statemanager.mapping import PAGE_BYTES, MappedFile, discard, populate
+from plexrl.statemanager.host_segment import SUFFIX, HostSegment
+from plexrl.statemanager.mapping import PAGE_BYTES, populate
 from plexrl.statemanager.numa import place_pages
 
 LOG = logging.getLogger(__name__)
@@ -31,11 +34,22 @@ LOG = logging.getLogger(__name__)
 SEGMENT_BYTES_MIN = 256 << 10
 PREFAULT_BYTES = 64 << 20
 """Pages that are faulted in at a time, so that a close need not wait for all of them."""
-
-_SUFFIX = ".segment"
+PREFAULT_SEGMENTS = 8
+"""At least so many segments are prefaulted, so that several tenants have something of it."""
 
 OnMap = Callable[[int, int], None]
 """Given the address and size of a segment."""
+
+
+class _Free:
+    """Free ranges of one tenant's segments, or of nobody's."""
+
+    def __init__(self) -> None:
+        self.warm, self.cold = FreeRanges(), FreeRanges()
+
+    @property
+    def nbytes(self) -> int:
+        return self.warm.nbytes + self.cold.nbytes
 
 
 class HostPool:
@@ -51,7 +65,8 @@ class HostPool:
         on_map: OnMap | None = None,
         on_unmap: OnMap | None = None,
     ) -> None:
-        """Take in the segments that are there, all of them free until `claim` says otherwise.
+        """Take in the segments that are there, all of them free until `claim` says otherwise;
+        `remove_unclaimed` is to be called after that.
 
         With `on_map`, a segment's pages are all there when it is called, and stay: for memory that
         is to be pinned.
@@ -64,17 +79,20 @@ class HostPool:
         self._lock = threading.Lock()
         self._faulted = threading.Condition(self._lock)
         self._faulting_bytes = 0
-        self._segments: dict[int, MappedFile] = {}
-        self._readers: dict[int, int] = {}
-        self._warm, self._cold = FreeRanges(), FreeRanges()
+        self._segments: dict[int, HostSegment] = {}
+        self._free: dict[str | None, _Free] = {None: _Free()}
+        """By tenant; `None`: of segments that were nobody's yet."""
+        self._numbers = 0
+        """Of segments that there ever were: a number is not used again."""
         self._used_bytes = 0
         self._aside_bytes = 0
         self._closing = threading.Event()
-        self._prefaulting: threading.Thread | None = None
-        self._resident_bytes_wanted = self._ready_bytes_wanted = 0
         self._unmapped: list[Piece] = []
-        """What a daemon before this one left: resident, but not mapped here yet."""
-        for path in sorted(directory.glob(f"*{_SUFFIX}")):
+        """Resident, but not mapped in this process yet."""
+        self._prefaulting: threading.Thread | None = None
+        self._is_prefaulting = False
+        self._resident_bytes_wanted = self._ready_bytes_wanted = 0
+        for path in sorted(directory.glob(f"*{SUFFIX}")):
             self._take_in(path)
 
     @property
@@ -84,27 +102,50 @@ class HostPool:
             return self._used_bytes
 
     @property
+    def aside_bytes(self) -> int:
+        """Left to other files in the directory."""
+        with self._lock:
+            return self._aside_bytes
+
+    @property
     def resident_bytes(self) -> int:
         """In use, or touched and free."""
         with self._lock:
-            return self._used_bytes + self._warm.nbytes
+            return self._used_bytes + self._warm_bytes()
 
-    def claim(self, pieces: Sequence[Piece]) -> bool:
-        """Count ranges as in use that a daemon before this one handed out; False, and no effect,
-        where one of them is not there or not free."""
+    def claim(self, pieces: Sequence[Piece], tenant: str) -> bool:
+        """Count ranges as a tenant's, and in use, that a daemon before this one handed out; False,
+        and no effect, where one of them is not there, not free or another tenant's."""
         with self._lock:
-            free = FreeRanges(self._warm)
+            for number in {piece.segment for piece in pieces}:
+                segment = self._segments.get(number)
+                if segment is None or segment.owner not in (None, tenant):
+                    return False
+            free = FreeRanges(piece for one in self._free.values() for piece in one.warm)
             for piece in pieces:
                 before = free.nbytes
                 free.remove(piece)
                 if before - free.nbytes != piece.nbytes:
                     return False
-            self._warm = free
-            self._used_bytes += sum(piece.nbytes for piece in pieces)
+            for piece in pieces:
+                segment = self._segments[piece.segment]
+                self._give(segment, tenant)
+                self._free[tenant].warm.remove(piece)
+                segment.used_bytes += piece.nbytes
+            self._used_bytes += _total(pieces)
             return True
 
-    def alloc(self, nbytes: int) -> tuple[Piece, ...]:
-        """Ranges of `nbytes` bytes together, whole pages, whose contents are anything.
+    def remove_unclaimed(self) -> None:
+        """Delete segments that were found and that nobody claimed: whose bytes they hold is not
+        known."""
+        with self._lock:
+            for segment in list(self._segments.values()):
+                if segment.owner is None and segment.lent:
+                    self._remove(segment)
+
+    def alloc(self, nbytes: int, tenant: str) -> tuple[Piece, ...]:
+        """Ranges of `nbytes` bytes together, whole pages, whose contents are anything of this
+        tenant's.
 
         Raises:
             StateTierFullError: the bound, or the file system, has no room.
@@ -115,20 +156,22 @@ class HostPool:
             self._faulted.wait_for(lambda: self._has_room(nbytes) or not self._faulting_bytes)
             if not self._has_room(nbytes):
                 raise self._full(nbytes, "its bound is reached")
-            self._grow(nbytes - self._warm.nbytes - self._cold.nbytes)
-            warm = self._warm.take(nbytes)
-            cold = self._cold.take(nbytes - _total(warm))
-            self._used_bytes += nbytes
+            free = self._free.setdefault(tenant, _Free())
+            self._take_over(nbytes - free.nbytes, tenant)
+            self._grow(nbytes - free.nbytes, tenant)
+            warm = free.warm.take(nbytes)
+            cold = free.cold.take(nbytes - _total(warm))
+            self._count_used((*warm, *cold))
+            # Others' pages make way for those that are new.
+            self._trim()
         try:
             for piece in cold:
-                self._have_pages(piece)
-                # Mapped at once: page by page, as they are touched, takes ten times as long.
-                populate(self.address(piece), piece.nbytes)
+                self._segments[piece.segment].set_aside(piece)
         except OSError as error:
             with self._lock:
-                self._used_bytes -= nbytes
+                self._count_unused((*warm, *cold))
                 for piece in warm:
-                    self._warm.add(piece)
+                    free.warm.add(piece)
                 for piece in cold:
                     self._make_cold(piece)
             raise self._full(nbytes, str(error)) from error
@@ -137,9 +180,7 @@ class HostPool:
     def free(self, pieces: Iterable[Piece]) -> None:
         """Let others have these ranges; their pages stay."""
         with self._lock:
-            for piece in pieces:
-                self._used_bytes -= piece.nbytes
-                self._warm.add(piece)
+            self._free_warm(pieces)
             self._trim()
 
     def set_aside(self, nbytes: int) -> None:
@@ -157,8 +198,9 @@ class HostPool:
         return self._segments[piece.segment].address + piece.offset
 
     def descriptor(self, segment: int) -> int:
-        """A read-only one of a segment's file; the pool's own, to be duplicated."""
-        return self._readers[segment]
+        """A read-only one of a segment's file; the pool's own, to be duplicated. Whoever gets it
+        may keep it for good, and sees all that ever lies in the segment."""
+        return self._segments[segment].lend()
 
     def prefault(self, nbytes: int) -> None:
         """Have `nbytes` of the bound resident soon, from a thread of its own."""
@@ -167,8 +209,8 @@ class HostPool:
             self._start_prefaulting()
 
     def make_ready(self, nbytes: int) -> None:
-        """Have `nbytes` free and resident soon, from a thread of its own, as far as the bound
-        allows: they will be written to. Pinned segments come whole, so there it has no effect."""
+        """Have `nbytes` free and resident soon, as far as the bound allows: they will be written
+        to. Pinned segments come whole, so there it has no effect."""
         with self._lock:
             self._ready_bytes_wanted = nbytes
             if self._on_map is None and self._lacking() > 0:
@@ -177,132 +219,208 @@ class HostPool:
     def close(self) -> None:
         """Unmap everything; the files stay. No range may be touched any more."""
         self._closing.set()
-        with self._lock:
-            prefaulting = self._prefaulting
-        if prefaulting is not None:
-            prefaulting.join()
-        for number, segment in self._segments.items():
-            if self._on_unmap is not None:
-                self._on_unmap(segment.address, segment.nbytes)
+        if self._prefaulting is not None:
+            self._prefaulting.join()
+        for segment in self._segments.values():
+            self._unpin(segment)
             segment.close()
-            os.close(self._readers[number])
 
     def check(self) -> None:
         """Assert the laws, as far as they can be seen from here."""
         with self._lock:
-            sizes = {number: segment.nbytes for number, segment in self._segments.items()}
-            free = FreeRanges(self._warm)
-            for piece in self._cold:
-                free.add(piece)
-            assert free.nbytes + self._used_bytes == sum(sizes.values())
-            resident = self._used_bytes + self._warm.nbytes + self._aside_bytes
-            assert not self._warm.nbytes or resident <= self.bytes_max
+            assert {segment.path for segment in self._segments.values()} == set(
+                self._directory.glob(f"*{SUFFIX}")
+            )
+            in_segments: dict[int, int] = {}
+            for owner, one in self._free.items():
+                free = FreeRanges(one.warm)
+                for piece in one.cold:
+                    free.add(piece)
+                for piece in free:
+                    assert self._segments[piece.segment].owner == owner
+                    in_segments[piece.segment] = in_segments.get(piece.segment, 0) + piece.nbytes
+            for number, segment in self._segments.items():
+                assert in_segments.get(number, 0) + segment.used_bytes == segment.nbytes
+            assert self._used_bytes == sum(s.used_bytes for s in self._segments.values())
+            warm = self._warm_bytes()
+            assert not warm or self._used_bytes + warm + self._aside_bytes <= self.bytes_max
 
     def _take_in(self, path: Path) -> None:
         """Map a segment that is there already, and count its touched pages as warm."""
-        number = int(path.name.removesuffix(_SUFFIX))
-        nbytes = path.stat().st_size // PAGE_BYTES * PAGE_BYTES
-        if not nbytes:
+        number = int(path.name.removesuffix(SUFFIX))
+        self._numbers = max(self._numbers, number + 1)
+        if path.stat().st_size < PAGE_BYTES:
             path.unlink()
             return
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            touched = FreeRanges(_touched(fd, number, nbytes))
-            self._map(number, fd, nbytes)
-        finally:
-            os.close(fd)
-        cold = FreeRanges([Piece(number, 0, nbytes)])
-        self._unmapped += touched
-        for piece in touched:
-            self._warm.add(piece)
+        segment = HostSegment(self._directory, number)
+        self._segments[number] = segment
+        place_pages(segment.address, segment.nbytes, node=self._memory_node)
+        free = self._free[None]
+        cold = FreeRanges([segment.whole])
+        for piece in segment.touched():
+            free.warm.add(piece)
+            self._unmapped.append(piece)
             cold.remove(piece)
         for piece in cold:
             if self._on_map is None:
-                self._cold.add(piece)
+                free.cold.add(piece)
             else:
-                self._have_pages(piece)
-                self._warm.add(piece)
-        self._pin(number)
+                segment.set_aside(piece)
+                free.warm.add(piece)
+        self._pin(segment)
 
     # The following hold `_lock` already.
-
-    def _start_prefaulting(self) -> None:
-        if self._prefaulting is None and not self._closing.is_set():
-            self._prefaulting = threading.Thread(target=self._prefault, daemon=True)
-            self._prefaulting.start()
-
-    def _lacking(self) -> int:
-        """Bytes to fault in, of those that are wanted and that the bound has room for."""
-        lacking = max(
-            self._resident_bytes_wanted - self._used_bytes - self._warm.nbytes,
-            self._ready_bytes_wanted - self._warm.nbytes,
-        )
-        room = self.bytes_max - self._used_bytes - self._warm.nbytes - self._aside_bytes
-        return min(lacking, room, PREFAULT_BYTES) // PAGE_BYTES * PAGE_BYTES
 
     def _has_room(self, nbytes: int) -> bool:
         return self._used_bytes + self._aside_bytes + nbytes <= self.bytes_max
 
-    def _grow(self, nbytes: int) -> None:
-        """Add segments until there are so many bytes more."""
+    def _start_prefaulting(self) -> None:
+        if not self._is_prefaulting and not self._closing.is_set():
+            self._is_prefaulting = True
+            self._prefaulting = threading.Thread(target=self._prefault, daemon=True)
+            self._prefaulting.start()
+
+    def _lacking(self) -> int:
+        """Bytes to fault in next."""
+        warm = self._warm_bytes()
+        wanted = max(self._resident_bytes_wanted - self._used_bytes, self._ready_bytes_wanted)
+        room = self.bytes_max - self._used_bytes - warm - self._aside_bytes
+        return min(wanted - warm, room, PREFAULT_BYTES) // PAGE_BYTES * PAGE_BYTES
+
+    def _warm_bytes(self) -> int:
+        return sum(one.warm.nbytes for one in self._free.values())
+
+    def _count_used(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self._segments[piece.segment].used_bytes += piece.nbytes
+            self._used_bytes += piece.nbytes
+
+    def _count_unused(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self._segments[piece.segment].used_bytes -= piece.nbytes
+            self._used_bytes -= piece.nbytes
+
+    def _free_warm(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self._count_unused([piece])
+            self._free[self._segments[piece.segment].owner].warm.add(piece)
+
+    def _give(self, segment: HostSegment, tenant: str) -> None:
+        """Let a segment's free ranges be a tenant's."""
+        if segment.owner == tenant:
+            return
+        former = self._free[segment.owner]
+        free = self._free.setdefault(tenant, _Free())
+        for source, target in ((former.warm, free.warm), (former.cold, free.cold)):
+            for piece in [piece for piece in source if piece.segment == segment.number]:
+                source.remove(piece)
+                target.add(piece)
+        segment.owner = tenant
+
+    def _take_over(self, nbytes: int, tenant: str) -> None:
+        """Have segments that are nobody's, or of which nobody uses anything, be a tenant's, up to
+        so many bytes."""
+        others = [s for s in self._segments.values() if s.owner != tenant and not s.used_bytes]
+        # Nobody's first; then what was idle as it is, the smallest that do.
+        others.sort(key=lambda s: (s.owner is not None, s.nbytes < nbytes, s.nbytes, s.number))
+        for segment in others:
+            if nbytes <= 0:
+                return
+            if segment.lent:
+                continue
+            if segment.owner is not None:
+                for piece in self._free[segment.owner].warm:
+                    if piece.segment == segment.number:
+                        segment.clear(piece)
+            self._give(segment, tenant)
+            nbytes -= segment.nbytes
+
+    def _grow(self, nbytes: int, tenant: str | None, segment_bytes: int = 0) -> None:
+        """Add segments until a tenant has so many bytes more; `segment_bytes` absent: in files of
+        what size is thought fit."""
         while nbytes > 0:
             total = sum(segment.nbytes for segment in self._segments.values())
+            own = sum(s.nbytes for s in self._segments.values() if s.owner == tenant)
             # As much again as there is, so that many small versions do not make many small files.
-            wanted = max(nbytes, total, SEGMENT_BYTES_MIN)
+            wanted = segment_bytes or max(nbytes, own, SEGMENT_BYTES_MIN)
             size = min(1 << (wanted - 1).bit_length(), self._segment_bytes_max)
+            least = min(nbytes, self._segment_bytes_max)
+            if tenant is not None:
+                total -= self._make_way(total + size - self.bytes_max, tenant)
             room = (self.bytes_max - total) // PAGE_BYTES * PAGE_BYTES
-            size = max(min(size, room), min(nbytes, self._segment_bytes_max))
-            number = max(self._segments, default=-1) + 1
+            if self._on_map is not None and least > room:
+                raise self._full(nbytes, "segments of other tenants are partly in use")
+            size = max(min(size, room), least)
             try:
-                self._create(number, size)
+                self._create(size, tenant)
             except OSError as error:
                 raise self._full(nbytes, str(error)) from error
             nbytes -= size
 
-    def _create(self, number: int, nbytes: int) -> None:
-        path = self._directory / f"{number:06d}{_SUFFIX}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        whole = Piece(number, 0, nbytes)
+    def _make_way(self, nbytes: int, tenant: str) -> int:
+        """Delete others' segments of which nothing is in use, up to so many bytes; returns how many
+        they were."""
+        removed = 0
+        for segment in list(self._segments.values()):
+            if removed >= nbytes:
+                break
+            if segment.owner not in (None, tenant) and not segment.used_bytes:
+                self._remove(segment)
+                removed += segment.nbytes
+        return removed
+
+    def _create(self, nbytes: int, tenant: str | None) -> None:
+        segment = HostSegment(self._directory, self._numbers, nbytes)
+        segment.owner = tenant
         try:
-            os.ftruncate(fd, nbytes)
-            self._map(number, fd, nbytes)
             if self._on_map is not None:
-                self._have_pages(whole)
-                populate(self.address(whole), nbytes)
+                segment.set_aside(segment.whole)
         except OSError:
-            self._unmap(number)
-            path.unlink()
+            segment.remove()
             raise
-        finally:
-            os.close(fd)
-        (self._cold if self._on_map is None else self._warm).add(whole)
-        self._pin(number)
-
-    def _map(self, number: int, fd: int, nbytes: int) -> None:
-        self._segments[number] = segment = MappedFile(fd, nbytes)
-        self._readers[number] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        self._numbers += 1
+        self._segments[segment.number] = segment
         place_pages(segment.address, nbytes, node=self._memory_node)
+        free = self._free[tenant]
+        (free.cold if self._on_map is None else free.warm).add(segment.whole)
+        self._pin(segment)
 
-    def _unmap(self, number: int) -> None:
-        if number in self._segments:
-            self._segments.pop(number).close()
-            os.close(self._readers.pop(number))
+    def _remove(self, segment: HostSegment) -> None:
+        """Delete a segment of which nothing is in use."""
+        assert not segment.used_bytes
+        free = self._free[segment.owner]
+        for ranges in (free.warm, free.cold):
+            ranges.remove(segment.whole)
+        del self._segments[segment.number]
+        self._unpin(segment)
+        segment.remove()
 
-    def _pin(self, number: int) -> None:
+    def _pin(self, segment: HostSegment) -> None:
         if self._on_map is not None:
-            self._on_map(self._segments[number].address, self._segments[number].nbytes)
+            self._on_map(segment.address, segment.nbytes)
+
+    def _unpin(self, segment: HostSegment) -> None:
+        if self._on_unmap is not None:
+            self._on_unmap(segment.address, segment.nbytes)
 
     def _trim(self) -> None:
         """Give warm pages back as far as the bound asks for it; pinned ones cannot be."""
         if self._on_map is not None:
             return
-        excess = self._used_bytes + self._warm.nbytes + self._aside_bytes - self.bytes_max
-        for piece in self._warm.take(-(-excess // PAGE_BYTES) * PAGE_BYTES) if excess > 0 else ():
-            self._make_cold(piece)
+        excess = self._used_bytes + self._warm_bytes() + self._aside_bytes - self.bytes_max
+        while excess > 0:
+            free = max(self._free.values(), key=lambda one: one.warm.nbytes)
+            taken = free.warm.take(-(-excess // PAGE_BYTES) * PAGE_BYTES)
+            if not taken:
+                return
+            for piece in taken:
+                self._make_cold(piece)
+                excess -= piece.nbytes
 
     def _make_cold(self, piece: Piece) -> None:
-        discard(self.address(piece), piece.nbytes)
-        self._cold.add(piece)
+        segment = self._segments[piece.segment]
+        segment.discard(piece)
+        self._free[segment.owner].cold.add(piece)
 
     def _full(self, nbytes: int, why: str) -> StateTierFullError:
         return StateTierFullError(
@@ -313,68 +431,69 @@ class HostPool:
 
     # These hold no lock.
 
-    def _have_pages(self, piece: Piece) -> None:
-        """Have the file system set memory aside for a range."""
-        with (self._directory / f"{piece.segment:06d}{_SUFFIX}").open("r+b") as file:
-            os.posix_fallocate(file.fileno(), piece.offset, piece.nbytes)
-
     def _prefault(self) -> None:
+        # What lies here from before is resident, but not mapped yet.
+        with self._lock:
+            resident, self._unmapped = self._unmapped, []
+        for piece in resident:
+            self._map_resident(piece)
         try:
-            with self._lock:
-                unmapped, self._unmapped = self._unmapped, []
-            for piece in unmapped:
-                self._fault_in(piece, is_warm=True)
             while not self._closing.is_set():
-                with self._lock:
-                    lacking = self._lacking()
-                    if lacking <= 0:
-                        return
-                    if not self._cold.nbytes:
-                        self._grow(lacking)
-                    cold = self._cold.take(lacking)
-                    # In use for as long as it takes, so that the bound holds.
-                    self._used_bytes += _total(cold)
-                    self._faulting_bytes = _total(cold)
+                cold = self._cold_to_fault()
+                if not cold:
+                    return
                 try:
                     for piece in cold:
-                        self._fault_in(piece, is_warm=False)
+                        self._fault_in(piece)
                 finally:
-                    self.free(cold)
                     with self._lock:
+                        self._free_warm(cold)
+                        self._trim()
                         self._faulting_bytes = 0
                         self._faulted.notify_all()
         except (OSError, StateTierFullError) as error:
             LOG.warning("the host tier is not wholly prefaulted: %s", error)
-        finally:
             with self._lock:
-                self._prefaulting = None
+                self._is_prefaulting = False
 
-    def _fault_in(self, piece: Piece, *, is_warm: bool) -> None:
-        for start in range(0, piece.nbytes, PREFAULT_BYTES):
+    def _cold_to_fault(self) -> list[Piece]:
+        """What to fault in next. It counts as in use for as long as it takes, so that the bound
+        holds."""
+        with self._lock:
+            lacking = self._lacking()
+            if lacking <= 0:
+                self._is_prefaulting = False
+                return []
+            wanted = -(-self._resident_bytes_wanted // PREFAULT_SEGMENTS)
+            segment_bytes = max(SEGMENT_BYTES_MIN, wanted or lacking)
+            if not any(one.cold.nbytes for one in self._free.values()):
+                self._grow(min(lacking, segment_bytes), None, segment_bytes)
+            # Nobody's first, since anybody may have it.
+            owners = sorted(self._free.values(), key=lambda one: one is not self._free[None])
+            cold = next(one for one in owners if one.cold.nbytes).cold.take(lacking)
+            self._count_used(cold)
+            self._faulting_bytes = _total(cold)
+            return cold
+
+    def _map_resident(self, piece: Piece) -> None:
+        for part in _parts(piece):
+            with self._lock:
+                # Under the lock: nothing keeps a segment of which nothing is in use.
+                if self._closing.is_set() or part.segment not in self._segments:
+                    return
+                populate(self.address(part), part.nbytes)
+
+    def _fault_in(self, piece: Piece) -> None:
+        for part in _parts(piece):
             if self._closing.is_set():
-                break
-            nbytes = min(PREFAULT_BYTES, piece.nbytes - start)
-            part = piece._replace(offset=piece.offset + start, nbytes=nbytes)
-            if not is_warm:
-                self._have_pages(part)
-            populate(self.address(part), part.nbytes)
+                return
+            self._segments[part.segment].set_aside(part)
 
 
-def _touched(fd: int, number: int, nbytes: int) -> list[Piece]:
-    """Ranges of a sparse file that have pages."""
-    found = []
-    end = 0
-    while end < nbytes:
-        try:
-            start = os.lseek(fd, end, os.SEEK_DATA)
-        except OSError:
-            # ENXIO: nothing but a hole from here on.
-            break
-        end = min(os.lseek(fd, start, os.SEEK_HOLE), nbytes)
-        if start >= nbytes:
-            break
-        found.append(Piece(number, start, end - start))
-    return found
+def _parts(piece: Piece) -> Iterator[Piece]:
+    for start in range(0, piece.nbytes, PREFAULT_BYTES):
+        nbytes = min(PREFAULT_BYTES, piece.nbytes - start)
+        yield piece._replace(offset=piece.offset + start, nbytes=nbytes)
 
 
 def _total(pieces: Iterable[Piece]) -> int:

@@ -1,20 +1,26 @@
-"""Which launch of a deployment a connection belongs to: a later one ends earlier ones' tickets."""
+"""Which launch of a deployment a connection belongs to: a later one ends earlier ones' tickets.
+
+They are kept in the host tier's directory, beside the fencing tokens, so they outlive the daemon.
+"""
 
 import threading
+from pathlib import Path
+
+import msgspec
 
 from plexrl.errors import PermissionDeniedError
 from plexrl.statemanager.tickets import Claims
 
 
 class Incarnations:
-    """Highest incarnation seen of each rank, since the daemon's start. Thread-safe.
+    """Highest incarnation seen of each rank. Thread-safe."""
 
-    A daemon that was restarted knows of none; moves are then still fenced by their tokens.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._lock = threading.Lock()
         self._highest: dict[str, dict[int, int]] = {}
+        if path.exists():
+            self._highest = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[int, int]])
 
     def admit(self, claims: Claims) -> None:
         """Note the incarnation of a worker's ticket.
@@ -23,7 +29,7 @@ class Incarnations:
             PermissionDeniedError: a later one came before.
         """
         with self._lock:
-            ranks = self._highest.setdefault(claims.deployment, {})
+            ranks = self._highest.get(claims.deployment, {})
             highest = ranks.get(claims.rank, 0)
             if claims.incarnation < highest:
                 raise PermissionDeniedError(
@@ -31,9 +37,18 @@ class Incarnations:
                     f"{highest} has come since: this process has been replaced",
                     incarnation=claims.incarnation,
                 )
-            ranks[claims.rank] = claims.incarnation
+            if claims.incarnation > highest:
+                ranks[claims.rank] = claims.incarnation
+                self._highest[claims.deployment] = ranks
+                self._write()
 
     def forget(self, deployment: str) -> None:
         """The deployment is gone."""
         with self._lock:
-            self._highest.pop(deployment, None)
+            if self._highest.pop(deployment, None) is not None:
+                self._write()
+
+    def _write(self) -> None:
+        part = self._path.with_suffix(".part")
+        part.write_bytes(msgspec.json.encode(self._highest))
+        part.rename(self._path)

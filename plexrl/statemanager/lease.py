@@ -3,6 +3,9 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from plexrl.errors import CorruptStateError
 from plexrl.statemanager.device.memory import DeviceMemory
@@ -14,7 +17,11 @@ from plexrl.statemanager.mover import Mover, Placed
 from plexrl.statemanager.nvme import NvmeObjects, data_offset
 from plexrl.statemanager.objects import StoredObject, Version
 from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.transport.mapped_files import MappedData
 from plexrl.statemanager.versions import Manifest, digest_of, padded
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.run_copy import Bytes
 
 
 class Lease:
@@ -50,6 +57,27 @@ class Lease:
             CorruptStateError: a file is gone.
         """
         return tuple(self._regions())
+
+    def mapped(self) -> MappedData | None:
+        """Its data in this process's memory; absent where it is not in the host tier."""
+        if self.tier != TierName.HOST:
+            return None
+        starts: list[int] = []
+        views: list[Bytes] = []
+        for section, found in zip(self.manifest.sections, self._objects, strict=True):
+            start = section.start
+            for piece in found.pieces or ():
+                starts.append(start)
+                views.append(np.frombuffer(self._pool.view(piece), dtype=np.uint8))
+                start += piece.nbytes
+        return MappedData(starts=np.array(starts, dtype=np.int64), pieces=tuple(views))
+
+    def block_digests(self) -> list[bytes]:
+        """Of each section, those of its blocks. Raises as `digest`."""
+        with damage_named(self.manifest, self.tier):
+            for found in self._objects:
+                found.digests = self._mover.digests(found)
+        return [found.digests for found in self._objects]
 
     def read_data(self, start: int, target: memoryview) -> None:
         """Fill `target` with the data from `start` on, verified where it comes from NVMe.
@@ -96,10 +124,7 @@ class Lease:
         Raises:
             CorruptStateError: it is on NVMe and damaged.
         """
-        with damage_named(self.manifest, self.tier):
-            for found in self._objects:
-                found.digests = self._mover.digests(found)
-        return digest_of(found.digests for found in self._objects)
+        return digest_of(self.block_digests())
 
     def close(self) -> None:
         """Close descriptors."""

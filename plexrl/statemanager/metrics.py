@@ -37,6 +37,7 @@ class DaemonCollector(Collector):
         yield _gauge("moves_running", "Moves under way.", len(line.running()))
         yield _gauge("moves_waiting", "Moves that stand in line.", line.waiting())
         yield _gauge("connections", "Clients connected.", self._connections())
+        yield from self._replicas()
         refused = CounterMetricFamily(
             "plexrl_statemanager_refused", "Requests refused, by the error's code.", labels=["code"]
         )
@@ -93,6 +94,22 @@ class DaemonCollector(Collector):
         yield count
         yield size
         yield taken
+
+    def _replicas(self) -> Iterator[Metric]:
+        tally = self._services.store.replicas
+        sections = CounterMetricFamily(
+            "plexrl_statemanager_replica_sections",
+            "Sections that another rank was said to have too, by whether its bytes were the same.",
+            labels=["outcome"],
+        )
+        sections.add_metric(["shared"], tally.shared)
+        sections.add_metric(["different"], tally.different)
+        yield sections
+        yield CounterMetricFamily(
+            "plexrl_statemanager_replica_shared_bytes",
+            "Bytes that were not stored again, because another rank's are the same.",
+            value=tally.shared_bytes,
+        )
 
     def _moves(self) -> Iterator[Metric]:
         seconds = HistogramMetricFamily(

@@ -7,8 +7,8 @@ from plexrl.statemanager.free_ranges import Piece
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.versions import Manifest, ObjectRecord, VersionRecord, padded
 
-ShareKey = tuple[str, int, str, str, int]
-"""Deployment, seq, kind, section's key and size."""
+ShareKey = tuple[str, str, int, str, str, int]
+"""Tenant, deployment, seq, kind, section's key and size."""
 
 
 class ObjectState(StrEnum):
@@ -86,6 +86,7 @@ def share_keys(manifest: Manifest) -> list[ShareKey | None]:
     """For each section, what a replica of it is looked for under."""
     return [
         (
+            manifest.tenant,
             manifest.deployment,
             manifest.seq,
             manifest.kind.value,

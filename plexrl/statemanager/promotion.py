@@ -75,7 +75,7 @@ class Promoter:
                         catalog.acquire([found], HOST)
                         held.append(found)
                         continue
-                fetched[found] = self._pool.alloc(found.bytes_in(HOST))
+                fetched[found] = self._pool.alloc(found.bytes_in(HOST), version.manifest.tenant)
             where = {**{found: found.pieces or () for found in held}, **fetched}
             record = VersionRecord(
                 version.manifest,

@@ -72,14 +72,22 @@ class Save(Request, frozen=True, kw_only=True):
     meta_json: str
     same_as: str | None
     """Stamp of the stored version that the arena is known to equal; absent: of none."""
+    next_use_s: float | None = None
+    """Until it is expected to be loaded again; absent: nobody knows."""
 
 
 class Load(Request, frozen=True, kw_only=True):
     """Bring version `seq` into the arena. One that has no memory is lent some: the answer says
-    `segment_bytes`, and the segments' descriptors come along."""
+    `segment_bytes`, and the segments' descriptors come along.
+
+    A version that ranks of another layout saved is laid out anew; `sources` say which other
+    StateManagers have pieces of it: paths of sockets, or `tcp://host:port`."""
 
     seq: int
     token: int
+    sources: tuple[str, ...] = ()
+    cast: bool = False
+    """Whether elements may change their dtype."""
 
 
 class Attach(Request, frozen=True, kw_only=True):
@@ -139,6 +147,19 @@ class Prefetch(Request, frozen=True, kw_only=True):
 
     deployment: str
     seq: int
+    next_use_s: float | None = None
+    """Until it is expected to be loaded; absent: nobody knows."""
+
+
+class Where(Request, frozen=True, kw_only=True):
+    """In which tier the newest state of each deployment lies, as far as that has changed.
+
+    Answered by `life` and `serial`, to be given with the next one, and by `states`.
+    """
+
+    life: str = ""
+    """Of the daemon that was asked last; another one answers all."""
+    since: int = 0
 
 
 class Usage(Request, frozen=True, kw_only=True):

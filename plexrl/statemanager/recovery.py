@@ -31,6 +31,7 @@ def recover(
                 if tier == TierName.HOST:
                     pool.set_aside(header_bytes)
                 _install(catalog, tier, record, header_bytes, objects, now)
+        pool.remove_unclaimed()
         known = {found.id for found in objects.values() if found.on_nvme}
         for object_id in [found for found in nvme.ids() if found not in known]:
             nvme.remove(object_id)
@@ -78,7 +79,7 @@ def _claim(record: VersionRecord, objects: dict[str, StoredObject], pool: HostPo
     for found in {found.id: found for found in record.objects}.values():
         if found.id in objects:
             continue
-        if not pool.claim(found.pieces):
+        if not pool.claim(found.pieces, record.manifest.tenant):
             for one in claimed:
                 pool.free(one.pieces)
             return False

@@ -9,7 +9,7 @@ no two wait for each other.
 import logging
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -74,6 +74,17 @@ class _Draft:
         return self.own | {found for found in self.others if not found.is_in(tier)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaTally:
+    """Sections that another rank was said to have too: how many it had, and which it had not."""
+
+    shared: int = 0
+    shared_bytes: int = 0
+    """Not stored again."""
+    different: int = 0
+    """Stored apart: the ranks are not the replicas they are taken for."""
+
+
 class Saver:
     """Stores versions. Thread-safe."""
 
@@ -92,6 +103,8 @@ class Saver:
         self._mover = mover
         self._rooms = rooms
         self._faults = faults
+        self.replicas = ReplicaTally()
+        """Replaced under the catalog's lock."""
 
     def save(
         self,
@@ -177,7 +190,9 @@ class Saver:
                 draft.held.append((found, tier))
         if tiers:
             try:
-                if self._mover.is_same(found, draft.placed[index]):
+                is_same = self._mover.is_same(found, draft.placed[index])
+                self._count_replica(found, is_same=is_same)
+                if is_same:
                     return
                 LOG.warning(
                     "%s differs from what another rank calls its replica; it is stored apart",
@@ -186,6 +201,16 @@ class Saver:
             except CorruptStateError as error:
                 LOG.warning("%s shares nothing: %s", draft.manifest.description, error)
         draft.replace(index)
+
+    def _count_replica(self, found: StoredObject, *, is_same: bool) -> None:
+        with self._catalog.lock:
+            known = self.replicas
+            if is_same:
+                shared_bytes = known.shared_bytes + found.nbytes
+                known = replace(known, shared=known.shared + 1, shared_bytes=shared_bytes)
+            else:
+                known = replace(known, different=known.different + 1)
+            self.replicas = known
 
     def _write_somewhere(
         self, draft: _Draft, superseded: Iterable[str], *, host_allowed: bool
@@ -243,7 +268,7 @@ class Saver:
                     found = draft.replace(index)
                 written[found] = draft.placed[index]
                 if tier == HOST:
-                    found.pieces = self._pool.alloc(found.bytes_in(HOST))
+                    found.pieces = self._pool.alloc(found.bytes_in(HOST), draft.manifest.tenant)
             header = draft.header_bytes(tier)
             used = header + sum(found.bytes_in(tier) for found in written)
             if used > reserved:

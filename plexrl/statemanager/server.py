@@ -2,9 +2,11 @@
 
 import logging
 import os
+import select
 import socket
-import struct
 import threading
+import uuid
+from functools import partial
 from pathlib import Path
 
 from plexrl.errors import (
@@ -16,6 +18,7 @@ from plexrl.errors import (
 from plexrl.statemanager.channel import Channel, Kind, close_all
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.connection import peer_uid
 from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.drain import Drainer
 from plexrl.statemanager.fencing import Fencing
@@ -24,6 +27,7 @@ from plexrl.statemanager.incarnations import Incarnations
 from plexrl.statemanager.move_line import MoveLine
 from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.registry import Registry
+from plexrl.statemanager.relayout_load import Relayouter
 from plexrl.statemanager.session import Session
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.tally import Tally
@@ -42,7 +46,6 @@ CHECKPOINTS_TIMEOUT_S = 60.0
 """Checkpoints taken in before the server closes have so long to be written."""
 
 _REQUEST, _RESULT = Kind.REQUEST, Kind.RESULT
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Server:
@@ -50,18 +53,21 @@ class Server:
 
     def __init__(self, config: StateManagerConfig, store: Store, devices: DeviceBackend) -> None:
         self._config = config
+        key = make_ticket_key(config.ticket_key_path)
         self.services = Services(
             config=config,
             store=store,
             registry=Registry(),
             fencing=Fencing(Path(config.host_dir) / "fencing.json"),
+            relayouter=Relayouter(store, key),
             prefetcher=Prefetcher(store),
             checkpoints=CheckpointJobs(config),
             devices=devices,
-            key=make_ticket_key(config.ticket_key_path),
-            incarnations=Incarnations(),
+            key=key,
+            incarnations=Incarnations(Path(config.host_dir) / "incarnations.json"),
             line=MoveLine(config.moves_max, config.moves_waiting_max),
             tally=Tally(),
+            life=uuid.uuid4().hex,
         )
         self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()
@@ -129,7 +135,7 @@ class Server:
         thread.start()
 
     def _serve_one(self, connection: socket.socket, uid: int) -> None:
-        session = Session(self.services, uid)
+        session = Session(self.services, uid, partial(_is_there, connection))
         try:
             channel = Channel(connection, send_timeout_s=SEND_TIMEOUT_S)
             while True:
@@ -162,21 +168,27 @@ def _answer(channel: Channel, session: Session, body: memoryview, fds: list[int]
         channel.send(Kind.ERROR, error.to_wire())
 
 
+def _is_there(connection: socket.socket) -> bool:
+    """Whether the client's end is still open. Not asked by reading, since we may have shut that
+    side down ourselves, to end, and still owe an answer."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return not poll.poll(0)
+
+
 def check_peer(connection: socket.socket, served_uids: frozenset[int]) -> int:
     """The client's user, by the kernel's word.
 
     Raises:
         PermissionDeniedError: it is another user's.
     """
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(raw)
+    uid = peer_uid(connection)
     if uid not in served_uids:
         raise PermissionDeniedError(
             f"user {uid} is not the one this StateManager serves: run workers as its user, or "
             "name theirs in served_uids",
             uid=uid,
         )
-    assert isinstance(uid, int)
     return uid
 
 

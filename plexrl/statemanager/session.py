@@ -27,9 +27,13 @@ _decode: Callable[[bytes | memoryview], Request] = msgspec.msgpack.Decoder(_REQU
 class Session:
     """Carries out one connection's requests, one after the other."""
 
-    def __init__(self, services: Services, uid: int) -> None:
-        """`uid`: whose process is at the other end, by the kernel's word."""
+    def __init__(
+        self, services: Services, uid: int, is_there: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`uid`: whose process is at the other end, by the kernel's word. `is_there` says whether
+        it still is."""
         self._caller = Caller(services=services, uid=uid)
+        self._is_there = is_there
 
     def answer(self, body: bytes | memoryview, fds: Sequence[int]) -> Reply:
         """What comes of a request.
@@ -38,6 +42,7 @@ class Session:
 
         Raises:
             PlexRLError: the request is refused; nothing has changed.
+            ConnectionLostError: nobody waits for the answer; nothing has changed.
         """
         try:
             try:
@@ -72,7 +77,8 @@ class Session:
     def _move(self, handler: AnyHandler, request: Request, fds: Sequence[int]) -> Reply:
         caller = self._caller
         services, name = caller.services, type(request).__name__
-        with services.line.place(name, caller.claims.holder):
+        claims = caller.claims
+        with services.line.place(name, claims.holder, claims.tenant, self._is_there):
             outcome, answer = "failed", dict[str, Any]()
             started = time.perf_counter()
             try:

@@ -35,10 +35,11 @@ from plexrl.statemanager.promotion import Promoter
 from plexrl.statemanager.recovery import recover
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.room import Rooms
-from plexrl.statemanager.saving import Saver
+from plexrl.statemanager.saving import ReplicaTally, Saver
 from plexrl.statemanager.tenant_limit import TenantLimit
 from plexrl.statemanager.tier import Tier
 from plexrl.statemanager.versions import Extent, Manifest, Section, VersionKind
+from plexrl.statemanager.whereabouts import Whereabouts, whereabouts
 
 HOST, NVME = TierName.HOST, TierName.NVME
 _UNLIMITED = TenantLimit()
@@ -94,14 +95,15 @@ class Store:
             on_map=on_map,
             on_unmap=on_unmap,
         )
-        self._plane = DataPlane(
+        self.plane = DataPlane(
             data_threads=config.data_threads,
             queue_depth=config.nvme_queue_depth,
             on_map=on_map,
             on_unmap=on_unmap,
         )
-        self._objects = NvmeObjects(nvme, self._plane)
-        self._mover = Mover(self._pool, self._objects, self._plane, self._faults)
+        """What moves bytes; for others who do."""
+        self._objects = NvmeObjects(nvme, self.plane)
+        self._mover = Mover(self._pool, self._objects, self.plane, self._faults)
         bounds = {HOST: config.host_bytes, NVME: config.nvme_bytes}
         self._catalog = Catalog(self._tiers, bounds, self._pool, self._objects)
         self._rooms = Rooms(self._catalog, self._tiers, self._mover, clock)
@@ -247,6 +249,16 @@ class Store:
         """
         self._rooms.expect(deployment, next_use)
 
+    def expect_in(self, deployment: str, seconds: float) -> None:
+        """As `expect`, counted from now."""
+        self._rooms.expect(deployment, self._rooms.now() + max(0.0, seconds))
+
+    def whereabouts(self, since: int) -> tuple[int, list[Whereabouts]]:
+        """Where the newest state of deployments lies, of those where it may have changed since the
+        returned number was `since`; 0: of all."""
+        with self._catalog.lock:
+            return self._catalog.changes.serial, whereabouts(self._catalog, since)
+
     def find(self, wanted: Callable[[Manifest], bool]) -> list[StoredVersion]:
         """Every version for which `wanted` holds, by name."""
         with self._catalog.lock:
@@ -287,6 +299,15 @@ class Store:
         with self._catalog.lock:
             return self._catalog.used_bytes[tier]
 
+    def pool_taken_bytes(self) -> int:
+        """Of the host tier's memory, what is handed out or set aside."""
+        return self._pool.used_bytes + self._pool.aside_bytes
+
+    @property
+    def replicas(self) -> ReplicaTally:
+        """What became of sections that another rank had already, since the start."""
+        return self._saver.replicas
+
     def used_by(self, tenant: str) -> dict[TierName, int]:
         """Bytes that a tenant's versions take in each tier, replicas once. A version in host with a
         copy on NVMe counts in both."""
@@ -311,7 +332,7 @@ class Store:
     def close(self) -> None:
         """Let another process use the directories; nothing may be under way."""
         self._rooms.cancel()
-        self._plane.close()
+        self.plane.close()
         self._pool.close()
         for tier in self._tiers.values():
             tier.close()

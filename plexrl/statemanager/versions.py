@@ -87,11 +87,13 @@ class Manifest:
     """In the order of the data."""
     tenant: str = ""
     """On whose account the bytes go."""
+    token: int = 0
+    """Of the group lock that admitted the save: equal for all ranks of one save."""
 
     @property
     def name(self) -> str:
         """The same for every attempt at storing this version."""
-        return version_name(self.deployment, self.rank, self.kind, self.seq)
+        return version_name(self.deployment, self.rank, self.world_size, self.kind, self.seq)
 
     @property
     def file_name(self) -> str:
@@ -106,9 +108,13 @@ class Manifest:
         return f"{what} {self.seq} of {self.deployment!r} rank {self.rank}"
 
 
-def version_name(deployment: str, rank: int, kind: VersionKind, seq: int) -> str:
-    """What the store knows a version by."""
-    return f"{deployment}.{rank}.{kind}.{seq}"
+def version_name(deployment: str, rank: int, world_size: int, kind: VersionKind, seq: int) -> str:
+    """What the store knows a version by.
+
+    A rank that has been loaded under another layout and saved again replaces nothing that the other
+    ranks may still have to be loaded from, so the number of ranks is part of it.
+    """
+    return f"{deployment}.{rank}of{world_size}.{kind}.{seq}"
 
 
 class ObjectRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -53,8 +53,10 @@ def recv_frame(
         PayloadTooLargeError: a length beyond the bound; the stream cannot be used further.
         InvalidRequestError: the header is no msgpack map with text keys.
     """
-    header, payload_bytes = recv_head(sock, payload_bytes_max=payload_bytes_max)
-    return header, _recv_exactly(sock, payload_bytes)
+    body, payload_bytes = _recv_head(sock, payload_bytes_max)
+    # The payload is taken whatever the header is, so that the stream stays in step.
+    payload = _recv_exactly(sock, payload_bytes)
+    return _decode_header(body), payload
 
 
 def recv_head(
@@ -62,11 +64,10 @@ def recv_head(
 ) -> tuple[Header, int]:
     """The next frame's header, and the size of the payload that the caller is then to take.
 
-    Raises as `recv_frame`.
+    Raises as `recv_frame`; after a malformed header the stream is no longer in step.
     """
-    header_bytes, payload_bytes = _LENGTHS.unpack(_recv_exactly(sock, _LENGTHS.size))
-    _check_lengths(header_bytes, payload_bytes, payload_bytes_max)
-    return _decode_header(_recv_exactly(sock, header_bytes)), payload_bytes
+    body, payload_bytes = _recv_head(sock, payload_bytes_max)
+    return _decode_header(body), payload_bytes
 
 
 async def write_frame(
@@ -100,6 +101,12 @@ async def read_frame(
     except (asyncio.IncompleteReadError, OSError) as error:
         raise ConnectionLostError("the peer closed the connection") from error
     return _decode_header(body), payload
+
+
+def _recv_head(sock: socket.socket, payload_bytes_max: int) -> tuple[bytearray, int]:
+    header_bytes, payload_bytes = _LENGTHS.unpack(_recv_exactly(sock, _LENGTHS.size))
+    _check_lengths(header_bytes, payload_bytes, payload_bytes_max)
+    return _recv_exactly(sock, header_bytes), payload_bytes
 
 
 def _decode_header(body: bytes | bytearray) -> Header:

@@ -98,18 +98,21 @@ class Agent:
             )
             running = asyncio.create_task(peer.run())
             reporting: asyncio.Task[None] | None = None
+            watching: asyncio.Task[None] | None = None
             try:
                 await peer.call("hello", await self._greeting())
                 connected.set()
                 reporting = asyncio.create_task(self._send_reports(peer))
+                watching = asyncio.create_task(self._state.watch(self._report_states))
                 await running
             except (ConnectionLostError, DeadlineExceededError) as error:
                 LOG.info("the scheduler is gone (%s); connecting again", error)
             finally:
-                for task in (running, reporting):
+                for task in (running, reporting, watching):
                     if task is not None:
                         task.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+                ended = [task for task in (running, watching) if task is not None]
+                await asyncio.gather(*ended, return_exceptions=True)
             await asyncio.sleep(RECONNECT_S)
 
     async def _greeting(self) -> Plain:
@@ -295,6 +298,9 @@ class Agent:
         )
 
     # Reports
+
+    def _report_states(self, states: list[Plain]) -> None:
+        self._report("state_reported", {"node": self._config.node, "states": states})
 
     def _report(self, method: str, params: Plain) -> None:
         self._reports.append((method, params))

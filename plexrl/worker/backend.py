@@ -7,12 +7,15 @@ the backend never talks to anyone itself (PlexRL §5.1: a Worker is a thin adapt
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import Arrays
+
+if TYPE_CHECKING:
+    from plexrl.worker.engine.protocol import EngineStats
 
 Emit = Callable[[int, list[int], list[float]], None]
 """Takes (sample row, new tokens, their logprobs) while a generation is under way."""
@@ -111,5 +114,25 @@ class RolloutBackend(Backend, Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Some submitted operation is unfinished."""
+        """Some submitted operation is unfinished, and not because generation is paused."""
+        ...
+
+    def pause(self, *, recompute_kv: bool = True) -> None:
+        """Draw nothing until `resume`; between the two, weights may be pulled or the state moved.
+
+        `recompute_kv` says whether samples under way are computed anew with pulled weights, or go
+        on with what they cached under the former ones.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Go on where `pause` stopped, with the weights that are there."""
+        ...
+
+    def interrupt(self, operation: str) -> BackendResult | None:
+        """Take an operation out now, with what it has; `step` will not return it. None: unknown."""
+        ...
+
+    def stats(self) -> "EngineStats":
+        """How the engine stands."""
         ...

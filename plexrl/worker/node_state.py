@@ -22,6 +22,7 @@ from plexrl.statemanager.migration import migrate
 from plexrl.statemanager.ticket_key import read_ticket_key
 from plexrl.statemanager.tickets import AGENT, Claims
 from plexrl.wire.rpc import Peer
+from plexrl.worker.state_watch import StateWatch
 
 LOG = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ MIGRATIONS_MAX = 2
 """Under way at once; one alone comes near the memory's bandwidth."""
 HINTS_MAX = 16
 """Being passed on at once; more are passed over."""
+
+WATCH_S = 1.0
+"""Between two looks at where state lies: a question and an answer on a socket."""
 
 Plain = dict[str, Any]
 _Move = tuple[str, int, tuple[int, ...] | None]
@@ -45,6 +49,7 @@ class NodeState:
         self._key_file = ticket_key_file
         self._migrations: dict[_Move, asyncio.Task[MoveReport]] = {}
         self._may_migrate = asyncio.Semaphore(MIGRATIONS_MAX)
+        self._watch = StateWatch(self._client)
         self._hints: set[asyncio.Task[None]] = set()
 
     async def deployments(self) -> list[str]:
@@ -70,6 +75,20 @@ class NodeState:
             await asyncio.wait(coming)
         await asyncio.to_thread(release)
         return {}
+
+    async def watch(self, report: Callable[[list[Plain]], None]) -> None:
+        """Tell `report` where state lies whenever that has changed, all of it at first; until it is
+        cancelled."""
+        await asyncio.to_thread(self._watch.tell_all)
+        while True:
+            try:
+                changes = await asyncio.to_thread(self._watch.changes)
+            except PlexRLError as error:
+                LOG.info("where state lies is not known for now: %s", error)
+            else:
+                if changes:
+                    report(changes)
+            await asyncio.sleep(WATCH_S)
 
     async def migrate(self, peer: Peer, params: Plain) -> Plain:
         """Bring a version here from the StateManagers at `sources`; `ranks` absent: all of it.
@@ -163,7 +182,12 @@ class NodeState:
         def hint() -> None:
             command = params["command"]
             with closing(self._client()) as client:
-                client.prefetch(str(command["deployment"]), int(command["seq"]))
+                next_use_s = command.get("next_use_s")
+                client.prefetch(
+                    str(command["deployment"]),
+                    int(command["seq"]),
+                    None if next_use_s is None else float(next_use_s),
+                )
 
         try:
             await asyncio.to_thread(hint)

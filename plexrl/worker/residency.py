@@ -58,7 +58,8 @@ class StateMover:
             case OperationKind.LOAD:
                 return self._load(seq, token)
             case OperationKind.OFFLOAD:
-                return self._offload(seq, int(command["keep_seq"]), token)
+                next_use_s = command.get("next_use_s")
+                return self._offload(seq, int(command["keep_seq"]), token, next_use_s)
             case OperationKind.SNAPSHOT:
                 parts = self._backend.live_parts()
                 keep_seq = int(command["keep_seq"])
@@ -111,8 +112,8 @@ class StateMover:
         if self._backend.slices() == self._registered:
             try:
                 return self._client.load(seq=seq, token=token)
-            except ConflictError:
-                LOG.info("the registration was ended meanwhile; it is made again")
+            except ConflictError as error:
+                LOG.info("the arena is registered again: %s", error)
         self._register(token)
         return self._client.load(seq=seq, token=token)
 
@@ -122,11 +123,13 @@ class StateMover:
         self._client.register(self._backend.arena, slices, group=self._group, token=token)
         self._registered = slices
 
-    def _offload(self, seq: int, keep_seq: int, token: int) -> Plain:
+    def _offload(self, seq: int, keep_seq: int, token: int, next_use_s: float | None) -> Plain:
         self._backend.before_offload()
         before = self._memory()
         parts = self._backend.live_parts()
-        report = self._client.offload(seq=seq, keep_seq=keep_seq, token=token, parts=parts)
+        report = self._client.offload(
+            seq=seq, keep_seq=keep_seq, token=token, parts=parts, next_use_s=next_use_s
+        )
         self.is_resident = False
         self._was_offloaded = True
         _trim_heap()

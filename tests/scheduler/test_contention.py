@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from plexrl.scheduler import contention, foresight, groups
+from plexrl.scheduler import contention, groups, next_use
 from plexrl.scheduler.contention import Contention, Resident, TurnRule, predict
 from plexrl.scheduler.demand import DemandTrace, Segment
 
@@ -17,7 +17,7 @@ SLACK_RULE = TurnRule(guards_slack=True)
 
 def test_a_prediction_goes_by_the_numbers_that_turns_are_taken_by() -> None:
     assert contention.OVERDUE == groups.OVERDUE
-    assert contention.LATE_PART == foresight.OVERDUE_PART
+    assert contention.LATE_PART == next_use.OVERDUE_PART
 
 
 def resident(

@@ -49,7 +49,10 @@ class Daemon:
         path = Path(self.config.nvme_dir).parent / "config.json"
         path.write_bytes(msgspec.json.encode(self.config))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "plexrl.statemanager", "--config", str(path)],
+            [
+                *(sys.executable, "-m", "plexrl.statemanager"),
+                *("--config", str(path), "--end-with-parent"),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

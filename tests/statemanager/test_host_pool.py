@@ -1,11 +1,13 @@
 """Pooled memory: one owner for each page, never beyond the bound, and found again after a crash."""
 
+import mmap
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +27,7 @@ from plexrl.statemanager.numa import memory_nodes, place_pages
 from tests.statemanager.conftest import MIB, wait_until
 
 PAGE = 4096
+TENANTS = ("", "ours", "theirs")
 
 
 @pytest.fixture
@@ -81,7 +84,8 @@ def test_a_cut_is_a_slice(sizes: list[int], start: int, nbytes: int) -> None:
 
 
 class PoolHistory(RuleBasedStateMachine):
-    """Every page that was handed out holds the number of its owner."""
+    """Every page that was handed out holds the number of its owner, and who was lent a segment of
+    one tenant never sees another's number in it."""
 
     @initialize(bound=st.integers(0, 40), segment=st.integers(1, 16))
     def start(self, bound: int, segment: int) -> None:
@@ -89,6 +93,7 @@ class PoolHistory(RuleBasedStateMachine):
         self.bound, self.segment = bound * PAGE, segment * PAGE
         self.aside = 0
         self.owned: dict[int, tuple[Piece, ...]] = {}
+        self.lent: list[tuple[str, int]] = []
         self.count = 0
         self.open()
 
@@ -98,26 +103,34 @@ class PoolHistory(RuleBasedStateMachine):
     def used(self) -> int:
         return sum(piece.nbytes for pieces in self.owned.values() for piece in pieces)
 
-    @rule(nbytes=st.integers(1, 12 * PAGE))
-    def alloc(self, nbytes: int) -> None:
+    @rule(nbytes=st.integers(1, 12 * PAGE), tenant=st.integers(0, 2))
+    def alloc(self, nbytes: int, tenant: int) -> None:
         whole = -(-nbytes // PAGE) * PAGE
         fits = self.used() + self.aside + whole <= self.bound
         try:
-            pieces = self.pool.alloc(nbytes)
+            pieces = self.pool.alloc(nbytes, TENANTS[tenant])
         except StateTierFullError:
             assert not fits
             return
         assert fits
         assert sum(piece.nbytes for piece in pieces) == whole
         self.count += 1
-        self.owned[self.count] = pieces
+        number = 3 * self.count + tenant
+        self.owned[number] = pieces
         for piece in pieces:
-            self.pool.view(piece)[:] = self.count.to_bytes(8, "little") * (piece.nbytes // 8)
+            self.pool.view(piece)[:] = number.to_bytes(8, "little") * (piece.nbytes // 8)
 
     @precondition(lambda self: self.owned)
     @rule(index=st.integers(0, 100))
     def free(self, index: int) -> None:
         self.pool.free(self.owned.pop(sorted(self.owned)[index % len(self.owned)]))
+
+    @precondition(lambda self: self.owned and len(self.lent) < 20)
+    @rule(index=st.integers(0, 100))
+    def lend(self, index: int) -> None:
+        number = sorted(self.owned)[index % len(self.owned)]
+        fd = os.dup(self.pool.descriptor(self.owned[number][0].segment))
+        self.lent.append((TENANTS[number % 3], fd))
 
     @rule(pages=st.integers(0, 3))
     def set_aside(self, pages: int) -> None:
@@ -140,9 +153,11 @@ class PoolHistory(RuleBasedStateMachine):
         self.open()
         for number in sorted(self.owned)[:forgotten]:
             del self.owned[number]
-        for pieces in self.owned.values():
-            assert self.pool.claim(pieces)
-            assert not self.pool.claim(pieces), "it was given to two"
+        for number, pieces in self.owned.items():
+            assert self.pool.claim(pieces, TENANTS[number % 3])
+            assert not self.pool.claim(pieces, TENANTS[number % 3]), "it was given to two"
+            assert not self.pool.claim(pieces, TENANTS[(number + 1) % 3])
+        self.pool.remove_unclaimed()
         self.pool.set_aside(self.aside)
 
     @invariant()
@@ -157,10 +172,19 @@ class PoolHistory(RuleBasedStateMachine):
         self.pool.check()
         assert resident(self.directory) <= self.bound - self.aside
 
+    @invariant()
+    def who_was_lent_a_segment_sees_its_own_tenants_bytes_only(self) -> None:
+        for tenant, fd in getattr(self, "lent", ()):
+            words = np.frombuffer(os.pread(fd, os.fstat(fd).st_size, 0), dtype="<u8")
+            seen = set(words.tolist()) - {0}
+            assert {TENANTS[number % 3] for number in seen} <= {tenant}
+
     def teardown(self) -> None:
         if hasattr(self, "pool"):
             self.pool.close()
             shutil.rmtree(self.directory)
+            for _, fd in self.lent:
+                os.close(fd)
 
 
 def test_any_history_of_the_pool() -> None:
@@ -171,10 +195,10 @@ def test_any_history_of_the_pool() -> None:
 
 def test_freed_memory_stays_and_is_handed_out_again(directory: Path) -> None:
     pool = HostPool(directory, 4 * MIB)
-    first = pool.alloc(3 * MIB)
+    first = pool.alloc(3 * MIB, "ours")
     pool.free(first)
     assert resident(directory) == 3 * MIB
-    assert pool.alloc(3 * MIB) == first
+    assert pool.alloc(3 * MIB, "ours") == first
     pool.close()
 
 
@@ -195,7 +219,7 @@ def test_a_device_is_told_of_memory_that_is_there_and_stays(directory: Path) -> 
         on_map=lambda address, nbytes: told.append(("map", address, nbytes)),
         on_unmap=lambda address, nbytes: told.append(("unmap", address, nbytes)),
     )
-    [piece] = pool.alloc(MIB)
+    [piece] = pool.alloc(MIB, "ours")
     [(what, address, nbytes)] = told
     assert what == "map"
     assert address <= pool.address(piece) < address + nbytes
@@ -206,14 +230,107 @@ def test_a_device_is_told_of_memory_that_is_there_and_stays(directory: Path) -> 
 
 def test_a_segment_that_lost_its_tail_is_not_claimed(directory: Path) -> None:
     pool = HostPool(directory, 4 * MIB)
-    pieces = pool.alloc(MIB)
+    pieces = pool.alloc(MIB, "ours")
     pool.close()
     [path] = directory.iterdir()
     os.truncate(path, MIB // 2)
     again = HostPool(directory, 4 * MIB)
-    assert not again.claim(pieces)
+    assert not again.claim(pieces, "ours")
     assert again.used_bytes == 0
     again.close()
+
+
+def open_files(directory: Path) -> set[Path]:
+    return set(directory.glob("*.segment"))
+
+
+def test_an_idle_segment_goes_to_another_tenant_empty_and_with_its_pages(directory: Path) -> None:
+    pool = HostPool(directory, 4 * MIB)
+    [piece] = pieces = pool.alloc(MIB, "ours")
+    pool.view(piece)[:] = b"ours" * (MIB // 4)
+    pool.free(pieces)
+    [other] = pool.alloc(MIB // 2, "theirs")
+    assert other.segment == piece.segment
+    [rest] = pool.alloc(MIB // 2, "theirs")
+    assert not any(pool.view(other)), "another tenant's bytes are there"
+    assert not any(pool.view(rest))
+    assert resident(directory) == MIB
+    pool.check()
+    pool.close()
+
+
+def test_a_segment_in_use_is_shared_with_no_other_tenant(directory: Path) -> None:
+    pool = HostPool(directory, 4 * MIB)
+    [ours] = pool.alloc(PAGE, "ours")
+    [theirs] = pool.alloc(PAGE, "theirs")
+    [more] = pool.alloc(PAGE, "ours")
+    assert ours.segment == more.segment != theirs.segment
+    pool.close()
+
+
+def test_a_segment_that_was_lent_is_deleted_before_another_tenant_gets_its_room(
+    directory: Path,
+) -> None:
+    pool = HostPool(directory, MIB)
+    [piece] = pieces = pool.alloc(MIB, "ours")
+    pool.view(piece)[:] = b"ours" * (MIB // 4)
+    kept = os.dup(pool.descriptor(piece.segment))
+    before = open_files(directory)
+    pool.free(pieces)
+    [other] = pool.alloc(MIB, "theirs")
+    pool.view(other)[:] = b"them" * (MIB // 4)
+    assert other.segment != piece.segment
+    assert not open_files(directory) & before
+    assert not any(os.pread(kept, MIB, 0))
+    assert os.fstat(kept).st_blocks == 0, "whoever kept it keeps the memory too"
+    os.close(kept)
+    pool.close()
+
+
+def test_what_is_lent_can_be_read_only(directory: Path) -> None:
+    pool = HostPool(directory, MIB)
+    [piece] = pool.alloc(PAGE, "ours")
+    fd = pool.descriptor(piece.segment)
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, PAGE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(fd, b"x", 0)
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.ftruncate(fd, 0)
+    pool.close()
+
+
+def test_a_restart_knows_whose_a_segment_is_and_deletes_nobodys(directory: Path) -> None:
+    pool = HostPool(directory, 4 * MIB)
+    ours, theirs = pool.alloc(PAGE, "ours"), pool.alloc(PAGE, "theirs")
+    for piece in (*ours, *theirs):
+        pool.view(piece)[:] = b"x" * PAGE
+    pool.close()
+    again = HostPool(directory, 4 * MIB)
+    assert again.claim(ours, "ours")
+    again.remove_unclaimed()
+    assert len(open_files(directory)) == 1
+    assert not again.claim(theirs, "theirs")
+    [new] = again.alloc(PAGE, "theirs")
+    assert new.segment not in {ours[0].segment, theirs[0].segment}
+    again.check()
+    again.close()
+
+
+def test_pinned_memory_that_is_idle_makes_way_for_another_tenant(directory: Path) -> None:
+    pinned: dict[int, int] = {}
+    pool = HostPool(
+        directory, MIB, on_map=pinned.__setitem__, on_unmap=lambda at, _: pinned.__delitem__(at)
+    )
+    [piece] = pieces = pool.alloc(MIB, "ours")
+    with pytest.raises(StateTierFullError):
+        pool.alloc(PAGE, "theirs")
+    pool.descriptor(piece.segment)
+    pool.free(pieces)
+    pool.alloc(MIB, "theirs")
+    assert sum(pinned.values()) == MIB
+    pool.close()
+    assert not pinned
 
 
 def test_memory_nodes_are_read_from_the_system(tmp_path: Path) -> None:
@@ -228,9 +345,26 @@ def test_a_preference_for_a_node_is_accepted_by_the_kernel(
 ) -> None:
     """This machine may have one node only, so it is told of two."""
     pool = HostPool(directory, MIB)
-    [piece] = pool.alloc(MIB)
+    [piece] = pool.alloc(MIB, "ours")
     place_pages(pool.address(piece), piece.nbytes, node=0, nodes=(0, 1))
     assert not caplog.records
     place_pages(pool.address(piece), piece.nbytes, node=1 << 9, nodes=(0, 1 << 9))
     assert "was not preferred" in caplog.text
     pool.close()
+
+
+def test_what_is_expected_has_its_pages_before_it_comes(directory: Path) -> None:
+    pool = HostPool(directory, 4 * MIB)
+    try:
+        first = pool.alloc(MIB, "")
+        pool.make_ready(2 * MIB)
+        wait_until(lambda: pool.resident_bytes == 3 * MIB)
+        assert resident(directory) >= 3 * MIB
+        # No more than the bound has room for, whatever is expected.
+        pool.make_ready(64 * MIB)
+        wait_until(lambda: pool.resident_bytes == 4 * MIB)
+        second = pool.alloc(3 * MIB, "")
+        pool.free((*first, *second))
+        pool.check()
+    finally:
+        pool.close()

@@ -1,12 +1,33 @@
-"""Moves take turns in the order they came, and the line has an end."""
+"""Moves take turns, tenant by tenant in the order they came, and the line has an end."""
 
+import shutil
+import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from plexrl.errors import OverloadedError
+from plexrl.statemanager.channel import Kind
+from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.connection import connect
+from plexrl.statemanager.device.cpu import CpuDevice
 from plexrl.statemanager.move_line import MoveLine
-from tests.statemanager.conftest import Daemon, MakeShard, StartDaemon, run_together, wait_until
+from plexrl.statemanager.protocol import OpenPublished
+from plexrl.statemanager.server import Server
+from plexrl.statemanager.store import Store
+from tests.statemanager.conftest import (
+    DEADLINE_S,
+    MIB,
+    Daemon,
+    MakeShard,
+    Shard,
+    StartDaemon,
+    run_together,
+    wait_until,
+)
 
 
 def test_moves_without_a_place_wait_in_order() -> None:
@@ -55,6 +76,72 @@ def test_a_move_that_fails_gives_its_place_back() -> None:
         with pytest.raises(ValueError, match="no"), line.place("Save", "a"):
             raise ValueError("no")
     assert not line.running()
+
+
+def test_tenants_that_wait_take_turns() -> None:
+    line = MoveLine(moves_max=1, waiting_max=8)
+    done: list[str] = []
+
+    def move(tenant: str, index: int) -> None:
+        with line.place("Save", "x", tenant):
+            done.append(f"{tenant}{index}")
+
+    came = [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("b", 2), ("c", 1)]
+    threads = [threading.Thread(target=move, args=each) for each in came]
+    with line.place("Load", "first"):
+        for count, thread in enumerate(threads, 1):
+            thread.start()
+            wait_until(lambda count=count: line.waiting() == count)  # type: ignore[misc]
+    for thread in threads:
+        thread.join()
+    assert done == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert line.waiting() == 0
+
+
+def test_a_move_whose_client_dies_in_line_is_taken_out_of_it(tmp_path: Path) -> None:
+    host_dir = tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm")
+    run_dir = tempfile.mkdtemp(prefix="plexrl-")
+    config = StateManagerConfig(
+        node="n",
+        listen=f"{run_dir}/sm.sock",
+        host_dir=host_dir,
+        host_bytes=64 * MIB,
+        nvme_dir=str(tmp_path / "nvme"),
+        nvme_bytes=64 * MIB,
+        moves_max=1,
+    )
+    store = Store(config)
+    server = Server(config, store, CpuDevice())
+    accepting = threading.Thread(target=server.serve)
+    accepting.start()
+    daemon = Daemon(config)
+    shard, patient = Shard(daemon), Shard(daemon, deployment="b/actor")
+    shard.register()
+    patient.register()
+    before = server.connections()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            held = ExitStack()
+            held.enter_context(server.services.line.place("Save", "x"))
+            dying = connect(config.listen, DEADLINE_S, daemon.worker_ticket("job/actor"))
+            dying.send(Kind.REQUEST, OpenPublished(source="job/actor", seq=1))
+            wait_until(lambda: server.services.line.waiting() == 1)
+            saving = pool.submit(patient.snapshot, 1)
+            wait_until(lambda: server.services.line.waiting() == 2)
+            dying.close()
+            wait_until(lambda: server.services.line.waiting() == 1)
+            wait_until(lambda: server.connections() == before)
+            assert not saving.done()
+            held.close()
+            saving.result(DEADLINE_S)
+    finally:
+        for one in (shard, patient):
+            one.close()
+        server.close()
+        accepting.join()
+        store.close()
+        shutil.rmtree(host_dir)
+        shutil.rmtree(run_dir)
 
 
 def test_a_daemon_with_one_place_moves_everything_in_turn(

@@ -45,9 +45,18 @@ def run_dir() -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def scheduler_of_agent(run_dir: Path, daemon: Daemon) -> AsyncIterator[asyncio.Queue[Peer]]:
-    """An agent of the daemon's node; every connection that it makes to its scheduler."""
+async def scheduler_of_agent(
+    run_dir: Path, daemon: Daemon, reports: list[Plain] | None = None
+) -> AsyncIterator[asyncio.Queue[Peer]]:
+    """An agent of the daemon's node; every connection that it makes to its scheduler, and in
+    `reports` what it reports of where state lies."""
     peers: asyncio.Queue[Peer] = asyncio.Queue()
+
+    async def state_reported(_: Peer, params: Plain) -> Plain:
+        assert params["node"] == daemon.config.node
+        if reports is not None:
+            reports.extend(params["states"])
+        return {}
 
     async def hello(peer: Peer, params: Plain) -> Plain:
         assert params["statemanager"] == daemon.config.listen
@@ -55,7 +64,7 @@ async def scheduler_of_agent(run_dir: Path, daemon: Daemon) -> AsyncIterator[asy
         return {}
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await Peer(reader, writer, {"hello": hello}).run()
+        await Peer(reader, writer, {"hello": hello, "state_reported": state_reported}).run()
 
     path = str(run_dir / "scheduler.sock")
     config = AgentConfig(
@@ -205,3 +214,63 @@ def test_a_hint_does_not_fail_where_the_daemon_is_gone(
         daemon.start()
 
     run_with_agent(run_dir, daemon, work)
+
+
+def test_the_scheduler_hears_of_state_that_had_to_leave_host_memory(
+    start_daemon: StartDaemon, make_shard: MakeShard, run_dir: Path
+) -> None:
+    """And of its way back, of all of it anew after it was gone itself, and of nothing else."""
+    daemon = start_daemon(host_bytes=STATE + MIB // 4)
+    shard, rival = make_shard(daemon), make_shard(daemon, deployment="job/critic")
+    reports: list[Plain] = []
+
+    async def heard(deployment: str, host_bytes: int, nvme_bytes: int) -> None:
+        wanted = {"deployment": deployment, "host_bytes": host_bytes, "nvme_bytes": nvme_bytes}
+        await asyncio.to_thread(wait_until, lambda: wanted in reports)
+        reports.clear()
+
+    async def work() -> None:
+        async with (
+            scheduler_of_agent(run_dir, daemon, reports) as peers,
+            asyncio.timeout(DEADLINE_S),
+        ):
+            peer = await peers.get()
+            await asyncio.to_thread(shard.offload, 1)
+            # Pressure: there is room for one of them.
+            await asyncio.to_thread(rival.offload, 1)
+            await heard("job/actor", 0, STATE)
+            await asyncio.to_thread(rival.agent.release, "job/critic")
+            await peer.call("prefetch_state", {"command": {"deployment": "job/actor", "seq": 1}})
+            await heard("job/actor", STATE, 0)
+            await asyncio.to_thread(daemon.kill)
+            await asyncio.to_thread(daemon.start)
+            await heard("job/actor", STATE, 0)
+            peer.close()
+            await peers.get()
+            await heard("job/actor", STATE, 0)
+
+    asyncio.run(work())
+
+
+def test_what_is_needed_last_is_spilled_first(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    daemon = start_daemon(host_bytes=2 * (STATE + MIB // 4))
+    soon, late, third = (
+        make_shard(daemon, deployment=f"job/{name}") for name in ("soon", "late", "third")
+    )
+    # By recency alone it would be the first one that goes.
+    soon.offload(1, next_use_s=5.0)
+    late.offload(1, next_use_s=500.0)
+    third.offload(1, next_use_s=50.0)
+    held = third.agent.usage()["deployments"]
+    tiers = {name: entry["versions"][0]["tier"] for name, entry in held.items()}
+    assert tiers == {"job/soon": "host", "job/late": "nvme", "job/third": "host"}
+    # What was hinted changes the order: now the third is needed last.
+    third.agent.prefetch("job/late", 1, next_use_s=1.0)
+    soon.client.load(seq=1, token=1)
+    soon.offload(2, next_use_s=2.0)
+    fourth = make_shard(daemon, deployment="job/fourth")
+    fourth.offload(1, next_use_s=3.0)
+    held = third.agent.usage()["deployments"]
+    assert held["job/third"]["versions"][0]["tier"] == "nvme"

@@ -11,12 +11,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from configparser import ConfigParser
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
@@ -30,6 +32,7 @@ from plexrl.statemanager.health import Health
 from plexrl.statemanager.move_line import MoveLine
 from plexrl.statemanager.observation import ObservationServer
 from plexrl.statemanager.service_manager import ServiceManager
+from plexrl.statemanager.store import Store
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -103,33 +106,33 @@ def test_full_tiers_are_told(start_daemon: StartDaemon, make_shard: MakeShard) -
     assert "both tiers are full" in sick.json()["reasons"][0]
 
 
-class TiersOfNothing:
-    """A store that holds nothing."""
-
-    def used_bytes(self, tier: object) -> int:
-        del tier
-        return 0
-
-
-def test_a_stuck_move_and_a_dead_socket_are_told(tmp_path: Path) -> None:
-    line = MoveLine(1, 1)
-    config = StateManagerConfig(
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[StateManagerConfig]:
+    """Of a store in this process."""
+    host = tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm")
+    yield StateManagerConfig(
         node="n",
-        listen="/run/s",
-        host_dir=str(tmp_path),
-        host_bytes=1,
-        nvme_dir=str(tmp_path),
-        nvme_bytes=1,
+        listen=str(tmp_path / "s"),
+        host_dir=host,
+        host_bytes=MIB,
+        nvme_dir=str(tmp_path / "nvme"),
+        nvme_bytes=MIB,
         stuck_move_s=-1.0,
     )
-    health = Health(config, TiersOfNothing(), line, lambda: False)
-    with line.place("Save", "rank 0 of 'job/actor'"):
-        told = " ".join(health.reasons())
-    assert "nobody accepts connections on /run/s" in told
-    assert "Save of rank 0 of 'job/actor' has been under way for 0 s" in told
-    patient = Health(replace(config, stuck_move_s=60.0), TiersOfNothing(), line, lambda: True)
-    with line.place("Save", "x"):
-        assert not patient.reasons()
+    shutil.rmtree(host)
+
+
+def test_a_stuck_move_and_a_dead_socket_are_told(config: StateManagerConfig) -> None:
+    line = MoveLine(1, 1)
+    with closing(Store(config)) as store:
+        health = Health(config, store, line, lambda: False)
+        with line.place("Save", "rank 0 of 'job/actor'"):
+            told = " ".join(health.reasons())
+        assert f"nobody accepts connections on {config.listen}" in told
+        assert "Save of rank 0 of 'job/actor' has been under way for 0 s" in told
+        patient = Health(replace(config, stuck_move_s=60.0), store, line, lambda: True)
+        with line.place("Save", "x"):
+            assert not patient.reasons()
 
 
 # Figures
@@ -157,6 +160,27 @@ def test_the_figures_tell_what_was_moved_refused_and_stored(
     assert figures["arena_bytes", ("job",)] == shard.arena.resident_bytes()
     assert figures["connections", ()] == 1
     assert figures["moves_running", ()] == figures["moves_waiting", ()] == 0
+
+
+def test_the_figures_tell_replicas_that_are_the_same_from_those_that_are_not(
+    observed: Observed, make_shard: MakeShard
+) -> None:
+    elements = 16 * 1024
+    shards = [
+        make_shard(observed.daemon, rank=rank, world_size=3, elements=elements, registered=False)
+        for rank in range(3)
+    ]
+    for rank, shard in enumerate(shards):
+        # Replicas: each rank says that it has the same slices.
+        shard.slices = shards[0].slices
+        shard.fill(7 if rank < 2 else 8)
+        shard.register()
+    for shard in shards:
+        shard.snapshot(1)
+    figures = observed.figures()
+    assert figures["replica_sections_total", ("shared",)] == 1
+    assert figures["replica_sections_total", ("different",)] == 1
+    assert figures["replica_shared_bytes_total", ()] == 2 * 4 * elements
 
 
 def test_observers_that_ask_nothing_hold_nobody_up() -> None:
@@ -335,6 +359,54 @@ def test_the_commands_run_a_daemon_and_tell_what_it_holds(
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+SHELL = """
+import subprocess, sys
+daemon = subprocess.Popen(sys.argv[1:])
+print(daemon.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("ends_with_parent", [False, True], ids=["by hand", "by a cluster"])
+def test_a_daemon_ends_with_the_process_that_started_it_only_if_told_to(
+    start_daemon: StartDaemon, tmp_path: Path, ends_with_parent: bool
+) -> None:
+    daemon = start_daemon()
+    daemon.kill()
+    path = tmp_path / "statemanager.json"
+    path.write_bytes(msgspec.json.encode(daemon.config))
+    # The embedded cluster's way, and what `plexrl statemanager` becomes.
+    module = ("plexrl.statemanager", "--end-with-parent")
+    command = module if ends_with_parent else ("plexrl.cli.app", "statemanager")
+    shell = subprocess.Popen(
+        [sys.executable, "-c", SHELL, sys.executable, "-m", *command, "--config", str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert shell.stdout is not None
+    assert shell.stdin is not None
+    started = psutil.Process(int(shell.stdout.readline()))
+    try:
+        assert json.loads(shell.stdout.readline())["ready"]
+        shell.kill()
+        shell.wait()
+        if ends_with_parent:
+            wait_until(lambda: not started.is_running())
+        else:
+            with closing(daemon.agent()) as agent:
+                agent.ping()
+            started.terminate()
+            # A clean end.
+            wait_until(lambda: not Path(daemon.config.host_dir).exists())
+            wait_until(lambda: not started.is_running())
+    finally:
+        if started.is_running():
+            started.kill()
+        shell.stdin.close()
+        shell.stdout.close()
 
 
 def test_what_the_commands_lack_they_ask_for(tmp_path: Path) -> None:

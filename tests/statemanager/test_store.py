@@ -237,7 +237,7 @@ class StoreHistory(RuleBasedStateMachine):
         for stack, lease, _ in former:
             lease.close()
             stack.pop_all()
-        gone._plane.close()
+        gone.plane.close()
         gone._pool.close()
 
     def names(self) -> set[str]:

@@ -21,6 +21,7 @@ from plexrl.errors import (
     UnavailableError,
 )
 from plexrl.statemanager.channel import close_all
+from plexrl.statemanager.checkpoint.retention import RetentionPolicy
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.connection import connect, exchange
 from plexrl.statemanager.device.backend import DeviceKind
@@ -244,6 +245,9 @@ def values(hint: Any, manifest: Manifest) -> st.SearchStrategy[Any]:
         return st.sampled_from([(), manifest.slices])
     if hint is bytes:
         return st.sampled_from([b"", b"x" * 40])
+    if hint == RetentionPolicy | None:
+        counts = st.none() | st.integers(1, 3)
+        return st.none() | st.builds(RetentionPolicy, keep_last=counts, keep_every=counts)
     return st.from_type(hint)
 
 

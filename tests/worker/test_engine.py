@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from plexrl.errors import BatchShapeError
 from plexrl.model_spec import tiny_qwen2
 from plexrl.wire.operations import SamplingParams
-from plexrl.worker.engine.engine import Engine, Generation
+from plexrl.worker.engine.engine import Engine
+from plexrl.worker.engine.generation import Generation
 from plexrl.worker.engine.sampling import RowSampling, allowed, draw
 from plexrl.worker.models import build_model
 

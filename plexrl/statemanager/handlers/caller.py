@@ -15,6 +15,7 @@ from plexrl.statemanager.move_line import MoveLine
 from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.protocol import Answer, Request
 from plexrl.statemanager.registry import Registration, Registry
+from plexrl.statemanager.relayout_load import Relayouter
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Store, StoredVersion
 from plexrl.statemanager.tally import Tally
@@ -33,6 +34,7 @@ class Services:
     store: Store
     registry: Registry
     fencing: Fencing
+    relayouter: Relayouter
     prefetcher: Prefetcher
     checkpoints: CheckpointJobs
     devices: DeviceBackend
@@ -40,6 +42,8 @@ class Services:
     incarnations: Incarnations
     line: MoveLine
     tally: Tally
+    life: str
+    """Differs between two runs of a daemon."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,9 +3,10 @@
 import json
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import NamedTuple
 
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import ConflictError
 from plexrl.statemanager.device.backend import Loan
 from plexrl.statemanager.handlers.caller import (
     WORKERS,
@@ -19,11 +20,9 @@ from plexrl.statemanager.handlers.lending import expect_offload, lend_to
 from plexrl.statemanager.keys import StatePart
 from plexrl.statemanager.protocol import Load, Publish, Save
 from plexrl.statemanager.registry import Registration
+from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import StoredVersion
 from plexrl.statemanager.versions import Manifest, VersionKind, version_name
-
-if TYPE_CHECKING:
-    from plexrl.statemanager.lease import Lease
 
 PUBLISHED_PARTS = (StatePart.BUFFER, StatePart.PARAMETER)
 
@@ -35,39 +34,37 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
     with own.moving() as memory:
         caller.services.fencing.admit(own.group, request.token)
         keep = {request.seq, request.keep_seq}
-        found = _versions(caller, own, VersionKind.STATE)
-        superseded = names_of([v for v in found if v.manifest.seq not in keep])
+        there = _versions(caller, own, VersionKind.STATE)
+        superseded = names_of([v for v in there if v.manifest.seq not in keep])
+        found = [v for v in there if v.manifest.world_size == own.world_size]
         stored = _unchanged(own, request, found)
         moved = 0
         if stored is None:
             manifest = _manifest(
                 caller, own, VersionKind.STATE, request.seq, request.parts, request.meta_json
             )
+            manifest = replace(manifest, token=request.token)
             stored = store.put(manifest, memory, superseded)
             moved = manifest.nbytes
         else:
             store.touch(stored.manifest.name)
         store.drop(superseded)
+        if request.next_use_s is not None:
+            store.expect_in(own.deployment, request.next_use_s)
         report = move_report(moved, time.perf_counter() - started, stored.tier)
         return Reply({**report, "stamp": stored.manifest.stamp})
 
 
 def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
     own = caller.registered()
-    store = caller.services.store
     started = time.perf_counter()
     with own.in_turn():
         caller.services.fencing.admit(own.group, request.token)
-        wanted = version_name(*own.shard, VersionKind.STATE, request.seq)
-        description = f"version {request.seq} of {own.deployment!r} rank {own.rank}"
-        loaded: list[Lease] = []
+        found: list[_Loaded] = []
 
         def fill(loan: Loan) -> Sequence[tuple[int, int]]:
-            loaded.append(
-                store.load(wanted, description, loan, lambda manifest: _check_fits(manifest, own))
-            )
-            extents = loaded[0].manifest.extents
-            return [(extent.arena_offset, extent.nbytes) for extent in extents]
+            found.append(_loaded(caller, own, request, loan))
+            return found[0].ranges
 
         lent = Reply({})
         if own.loan is None:
@@ -75,18 +72,62 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
             expect_offload(caller)
         else:
             fill(own.loan)
-        manifest = loaded[0].manifest
+        [loaded] = found
+        manifest = loaded.manifest
         seconds = time.perf_counter() - started
         return Reply(
             {
-                **move_report(manifest.nbytes, seconds, loaded[0].tier),
+                **move_report(loaded.nbytes, seconds, loaded.tier),
                 **lent.answer,
                 "parts": [part.value for part in manifest.parts],
                 "meta": json.loads(manifest.meta_json),
-                "stamp": manifest.stamp,
+                "stamp": loaded.stamp,
+                "bytes_by_source": loaded.bytes_by_source,
             },
             lent.fds,
         )
+
+
+class _Loaded(NamedTuple):
+    """What a load brought."""
+
+    manifest: Manifest
+    nbytes: int
+    tier: TierName
+    stamp: str
+    """Of the rank's own version that the arena equals now; empty where it is of no such one."""
+    ranges: Sequence[tuple[int, int]]
+    bytes_by_source: dict[str, int]
+
+
+def _loaded(caller: Caller, own: Registration, request: Load, loan: Loan) -> _Loaded:
+    """Write a version to the arena: the rank's own where it is laid out alike, else what is to be
+    had of it from all ranks' versions."""
+    store = caller.services.store
+    name = version_name(*own.shard, own.world_size, VersionKind.STATE, request.seq)
+    held = frozenset(own.slices)
+    if any(held >= set(v.manifest.slices) for v in store.find(lambda m: m.name == name)):
+        what = f"version {request.seq} of {own.deployment!r} rank {own.rank}"
+        lease = store.load(name, what, loan, lambda manifest: _check_fits(manifest, own))
+        manifest = lease.manifest
+        ranges = [(extent.arena_offset, extent.nbytes) for extent in manifest.extents]
+        return _Loaded(manifest, manifest.nbytes, lease.tier, manifest.stamp, ranges, {})
+    relaid = caller.services.relayouter.load(
+        own.deployment,
+        request.seq,
+        own.slices,
+        loan,
+        sources=request.sources,
+        cast=request.cast,
+    )
+    return _Loaded(
+        relaid.manifest,
+        relaid.nbytes,
+        relaid.tier,
+        "",
+        relaid.ranges,
+        relaid.bytes_by_source,
+    )
 
 
 def _publish(caller: Caller, request: Publish, _: Sequence[int]) -> Reply:
@@ -116,8 +157,13 @@ ENTRIES = (
 
 
 def _versions(caller: Caller, own: Registration, kind: VersionKind) -> list[StoredVersion]:
+    """The rank's own; and those of ranks that there are no more, which nobody else would drop."""
     return caller.services.store.find(
-        lambda m: (m.deployment, m.rank) == own.shard and m.kind == kind
+        lambda m: (
+            m.kind == kind
+            and m.deployment == own.deployment
+            and (m.rank == own.rank or m.rank >= own.world_size)
+        )
     )
 
 
@@ -166,13 +212,12 @@ def _unchanged(
 
 
 def _check_fits(manifest: Manifest, own: Registration) -> None:
-    """A version goes back only to an arena laid out as the one it was taken from."""
+    """A version was replaced by one of another layout just when it was to be loaded."""
     # Without hashing them where they are the very slices: there may be many thousands.
     same = tuple(piece for piece in own.slices if piece.key.part in manifest.parts)
     if same != manifest.slices and not set(manifest.slices) <= set(own.slices):
-        raise InvalidRequestError(
-            f"{manifest.description} was taken from an arena of another layout: load it with the "
-            "model and number of workers that it was saved with",
+        raise ConflictError(
+            f"{manifest.description} is being saved from another layout: load again",
             deployment=manifest.deployment,
             seq=manifest.seq,
         )

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import msgspec
 
-from plexrl.statemanager.handlers.caller import TICKETS, Caller, Reply, handles
-from plexrl.statemanager.protocol import Answer, Ping, Usage
+from plexrl.statemanager.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles
+from plexrl.statemanager.protocol import Answer, Ping, Usage, Where
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.tickets import Role
 
@@ -73,4 +73,15 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
     )
 
 
-ENTRIES = (handles(Ping, _ping, TICKETS), handles(Usage, _usage, TICKETS))
+def _where(caller: Caller, request: Where, _: Sequence[int]) -> Reply:
+    services = caller.services
+    since = request.since if request.life == services.life else 0
+    serial, states = services.store.whereabouts(since)
+    return Reply({"life": services.life, "serial": serial, "states": msgspec.to_builtins(states)})
+
+
+ENTRIES = (
+    handles(Ping, _ping, TICKETS),
+    handles(Usage, _usage, TICKETS),
+    handles(Where, _where, AGENTS),
+)

@@ -83,6 +83,8 @@ def _confirm(_: Caller, __: Confirm, ___: Sequence[int]) -> Reply:
 
 
 def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
+    if request.next_use_s is not None:
+        caller.services.store.expect_in(request.deployment, request.next_use_s)
     caller.services.prefetcher.hint(request.deployment, request.seq)
     return Reply({})
 

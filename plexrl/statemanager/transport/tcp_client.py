@@ -80,7 +80,7 @@ class Tcp:
         connections: list[socket.socket] = []
         try:
             while len(connections) < self._streams:
-                connections.append(_connect(address, self._ticket, self._timeout_s))
+                connections.append(connect_tcp(address, self._ticket, self._timeout_s))
             request = {"type": "open", "source": deployment, "seq": seq, "known": list(known)}
             offers = [_offers(connection, request) for connection in connections]
             stamps = [[shard.stamp for shard in offered] for offered in offers]
@@ -147,14 +147,14 @@ class TcpSource:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The result of a request without a payload."""
         send_frame(self._connections[0], request)
-        result, _ = _answer(self._connections[0])
+        result, _ = head_of(self._connections[0])
         return result
 
     def confirm(self) -> None:
         """As `OpenSource.confirm`."""
         for connection in self._connections:
             send_frame(connection, {"type": "confirm"})
-            _answer(connection)
+            head_of(connection)
 
     def close(self) -> None:
         """As `OpenSource.close`."""
@@ -182,7 +182,7 @@ class TcpSource:
             if not asked:
                 return
             batch = asked.popleft()
-            result, nbytes = _answer(connection)
+            result, nbytes = head_of(connection)
             if result.get("delta"):
                 payload = memoryview(bytearray(nbytes))
                 receive_bytes(connection, payload)
@@ -208,7 +208,8 @@ class TcpSource:
         send_frame(connection, header, encode_runs(batch.runs))
 
 
-def _connect(address: str, ticket: bytes, timeout_s: float) -> socket.socket:
+def connect_tcp(address: str, ticket: bytes, timeout_s: float) -> socket.socket:
+    """A blocking connection, both ends known to each other. Raises as `RemoteState`."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         raise InvalidRequestError(f"a remote StateManager is tcp://host:port, not {address!r}")
@@ -227,11 +228,11 @@ def _connect(address: str, ticket: bytes, timeout_s: float) -> socket.socket:
 
 def _offers(connection: socket.socket, request: dict[str, Any]) -> list[_Offered]:
     send_frame(connection, request)
-    answer, _ = _answer(connection)
+    answer, _ = head_of(connection)
     return msgspec.convert(answer["shards"], list[_Offered])
 
 
-def _answer(connection: socket.socket) -> tuple[dict[str, Any], int]:
+def head_of(connection: socket.socket) -> tuple[dict[str, Any], int]:
     """The head of an answer, and the size of the payload that is still to come."""
     header, announced = recv_head(connection, payload_bytes_max=ANSWER_BYTES_MAX)
     if "error" in header:

@@ -1,4 +1,4 @@
-"""Published versions for other nodes: one thread a connection, blocking, zero-copy where it can be.
+"""Versions for other nodes: one thread a connection, blocking, zero-copy where it can be.
 
 After the handshake a client sends frames, and each is answered by one:
 
@@ -7,6 +7,8 @@ After the handshake a client sends frames, and each is answered by one:
              their digest; or, with {delta}, what has changed of them since the base
     lend     {}                    →  {agent, shards}     where NIXL finds what is open
     confirm  {}                    →  {}                  all this time the version was held
+
+These are for published versions; `transport.state_server` has those for the ranks' own state.
 
 An error answers any of them as `{error}`; one that comes after a payload has begun ends the
 connection.
@@ -19,7 +21,6 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from plexrl.errors import (
     ConnectionLostError,
@@ -29,23 +30,22 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.handlers.caller import Services
-from plexrl.statemanager.plan_layout import DTYPES
 from plexrl.statemanager.published import HeldShard, hold_published, hold_stamp
-from plexrl.statemanager.runs import BYTES_CAST, Runs
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.tickets import Claims
 from plexrl.statemanager.transport.delta_stream import encode_delta
 from plexrl.statemanager.transport.handshake import greet_client
 from plexrl.statemanager.transport.mapped_files import MappedData, MappedFiles
 from plexrl.statemanager.transport.nixl import NixlLender
-from plexrl.statemanager.transport.run_stream import (
-    DIGEST_BYTES,
-    Digest,
-    HeldData,
-    decode_runs,
-    send_runs,
-)
+from plexrl.statemanager.transport.run_stream import DIGEST_BYTES, Digest, HeldData, send_runs
 from plexrl.statemanager.transport.sockets import set_timeout
+from plexrl.statemanager.transport.state_server import (
+    BegunError,
+    OpenState,
+    ReadState,
+    StateReading,
+    checked_runs,
+)
 from plexrl.wire.framing import encode_head, recv_frame, send_frame
 
 LOG = logging.getLogger(__name__)
@@ -166,12 +166,19 @@ class _Reader:
         self._leases = leases
         self._held: list[tuple[HeldShard, HeldData]] = []
         self._bases: dict[str, MappedData | None] = {}
+        self._states = StateReading(store, claims, leases)
 
     def answer(self, connection: socket.socket) -> None:
         header, payload = recv_frame(connection, payload_bytes_max=REQUEST_BYTES_MAX)
         try:
-            request = msgspec.convert(header, _Open | _Read | _Lend | _Confirm)
+            request = msgspec.convert(
+                header, _Open | _Read | _Lend | _Confirm | OpenState | ReadState
+            )
             match request:
+                case OpenState():
+                    send_frame(connection, {"result": self._states.open(request)})
+                case ReadState():
+                    self._states.read(connection, request, payload)
                 case _Open():
                     send_frame(connection, {"result": self._open(request)})
                 case _Confirm():
@@ -183,7 +190,7 @@ class _Reader:
         except msgspec.ValidationError as error:
             refused = InvalidRequestError(f"malformed request: {error}")
             send_frame(connection, {"error": refused.to_wire()})
-        except _Begun as begun:
+        except BegunError as begun:
             raise begun.cause from begun
         except (ConnectionLostError, OSError):
             raise
@@ -216,11 +223,7 @@ class _Reader:
                 f"{shard.manifest.description} is not of the stamp {request.stamp!r} any more: "
                 "pull again"
             )
-        try:
-            runs = decode_runs(payload)
-        except ValueError as error:
-            raise InvalidRequestError(f"malformed runs: {error}") from error
-        check_within(runs, shard.manifest.nbytes)
+        runs = checked_runs(payload, shard.manifest.nbytes)
         if request.base is not None and request.delta is not None:
             base = self._base(shard, request.base)
             if base is not None:
@@ -234,7 +237,7 @@ class _Reader:
         try:
             send_runs(connection, data, runs, Digest(request.verify))
         except PlexRLError as error:
-            raise _Begun(error) from error
+            raise BegunError(error) from error
 
     def _base(self, shard: HeldShard, stamp: str) -> MappedData | None:
         """The data of an earlier version of the shard, if it is kept and laid out alike."""
@@ -243,31 +246,6 @@ class _Reader:
             alike = earlier is not None and earlier.layout.digest == shard.layout.digest
             self._bases[stamp] = _held_data(earlier).map_all() if earlier and alike else None
         return self._bases[stamp]
-
-
-class _Begun(Exception):
-    """Something failed when it was too late to say so."""
-
-    def __init__(self, cause: PlexRLError) -> None:
-        super().__init__()
-        self.cause = cause
-
-
-def check_within(runs: Runs, nbytes: int) -> None:
-    """Refuse runs that lie not wholly within `nbytes` bytes.
-
-    Raises:
-        InvalidRequestError: some do not.
-    """
-    casts = (runs.casts == BYTES_CAST) | ((runs.casts >= 0) & (runs.casts < len(DTYPES) ** 2))
-    limits = np.int64(1) << np.int64(48)
-    small = (runs.items >= 1) & (runs.counts >= 1) & (runs.strides >= 0) & (runs.places >= 0)
-    small &= (runs.items <= nbytes) & (runs.counts <= limits // np.maximum(1, runs.strides))
-    if not (casts & small).all():
-        raise InvalidRequestError("runs have positive sizes and known dtypes")
-    ends = runs.places + (runs.counts - 1) * runs.strides + runs.row_bytes_at_source()
-    if not (ends <= nbytes).all():
-        raise InvalidRequestError(f"runs end beyond the {nbytes} bytes of the data")
 
 
 def _held_data(shard: HeldShard) -> HeldData:

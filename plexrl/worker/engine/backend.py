@@ -1,7 +1,7 @@
 """The engine as a rollout backend: weights in an arena, results as the wire wants them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,45 +13,65 @@ from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.arena_tensors import ArenaLayout, view
 from plexrl.worker.backend import BackendCall, BackendResult, Emit
 from plexrl.worker.checkpoint import load_hf_parameters
-from plexrl.worker.engine.engine import Engine, Generation
+from plexrl.worker.engine.engine import Engine
+from plexrl.worker.engine.forward import probe
+from plexrl.worker.engine.generation import Generation
+from plexrl.worker.engine.joined_linear import arena_order
+from plexrl.worker.engine.protocol import EngineStats
+from plexrl.worker.engine.shards import Box, box_of
 from plexrl.worker.models import build_model, named_parameters
 
 if TYPE_CHECKING:
     import torch
 
+    from plexrl.worker.engine.tensor_parallel import RankGroup
+
 
 class TorchRolloutBackend:
     """One worker's engine."""
 
-    def __init__(self, spec: DeploymentSpec, checkpoint_dir: Path) -> None:
-        if spec.workers != 1:
+    def __init__(
+        self, spec: DeploymentSpec, checkpoint_dir: Path, ranks: "RankGroup | None" = None
+    ) -> None:
+        """`ranks`: the tensor-parallel group that this worker is one of; absent: it is alone.
+
+        Raises:
+            InvalidRequestError: several workers without a group.
+        """
+        if ranks is None and spec.workers != 1:
             raise InvalidRequestError(
                 f"the torch engine runs on 1 worker, {spec.workers} were asked for: make several "
                 "rollout deployments instead"
             )
         self._spec = spec
         self._checkpoint_dir = checkpoint_dir
+        self._ranks = ranks
         self._built: Engine | None = None
+        self._recompute_kv_on_pull = True
 
     def build(self) -> None:
         """Make the model with its weights in the arena, and the engine on it."""
         model = build_model(self._spec.model)
+        probed = probe(model)
         layout = ArenaLayout()
-        parameters = named_parameters(model)
+        self._boxes: dict[str, Box] = {}
+        named = dict(named_parameters(model))
+        parameters = [(name, named[name]) for name in arena_order(named)]
         for name, parameter in parameters:
             shape = tuple(parameter.shape)
+            self._boxes[name] = box = self._box(name, shape)
             layout.add(
                 StateKey(part=StatePart.PARAMETER, name=name),
                 global_shape=shape,
-                offset=(0,) * len(shape),
-                shape=shape,
+                offset=box.offset,
+                shape=box.shape,
             )
         self.arena = Arena(layout.nbytes)
         self._slices = tuple(layout.slices)
         self._weights: dict[str, torch.Tensor] = {}
         for (name, parameter), piece in zip(parameters, self._slices, strict=True):
             home = view(self.arena, piece)
-            home.copy_(parameter.data)
+            home.copy_(parameter.data[self._boxes[name].index])
             # A tied weight is one parameter object, so its other uses follow.
             parameter.data = home
             parameter.requires_grad_(False)
@@ -60,6 +80,8 @@ class TorchRolloutBackend:
             model,
             slots=self._spec.max_concurrent_samples,
             sequence_tokens_max=self._spec.max_sequence_tokens,
+            ranks=self._ranks,
+            probed=probed,
         )
 
     def slices(self) -> tuple[StateSlice, ...]:
@@ -71,21 +93,24 @@ class TorchRolloutBackend:
         return frozenset({StatePart.PARAMETER})
 
     def before_offload(self) -> None:
-        """Drop the KV cache."""
-        self._engine.drop_cache()
+        """Drop the KV cache; what a paused engine was generating waits and is computed anew."""
+        self.engine.drop_cache()
 
     def after_load(self, parts: frozenset[StatePart]) -> None:
-        """Nothing depends on former weights while the engine is idle."""
+        """The cache of former weights is worth nothing."""
         del parts
-        self._engine.drop_cache()
+        self.engine.drop_cache()
 
     def after_pull(self) -> None:
-        """The cache of former weights is worth nothing."""
-        self._engine.drop_cache()
+        """The pulled weights draw from now on, for what a paused engine was generating too."""
+        # A sync raises the version of a deployment by one, as every operation that changes state.
+        self.engine.weights_changed(
+            self.engine.weights_seq + 1, recompute_kv=self._recompute_kv_on_pull
+        )
 
     def gather(self, value: str) -> list[str]:
-        """There is one rank."""
-        return [value]
+        """Every rank's value, by rank."""
+        return [value] if self._ranks is None else self._ranks.gather(value)
 
     def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
         """No checkpoint is made of a rollout deployment."""
@@ -99,22 +124,23 @@ class TorchRolloutBackend:
         params: CheckpointParams = call.params
         job = params.job or str(call.rank_params["job"])
         found = load_hf_parameters(self._checkpoint_dir / job / params.name)
-        for name, home in self._weights.items():
-            if name not in found or found[name].shape != home.shape:
+        shapes = {piece.key.name: piece.global_shape for piece in self._slices}
+        for name, shape in shapes.items():
+            if name not in found or tuple(found[name].shape) != shape:
                 raise BatchShapeError(
                     f"checkpoint {params.name!r} has no parameter {name!r} of shape "
-                    f"{list(home.shape)}: it is of another model"
+                    f"{list(shape)}: it is of another model"
                 )
         for name, home in self._weights.items():
-            home.copy_(found[name])
-        self._engine.drop_cache()
+            home.copy_(found[name][self._boxes[name].index])
+        self.engine.weights_changed(call.seq)
         return BackendResult()
 
     def submit(self, call: BackendCall, emit: Emit | None) -> None:
         """Queue a generation. Raises `BatchShapeError`."""
         tokens, lengths = call.arrays["tokens"], call.arrays["lengths"]
         ends = np.cumsum(lengths)[:-1]
-        self._engine.submit(
+        self.engine.submit(
             Generation(
                 name=call.operation,
                 prompts=[part.tolist() for part in np.split(tokens, ends)],
@@ -127,26 +153,53 @@ class TorchRolloutBackend:
 
     def abort(self, operation: str) -> None:
         """End a generation with what it has."""
-        self._engine.abort(operation)
+        self.engine.abort(operation)
 
     def step(self) -> list[tuple[str, BackendResult]]:
         """One token for every running sample."""
-        return [
-            (
-                generation.name,
-                BackendResult(
-                    result={"weights_seq": generation.weights_seq}, arrays=generation.arrays()
-                ),
-            )
-            for generation in self._engine.step()
-        ]
+        return [(generation.name, _result(generation)) for generation in self.engine.step()]
+
+    def interrupt(self, operation: str) -> BackendResult | None:
+        """Take an operation out now; its result so far. None: unknown."""
+        generation = self.engine.interrupt(operation)
+        return None if generation is None else _result(generation)
+
+    def pause(self, *, recompute_kv: bool = True) -> None:
+        """Stop at the token boundary: weights may be pulled, or the state offloaded.
+
+        `recompute_kv` says what a pull does with the cache of samples under way.
+        """
+        self._recompute_kv_on_pull = recompute_kv
+        self.engine.pause()
+
+    def resume(self) -> None:
+        """Go on, with whatever weights the arena holds."""
+        self.engine.resume()
+
+    def stats(self) -> EngineStats:
+        """How the engine stands."""
+        return self.engine.stats()
 
     @property
     def has_work(self) -> bool:
-        """Some generation is unfinished."""
+        """Some generation is unfinished, and not because the engine is paused."""
         return self._built is not None and self._built.has_work
 
+    def _box(self, name: str, shape: tuple[int, ...]) -> Box:
+        if self._ranks is None:
+            return box_of(name, shape, 0, 1)
+        return box_of(name, shape, self._ranks.rank, self._ranks.ranks)
+
     @property
-    def _engine(self) -> Engine:
+    def engine(self) -> Engine:
+        """What generates; ranks of a tensor-parallel group are kept in step through it."""
         assert self._built is not None, "build comes first"
         return self._built
+
+
+def _result(generation: Generation) -> BackendResult:
+    """`segments` lists `[row, start, weights_seq]` of rows that several versions drew."""
+    result: dict[str, Any] = {"weights_seq": generation.weights_seq}
+    if mixed := generation.mixed_segments():
+        result["segments"] = mixed
+    return BackendResult(result=result, arrays=generation.arrays())

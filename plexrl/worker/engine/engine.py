@@ -1,353 +1,372 @@
-"""Continuous batching: samples join as slots come free, leave as they end.
+"""Continuous batching over a block cache: samples join as slots and blocks come free, leave as
+they end, and every pass computes the new tokens of all of them without padding.
 
-Every row of the batch is a sample. Running samples occupy the first slots; when some end, the last
-ones move into the holes, so that a step computes nothing for the dead. All bookkeeping is arrays
-over rows: a step does no Python work per row, but for rows that ended or have stop sequences.
+Invariants at every token boundary: a running sample has computed all tokens it knows but the last
+(or is in the middle of its prompt), and what it draws next depends on its tokens, the weights and
+its own random stream alone, not on who else runs, when it joined or whether it was preempted.
 
-Shapes: N running rows, P prompts prefilled together, L positions, V vocabulary, M tokens at most.
+Shapes: N rows that draw, V vocabulary.
 """
 
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from plexrl.errors import BatchShapeError
-from plexrl.wire.operations import SamplingParams
-from plexrl.wire.tensors import Arrays
-from plexrl.worker.backend import Emit
-from plexrl.worker.engine.kv_cache import SlotCache
-from plexrl.worker.engine.sampling import RowSampling, draw, stream_of
+from plexrl.errors import BatchShapeError, InvalidRequestError
+from plexrl.worker.engine.blocks import BlockPool
+from plexrl.worker.engine.forward import (
+    cache_shape,
+    make_forward,
+    probe,
+    verify_forward,
+    weight_device,
+)
+from plexrl.worker.engine.generation import ABORT, LENGTH, STOP, Generation, Sample
+from plexrl.worker.engine.kv_pool import KvPool
+from plexrl.worker.engine.llama_forward import Ranks
+from plexrl.worker.engine.protocol import EngineStats
+from plexrl.worker.engine.rows import Ints, Rows
+from plexrl.worker.engine.sampling import RowSampling, draw
+from plexrl.worker.engine.seating import Seating
+from plexrl.worker.engine.step_batch import StepBatch, Work, advance, build_batch, order_work
 
-PREFILL_TOKENS_MAX = 16_384
-"""Most prompt tokens, padding included, run through the model at once."""
-
-STOP, LENGTH, ABORT = range(3)
-
-
-@dataclass(slots=True)
-class Generation:
-    """One `generate` call on its way."""
-
-    name: str
-    prompts: list[list[int]]
-    samples_per_prompt: int
-    sampling: SamplingParams
-    emit: Emit | None
-    weights_seq: int
-    tokens: list[Any] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
-    finish: list[int] = field(default_factory=list)
-    unfinished: int = 0
-
-    def __post_init__(self) -> None:
-        rows = len(self.prompts) * self.samples_per_prompt
-        self.tokens = [np.empty(0, dtype=np.int32)] * rows
-        self.logprobs = [np.empty(0, dtype=np.float32)] * rows
-        self.finish = [ABORT] * rows
-        self.unfinished = rows
-
-    def arrays(self) -> Arrays:
-        """The result, rows prompt-major."""
-        empty = np.empty(0)
-        return {
-            "tokens": np.concatenate([*self.tokens, empty]).astype(np.int32),
-            "lengths": np.array([len(row) for row in self.tokens], dtype=np.int32),
-            "logprobs": np.concatenate([*self.logprobs, empty]).astype(np.float32),
-            "finish": np.array(self.finish, dtype=np.uint8),
-        }
+BLOCK_TOKENS = 16
+STEP_TOKENS_MAX = 2048
+"""Most tokens run through the model in one pass: bounds how long a prompt holds up the others."""
+KV_BYTES = 1 << 30
+"""Budget of the cache where none is given, unless the slots need less or one sequence more."""
 
 
-@dataclass(slots=True)
-class _Row:
-    """What is looked up only when a row ends or streams."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steady:
+    """The last pass, if the next may be the same one token further on."""
 
-    generation: Generation
-    sample: int
+    work: Work
+    batch: StepBatch
+    token_N: torch.Tensor
+    """What the pass drew."""
+    changes: int
+    """`rows.changes` when it was planned."""
 
 
 class Engine:
-    """Generates with one model on one device. Not thread-safe."""
+    """Generates with one model on one device. Not thread-safe. A `RolloutEngine`."""
 
-    def __init__(self, model: nn.Module, *, slots: int, sequence_tokens_max: int) -> None:
-        self._model: Any = model
-        self._decoder: Any = model.get_decoder()  # type: ignore[operator]
-        self._head: Any = model.get_output_embeddings()  # type: ignore[operator]
-        self._slots = slots
-        self._sequence_max = sequence_tokens_max
-        self._cache = SlotCache(slots, model.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
-        self._eos = _token_ids(model.config.eos_token_id)  # type: ignore[union-attr, arg-type]
-        self._waiting: deque[_Row] = deque()
-        self._rows: list[_Row] = []
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        slots: int,
+        sequence_tokens_max: int,
+        kv_bytes_max: int | None = None,
+        block_tokens: int = BLOCK_TOKENS,
+        step_tokens_max: int = STEP_TOKENS_MAX,
+        ranks: Ranks | None = None,
+        probed: torch.Tensor | None = None,
+    ) -> None:
+        """The model's parameters are read where they lie, at every step.
+
+        `ranks`: the others of a tensor-parallel group, whose engines make the same calls in the
+        same order; the parameters are then this rank's boxes, and `probed` is what `probe` found
+        of the whole model. The budget is each rank's.
+
+        Raises:
+            InvalidRequestError: the budget does not hold one sequence, or the model is of a kind
+                that the engine would compute wrongly.
+        """
+        config: Any = model.config
+        self._device, self._dtype = weight_device(model)
+        self._forward = make_forward(model, sequence_tokens_max, ranks)
+        shared_by = 1 if ranks is None else ranks.ranks
+        layers, kv_heads, head_size = cache_shape(model, shared_by)
+        wanted = probe(model) if probed is None else probed
+        verify_forward(self._forward, model, wanted, shared_by)
+        self._eos = _token_ids(config.eos_token_id)
+        self._block_bytes = 2 * layers * kv_heads * head_size * block_tokens * self._dtype.itemsize
+        blocks_max = -(-sequence_tokens_max // block_tokens)
+        self._blocks = _block_count(kv_bytes_max, self._block_bytes, blocks_max, slots)
+        self._block_tokens = block_tokens
+        self._kv = KvPool(
+            layers=layers,
+            heads=kv_heads,
+            head_size=head_size,
+            blocks=self._blocks + 1,
+            block_tokens=block_tokens,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        self._pool = BlockPool(self._blocks + 1, block_tokens)
+        self._rows = Rows(slots, sequence_tokens_max, blocks_max)
+        self._seating = Seating(self._rows, self._pool, step_tokens_max)
         self._generations: dict[str, Generation] = {}
-        self._position = np.zeros(slots, dtype=np.int64)
-        self._drawn = np.zeros(slots, dtype=np.int64)
-        self._limit = np.zeros(slots, dtype=np.int64)
-        self._last = np.zeros(slots, dtype=np.int64)
-        self._ignore_eos = np.zeros(slots, dtype=bool)
-        self._temperature = np.ones(slots, dtype=np.float32)
-        self._top_p = np.ones(slots, dtype=np.float32)
-        self._top_k = np.zeros(slots, dtype=np.int64)
-        self._stream = np.zeros(slots, dtype=np.int64)
-        self._tokens = np.zeros((slots, sequence_tokens_max), dtype=np.int32)
-        self._logprobs = np.zeros((slots, sequence_tokens_max), dtype=np.float32)
+        # Names of those that make a step look at rows one by one.
+        self._streaming: set[str] = set()
+        self._with_stops: set[str] = set()
+        self._ended: list[Generation] = []
+        self._paused = False
+        self._steady: _Steady | None = None
+        self._submitted = 0
+        self._steps = self._tokens_drawn = self._tokens_computed = 0
 
     @property
     def has_work(self) -> bool:
-        """Some generation is unfinished."""
-        return bool(self._generations)
+        """As `RolloutEngine`."""
+        return bool(self._ended) or (bool(self._generations) and not self._paused)
 
     @property
-    def running(self) -> int:
-        """Samples being decoded."""
-        return len(self._rows)
+    def weights_seq(self) -> int:
+        """Version of the weights that draw now."""
+        return self._seating.weights_seq
 
     def submit(self, generation: Generation) -> None:
-        """Queue a generation.
-
-        Raises:
-            BatchShapeError: a prompt is empty or leaves no room for a token.
-        """
+        """As `RolloutEngine`. Of an idle engine the generation's `weights_seq` becomes its own."""
+        longest = self._rows.sequence_max - 1
         for index, prompt in enumerate(generation.prompts):
-            if not 1 <= len(prompt) < self._sequence_max:
+            if not 1 <= len(prompt) <= longest:
                 raise BatchShapeError(
-                    f"prompt {index} has {len(prompt)} tokens; between 1 and "
-                    f"{self._sequence_max - 1} fit",
+                    f"prompt {index} has {len(prompt)} tokens; between 1 and {longest} fit",
                     row=index,
                 )
+        # Whoever submits knows the version best; but not that of an update since it was admitted.
+        under_way = self.weights_seq if self._generations else 0
+        self._seating.weights_seq = max(under_way, generation.weights_seq)
         self._generations[generation.name] = generation
-        self._waiting.extend(_Row(generation, row) for row in range(generation.unfinished))
+        if generation.emit is not None:
+            self._streaming.add(generation.name)
+        if generation.sampling.stop_token_ids or generation.sampling.stop_sequences:
+            self._with_stops.add(generation.name)
+        prompts = [np.array(prompt, dtype=np.int32) for prompt in generation.prompts]
+        for row in range(generation.unfinished):
+            self._seating.waiting.append(
+                Sample(
+                    generation=generation,
+                    row=row,
+                    order=self._submitted,
+                    prompt=prompts[row // generation.samples_per_prompt],
+                )
+            )
+            self._submitted += 1
+        if generation.unfinished == 0:
+            self._finish(generation)
 
     def abort(self, name: str) -> None:
-        """End a generation at the next step, with what its samples have. Unknown: no effect."""
+        """As `RolloutEngine`."""
         generation = self._generations.get(name)
         if generation is None:
             return
-        for row in [row for row in self._waiting if row.generation is generation]:
-            self._waiting.remove(row)
-            generation.unfinished -= 1
-        for slot, row in enumerate(self._rows):
-            if row.generation is generation:
-                self._limit[slot] = -1
+        waiting = self._seating.waiting
+        for sample in [sample for sample in waiting if sample.generation is generation]:
+            waiting.remove(sample)
+            self._record(sample, ABORT)
+        for slot in [s for s, r in self._rows.samples.items() if r.generation is generation]:
+            self._record(self._seating.leave(slot), ABORT)
+
+    def interrupt(self, name: str) -> Generation | None:
+        """As `RolloutEngine`."""
+        self.abort(name)
+        for index, generation in enumerate(self._ended):
+            if generation.name == name:
+                return self._ended.pop(index)
+        return None
+
+    def pause(self) -> None:
+        """As `RolloutEngine`."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """As `RolloutEngine`."""
+        self._paused = False
+
+    def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
+        """As `RolloutEngine`."""
+        self._seating.weights_seq = weights_seq
+        if recompute_kv:
+            self.drop_cache()
+            return
+        self._seating.keep_stale()
+        for slot, sample in self._rows.samples.items():
+            sample.drawn_with(int(self._rows.drawn(slot)), weights_seq)
 
     def drop_cache(self) -> None:
-        """Give the cache's memory back; the engine must be idle.
+        """As `RolloutEngine`."""
+        self._seating.empty()
+        self._kv.clear()
+        self._steady = None
 
-        Prompts of later generations are computed with whatever weights are there then.
-        """
-        assert not self._rows, "the cache is in use"
-        self._cache.clear()
+    def stats(self) -> EngineStats:
+        """As `RolloutEngine`."""
+        seating, pool = self._seating, self._pool
+        return EngineStats(
+            running=len(self._rows.samples),
+            waiting=len(seating.waiting),
+            paused=self._paused,
+            weights_seq=self.weights_seq,
+            steps=self._steps,
+            tokens_drawn=self._tokens_drawn,
+            tokens_computed=self._tokens_computed,
+            tokens_recomputed=seating.tokens_recomputed,
+            prefix_tokens_reused=seating.prefix_tokens_reused,
+            preemptions=seating.preemptions,
+            kv_bytes_max=self._blocks * self._block_bytes,
+            blocks=self._blocks,
+            blocks_held=pool.held,
+            blocks_kept=pool.kept,
+        )
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
-        """Draw one token for every running sample, first those that can join now.
+        """As `RolloutEngine`."""
+        if self._generations and not self._paused:
+            self._pass()
+        ended, self._ended = self._ended, []
+        return ended
 
-        Returns the generations that this finished.
-        """
-        finished: dict[str, Generation] = {}
-        self._leave(self._limit[: len(self._rows)] < 0, ABORT, finished)
-        if self._rows:
-            self._advance(self._decode(), np.arange(len(self._rows)), finished)
-        while self._waiting and len(self._rows) < self._slots:
-            self._join(finished)
-        for name, generation in list(self._generations.items()):
-            if generation.unfinished == 0:
-                finished[name] = self._generations.pop(name)
-        return list(finished.values())
+    def check_invariants(self) -> None:
+        """Every block is accounted for, and every sample is in one place."""
+        rows = self._rows
+        self._pool.check_invariants(rows.blocks(slot) for slot in rows.samples)
+        assert set(np.flatnonzero(rows.active)) == set(rows.samples)
+        assert len(rows.samples) + rows.empty == rows.slots
+        here = [*rows.samples.values(), *self._seating.waiting]
+        assert len(here) == sum(one.unfinished for one in self._generations.values())
+        orders = [sample.order for sample in here]
+        assert len(set(orders)) == len(orders)
+        for slot in rows.samples:
+            assert rows.computed[slot] <= rows.held[slot] * self._block_tokens
+            assert rows.computed[slot] < rows.known[slot] <= rows.sequence_max
 
-    def _decode(self) -> torch.Tensor:
-        """Raw logprobs `[N, V]` of the running rows' next tokens."""
-        rows = len(self._rows)
-        position_N = torch.from_numpy(self._position[:rows].copy())
-        self._cache.begin_step(position_N)
-        seen_N11L = (torch.arange(self._cache.length)[None, :] <= position_N[:, None])[
-            :, None, None
-        ]
-        hidden = self._decoder(
-            input_ids=torch.from_numpy(self._last[:rows].copy())[:, None],
-            position_ids=position_N[:, None],
-            attention_mask=seen_N11L,
-            past_key_values=self._cache,
-            use_cache=True,
-        ).last_hidden_state
-        self._position[:rows] += 1
-        return torch.log_softmax(self._head(hidden[:, 0]).float(), dim=-1)
+    def _pass(self) -> None:
+        rows, steady = self._rows, self._steady
+        if steady is not None and self._seating.goes_on(steady.work.slots, steady.changes):
+            work, batch = steady.work, steady.batch
+            advance(batch, steady.token_N)
+        else:
+            work, batch = self._plan()
+        changes = rows.changes
+        logits_NV = self._forward(batch, self._kv)
+        self._steps += 1
+        self._tokens_computed += len(batch.token_T)
+        self._seating.computed(work)
+        self._steady = None
+        slots = work.slots
+        if batch.wanted is not None:
+            slots = slots[rows.computed[slots] == rows.known[slots]]
+            if not len(slots):
+                return
+        logprobs_NV = torch.log_softmax(logits_NV.float(), dim=-1)
+        if (rows.leader >= 0).any():
+            slots, which = self._fork(slots)
+            logprobs_NV = logprobs_NV[torch.from_numpy(which).to(self._device)]
+        token_N = self._draw(logprobs_NV, slots)
+        if batch.wanted is None and rows.changes == changes:
+            self._steady = _Steady(work=work, batch=batch, token_N=token_N, changes=changes)
 
-    def _join(self, finished: dict[str, Generation]) -> None:
-        """Prefill waiting samples into free slots and draw their first tokens.
-
-        Samples of one prompt share its prefill.
-        """
-        room = self._slots - len(self._rows)
-        prompts: dict[tuple[int, int], int] = {}
-        batch: list[tuple[_Row, int]] = []
-        longest = 0
-        while self._waiting and len(batch) < room:
-            row = self._waiting[0]
-            index = row.sample // row.generation.samples_per_prompt
-            key = (id(row.generation), index)
-            length = max(longest, len(row.generation.prompts[index]))
-            count = len(prompts) + (key not in prompts)
-            if prompts and count * length > PREFILL_TOKENS_MAX:
-                break
-            longest = length
-            batch.append((self._waiting.popleft(), prompts.setdefault(key, len(prompts))))
-        first = len(self._rows)
-        slots = np.arange(first, first + len(batch))
-        texts = [
-            batch[i][0].generation.prompts[
-                batch[i][0].sample // batch[i][0].generation.samples_per_prompt
-            ]
-            for i in _first_of_each([prompt for _, prompt in batch])
-        ]
-        which = torch.tensor([prompt for _, prompt in batch])
-        logprobs_PV = self._prefill(texts, longest, slots, which)
-        for slot, (row, prompt) in zip(slots, batch, strict=True):
-            self._set_up(int(slot), row, len(texts[prompt]))
-        self._advance(logprobs_PV[which], slots, finished)
-
-    def _prefill(
-        self, texts: list[list[int]], longest: int, slots: np.ndarray[Any, Any], which: torch.Tensor
-    ) -> torch.Tensor:
-        """Run prompts through the model, copy their cache to `slots`; logprobs `[P, V]`.
-
-        Padding is on the right, where the causal mask hides it from every real token.
-        """
-        padded_PL = torch.zeros((len(texts), longest), dtype=torch.int64)
-        for index, text in enumerate(texts):
-            padded_PL[index, : len(text)] = torch.tensor(text)
-        output = self._decoder(input_ids=padded_PL, use_cache=True)
-        last_P = torch.tensor([len(text) - 1 for text in texts])
-        hidden = output.last_hidden_state[torch.arange(len(texts)), last_P]
-        places = torch.from_numpy(slots)
-        filled = output.past_key_values.layers
-        for layer, source in zip(self._cache.slot_layers(), filled, strict=True):
-            layer.place(places, source.keys[which], source.values[which])
-        return torch.log_softmax(self._head(hidden).float(), dim=-1)
-
-    def _set_up(self, slot: int, row: _Row, prompt_tokens: int) -> None:
-        sampling = row.generation.sampling
-        self._rows.append(row)
-        self._position[slot] = prompt_tokens
-        self._drawn[slot] = 0
-        self._limit[slot] = min(sampling.max_tokens, self._sequence_max - prompt_tokens)
-        self._ignore_eos[slot] = sampling.ignore_eos
-        self._temperature[slot] = sampling.temperature
-        self._top_p[slot] = sampling.top_p
-        self._top_k[slot] = sampling.top_k
-        self._stream[slot] = stream_of(sampling.seed or 0, row.sample)
-
-    def _advance(
-        self,
-        logprobs_NV: torch.Tensor,
-        slots: np.ndarray[Any, Any],
-        finished: dict[str, Generation],
-    ) -> None:
-        """Draw a token for each of `slots` (rows at the end, or all) and retire the ended."""
-        sampling = RowSampling(
-            temperature=torch.from_numpy(self._temperature[slots]),
-            top_p=torch.from_numpy(self._top_p[slots]),
-            top_k=torch.from_numpy(self._top_k[slots]),
-            stream=torch.from_numpy(self._stream[slots]),
+    def _plan(self) -> tuple[Work, StepBatch]:
+        rows = self._rows
+        self._kv.prepare()
+        work, copies = self._seating.plan()
+        assert len(work.slots), "somebody can always run"
+        if copies:
+            self._kv.copy([old for old, _ in copies], [new for _, new in copies])
+        work, cuts = order_work(work, self._block_tokens)
+        batch = build_batch(
+            work,
+            cuts,
+            tokens=rows.tokens,
+            tables=rows.tables,
+            known=rows.known,
+            block_tokens=self._block_tokens,
+            device=self._device,
+            dtype=self._dtype,
         )
-        token_N = draw(logprobs_NV, sampling, torch.from_numpy(self._drawn[slots]))
-        logprob_N = logprobs_NV.gather(-1, token_N[:, None])[:, 0].numpy()
-        tokens = token_N.numpy()
-        self._tokens[slots, self._drawn[slots]] = tokens
-        self._logprobs[slots, self._drawn[slots]] = logprob_N
-        self._drawn[slots] += 1
-        self._last[slots] = tokens
-        self._emit(slots, tokens, logprob_N)
-        ended = np.zeros(len(self._rows), dtype=bool)
-        ended[slots] = np.isin(tokens, self._eos) & ~self._ignore_eos[slots]
-        self._check_own_stops(slots, ended)
-        full = np.zeros(len(self._rows), dtype=bool)
-        full[slots] = self._drawn[slots] >= np.maximum(1, self._limit[slots])
-        self._retire(ended, full & ~ended, finished)
+        return work, batch
 
-    def _emit(
-        self,
-        slots: np.ndarray[Any, Any],
-        tokens: np.ndarray[Any, Any],
-        logprobs: np.ndarray[Any, Any],
-    ) -> None:
-        if all(generation.emit is None for generation in self._generations.values()):
+    def _fork(self, slots: Ints) -> tuple[Ints, Ints]:
+        """The slots that draw with those that waited for them; the row of logits of each."""
+        everyone: list[int] = []
+        which: list[int] = []
+        for index, slot in enumerate(slots.tolist()):
+            family = [slot, *self._seating.fork(slot)]
+            everyone += family
+            which += [index] * len(family)
+        return np.array(everyone), np.array(which)
+
+    def _draw(self, logprobs_NV: torch.Tensor, slots: Ints) -> torch.Tensor:
+        """Draw a token for each of `slots` and let those leave that end with it."""
+        rows, device = self._rows, self._device
+        drawn = rows.drawn(slots)
+        if rows.temperature[slots].any():
+            sampling = RowSampling(
+                temperature=torch.from_numpy(rows.temperature[slots]).to(device),
+                top_p=torch.from_numpy(rows.top_p[slots]).to(device),
+                top_k=torch.from_numpy(rows.top_k[slots]).to(device),
+                stream=torch.from_numpy(rows.stream[slots]).to(device),
+            )
+            token_N = draw(logprobs_NV, sampling, torch.from_numpy(drawn).to(device))
+        else:
+            token_N = logprobs_NV.argmax(dim=-1)
+        logprobs = logprobs_NV.gather(-1, token_N[:, None])[:, 0].cpu().numpy()
+        tokens = token_N.cpu().numpy()
+        rows.tokens[slots, rows.known[slots]] = tokens
+        rows.logprobs[slots, drawn] = logprobs
+        rows.known[slots] += 1
+        self._tokens_drawn += len(slots)
+        self._emit(slots, tokens, logprobs)
+        stopped = np.zeros(len(slots), dtype=bool)
+        for end in self._eos:
+            stopped |= tokens == end
+        stopped &= ~rows.ignore_eos[slots]
+        self._check_own_stops(slots, stopped)
+        full = drawn + 1 >= rows.limit[slots]
+        for index in np.flatnonzero(stopped | full).tolist():
+            sample = self._seating.leave(int(slots[index]))
+            self._record(sample, STOP if stopped[index] else LENGTH)
+        return token_N
+
+    def _emit(self, slots: Ints, tokens: Any, logprobs: Any) -> None:
+        if not self._streaming:
             return
-        for slot, token, logprob in zip(slots, tokens, logprobs, strict=True):
-            row = self._rows[slot]
-            if row.generation.emit is not None:
-                row.generation.emit(row.sample, [int(token)], [float(logprob)])
+        for slot, token, logprob in zip(slots.tolist(), tokens, logprobs, strict=True):
+            sample = self._rows.samples[slot]
+            if sample.generation.emit is not None:
+                sample.generation.emit(sample.row, [int(token)], [float(logprob)])
 
-    def _check_own_stops(self, slots: np.ndarray[Any, Any], ended: np.ndarray[Any, Any]) -> None:
+    def _check_own_stops(self, slots: Ints, stopped: Any) -> None:
         """Stop tokens and sequences that a generation brought along."""
-        plain = all(
-            not generation.sampling.stop_token_ids and not generation.sampling.stop_sequences
-            for generation in self._generations.values()
-        )
-        for slot in () if plain else slots:
-            sampling = self._rows[slot].generation.sampling
-            drawn = self._tokens[slot, : self._drawn[slot]]
-            ended[slot] |= int(drawn[-1]) in sampling.stop_token_ids or any(
+        if not self._with_stops:
+            return
+        rows = self._rows
+        for index, slot in enumerate(slots.tolist()):
+            sampling = rows.samples[slot].generation.sampling
+            drawn = rows.tokens[slot, rows.prompt[slot] : rows.known[slot]]
+            stopped[index] |= int(drawn[-1]) in sampling.stop_token_ids or any(
                 len(stop) <= len(drawn) and tuple(drawn[len(drawn) - len(stop) :]) == stop
                 for stop in sampling.stop_sequences
                 if stop
             )
 
-    def _retire(
-        self,
-        stopped: np.ndarray[Any, Any],
-        full: np.ndarray[Any, Any],
-        finished: dict[str, Generation],
-    ) -> None:
-        self._record(stopped, STOP, finished)
-        self._record(full, LENGTH, finished)
-        self._compact(stopped | full)
+    def _record(self, sample: Sample, code: int) -> None:
+        """Write down a row's result."""
+        generation = sample.generation
+        if sample.tokens is not None:
+            generation.tokens[sample.row] = sample.tokens
+            generation.logprobs[sample.row] = sample.logprobs
+            drawn = len(sample.tokens)
+            generation.segments[sample.row] = [s for s in sample.segments if s.start < drawn]
+        generation.finish[sample.row] = code
+        generation.unfinished -= 1
+        if generation.unfinished == 0:
+            self._finish(generation)
 
-    def _leave(
-        self, leaving: np.ndarray[Any, Any], code: int, finished: dict[str, Generation]
-    ) -> None:
-        self._record(leaving, code, finished)
-        self._compact(leaving)
-
-    def _record(
-        self, leaving: np.ndarray[Any, Any], code: int, finished: dict[str, Generation]
-    ) -> None:
-        """Write down the results of rows that leave."""
-        for slot in np.flatnonzero(leaving):
-            row = self._rows[slot]
-            generation = row.generation
-            generation.tokens[row.sample] = self._tokens[slot, : self._drawn[slot]].copy()
-            generation.logprobs[row.sample] = self._logprobs[slot, : self._drawn[slot]].copy()
-            generation.finish[row.sample] = code
-            generation.unfinished -= 1
-            if generation.unfinished == 0:
-                finished[generation.name] = generation
-                self._generations.pop(generation.name, None)
-
-    def _compact(self, leaving: np.ndarray[Any, Any]) -> None:
-        """Close the holes that leaving rows left, with rows from the end."""
-        kept = int((~leaving).sum())
-        if kept == len(leaving):
-            return
-        holes = np.flatnonzero(leaving[:kept])
-        movers = kept + np.flatnonzero(~leaving[kept:])
-        for array in (
-            *(self._position, self._drawn, self._limit, self._last, self._ignore_eos),
-            *(self._temperature, self._top_p, self._top_k, self._stream),
-            *(self._tokens, self._logprobs),
-        ):
-            array[holes] = array[movers]
-        for hole, mover in zip(holes, movers, strict=True):
-            self._rows[hole] = self._rows[mover]
-        del self._rows[kept:]
-        if len(holes):
-            source, target = torch.from_numpy(movers), torch.from_numpy(holes)
-            for layer in self._cache.slot_layers():
-                layer.move(source, target)
+    def _finish(self, generation: Generation) -> None:
+        del self._generations[generation.name]
+        self._streaming.discard(generation.name)
+        self._with_stops.discard(generation.name)
+        self._ended.append(generation)
 
 
 def _token_ids(value: int | Iterable[int] | None) -> list[int]:
@@ -356,9 +375,15 @@ def _token_ids(value: int | Iterable[int] | None) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
-def _first_of_each(values: list[int]) -> list[int]:
-    """Index of the first occurrence of 0, 1, 2, … in `values`."""
-    found: dict[int, int] = {}
-    for index, value in enumerate(values):
-        found.setdefault(value, index)
-    return [found[value] for value in sorted(found)]
+def _block_count(budget: int | None, block_bytes: int, sequence_blocks: int, slots: int) -> int:
+    """Blocks that the budget pays for; `sequence_blocks` hold the longest sequence."""
+    if budget is None:
+        affordable = max(KV_BYTES // block_bytes, sequence_blocks)
+        return min(affordable, slots * sequence_blocks)
+    if budget < sequence_blocks * block_bytes:
+        raise InvalidRequestError(
+            f"a KV cache of {budget} bytes holds {budget // block_bytes} blocks; one sequence of "
+            f"the deployment's length takes {sequence_blocks} ({sequence_blocks * block_bytes} "
+            "bytes): raise the budget or lower max_sequence_tokens"
+        )
+    return budget // block_bytes

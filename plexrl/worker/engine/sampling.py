@@ -15,6 +15,7 @@ _ODD_1 = -7046029254386353131
 _ODD_2 = -4658895280553007687
 _ODD_3 = -7723592293110705685
 _MANTISSA_BITS = 53
+_ALL_BITS = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -32,9 +33,9 @@ class RowSampling:
 
 
 def stream_of(seed: int, sample: int) -> int:
-    """The number that names a sample's random stream."""
-    mixed = _mix(_mix(torch.tensor([seed], dtype=torch.int64)) + sample * _ODD_1 % (1 << 63))
-    return int(mixed)
+    """The number that names a sample's random stream, an int64."""
+    mixed = _mix_int((_mix_int(seed) + sample * _ODD_1 % (1 << 63)) & _ALL_BITS)
+    return mixed - (1 << 64) if mixed >> 63 else mixed
 
 
 def draw(logprobs_NV: torch.Tensor, rows: RowSampling, position_N: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,7 @@ def allowed(scores_NV: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -
     size = scores_NV.shape[1]
     ordered_NV, order_NV = scores_NV.sort(dim=-1, descending=True, stable=True)
     k_N1 = torch.where(top_k > 0, top_k.clamp(max=size), size)[:, None]
-    kept_NV = torch.arange(size)[None, :] < k_N1
+    kept_NV = torch.arange(size, device=scores_NV.device)[None, :] < k_N1
     probability_NV = ordered_NV.masked_fill(~kept_NV, -torch.inf).softmax(dim=-1)
     before_NV = probability_NV.cumsum(dim=-1) - probability_NV
     kept_NV &= (before_NV < top_p[:, None]) | (top_p[:, None] >= 1.0)
@@ -67,8 +68,9 @@ def allowed(scores_NV: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -
 
 def gumbel(stream_N: torch.Tensor, position_N: torch.Tensor, size: int) -> torch.Tensor:
     """Standard Gumbel noise, float32 `[N, size]`."""
+    token_1V = torch.arange(1, size + 1, device=stream_N.device)[None, :]
     row_N = _mix(stream_N + position_N * _ODD_2)
-    bits_NV = _mix(row_N[:, None] + torch.arange(1, size + 1)[None, :] * _ODD_3)
+    bits_NV = _mix(row_N[:, None] + token_1V * _ODD_3)
     # An arithmetic shift would copy the sign down; the mask keeps the upper bits only.
     upper_NV = (bits_NV >> (64 - _MANTISSA_BITS)) & ((1 << _MANTISSA_BITS) - 1)
     uniform_NV = (upper_NV.double() + 0.5) / (1 << _MANTISSA_BITS)
@@ -84,3 +86,11 @@ def _mix(values: torch.Tensor) -> torch.Tensor:
 
 def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix_int(value: int) -> int:
+    """`_mix` of one number, given and returned unsigned: a tensor operation costs far more."""
+    value &= _ALL_BITS
+    value = (value ^ (value >> 30)) * _ODD_2 & _ALL_BITS
+    value = (value ^ (value >> 27)) * _ODD_3 & _ALL_BITS
+    return value ^ (value >> 31)

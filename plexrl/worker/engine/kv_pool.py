@@ -1,0 +1,74 @@
+"""The memory behind the blocks: keys and values of every layer.
+
+Shapes: H key-value heads, K = 2·H, keys first, B blocks of S tokens, D head size; T new tokens;
+N rows of W blocks each, L = W·S positions.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+
+class KvPool:
+    """Blocks by number. Memory is taken at first use, page by page as it is written."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        heads: int,
+        head_size: int,
+        blocks: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._heads = heads
+        self._shape = (layers, 2 * heads, blocks, block_tokens, head_size)
+        self._dtype = dtype
+        self._device = device
+        self._pool: torch.Tensor | None = None
+        self._by_block: list[torch.Tensor] = []
+        self._by_token: list[torch.Tensor] = []
+
+    def prepare(self) -> None:
+        """Have the memory. Zeros, for the weight of a masked position is 0 and 0·NaN is NaN."""
+        if self._pool is not None:
+            return
+        layers, heads, blocks, block_tokens, head_size = self._shape
+        self._pool = _zeros(self._shape, self._dtype, self._device)
+        flat = self._pool.view(layers, heads, blocks * block_tokens, head_size)
+        rows = self._pool.view(layers, heads, blocks, block_tokens * head_size)
+        self._by_token, self._by_block = list(flat), list(rows)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._pool = None
+        self._by_block, self._by_token = [], []
+
+    def write(self, layer: int, place_T: torch.Tensor, new_TKD: torch.Tensor) -> None:
+        """Store new tokens' keys and values; a place is block·S + offset."""
+        self._by_token[layer].index_copy_(1, place_T, new_TKD.transpose(0, 1))
+
+    def gather(
+        self, layer: int, table_NW: torch.Tensor, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[H, N, L, D]` of rows whose blocks `table_NW` lists, flattened."""
+        found = self._by_block[layer].index_select(1, table_NW)
+        found_KNLD = found.view(2 * self._heads, rows, -1, self._shape[-1])
+        return found_KNLD[: self._heads], found_KNLD[self._heads :]
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copy whole blocks, all layers."""
+        assert self._pool is not None
+        taken = self._pool.index_select(2, torch.tensor(sources, device=self._device))
+        self._pool.index_copy_(2, torch.tensor(targets, device=self._device), taken)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # `torch.zeros` writes every page; the C library's zeroed memory is had page by page.
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)

@@ -1,0 +1,63 @@
+"""Which box of each parameter a tensor-parallel rank holds, by the parameter's canonical name.
+
+Megatron's split: projections into heads and into the MLP by rows, those back by columns, so that a
+block needs one sum over ranks after each; the vocabulary by rows; norms whole on every rank.
+"""
+
+from dataclasses import dataclass
+
+from plexrl.errors import InvalidRequestError
+
+BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+BY_COLUMNS = ("o_proj", "down_proj")
+VOCABULARY = ("embed_tokens", "lm_head")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """Part of a tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """For indexing the whole tensor."""
+        return tuple(
+            slice(first, first + extent)
+            for first, extent in zip(self.offset, self.shape, strict=True)
+        )
+
+
+def box_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Box:
+    """The box of `name` that `rank` of `ranks` holds; over all ranks they make up the tensor, or
+    each is the whole of it.
+
+    Raises:
+        InvalidRequestError: a projection cannot be divided into `ranks` equal parts.
+    """
+    module = name.split(".")[-2] if "." in name else name
+    whole = Box(offset=(0,) * len(shape), shape=shape)
+    if ranks == 1:
+        return whole
+    if module in VOCABULARY:
+        # The last rank's part may be smaller, or empty.
+        part = -(-shape[0] // ranks)
+        first = min(rank * part, shape[0])
+        extent = min(part, shape[0] - first)
+        return Box(offset=(first, *whole.offset[1:]), shape=(extent, *shape[1:]))
+    if module in BY_ROWS:
+        axis = 0
+    elif module in BY_COLUMNS and len(shape) > 1:
+        axis = 1
+    else:
+        return whole
+    if shape[axis] % ranks:
+        raise InvalidRequestError(
+            f"{name} has {shape[axis]} {'columns' if axis else 'rows'}, which {ranks} tensor-"
+            "parallel ranks cannot share equally: choose another number of workers"
+        )
+    part = shape[axis] // ranks
+    offset, extents = [0] * len(shape), list(shape)
+    offset[axis], extents[axis] = rank * part, part
+    return Box(offset=tuple(offset), shape=tuple(extents))

@@ -1,0 +1,163 @@
+"""Random histories of an engine; every token of every row is then drawn again by a plain model.
+
+The oracle knows no cache, batch or engine: it runs a whole row through the weights that the row's
+segment names, and draws at each position with the row's own random stream.
+"""
+
+import copy
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from plexrl.model_spec import tiny_qwen2
+from plexrl.wire.operations import SamplingParams
+from plexrl.worker.engine import Engine, Generation
+from plexrl.worker.engine.generation import ABORT, LENGTH, STOP
+from plexrl.worker.engine.sampling import RowSampling, draw, stream_of
+from plexrl.worker.models import build_model
+
+VOCABULARY = "0123456789abcdefghi"
+VERSIONS = [build_model(tiny_qwen2(VOCABULARY, seed=seed)) for seed in (2, 5, 8)]
+EOS = 2
+
+
+def load(model: torch.nn.Module, version: int) -> None:
+    """Replace the weights in place, as a pull does."""
+    with torch.no_grad():
+        for home, source in zip(model.parameters(), VERSIONS[version].parameters(), strict=True):
+            home.copy_(source)
+
+
+def check(made: Generation) -> None:
+    """Every drawn token is the one that its weights draw there, with their logprob."""
+    sampling = made.sampling
+    for row, (tokens, logprobs) in enumerate(zip(made.tokens, made.logprobs, strict=True)):
+        assert len(tokens) == len(logprobs)
+        assert (made.finish[row] == LENGTH) <= (len(tokens) == sampling.max_tokens)
+        assert (made.finish[row] == STOP) <= (EOS in tokens[-1:])
+        if not len(tokens):
+            assert made.finish[row] == ABORT
+            continue
+        assert made.segments[row][0].start == 0
+        prompt = made.prompts[row // made.samples_per_prompt]
+        version = np.zeros(len(tokens), dtype=np.int64)
+        for segment in made.segments[row]:
+            version[segment.start :] = segment.weights_seq
+        whole = torch.tensor([[*prompt, *tokens.tolist()]])
+        with torch.no_grad():
+            by_version = {
+                number: VERSIONS[number](input_ids=whole).logits[0].log_softmax(-1)
+                for number in set(version.tolist())
+            }
+        wanted = torch.stack(
+            [by_version[v][len(prompt) - 1 + at] for at, v in enumerate(version.tolist())]
+        )
+        count = len(tokens)
+        rows = RowSampling(
+            temperature=torch.full((count,), sampling.temperature),
+            top_p=torch.full((count,), sampling.top_p),
+            top_k=torch.full((count,), sampling.top_k),
+            stream=torch.full((count,), stream_of(sampling.seed or 0, row)),
+        )
+        assert tokens.tolist() == draw(wanted, rows, torch.arange(count)).tolist()
+        own = wanted.gather(-1, torch.from_numpy(tokens.astype(np.int64))[:, None])[:, 0]
+        assert np.allclose(logprobs, own.numpy(), atol=1e-4)
+
+
+@dataclass
+class History:
+    """One engine and a chance of what happens to it."""
+
+    seed: int
+    chance: random.Random = field(init=False)
+    version: int = 0
+    submitted: int = 0
+    ended: list[Generation] = field(default_factory=list)
+    under_way: dict[str, Generation] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+        self.model = copy.deepcopy(VERSIONS[0])
+        self.engine = Engine(
+            self.model,
+            slots=self.chance.choice([3, 8, 20]),
+            sequence_tokens_max=48,
+            kv_bytes_max=self.chance.choice([12, 20, 80]) * 4 * 512,
+            block_tokens=4,
+            step_tokens_max=self.chance.choice([4, 16, 500]),
+        )
+
+    def submit(self) -> None:
+        shared = [self.chance.randrange(3, 20) for _ in range(self.chance.randrange(0, 20))]
+        made = Generation(
+            name=f"g{self.submitted}",
+            prompts=[
+                [*shared, *(self.chance.randrange(3, 20) for _ in range(self.chance.randint(1, 9)))]
+                for _ in range(self.chance.randint(1, 3))
+            ],
+            samples_per_prompt=self.chance.choice([1, 1, 4]),
+            sampling=SamplingParams(
+                max_tokens=self.chance.randint(1, 19),
+                temperature=self.chance.choice([0.0, 1.0, 1.5]),
+                top_k=self.chance.choice([0, 5]),
+                seed=self.submitted,
+                ignore_eos=self.chance.random() < 0.5,
+            ),
+            emit=None,
+            weights_seq=self.version,
+        )
+        self.submitted += 1
+        self.under_way[made.name] = made
+        self.engine.submit(made)
+
+    def end(self, made: Generation) -> None:
+        assert made.unfinished == 0
+        assert self.under_way.pop(made.name) is made
+        self.ended.append(made)
+
+    def happen(self) -> None:
+        names = sorted(self.under_way)
+        match self.chance.randrange(12):
+            case 0 | 1 if self.submitted < 8:
+                self.submit()
+            case 2 if names:
+                self.engine.abort(self.chance.choice(names))
+            case 3 if names:
+                partial = self.engine.interrupt(self.chance.choice(names))
+                if partial is not None:
+                    self.end(partial)
+            case 4:
+                self.engine.pause()
+            case 5:
+                self.engine.drop_cache()
+            case 6 if self.version < len(VERSIONS) - 1:
+                self.version += 1
+                load(self.model, self.version)
+                self.engine.weights_changed(self.version)
+            case _:
+                self.engine.resume()
+                for made in self.engine.step():
+                    self.end(made)
+        self.engine.check_invariants()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_token_is_what_its_weights_draw_whatever_happened(seed: int) -> None:
+    history = History(seed)
+    for _ in range(3):
+        history.submit()
+    for _ in range(60):
+        history.happen()
+    history.engine.resume()
+    while history.engine.has_work:
+        for made in history.engine.step():
+            history.end(made)
+        history.engine.check_invariants()
+    assert not history.under_way
+    assert len(history.ended) == history.submitted
+    for made in history.ended:
+        check(made)
+    assert history.engine.stats().blocks_held == 0
