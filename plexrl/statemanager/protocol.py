@@ -5,7 +5,7 @@ The first request of a connection is `Hello`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -23,6 +23,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all requests. Tagged with the class name; `plexrl.statemanager.handlers` says which
     there are, and what comes of each."""
 
+    is_answered_plainly: ClassVar[bool] = False
+    """No descriptors ever come along with the answer."""
+
 
 class Hello(Request, frozen=True, kw_only=True):
     """Say who asks; nothing else is answered before."""
@@ -33,6 +36,8 @@ class Hello(Request, frozen=True, kw_only=True):
 
 class Ping(Request, frozen=True, kw_only=True):
     """Nothing but an answer."""
+
+    is_answered_plainly: ClassVar[bool] = True
 
 
 class Register(Request, frozen=True, kw_only=True):
@@ -64,6 +69,7 @@ class Register(Request, frozen=True, kw_only=True):
 class Save(Request, frozen=True, kw_only=True):
     """Store `parts` of the arena as version `seq`."""
 
+    is_answered_plainly: ClassVar[bool] = True
     seq: int
     keep_seq: int
     token: int
@@ -98,10 +104,13 @@ class Attach(Request, frozen=True, kw_only=True):
 class Detach(Request, frozen=True, kw_only=True):
     """The arena's memory is unmapped, so others may have it."""
 
+    is_answered_plainly: ClassVar[bool] = True
+
 
 class Publish(Request, frozen=True, kw_only=True):
     """Store parameters and buffers as the published version `seq`."""
 
+    is_answered_plainly: ClassVar[bool] = True
     seq: int
     token: int
 
@@ -147,6 +156,8 @@ class OpenState(Request, frozen=True, kw_only=True):
 
 class Confirm(Request, frozen=True, kw_only=True):
     """Nothing: that it is answered says that what this connection opened was in place till now."""
+
+    is_answered_plainly: ClassVar[bool] = True
 
 
 class Adopt(Request, frozen=True, kw_only=True):
@@ -197,6 +208,8 @@ class PrefetchPublished(Request, frozen=True, kw_only=True):
 
 class Usage(Request, frozen=True, kw_only=True):
     """Who holds how much."""
+
+    is_answered_plainly: ClassVar[bool] = True
 
 
 class Release(Request, frozen=True, kw_only=True):

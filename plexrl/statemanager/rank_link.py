@@ -26,6 +26,7 @@ from plexrl.statemanager.protocol import (
 )
 
 _Received = tuple[Answer, list[int]]
+_WITH_TOKEN = (Save, Load, Publish, Attach)
 
 
 class RankLink:
@@ -136,7 +137,8 @@ class RankLink:
             UnavailableError: the daemon did not come back in time.
         """
         answer, received = self._exchange(request, fds)
-        close_all(received)
+        if received:
+            close_all(received)
         return answer
 
     def close(self) -> None:
@@ -148,7 +150,7 @@ class RankLink:
         self._lent_here = None
 
     def _exchange(self, request: Request | None, fds: Sequence[int] = ()) -> _Received:
-        if isinstance(request, Save | Load | Publish | Attach) and self._registration is not None:
+        if self._registration is not None and isinstance(request, _WITH_TOKEN):
             # A later connection registers under the newest grant this rank was given.
             token = max(request.token, self._registration.token)
             self._registration = structs.replace(self._registration, token=token)

@@ -333,6 +333,10 @@ class Store:
                 if wanted(version.manifest)
             ]
 
+    def make_ready(self, nbytes: int) -> None:
+        """Expect versions of so many bytes together: have memory for them resident soon."""
+        self._pool.make_ready(nbytes)
+
     def drop(self, names: Iterable[str]) -> None:
         """Give versions up; what is in use goes when its last user is done."""
         with self._catalog.lock:

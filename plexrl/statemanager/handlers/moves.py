@@ -19,7 +19,7 @@ from plexrl.statemanager.handlers.caller import (
     names_of,
 )
 from plexrl.statemanager.handlers.host_memory import in_host, opened_host
-from plexrl.statemanager.handlers.lending import lend_to
+from plexrl.statemanager.handlers.lending import expect_offload, lend_to
 from plexrl.statemanager.keys import StatePart
 from plexrl.statemanager.protocol import Load, Publish, Save
 from plexrl.statemanager.registry import Registration
@@ -81,6 +81,7 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
         lent = Reply({})
         if own.loan is None:
             lent = lend_to(own, fill)
+            expect_offload(caller)
         else:
             fill(own.loan)
         [loaded] = found
@@ -251,7 +252,10 @@ def _unchanged(
 def _check_fits(manifest: Manifest, own: Registration) -> None:
     """A version was replaced by one of another layout just when it was to be loaded."""
     misses_host = own.host is not None and not in_host(manifest, own)
-    if misses_host or not set(manifest.slices) <= set(own.slices):
+    # Without hashing them where they are the very slices: there may be many thousands.
+    same = tuple(piece for piece in own.slices if piece.key.part in manifest.parts)
+    fits = same == manifest.slices or set(manifest.slices) <= set(own.slices)
+    if misses_host or not fits:
         raise ConflictError(
             f"{manifest.description} is being saved from another layout: load again",
             deployment=manifest.deployment,
