@@ -18,14 +18,18 @@ class BackendCapabilities:
     """`train` or `rollout`."""
     axes: tuple[Axis, ...]
     """That may be longer than 1."""
+    optimizers: tuple[str, ...]
+    """Where it can keep an optimizer's state: `device`, `host`."""
     packs: bool
     """Lays rows end to end and is told which make a micro-batch, instead of padding them side by
     side and cutting them itself. Context parallelism needs it."""
 
 
 BACKENDS: tuple[BackendCapabilities, ...] = (
-    BackendCapabilities(backend="fsdp", kind="train", axes=("dp",), packs=False),
-    BackendCapabilities(backend="torch", kind="rollout", axes=(), packs=False),
+    BackendCapabilities(
+        backend="fsdp", kind="train", axes=("dp",), optimizers=("device", "host"), packs=False
+    ),
+    BackendCapabilities(backend="torch", kind="rollout", axes=(), optimizers=(), packs=False),
 )
 """The default of its kind first."""
 
@@ -44,6 +48,16 @@ def backend_capabilities(kind: str, backend: str | None = None) -> BackendCapabi
         f"there is no backend {backend!r} for a {kind} deployment: use "
         + (", ".join(each.backend for each in known) or "the kinds train and rollout")
     )
+
+
+def check_optimizer(capabilities: BackendCapabilities, optimizer: str) -> None:
+    """Raises `InvalidRequestError` where the backend cannot keep an optimizer's state there."""
+    if optimizer != "device" and optimizer not in capabilities.optimizers:
+        raise InvalidRequestError(
+            f"optimizer is {optimizer!r} and backend {capabilities.backend!r} of a "
+            f"{capabilities.kind} deployment cannot keep its state there: leave it out, or use one "
+            f"of {', '.join(b.backend for b in BACKENDS if optimizer in b.optimizers) or 'none'}"
+        )
 
 
 def check_layout(capabilities: BackendCapabilities, layout: Parallelism) -> None:

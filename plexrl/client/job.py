@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from plexrl.client import requests
@@ -192,6 +192,7 @@ class Job:
         parallelism: Parallelism | None = None,
         exclusive: bool = False,
         backend: str | None = None,
+        optimizer: Literal["device", "host"] = "device",
         max_sequence_tokens: int = 512,
         node_type: str = "",
         trace: DemandTrace | Mapping[str, Any] | None = None,
@@ -202,6 +203,9 @@ class Job:
         `parallelism` lays the model over the GPUs, and says how many there are: `workers` can then
         be left out. Without it each of `workers` (1) GPUs gets other rows. No other call changes.
 
+        With `optimizer="host"` the optimizer's state stays in host memory and the CPU steps it, so
+        a context switch moves parameters only; a step takes longer.
+
         Raises:
             ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
             LayoutError: the backend does not run this layout; its message says which one does.
@@ -211,6 +215,7 @@ class Job:
             "parallelism": None if parallelism is None else asdict(parallelism),
             "exclusive": exclusive,
             "backend": backend,
+            "optimizer": optimizer,
             "max_sequence_tokens": max_sequence_tokens,
             "node_type": node_type,
             "trace": plain_trace(trace),

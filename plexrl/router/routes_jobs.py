@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from plexrl.backend_capabilities import backend_capabilities, check_layout
+from plexrl.backend_capabilities import backend_capabilities, check_layout, check_optimizer
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import (
     InvalidRequestError,
@@ -168,6 +168,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
             "several rollout deployments instead"
         )
     check_layout(capabilities, layout)
+    check_optimizer(capabilities, body.optimizer)
     if body.kind == "rollout" and body.trace is not None:
         raise InvalidRequestError(
             "a rollout deployment has its GPUs to itself, so a demand trace says nothing of it: "
@@ -180,6 +181,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         backend=capabilities.backend,
         workers=layout.world_size,
         parallelism=layout,
+        optimizer=body.optimizer,
         max_sequence_tokens=body.max_sequence_tokens,
         max_concurrent_samples=body.max_concurrent_samples,
     )

@@ -60,11 +60,12 @@ def main() -> None:
         bytes_max=config.device_bytes,
         prefault_bytes=config.device_prefault_bytes,
     )
-    # Memory that is pinned cannot be trimmed; a CPU node has no use for it.
-    store = (
-        Store(config)
-        if config.device == DeviceKind.CPU
-        else Store(config, on_map=devices.register_host, on_unmap=devices.unregister_host)
+    # Only a GPU wants host memory pinned, which costs all of its pages at once.
+    pins = config.device == DeviceKind.CUDA
+    store = Store(
+        config,
+        on_map=devices.register_host if pins else None,
+        on_unmap=devices.unregister_host if pins else None,
     )
 
     async def serve(stop: asyncio.Event) -> None:

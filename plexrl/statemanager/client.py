@@ -22,6 +22,8 @@ from plexrl.errors import (
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.device.backend import WorkerArena
+from plexrl.statemanager.host_arena import HostArena
+from plexrl.statemanager.host_link import HostLink
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.protocol import (
@@ -108,12 +110,19 @@ class StateManagerClient:
         self._puller = Puller(self._ways.open, self._layouts, timeout_s)
 
     def register(
-        self, arena: WorkerArena, slices: Sequence[StateSlice], *, group: str, token: int
+        self,
+        arena: WorkerArena,
+        slices: Sequence[StateSlice],
+        *,
+        group: str,
+        token: int,
+        host: HostArena | None = None,
     ) -> None:
         """Have the daemon lend the arena memory; replaces what this rank registered before.
 
         What was written to a new arena stays. One that was registered before and has been offloaded
-        gets memory when it is loaded.
+        gets memory when it is loaded. `host` holds the slices whose places begin at
+        `host_requests.host_start`; from now on it borrows its memory here.
 
         Raises:
             StaleTokenError: the group's lock has been granted to another since.
@@ -132,8 +141,11 @@ class StateManagerClient:
             arena_bytes=arena.nbytes,
             kind=arena.kind,
             device=arena.device,
+            host_bytes=0 if host is None else host.nbytes,
         )
-        self._link.register(arena, registration)
+        self._link.register(arena, registration, host)
+        if host is not None:
+            host.lender = HostLink(self._link)
 
     def offload(
         self,
@@ -196,6 +208,8 @@ class StateManagerClient:
                 undefined.
         """
         self._held = None
+        if self._link.host is not None:
+            self._link.host.detach()
         try:
             request = Load(seq=seq, token=token, sources=tuple(sources), cast=cast)
             answer = self._link.borrow(request, keep_contents=False)
@@ -337,6 +351,8 @@ class StateManagerClient:
     ) -> MoveReport:
         self._check_whole()
         self._link.attach()
+        if self._link.host is not None:
+            self._link.host.give_up()
         same_as = self.stamp(seq)
         answer = self._call(
             Save(

@@ -13,7 +13,7 @@ POINTS = frozenset(
         *("put.claimed", "put.reserved", "put.copied", "put.header", "put.named", "put.dropped"),
         *("spill.block", "spill.data", "spill.rename", "spill.header", "spill.named", "spill.done"),
         *("promote.block", "promote.data", "promote.header", "promote.named"),
-        *("load.half", "load.block", "drop.unlinked", "drop.object"),
+        *("arrive.block", "load.half", "load.block", "drop.unlinked", "drop.object"),
     }
 )
 

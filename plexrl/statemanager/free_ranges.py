@@ -88,3 +88,19 @@ def cut(pieces: Iterable[Piece], start: int, nbytes: int) -> list[Piece]:
         if start + nbytes <= 0:
             break
     return found
+
+
+class FreeMemory:
+    """Free ranges of one tenant's segments, or of nobody's."""
+
+    def __init__(self) -> None:
+        self.warm, self.cold = FreeRanges(), FreeRanges()
+
+    @property
+    def nbytes(self) -> int:
+        return self.warm.nbytes + self.cold.nbytes
+
+
+def total_bytes(pieces: Iterable[Piece]) -> int:
+    """Of all pieces together."""
+    return sum(piece.nbytes for piece in pieces)

@@ -22,9 +22,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from plexrl.errors import StateTierFullError
-from plexrl.statemanager.free_ranges import FreeRanges, Piece
+from plexrl.statemanager.free_ranges import FreeMemory, FreeRanges, Piece, total_bytes
 from plexrl.statemanager.host_segment import SUFFIX, HostSegment
 from plexrl.statemanager.mapping import PAGE_BYTES, populate
 from plexrl.statemanager.numa import place_pages
@@ -41,15 +42,11 @@ OnMap = Callable[[int, int], None]
 """Given the address and size of a segment."""
 
 
-class _Free:
-    """Free ranges of one tenant's segments, or of nobody's."""
+class Pinnable(Protocol):
+    """Mapped memory."""
 
-    def __init__(self) -> None:
-        self.warm, self.cold = FreeRanges(), FreeRanges()
-
-    @property
-    def nbytes(self) -> int:
-        return self.warm.nbytes + self.cold.nbytes
+    address: int
+    nbytes: int
 
 
 class HostPool:
@@ -80,12 +77,14 @@ class HostPool:
         self._faulted = threading.Condition(self._lock)
         self._faulting_bytes = 0
         self._segments: dict[int, HostSegment] = {}
-        self._free: dict[str | None, _Free] = {None: _Free()}
+        self._free: dict[str | None, FreeMemory] = {None: FreeMemory()}
         """By tenant; `None`: of segments that were nobody's yet."""
         self._numbers = 0
         """Of segments that there ever were: a number is not used again."""
         self._used_bytes = 0
         self._aside_bytes = 0
+        self._files_bytes = 0
+        """Of files beside the segments that are as resident as they are."""
         self._closing = threading.Event()
         self._unmapped: list[Piece] = []
         """Resident, but not mapped in this process yet."""
@@ -94,6 +93,8 @@ class HostPool:
         self._resident_bytes_wanted = self._ready_bytes_wanted = 0
         for path in sorted(directory.glob(f"*{SUFFIX}")):
             self._take_in(path)
+        self._is_recovering = bool(self._segments)
+        """What is free may turn out to be in use."""
 
     @property
     def used_bytes(self) -> int:
@@ -132,16 +133,18 @@ class HostPool:
                 self._give(segment, tenant)
                 self._free[tenant].warm.remove(piece)
                 segment.used_bytes += piece.nbytes
-            self._used_bytes += _total(pieces)
+            self._used_bytes += total_bytes(pieces)
             return True
 
     def remove_unclaimed(self) -> None:
         """Delete segments that were found and that nobody claimed: whose bytes they hold is not
-        known."""
+        known. From now on what is free is free."""
         with self._lock:
+            self._is_recovering = False
             for segment in list(self._segments.values()):
                 if segment.owner is None and segment.lent:
                     self._remove(segment)
+            self._trim()
 
     def alloc(self, nbytes: int, tenant: str) -> tuple[Piece, ...]:
         """Ranges of `nbytes` bytes together, whole pages, whose contents are anything of this
@@ -156,11 +159,11 @@ class HostPool:
             self._faulted.wait_for(lambda: self._has_room(nbytes) or not self._faulting_bytes)
             if not self._has_room(nbytes):
                 raise self._full(nbytes, "its bound is reached")
-            free = self._free.setdefault(tenant, _Free())
+            free = self._free.setdefault(tenant, FreeMemory())
             self._take_over(nbytes - free.nbytes, tenant)
             self._grow(nbytes - free.nbytes, tenant)
             warm = free.warm.take(nbytes)
-            cold = free.cold.take(nbytes - _total(warm))
+            cold = free.cold.take(nbytes - total_bytes(warm))
             self._count_used((*warm, *cold))
             # Others' pages make way for those that are new.
             self._trim()
@@ -310,7 +313,7 @@ class HostPool:
         if segment.owner == tenant:
             return
         former = self._free[segment.owner]
-        free = self._free.setdefault(tenant, _Free())
+        free = self._free.setdefault(tenant, FreeMemory())
         for source, target in ((former.warm, free.warm), (former.cold, free.cold)):
             for piece in [piece for piece in source if piece.segment == segment.number]:
                 source.remove(piece)
@@ -339,7 +342,7 @@ class HostPool:
         """Add segments until a tenant has so many bytes more; `segment_bytes` absent: in files of
         what size is thought fit."""
         while nbytes > 0:
-            total = sum(segment.nbytes for segment in self._segments.values())
+            total = sum(segment.nbytes for segment in self._segments.values()) + self._files_bytes
             own = sum(s.nbytes for s in self._segments.values() if s.owner == tenant)
             # As much again as there is, so that many small versions do not make many small files.
             wanted = segment_bytes or max(nbytes, own, SEGMENT_BYTES_MIN)
@@ -395,17 +398,17 @@ class HostPool:
         self._unpin(segment)
         segment.remove()
 
-    def _pin(self, segment: HostSegment) -> None:
+    def _pin(self, segment: Pinnable) -> None:
         if self._on_map is not None:
             self._on_map(segment.address, segment.nbytes)
 
-    def _unpin(self, segment: HostSegment) -> None:
+    def _unpin(self, segment: Pinnable) -> None:
         if self._on_unmap is not None:
             self._on_unmap(segment.address, segment.nbytes)
 
     def _trim(self) -> None:
         """Give warm pages back as far as the bound asks for it; pinned ones cannot be."""
-        if self._on_map is not None:
+        if self._on_map is not None or self._is_recovering:
             return
         excess = self._used_bytes + self._warm_bytes() + self._aside_bytes - self.bytes_max
         while excess > 0:
@@ -472,7 +475,7 @@ class HostPool:
             owners = sorted(self._free.values(), key=lambda one: one is not self._free[None])
             cold = next(one for one in owners if one.cold.nbytes).cold.take(lacking)
             self._count_used(cold)
-            self._faulting_bytes = _total(cold)
+            self._faulting_bytes = total_bytes(cold)
             return cold
 
     def _map_resident(self, piece: Piece) -> None:
@@ -494,7 +497,3 @@ def _parts(piece: Piece) -> Iterator[Piece]:
     for start in range(0, piece.nbytes, PREFAULT_BYTES):
         nbytes = min(PREFAULT_BYTES, piece.nbytes - start)
         yield piece._replace(offset=piece.offset + start, nbytes=nbytes)
-
-
-def _total(pieces: Iterable[Piece]) -> int:
-    return sum(piece.nbytes for piece in pieces)

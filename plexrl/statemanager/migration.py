@@ -1,13 +1,14 @@
 """A version moves to another node's StateManager, rank by rank, while its deployment is idle.
 
-The sources keep what they have until they are told to release it. A rank is moved whole or not at
+The sources keep what they have until they are told to release it. A rank is there whole or not at
 all, so a migration that was cut is simply made again: what has arrived is recognised by its stamp.
 
 Laws:
 
 - A rank's version comes from the first source that has it. One that no source has any more may lie
   at the target already: the sources were released, and the command came once more.
-- Descriptors are passed from daemon to daemon, so both must be on one machine.
+- On one machine descriptors are passed from daemon to daemon. Between machines the target fetches
+  over TCP, and keeps what has arrived of a rank when that is cut (`plexrl.statemanager.arrivals`).
 """
 
 import time
@@ -19,11 +20,13 @@ from functools import partial
 import msgspec
 
 from plexrl.errors import StateLostError, UnavailableError
+from plexrl.statemanager.address import host_and_port, nearest
 from plexrl.statemanager.channel import Channel, close_all
 from plexrl.statemanager.client import MoveReport, StateManagerClient
 from plexrl.statemanager.connection import connect, exchange, until_reached
-from plexrl.statemanager.protocol import Answer, OpenState, StoredShard
+from plexrl.statemanager.protocol import Answer, Fetch, OpenState, StoredShard
 from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.transport.state_client import RemoteShard, RemoteState
 from plexrl.statemanager.versions import VersionKind
 
 SOURCE_TIMEOUT_S = 10.0
@@ -34,10 +37,11 @@ SOURCE_TIMEOUT_S = 10.0
 class _Held:
     """A rank's version where it lies now."""
 
-    path: str
-    """Of the StateManager's socket."""
+    address: str
+    """Of the StateManager: its socket's path, or `tcp://host:port`."""
     stamp: str
-    tier: TierName
+    tier: TierName | None
+    """Absent: another node does not say."""
     world_size: int
 
 
@@ -51,8 +55,8 @@ def migrate(
     ranks: Collection[int] | None = None,
     timeout_s: float = 600.0,
 ) -> MoveReport:
-    """Bring version `seq` of a deployment from the StateManagers at `sources` to the one at
-    `target`.
+    """Bring version `seq` of a deployment from the StateManagers at `sources` (`address`) to the
+    one at `target`, which is on this machine.
 
     `ticket` is an agent's, which all of them take. `ranks` absent: all of them. `timeout_s` bounds
     each request, a restart of the target included.
@@ -84,8 +88,16 @@ def migrate(
         if rank not in found or (rank in there and there[rank].stamp == found[rank].stamp):
             tiers.add(there[rank].tier)
             continue
-        request = OpenState(deployment=deployment, seq=seq, rank=rank)
-        report = _move(found[rank].path, target, request, timeout_s, ticket)
+        held = found[rank]
+        if host_and_port(held.address) is not None:
+            request = Fetch(
+                source=held.address, deployment=deployment, seq=seq, rank=rank, stamp=held.stamp
+            )
+            with closing(_client(target, timeout_s, ticket)) as client:
+                report = msgspec.convert(client.request(request), MoveReport)
+        else:
+            opened = OpenState(deployment=deployment, seq=seq, rank=rank)
+            report = _move(held.address, target, opened, timeout_s, ticket)
         moved += report.bytes_moved
         tiers.add(TierName(report.tier))
     return MoveReport(
@@ -130,9 +142,9 @@ def _found(
     """Every rank's version at the first source that has it, and why a source was passed over."""
     found: dict[int, _Held] = {}
     unreached = None
-    for path in dict.fromkeys(sources):
+    for address in dict.fromkeys(nearest(source) for source in sources):
         try:
-            held = _held(path, deployment, seq, timeout_s, ticket)
+            held = _held(address, deployment, seq, timeout_s, ticket)
         except UnavailableError as error:
             unreached = error
             continue
@@ -143,20 +155,39 @@ def _found(
 def _held(
     path: str, deployment: str, seq: int, timeout_s: float, ticket: bytes
 ) -> dict[int, _Held]:
-    """What one StateManager has of the version, by rank."""
+    """What one StateManager has of the version, by rank; of two saves of it, the later one's."""
+    remote = host_and_port(path)
+    if remote is not None:
+        return _held_far(path, remote, deployment, seq, timeout_s, ticket)
     with closing(_client(path, timeout_s, ticket)) as client:
         versions: list[Answer] = (
             client.usage()["deployments"].get(deployment, {}).get("versions", [])
         )
     return {
         version["rank"]: _Held(
-            path=path,
+            address=path,
             stamp=version["stamp"],
             tier=TierName(version["tier"]),
             world_size=version["world_size"],
         )
-        for version in versions
+        for version in sorted(versions, key=lambda version: version["token"])
         if version["kind"] == VersionKind.STATE and version["seq"] == seq
+    }
+
+
+def _held_far(
+    address: str, remote: str, deployment: str, seq: int, timeout_s: float, ticket: bytes
+) -> dict[int, _Held]:
+    def ask() -> list[RemoteShard]:
+        with closing(RemoteState(remote, ticket, timeout_s)) as state:
+            return state.open(deployment, seq)
+
+    manifests = [shard.manifest for shard in until_reached(address, timeout_s, ask)]
+    return {
+        manifest.rank: _Held(
+            address=address, stamp=manifest.stamp, tier=None, world_size=manifest.world_size
+        )
+        for manifest in sorted(manifests, key=lambda manifest: manifest.token)
     }
 
 

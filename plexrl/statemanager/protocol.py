@@ -59,6 +59,10 @@ class Register(Request, frozen=True, kw_only=True):
     """Of each descriptor that comes along."""
     keeps_memory: bool = False
     """What this connection's former registration was lent goes to this one."""
+    host_bytes: int = 0
+    """Of the rank's memory in the host tier, whose slices lie behind `host_start` of the arena."""
+    host_held: int = 0
+    """So many of the descriptors, the last ones, are of host memory that the rank has mapped."""
 
 
 class Save(Request, frozen=True, kw_only=True):
@@ -140,6 +144,17 @@ class Adopt(Request, frozen=True, kw_only=True):
     manifest: Manifest
     """With its digest."""
     regions: tuple[Region, ...]
+
+
+class Fetch(Request, frozen=True, kw_only=True):
+    """Store another node's version; what has arrived of it before is not asked for again."""
+
+    source: str
+    """`tcp://host:port` of that node's daemon."""
+    deployment: str
+    seq: int
+    rank: int
+    stamp: str
 
 
 class Prefetch(Request, frozen=True, kw_only=True):

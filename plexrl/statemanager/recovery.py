@@ -21,6 +21,7 @@ def recover(
     A version whose object lost its file or its tail is kept: loading it says so.
     """
     objects: dict[str, StoredObject] = {}
+    replaced: list[Version] = []
     with catalog.lock:
         for tier in (TierName.HOST, TierName.NVME):
             for record, header_bytes in tiers[tier].headers():
@@ -30,8 +31,10 @@ def recover(
                     continue
                 if tier == TierName.HOST:
                     pool.set_aside(header_bytes)
-                _install(catalog, tier, record, header_bytes, objects, now)
-        pool.remove_unclaimed()
+                replaced += _install(catalog, tier, record, header_bytes, objects, now)
+        # Not before: one found later may share their objects, which would be gone by then.
+        for version in replaced:
+            catalog.retire(version)
         known = {found.id for found in objects.values() if found.on_nvme}
         for object_id in [found for found in nvme.ids() if found not in known]:
             nvme.remove(object_id)
@@ -44,7 +47,8 @@ def _install(
     header_bytes: int,
     objects: dict[str, StoredObject],
     now: float,
-) -> None:
+) -> list[Version]:
+    """Take a version in; returns what another of its name replaces, by now or by it."""
     manifest = record.manifest
     held = []
     for found, key in zip(record.objects, share_keys(manifest), strict=True):
@@ -64,13 +68,13 @@ def _install(
     former = catalog.current.get(manifest.name)
     if former is not None and former.manifest.ordinal == manifest.ordinal:
         catalog.named(former, tier, header_bytes)
-        return
+        return []
     version = Version(manifest, tuple(held), last_use=manifest.ordinal, last_use_s=now)
-    if former is not None and former.manifest.ordinal > manifest.ordinal:
-        version.retired = True
-    else:
-        catalog.install(version)
     catalog.named(version, tier, header_bytes)
+    if former is not None and former.manifest.ordinal > manifest.ordinal:
+        return [version]
+    catalog.current[manifest.name] = version
+    return [] if former is None else [former]
 
 
 def _claim(record: VersionRecord, objects: dict[str, StoredObject], pool: HostPool) -> bool:

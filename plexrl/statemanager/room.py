@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from plexrl.errors import PlexRLError
-from plexrl.statemanager.catalog import Catalog
+from plexrl.statemanager.catalog import Catalog, Described
 from plexrl.statemanager.mover import Mover
 from plexrl.statemanager.objects import StoredObject, Version
 from plexrl.statemanager.residency import Room, TierName, expected_use, place
 from plexrl.statemanager.residents import residents
 from plexrl.statemanager.tier import Tier
-from plexrl.statemanager.versions import Manifest, VersionKind, encode_header
+from plexrl.statemanager.versions import VersionKind, encode_header
 
 HOST, NVME = TierName.HOST, TierName.NVME
 
@@ -49,6 +49,8 @@ class Rooms:
         self._idle = threading.Condition(catalog.lock)
         self._moves: set[BackgroundMove] = set()
         self._next_use: dict[str, float] = {}
+        self.make_way: Callable[[], None] = _nothing
+        """Gives up what is kept in host only in case it is of use."""
 
     def expect(self, deployment: str, next_use: float | None) -> None:
         """As `Store.expect`."""
@@ -79,7 +81,7 @@ class Rooms:
 
     def make(
         self,
-        manifest: Manifest,
+        wanted: Described,
         needed_bytes: int,
         needed_nvme_bytes: int,
         superseded: Iterable[str] = (),
@@ -99,6 +101,7 @@ class Rooms:
                 return HOST
         with self._turn:
             self.cancel()
+            self.make_way()
             while True:
                 with catalog.lock:
                     found, members = residents(catalog, superseded, self.next_use)
@@ -117,7 +120,7 @@ class Rooms:
                             catalog.unname(clean[0], NVME)
                             continue
                     if placement is None or (host_only and placement.tier == NVME):
-                        raise catalog.full(manifest, needed_bytes)
+                        raise catalog.full(wanted, needed_bytes)
                     for name in placement.drop:
                         catalog.drop(members[name])
                     nbytes = needed_bytes if placement.tier == HOST else needed_nvme_bytes
@@ -284,3 +287,7 @@ class Rooms:
             if len(version.header_bytes) == len(TierName) and not version.users
         ]
         return sorted(found, key=lambda v: (self.next_use(v), -v.last_use, v.manifest.name))
+
+
+def _nothing() -> None:
+    """There is nothing of that kind."""

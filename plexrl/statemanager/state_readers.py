@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from plexrl.errors import ConnectionLostError, PlexRLError, UnavailableError
+from plexrl.statemanager.address import host_and_port, nearest
 from plexrl.statemanager.channel import Channel, close_all
 from plexrl.statemanager.checkpoint.requests import PinnedVersion, PinVersions
 from plexrl.statemanager.connection import connect, exchange
@@ -25,7 +26,6 @@ from plexrl.statemanager.runs import Runs, cut_at
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.transport.mapped_files import MappedData, MappedFiles
 from plexrl.statemanager.transport.state_client import RemoteShard, RemoteState
-from plexrl.statemanager.transport.ways import TCP_SCHEME
 from plexrl.statemanager.versions import Manifest, VersionKind
 
 TIMEOUT_S = 30.0
@@ -213,9 +213,11 @@ def open_elsewhere(
         UnavailableError: it cannot be reached.
     """
     try:
-        if address.startswith(TCP_SCHEME):
-            return _open_remote(held, address, ticket, deployment, seq)
-        return _open_neighbour(held, address, ticket, user, deployment, seq)
+        near = nearest(address)
+        remote = host_and_port(near)
+        if remote is not None:
+            return _open_remote(held, remote, ticket, deployment, seq)
+        return _open_neighbour(held, near, ticket, user, deployment, seq)
     except (ConnectionLostError, OSError) as error:
         raise UnavailableError(
             f"the StateManager at {address} cannot be reached ({error}): see its log",
@@ -243,7 +245,7 @@ def _open_neighbour(
 def _open_remote(
     held: ExitStack, address: str, ticket: bytes, deployment: str, seq: int
 ) -> list[StateReader]:
-    state = RemoteState(address.removeprefix(TCP_SCHEME), ticket, TIMEOUT_S)
+    state = RemoteState(address, ticket, TIMEOUT_S)
     held.callback(state.close)
     lock = threading.Lock()
     return [RemoteReader(shard, state, lock) for shard in state.open(deployment, seq)]

@@ -12,6 +12,7 @@ Laws:
 - Bytes that several ranks hold alike are stored once, and given up with the last that has them.
 """
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,27 +20,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from plexrl.errors import QuotaExceededError
+from plexrl.errors import QuotaExceededError, StateTierFullError
+from plexrl.statemanager.arrivals import Arrivals, Fetch
 from plexrl.statemanager.catalog import Catalog
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.data_plane import DataPlane, OnMap
 from plexrl.statemanager.device.memory import DeviceMemory
 from plexrl.statemanager.fault_points import FaultPoints
-from plexrl.statemanager.host_pool import HostPool
+from plexrl.statemanager.host_loans import HostLoans, HostState
 from plexrl.statemanager.lease import Lease, damage_named
+from plexrl.statemanager.lending_pool import LendingPool
 from plexrl.statemanager.mover import Mover
 from plexrl.statemanager.nvme import NvmeObjects
-from plexrl.statemanager.objects import StoredObject, Version
+from plexrl.statemanager.objects import StoredObject, Version, share_keys
 from plexrl.statemanager.promotion import Promoter
 from plexrl.statemanager.recovery import recover
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.room import Rooms
-from plexrl.statemanager.saving import ReplicaTally, Saver
+from plexrl.statemanager.saving import Given, ReplicaTally, Saver
 from plexrl.statemanager.tenant_limit import TenantLimit
 from plexrl.statemanager.tier import Tier
 from plexrl.statemanager.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.whereabouts import Whereabouts, whereabouts
+
+LOG = logging.getLogger(__name__)
 
 HOST, NVME = TierName.HOST, TierName.NVME
 _UNLIMITED = TenantLimit()
@@ -53,6 +59,14 @@ class StoredVersion:
     tier: TierName
     nbytes: int
     """It takes there, with all that it shares."""
+
+
+class _Coming(NamedTuple):
+    """A version that is being stored."""
+
+    manifest: Manifest
+    superseded: frozenset[str]
+    host_allowed: bool
 
 
 class Store:
@@ -76,6 +90,8 @@ class Store:
         """
         self.limits: dict[str, TenantLimit] = dict(config.tenant_limits)
         """Of tenants that have one of their own; may be changed at any time."""
+        self._coming: dict[int, _Coming] = {}
+        """By ordinal: what counts towards a quota before it has its name."""
         self._usual_limit = TenantLimit(
             total_bytes=config.tenant_bytes_max, host_bytes=config.tenant_host_bytes_max
         )
@@ -87,7 +103,7 @@ class Store:
             host.close()
             raise
         self._tiers = {HOST: host, NVME: nvme}
-        self._pool = HostPool(
+        self._pool = LendingPool(
             host.directory,
             config.host_bytes,
             segment_bytes_max=config.segment_bytes_max,
@@ -111,23 +127,62 @@ class Store:
             self._catalog, self._tiers, self._pool, self._mover, self._rooms, self._faults
         )
         self._promoter = Promoter(self._catalog, self._tiers, self._pool, self._mover, self._rooms)
+        self.loans = HostLoans(self._catalog, self._pool, self._rooms)
+        """Host memory that workers borrow; lent by `lend`, which knows of quotas."""
         recover(self._catalog, self._tiers, self._pool, self._objects, clock())
+        self._arrivals = Arrivals(self._catalog, host, self._pool, self._rooms, self._faults)
+        self._arrivals.recover()
+        self.loans.recover()
+        self._pool.remove_unclaimed()
         if config.host_prefault_bytes:
             self._pool.prefault(config.host_prefault_bytes)
 
+    def lend(self, state: HostState) -> None:
+        """Lend a rank host memory to work in.
+
+        Raises:
+            StateTierFullError: the host tier has no room, whatever is moved.
+            QuotaExceededError: its tenant may not have so much.
+        """
+        limit = self.limits.get(state.tenant, self._usual_limit)
+        nbytes = state.nbytes
+        with self._catalog.lock:
+            held = {tier: self._taken(state.tenant, tier) for tier in (HOST, None)}
+        for tier, most in ((HOST, limit.host_bytes), (None, limit.total_bytes)):
+            if most is not None and held[tier] + nbytes > most:
+                raise QuotaExceededError(
+                    f"{nbytes} bytes lent to {state.owner!r} would bring what tenant "
+                    f"{state.tenant!r} has here to {held[tier] + nbytes} of {most}: release a job "
+                    "of it, raise its quota, or leave the optimizer's state on the device",
+                    tenant=state.tenant,
+                    needed_bytes=nbytes,
+                )
+        self.loans.lend(state)
+
     def put(
-        self, manifest: Manifest, memory: DeviceMemory, superseded: Iterable[str] = ()
+        self,
+        manifest: Manifest,
+        memory: DeviceMemory,
+        superseded: Iterable[str] = (),
+        host: HostState | None = None,
     ) -> StoredVersion:
         """Store a version from an arena; a version of its name is replaced.
 
-        `superseded` names versions that may be dropped if room is short.
+        `superseded` names versions that may be dropped if room is short. `host` is what the rank
+        has in host memory, whose bytes are the last section: where the version comes to lie in
+        host, it takes them over and the rank reads from it henceforth.
 
         Raises:
+            ConflictError: the rank can still write to its host memory, or has none.
             StateTierFullError: no tier has room, whatever is moved.
             QuotaExceededError: its tenant may not have so much stored.
         """
         manifest = replace(manifest, stamp=uuid.uuid4().hex)
-        return self._put(manifest, memory, manifest.extents, superseded, None)
+        given = None
+        if host is not None:
+            given = self.loans.given(host, len(manifest.sections) - 1)
+            memory = self.loans.memory(host, memory)
+        return self._put(manifest, memory, manifest.extents, superseded, None, given)
 
     def adopt(self, manifest: Manifest, memory: DeviceMemory) -> StoredVersion:
         """Store another node's version, stamp and digest included, from its data as it lies there;
@@ -140,6 +195,39 @@ class Store:
         """
         whole = (Extent(arena_offset=0, file_offset=0, nbytes=manifest.nbytes),)
         return self._put(manifest, memory, whole, (), manifest.digest)
+
+    def receive(
+        self, manifest: Manifest, digests: Sequence[bytes], fetch: Fetch, far: DeviceMemory
+    ) -> tuple[StoredVersion, int]:
+        """Store another node's version, stamp and digest included, as `fetch` brings it; a version
+        of its name is replaced. Returns the bytes that were fetched: what arrived before this was
+        cut, however it was, is kept for the next time.
+
+        `digests` are those of the blocks of each section, and of all that arrives. Where host has
+        no room it goes to NVMe, from `far`, and begins anew if it is cut.
+
+        Raises:
+            CorruptStateError: the bytes are not those of the digests.
+            StateTierFullError: no tier has room, whatever is moved.
+            QuotaExceededError: its tenant may not have so much stored.
+            OperationCancelledError: the deployment was released meanwhile.
+            PlexRLError: what `fetch` raises.
+        """
+        with self._arrivals.turn(manifest) as cancelled:
+            for stored in self.find(lambda m: m.name == manifest.name):
+                if stored.manifest.stamp == manifest.stamp:
+                    return stored, 0
+            with self._catalog.lock:
+                host_allowed = self._check_quota(manifest, frozenset())
+            if host_allowed:
+                try:
+                    version, moved = self._arrivals.receive(manifest, digests, fetch, cancelled)
+                except StateTierFullError as error:
+                    LOG.info("%s goes to NVMe: %s", manifest.description, error)
+                else:
+                    with self._catalog.lock:
+                        return _stored(version), moved
+            return self.adopt(manifest, far), manifest.nbytes
 
     @contextmanager
     def lease(self, name: str, description: str) -> Iterator[Lease]:
@@ -182,11 +270,13 @@ class Store:
         description: str,
         memory: DeviceMemory,
         check: Callable[[Manifest], None] | None = None,
+        host: HostState | None = None,
     ) -> Lease:
         """Write a version to where its extents lie in an arena; returns the lease it had.
 
         `check` may refuse the version before anything is written. Background moves of the
-        deployment end first, as this reads the same bytes.
+        deployment end first, as this reads the same bytes. `host` is what the
+        rank has in host memory: it reads the last section where that lies, or is lent a copy.
 
         Raises:
             StateLostError: there is no such version, or the arena is gone.
@@ -196,7 +286,12 @@ class Store:
             if check is not None:
                 check(lease.manifest)
             self._rooms.cancel(lease.manifest.deployment)
-            lease.load(memory)
+            if host is not None and not self.loans.hold(host, lease.last):
+                self.lend(host)
+            if host is None:
+                lease.load(memory)
+            else:
+                lease.load(self.loans.memory(host, memory), without_last=host.loan is None)
             return lease
 
     def prefetch(self, name: str, description: str) -> bool:
@@ -280,6 +375,7 @@ class Store:
     def release(self, deployment: str) -> None:
         """Give up all of a deployment, background moves of it first."""
         self._rooms.cancel(deployment)
+        self._arrivals.release(deployment)
         self._rooms.expect(deployment, None)
         versions = self.find(lambda manifest: manifest.deployment == deployment)
         self.drop(version.manifest.name for version in versions)
@@ -342,6 +438,7 @@ class Store:
         self._pool.check()
         with self._catalog.lock:
             headers = sum(v.header_bytes.get(HOST, 0) for v in self._catalog.current.values())
+            headers += self._arrivals.reserved_bytes()
             assert self._catalog.used_bytes[HOST] == self._pool.used_bytes + headers
             assert set(self._objects.ids()) == {
                 found.id
@@ -357,26 +454,39 @@ class Store:
         extents: Sequence[Extent],
         superseded: Iterable[str],
         digest: str | None,
+        given: Given | None = None,
     ) -> StoredVersion:
         superseded = frozenset(superseded)
         if manifest.nbytes and not manifest.sections:
             manifest = replace(manifest, sections=(Section(start=0, nbytes=manifest.nbytes),))
         with self._catalog.lock:
-            host_allowed = self._check_quota(manifest, superseded)
+            there = given.piece.nbytes if given is not None and given.piece is not None else 0
+            host_allowed = self._check_quota(manifest, superseded, there)
             manifest = replace(manifest, ordinal=self._catalog.tick())
+            self._coming[manifest.ordinal] = _Coming(manifest, superseded, host_allowed)
         saved = partial(self._saver.save, manifest, memory, extents, superseded)
-        version = saved(host_allowed=host_allowed, digest_wanted=digest)
+        try:
+            version = saved(host_allowed=host_allowed, digest_wanted=digest, given=given)
+        finally:
+            with self._catalog.lock:
+                del self._coming[manifest.ordinal]
         with self._catalog.lock:
             return _stored(version)
 
-    def _check_quota(self, manifest: Manifest, superseded: frozenset[str]) -> bool:
-        """Refuse what goes beyond the tenant's limit; returns whether it may go to host."""
+    def _check_quota(
+        self, manifest: Manifest, superseded: frozenset[str], there_bytes: int = 0
+    ) -> bool:
+        """Refuse what goes beyond the tenant's limit; returns whether it may go to host.
+        `there_bytes` of it are lent, and count already."""
         limit = self.limits.get(manifest.tenant, self._usual_limit)
         if limit == _UNLIMITED:
             return True
+        coming = [c for c in self._coming.values() if self._is_coming(c, manifest.tenant)]
         leaving = {manifest.name, *superseded}
+        leaving.update(*({c.manifest.name, *c.superseded} for c in coming))
         held = {tier: self._taken(manifest.tenant, tier, leaving) for tier in TierName}
-        total = manifest.nbytes + self._taken(manifest.tenant, None, leaving)
+        total = manifest.nbytes + self._taken(manifest.tenant, None, leaving) - there_bytes
+        total += _beside(manifest, [c.manifest for c in coming])
         if limit.total_bytes is not None and total > limit.total_bytes:
             raise QuotaExceededError(
                 f"{manifest.description} would bring what tenant {manifest.tenant!r} has stored "
@@ -385,7 +495,16 @@ class Store:
                 tenant=manifest.tenant,
                 needed_bytes=manifest.nbytes,
             )
-        return limit.host_bytes is None or held[HOST] + manifest.nbytes <= limit.host_bytes
+        in_host = _beside(manifest, [c.manifest for c in coming if c.host_allowed])
+        in_host += held[HOST] + manifest.nbytes - there_bytes
+        return limit.host_bytes is None or in_host <= limit.host_bytes
+
+    def _is_coming(self, coming: _Coming, tenant: str) -> bool:
+        """Whether a version of the tenant's is being stored and does not have its name yet."""
+        manifest = coming.manifest
+        there = self._catalog.current.get(manifest.name)
+        has_name = there is not None and there.manifest.ordinal == manifest.ordinal
+        return manifest.tenant == tenant and not has_name
 
     def _taken(self, tenant: str, tier: TierName | None, without: Iterable[str] = ()) -> int:
         """What a tenant's versions take in a tier; absent: in any, each object once."""
@@ -400,9 +519,10 @@ class Store:
             elif tier in version.header_bytes:
                 headers += version.header_bytes[tier]
                 objects.update(version.objects)
+        lent = 0 if tier == NVME else self.loans.lent_bytes(tenant)
         if tier is None:
-            return sum(found.nbytes for found in objects)
-        return headers + sum(found.bytes_in(tier) for found in objects)
+            return lent + sum(found.nbytes for found in objects)
+        return lent + headers + sum(found.bytes_in(tier) for found in objects)
 
     def _would_have(self, version: Version, tier: TierName) -> int:
         with self._catalog.lock:
@@ -436,3 +556,13 @@ def _stored(version: Version) -> StoredVersion:
     return StoredVersion(
         manifest=version.manifest, tier=version.tier, nbytes=version.bytes_in(version.tier)
     )
+
+
+def _beside(manifest: Manifest, coming: Iterable[Manifest]) -> int:
+    """Bytes that versions on their way bring beyond what `manifest` has too, replicas once."""
+    sections: dict[object, int] = {}
+    for other in coming:
+        for section, key in zip(other.sections, share_keys(other), strict=True):
+            sections[key or (other.ordinal, section.start)] = section.nbytes
+    own = set(share_keys(manifest))
+    return sum(nbytes for key, nbytes in sections.items() if key not in own)

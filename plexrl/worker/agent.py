@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.errors import ConnectionLostError, DeadlineExceededError, PlexRLError
+from plexrl.statemanager.address import announced
 from plexrl.statemanager.tickets import Claims, Role
 from plexrl.wire.rpc import Peer
 from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
@@ -126,7 +127,7 @@ class Agent:
             "nvme_bytes": config.nvme_bytes,
             "node_type": config.node_type,
             "block": config.block,
-            "statemanager": config.statemanager,
+            "statemanager": announced(config.statemanager, config.statemanager_tcp),
             "workers": [
                 {
                     "deployment": worker.config.deployment,

@@ -37,6 +37,8 @@ class AgentConfig:
     """Compute threads of a worker; more than its share of cores slows everybody."""
     cores: tuple[int, ...] = ()
     """Cores dealt out to the virtual GPUs, each worker bound to its GPU's; none: unbound."""
+    statemanager_tcp: str = ""
+    """`host:port` at which other nodes reach the StateManager; empty: none do."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.threads < 1:

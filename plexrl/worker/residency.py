@@ -108,8 +108,9 @@ class StateMover:
         return measured
 
     def _load_version(self, seq: int, token: int) -> LoadReport:
-        """Load into the arena, which is registered once for the process's life."""
-        if self._backend.slices() == self._registered:
+        """Load into the arena, which is registered once for the process's life; with host memory
+        beside it, every time, as that is told of anew."""
+        if self._backend.host_arena is None and self._backend.slices() == self._registered:
             try:
                 return self._client.load(seq=seq, token=token)
             except ConflictError as error:
@@ -120,7 +121,13 @@ class StateMover:
     def _register(self, token: int) -> None:
         slices = self._backend.slices()
         self._registered = None
-        self._client.register(self._backend.arena, slices, group=self._group, token=token)
+        self._client.register(
+            self._backend.arena,
+            slices,
+            group=self._group,
+            token=token,
+            host=self._backend.host_arena,
+        )
         self._registered = slices
 
     def _offload(self, seq: int, keep_seq: int, token: int, next_use_s: float | None) -> Plain:

@@ -317,6 +317,29 @@ def test_a_restart_knows_whose_a_segment_is_and_deletes_nobodys(directory: Path)
     again.close()
 
 
+def test_what_is_not_claimed_yet_is_not_given_back_to_the_system(directory: Path) -> None:
+    """A full pool is found again, header by header, and each header takes from the bound, which
+    may be lower than it was."""
+    pool = HostPool(directory, 2 * MIB)
+    versions = [pool.alloc(MIB, "ours") for _ in range(2)]
+    for pieces in versions:
+        for piece in pieces:
+            pool.view(piece)[:] = b"full" * (piece.nbytes // 4)
+    pool.close()
+    again = HostPool(directory, MIB)
+    for pieces in versions:
+        assert again.claim(pieces, "ours")
+        again.set_aside(PAGE)
+    again.remove_unclaimed()
+    for pieces in versions:
+        for piece in pieces:
+            assert again.view(piece) == b"full" * (piece.nbytes // 4)
+    with pytest.raises(StateTierFullError):
+        again.alloc(PAGE, "ours")
+    again.check()
+    again.close()
+
+
 def test_pinned_memory_that_is_idle_makes_way_for_another_tenant(directory: Path) -> None:
     pinned: dict[int, int] = {}
     pool = HostPool(

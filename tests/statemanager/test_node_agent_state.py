@@ -17,6 +17,7 @@ from plexrl.errors import (
     StateLostError,
     StateTierFullError,
 )
+from plexrl.statemanager.address import nearest
 from plexrl.wire.rpc import Peer
 from plexrl.worker.agent import Agent
 from plexrl.worker.config import AgentConfig, WorkerConfig
@@ -46,11 +47,16 @@ def run_dir() -> Iterator[Path]:
 
 @asynccontextmanager
 async def scheduler_of_agent(
-    run_dir: Path, daemon: Daemon, reports: list[Plain] | None = None
+    run_dir: Path,
+    daemon: Daemon,
+    reports: list[Plain] | None = None,
+    addresses: list[str] | None = None,
 ) -> AsyncIterator[asyncio.Queue[Peer]]:
     """An agent of the daemon's node; every connection that it makes to its scheduler, and in
-    `reports` what it reports of where state lies."""
+    `reports` what it reports of where state lies, in `addresses` where it says its StateManager is.
+    """
     peers: asyncio.Queue[Peer] = asyncio.Queue()
+    addresses = [] if addresses is None else addresses
 
     async def state_reported(_: Peer, params: Plain) -> Plain:
         assert params["node"] == daemon.config.node
@@ -59,7 +65,8 @@ async def scheduler_of_agent(
         return {}
 
     async def hello(peer: Peer, params: Plain) -> Plain:
-        assert params["statemanager"] == daemon.config.listen
+        assert nearest(params["statemanager"]) == daemon.config.listen
+        addresses.append(params["statemanager"])
         peers.put_nowait(peer)
         return {}
 
@@ -71,6 +78,7 @@ async def scheduler_of_agent(
         node=daemon.config.node,
         scheduler=path,
         statemanager=daemon.config.listen,
+        statemanager_tcp=daemon.tcp.removeprefix("tcp://"),
         ticket_key_file=str(daemon.config.ticket_key_path),
         gpus=1,
         gpu_memory_bytes=MIB,
@@ -274,3 +282,34 @@ def test_what_is_needed_last_is_spilled_first(
     fourth.offload(1, next_use_s=3.0)
     held = third.agent.usage()["deployments"]
     assert held["job/third"]["versions"][0]["tier"] == "nvme"
+
+
+def test_nodes_that_share_no_machine_migrate_by_the_addresses_they_announced(
+    start_daemon: StartDaemon, make_shard: MakeShard, run_dir: Path
+) -> None:
+    source, target = start_daemon(serve_tcp="127.0.0.1:0"), start_daemon()
+    shard = make_shard(source)
+    expected = shard.fill(1)
+    shard.offload(1)
+    addresses: list[str] = []
+
+    async def work() -> None:
+        async with scheduler_of_agent(run_dir, source, addresses=addresses) as peers:
+            await peers.get()
+        async with (
+            scheduler_of_agent(run_dir, target) as peers,
+            asyncio.timeout(DEADLINE_S),
+        ):
+            peer = await peers.get()
+            [announced] = addresses
+            # As it looks from another machine, where the path is none of the source's.
+            elsewhere = announced.replace("#", "#another-")
+            command = {"deployment": "job/actor", "seq": 1, "sources": [elsewhere]}
+            answer = await peer.call("migrate_state", {"command": command})
+            assert answer["bytes_moved"] == STATE
+
+    asyncio.run(work())
+    assert addresses[0].startswith(f"{source.tcp}#")
+    moved = make_shard(target)
+    moved.load(1)
+    assert np.array_equal(moved.contents, expected)

@@ -15,11 +15,23 @@ from plexrl.errors import (
     StateTierFullError,
     StorageError,
 )
+from plexrl.statemanager.channel import close_all
+from plexrl.statemanager.connection import connect, exchange
 from plexrl.statemanager.data_plane import BLOCK_BYTES, DataPlane
 from plexrl.statemanager.nvme import NvmeObjects, file_bytes
+from plexrl.statemanager.protocol import OpenState
 from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.tickets import Role
 from plexrl.statemanager.tier import Tier
-from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon
+from tests.statemanager.conftest import (
+    DEADLINE_S,
+    MIB,
+    Daemon,
+    MakeShard,
+    Shard,
+    StartDaemon,
+    wait_until,
+)
 
 STATE = MIB // 2
 """Bytes of a shard as `make_shard` makes it."""
@@ -199,6 +211,69 @@ def test_a_spill_that_meets_a_full_disk_leaves_the_version_in_the_host_tier(
     assert np.array_equal(second.contents, expected)
     assert first.load(1).tier == "host"
     assert np.array_equal(first.contents, kept)
+
+
+def test_memory_that_is_all_lent_to_readers_is_refused_with_the_reason(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    """Nothing that is read can make way, and nobody waits for a reader that may never end."""
+    bound = STATE + MIB // 8
+    daemon = start_daemon(host_bytes=bound, nvme_bytes=1)
+    held, other = (make_shard(daemon, deployment=f"{name}/actor") for name in "ab")
+    kept, expected = held.fill(1), other.fill(2)
+    held.snapshot(1)
+    request = OpenState(deployment="a/actor", seq=1)
+    with connect(daemon.config.listen, DEADLINE_S, daemon.ticket(role=Role.AGENT)) as reader:
+        _, fds = exchange(reader, request)
+        close_all(fds)
+        # Released, it has no name any more; its bytes count until the reader is gone.
+        held.agent.release("a/actor")
+        for _ in range(3):
+            with pytest.raises(StateTierFullError, match="what they hold cannot make way"):
+                other.offload(1)
+        assert np.array_equal(other.contents, expected)
+        assert not daemon.nvme_objects()
+    wait_until(lambda: other.agent.usage()["host_bytes"] == 0)
+    other.offload(1)
+    other.load(1)
+    assert np.array_equal(other.contents, expected)
+    assert not np.array_equal(kept, expected)
+
+
+def test_a_file_that_may_not_be_read_is_refused_and_the_others_load(
+    spilled: tuple[Daemon, Shard], make_shard: MakeShard
+) -> None:
+    daemon, shard = spilled
+    other = make_shard(daemon, deployment="b/actor")
+    expected = other.fill(2)
+    other.offload(2)
+    path = next(p for p in daemon.nvme_objects() if p.name.startswith("job"))
+    # No permission stops root, and a directory in the file's place stops everybody.
+    path.rename(path.with_suffix(".away"))
+    path.mkdir()
+    with pytest.raises(CorruptStateError, match=r"Is a directory|Invalid argument"):
+        shard.load(1)
+    other.load(2)
+    assert np.array_equal(other.contents, expected)
+    path.rmdir()
+    path.with_suffix(".away").rename(path)
+    shard.load(1)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="no permission stops root: run as another user")
+def test_a_directory_without_permission_is_refused_with_the_state_where_it_was(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    daemon = start_daemon(host_bytes=1)
+    shard = make_shard(daemon)
+    expected = shard.fill(1)
+    directory = Path(daemon.config.nvme_dir)
+    directory.chmod(0o500)
+    with pytest.raises(StorageError, match="cannot be written"):
+        shard.offload(1)
+    directory.chmod(0o700)
+    assert np.array_equal(shard.contents, expected)
+    shard.offload(1)
 
 
 def test_two_daemons_do_not_share_a_directory(daemon: Daemon, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A worker's moves over a real daemon: its arena is registered once, and again where it must be."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from plexrl.errors import InvalidRequestError
@@ -10,12 +12,16 @@ from plexrl.worker.backend import BackendCall, BackendResult
 from plexrl.worker.residency import StateMover
 from tests.statemanager.conftest import ALL_PARTS, Daemon, MakeShard
 
+if TYPE_CHECKING:
+    from plexrl.statemanager.host_arena import HostArena
+
 
 class Bytes:
     """A backend whose state is the bytes of an arena."""
 
     def __init__(self, arena: Arena, slices: tuple[StateSlice, ...]) -> None:
         self.arena = arena
+        self.host_arena: HostArena | None = None
         self._slices = slices
 
     def build(self) -> None:

@@ -15,6 +15,7 @@ from plexrl.errors import (
     PlexRLError,
     StateLostError,
 )
+from plexrl.statemanager.address import nearest
 from plexrl.statemanager.checkpoint.folder import checked_name, complete_checkpoints, job_folder
 from plexrl.statemanager.checkpoint.jobs import Task
 from plexrl.statemanager.checkpoint.pinning import pin_elsewhere, pin_for_other, pin_here
@@ -49,7 +50,7 @@ def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Repl
     with ExitStack() as guard:
         held = guard.enter_context(ExitStack())
         readers = pin_here(held, services.store, request.deployment, request.seq)
-        elsewhere = [path for path in request.sources if path != services.config.listen]
+        elsewhere = [at for at in request.sources if nearest(at) != services.config.listen]
         ticket = services.key.mint(AGENT)
         readers += pin_elsewhere(held, elsewhere, ticket, request.deployment, request.seq)
         ranks = _of_all_ranks(request, readers)

@@ -39,6 +39,7 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
                 "nbytes": manifest.nbytes,
                 "world_size": manifest.world_size,
                 "stamp": manifest.stamp,
+                "token": manifest.token,
                 "tier": version.tier.value,
                 "tenant": manifest.tenant,
             }

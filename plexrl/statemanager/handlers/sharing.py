@@ -68,7 +68,7 @@ def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
 def _adopt(caller: Caller, request: Adopt, fds: Sequence[int]) -> Reply:
     started = time.perf_counter()
     manifest = request.manifest
-    _check_adoptable(manifest)
+    check_adoptable(manifest)
     store = caller.services.store
     for stored in store.find(lambda m: m.name == manifest.name):
         if stored.manifest.stamp == manifest.stamp:
@@ -98,8 +98,12 @@ ENTRIES = (
 )
 
 
-def _check_adoptable(manifest: Manifest) -> None:
-    """A version that comes from elsewhere is laid out as one of ours would be."""
+def check_adoptable(manifest: Manifest) -> None:
+    """Refuse a version that comes from elsewhere and is not laid out as one of ours would be.
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
     what = manifest.description
     if manifest.kind != VersionKind.STATE:
         raise InvalidRequestError(f"{what} cannot be adopted: publish it again instead")

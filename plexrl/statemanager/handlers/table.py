@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 from plexrl.statemanager.handlers import (
     checkpoints,
+    fetching,
     greeting,
+    host_memory,
     lending,
     moves,
     registration,
@@ -18,8 +20,10 @@ _ENTRIES = (
     *greeting.ENTRIES,
     *registration.ENTRIES,
     *lending.ENTRIES,
+    *host_memory.ENTRIES,
     *moves.ENTRIES,
     *sharing.ENTRIES,
+    *fetching.ENTRIES,
     *reporting.ENTRIES,
     *checkpoints.ENTRIES,
 )

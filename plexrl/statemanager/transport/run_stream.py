@@ -25,6 +25,8 @@ from plexrl.statemanager.transport.mapped_files import MappedData
 DIRECT_BYTES_MIN = 64 << 10
 """A run of this many bytes in one piece needs no block."""
 BLOCK_BYTES = 1 << 20
+ANSWER_BYTES_MAX = 256 << 20
+"""Of one request's runs: eight times what a client asks for at a time."""
 DIGEST_BYTES = 8
 
 COLUMNS = ("places", "items", "counts", "strides", "casts")

@@ -10,7 +10,7 @@ by section, and the manifest with the digest over all of them.
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,13 +18,14 @@ import numpy as np
 from plexrl.errors import InvalidRequestError, PermissionDeniedError, PlexRLError, StateLostError
 from plexrl.statemanager.lease import Lease
 from plexrl.statemanager.plan_layout import DTYPES
+from plexrl.statemanager.run_copy import Bytes
 from plexrl.statemanager.runs import BYTES_CAST, Runs, packed
 from plexrl.statemanager.state_readers import LocalReader
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.tickets import Claims, Role
 from plexrl.statemanager.transport.mapped_files import MappedData
 from plexrl.statemanager.transport.run_stream import (
-    BLOCK_BYTES,
+    ANSWER_BYTES_MAX,
     DIGEST_BYTES,
     Digest,
     HeldData,
@@ -34,8 +35,8 @@ from plexrl.statemanager.transport.run_stream import (
 from plexrl.statemanager.versions import Manifest, VersionKind
 from plexrl.wire.framing import encode_head
 
-if TYPE_CHECKING:
-    from plexrl.statemanager.run_copy import Bytes
+READ_BYTES_MAX = 64 << 20
+"""Of what lies on NVMe, at once: it goes through memory."""
 
 
 class OpenState(msgspec.Struct, tag="open_state"):
@@ -126,14 +127,19 @@ class StateReading:
                 "begin again"
             )
         runs = checked_runs(payload, lease.manifest.nbytes)
-        trailer = DIGEST_BYTES if request.verify else 0
-        connection.sendall(encode_head({"result": {}}, runs.nbytes + trailer))
+        head = encode_head({"result": {}}, runs.nbytes + (DIGEST_BYTES if request.verify else 0))
         digest = Digest(request.verify)
+        if reader.mapped is None:
+            # What lies on NVMe may be damaged, which can be said before anything is sent only.
+            found = _read(reader, runs)
+            digest.add(found)
+            connection.sendall(head)
+            connection.sendall(found.data)
+            connection.sendall(digest.value())
+            return
+        connection.sendall(head)
         try:
-            if reader.mapped is None:
-                _send_read(connection, reader, runs, digest)
-            else:
-                send_runs(connection, _held_data(lease, reader.mapped), runs, digest)
+            send_runs(connection, _held_data(lease, reader.mapped), runs, digest)
         except PlexRLError as error:
             raise BegunError(error) from error
 
@@ -157,7 +163,7 @@ def checked_runs(payload: bytearray, nbytes: int) -> Runs:
 
 
 def check_within(runs: Runs, nbytes: int) -> None:
-    """Refuse runs that lie not wholly within `nbytes` bytes.
+    """Refuse runs that lie not wholly within `nbytes` bytes, or are more than one answer holds.
 
     Raises:
         InvalidRequestError: some do not.
@@ -168,19 +174,27 @@ def check_within(runs: Runs, nbytes: int) -> None:
     small &= (runs.items <= nbytes) & (runs.counts <= limits // np.maximum(1, runs.strides))
     if not (casts & small).all():
         raise InvalidRequestError("runs have positive sizes and known dtypes")
+    # In floating point, where no product can wrap around to something small.
+    total = (runs.row_bytes().astype(np.float64) * runs.counts).sum()
+    if (runs.places > nbytes).any() or total > ANSWER_BYTES_MAX:
+        raise InvalidRequestError(
+            f"runs begin within the {nbytes} bytes of the data, and come to at most "
+            f"{ANSWER_BYTES_MAX} bytes together"
+        )
     ends = runs.places + (runs.counts - 1) * runs.strides + runs.row_bytes_at_source()
     if not (ends <= nbytes).all():
         raise InvalidRequestError(f"runs end beyond the {nbytes} bytes of the data")
 
 
-def _send_read(connection: socket.socket, reader: LocalReader, runs: Runs, digest: Digest) -> None:
-    """What lies on NVMe goes through memory, verified."""
-    for batch in runs.batches(BLOCK_BYTES):
-        block: Bytes = np.empty(batch.nbytes, dtype=np.uint8)
-        reader.read(packed(batch), block)
-        digest.add(block)
-        connection.sendall(block.data)
-    connection.sendall(digest.value())
+def _read(reader: LocalReader, runs: Runs) -> Bytes:
+    if runs.nbytes > READ_BYTES_MAX:
+        raise InvalidRequestError(
+            f"runs of {runs.nbytes} bytes were asked for at once; {READ_BYTES_MAX} is the most of "
+            "what lies on NVMe"
+        )
+    found: Bytes = np.empty(runs.nbytes, dtype=np.uint8)
+    reader.read(packed(runs), found)
+    return found
 
 
 def _held_data(lease: Lease, mapped: MappedData) -> HeldData:

@@ -18,6 +18,7 @@ from plexrl.statemanager.runs import Runs
 from plexrl.statemanager.transport.delta_stream import apply_delta
 from plexrl.statemanager.transport.handshake import greet_server
 from plexrl.statemanager.transport.run_stream import (
+    ANSWER_BYTES_MAX,
     DIGEST_BYTES,
     Digest,
     encode_runs,
@@ -34,7 +35,6 @@ BATCH_BYTES = 32 << 20
 """One request's bytes: what is asked for again when a source is lost on the way."""
 BATCH_RUNS = 1024
 """Keeps two requests within the socket's buffers, so that both ends never wait to send."""
-ANSWER_BYTES_MAX = 256 << 20
 
 
 class _Offered(msgspec.Struct):

@@ -54,6 +54,10 @@ TIMEOUT_S = 60
 """A client that takes or sends nothing for so long in the middle of a message is cut off."""
 HANDSHAKE_TIMEOUT_S = 5
 REQUEST_BYTES_MAX = 16 << 20
+ACCEPT_AGAIN_S = 0.1
+"""Until connections are accepted again where the system refused one, as for want of descriptors."""
+BASES_MAX = 64
+"""Stamps that one connection may ask for differences from: a pull asks for one of each shard."""
 
 
 class _Open(msgspec.Struct, tag="open"):
@@ -97,6 +101,7 @@ class TcpServer:
         self._lender = lender
         self._lock = threading.Lock()
         self._served: set[socket.socket] = set()
+        self._closing = threading.Event()
         host, _, port = listen.rpartition(":")
         if not port.isdecimal():
             raise InvalidRequestError(f"serve_tcp is host:port, not {listen!r}")
@@ -107,6 +112,7 @@ class TcpServer:
 
     def close(self) -> None:
         """Accept no more and end every connection: readers go to another source."""
+        self._closing.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         with self._lock:
@@ -119,9 +125,12 @@ class TcpServer:
         while True:
             try:
                 connection, peer = self._socket.accept()
-            except OSError:
-                # `close` shut the socket down.
-                return
+            except OSError as error:
+                # Either `close` shut the socket down, or this passes.
+                if self._closing.wait(ACCEPT_AGAIN_S):
+                    return
+                LOG.warning("no remote reader can be accepted: %s", error)
+                continue
             with self._lock:
                 is_full = len(self._served) >= self._connections_max
                 if not is_full:
@@ -130,7 +139,13 @@ class TcpServer:
                 LOG.warning("%s was refused: %d connections", peer, self._connections_max)
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except RuntimeError as error:
+                LOG.warning("%s was refused: %s", peer, error)
+                with self._lock:
+                    self._served.discard(connection)
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -242,6 +257,8 @@ class _Reader:
     def _base(self, shard: HeldShard, stamp: str) -> MappedData | None:
         """The data of an earlier version of the shard, if it is kept and laid out alike."""
         if stamp not in self._bases:
+            if len(self._bases) >= BASES_MAX + len(self._held):
+                raise InvalidRequestError("too many versions are asked for as bases: pull again")
             earlier = hold_stamp(self._store, self._leases, shard.manifest, stamp)
             alike = earlier is not None and earlier.layout.digest == shard.layout.digest
             self._bases[stamp] = _held_data(earlier).map_all() if earlier and alike else None

@@ -2,13 +2,13 @@
 
 from collections.abc import Collection
 
+from plexrl.statemanager.address import TCP_SCHEME, nearest
 from plexrl.statemanager.run_copy import Copier
 from plexrl.statemanager.transport.nixl import Nixl
 from plexrl.statemanager.transport.shared_memory import SharedMemory
 from plexrl.statemanager.transport.source import LayoutOf, OpenSource
 from plexrl.statemanager.transport.tcp_client import Tcp
 
-TCP_SCHEME = "tcp://"
 NIXL_SCHEME = "nixl://"
 
 
@@ -30,6 +30,7 @@ class Ways:
         Raises:
             UnavailableError: RDMA is asked for and NIXL is not there.
         """
+        address = nearest(address)
         if address.startswith(TCP_SCHEME):
             return self._tcp.open(address.removeprefix(TCP_SCHEME), deployment, seq, known)
         if address.startswith(NIXL_SCHEME):

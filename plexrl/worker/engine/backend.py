@@ -24,6 +24,7 @@ from plexrl.worker.models import build_model, named_parameters
 if TYPE_CHECKING:
     import torch
 
+    from plexrl.statemanager.host_arena import HostArena
     from plexrl.worker.engine.tensor_parallel import RankGroup
 
 
@@ -67,6 +68,7 @@ class TorchRolloutBackend:
                 shape=box.shape,
             )
         self.arena = Arena(layout.nbytes)
+        self.host_arena: HostArena | None = None
         self._slices = tuple(layout.slices)
         self._weights: dict[str, torch.Tensor] = {}
         for (name, parameter), piece in zip(parameters, self._slices, strict=True):
