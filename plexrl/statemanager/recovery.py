@@ -18,19 +18,29 @@ def recover(
 ) -> None:
     """Fill an empty catalog from the directories; what no version needs is freed or deleted.
 
+    Of headers of one name those of the highest ordinal count; the others are deleted before any
+    object is looked at, because versions that are kept may share objects with those that are not.
     A version whose object lost its file or its tail is kept: loading it says so.
     """
     objects: dict[str, StoredObject] = {}
+    found = [(tier, *header) for tier in TierName for header in tiers[tier].headers()]
+    # Host before NVMe where a version is in both.
+    found.sort(key=lambda one: -one[1].manifest.ordinal)
     with catalog.lock:
-        for tier in (TierName.HOST, TierName.NVME):
-            for record, header_bytes in tiers[tier].headers():
-                if tier == TierName.HOST and not _claim(record, objects, pool):
-                    LOG.warning("%s is no longer whole; removed", record.manifest.description)
+        for tier, record, header_bytes in found:
+            manifest = record.manifest
+            catalog.clock = max(catalog.clock, manifest.ordinal)
+            newer = catalog.current.get(manifest.name)
+            if newer is not None and newer.manifest.ordinal > manifest.ordinal:
+                tiers[tier].forget_version(record)
+                continue
+            if tier == TierName.HOST:
+                if not _claim(record, objects, pool):
+                    LOG.warning("%s is no longer whole; removed", manifest.description)
                     tiers[tier].forget_version(record)
                     continue
-                if tier == TierName.HOST:
-                    pool.set_aside(header_bytes)
-                _install(catalog, tier, record, header_bytes, objects, now)
+                pool.set_aside(header_bytes)
+            _install(catalog, tier, record, header_bytes, objects, now)
         pool.remove_unclaimed()
         known = {found.id for found in objects.values() if found.on_nvme}
         for object_id in [found for found in nvme.ids() if found not in known]:
@@ -60,15 +70,9 @@ def _install(
             catalog.shared.setdefault(key, known)
         held.append(known)
     catalog.used_bytes[tier] += header_bytes
-    catalog.clock = max(catalog.clock, manifest.ordinal)
-    former = catalog.current.get(manifest.name)
-    if former is not None and former.manifest.ordinal == manifest.ordinal:
-        catalog.named(former, tier, header_bytes)
-        return
-    version = Version(manifest, tuple(held), last_use=manifest.ordinal, last_use_s=now)
-    if former is not None and former.manifest.ordinal > manifest.ordinal:
-        version.retired = True
-    else:
+    version = catalog.current.get(manifest.name)
+    if version is None:
+        version = Version(manifest, tuple(held), last_use=manifest.ordinal, last_use_s=now)
         catalog.install(version)
     catalog.named(version, tier, header_bytes)
 
@@ -77,7 +81,7 @@ def _claim(record: VersionRecord, objects: dict[str, StoredObject], pool: HostPo
     """Have a version's pieces counted as in use, as far as another that shares them has not."""
     claimed: list[ObjectRecord] = []
     for found in {found.id: found for found in record.objects}.values():
-        if found.id in objects:
+        if found.id in objects and objects[found.id].pieces is not None:
             continue
         if not pool.claim(found.pieces, record.manifest.tenant):
             for one in claimed:
