@@ -5,7 +5,7 @@ The router refuses by this table before a worker is started; the SDK's documenta
 
 from dataclasses import dataclass
 
-from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedDtypeError
 from plexrl.parallelism import Axis, Parallelism
 
 
@@ -18,14 +18,27 @@ class BackendCapabilities:
     """`train` or `rollout`."""
     axes: tuple[Axis, ...]
     """That may be longer than 1."""
+    optimizers: tuple[str, ...]
+    """Where it can keep an optimizer's state: `device`, `host`."""
     packs: bool
     """Lays rows end to end and is told which make a micro-batch, instead of padding them side by
     side and cutting them itself. Context parallelism needs it."""
+    dtypes: tuple[str, ...] = ("float32",)
+    """Of weights that it can compute from, its default first."""
 
 
 BACKENDS: tuple[BackendCapabilities, ...] = (
-    BackendCapabilities(backend="fsdp", kind="train", axes=("dp",), packs=False),
-    BackendCapabilities(backend="torch", kind="rollout", axes=(), packs=False),
+    BackendCapabilities(
+        backend="fsdp", kind="train", axes=("dp",), optimizers=("device", "host"), packs=False
+    ),
+    BackendCapabilities(
+        backend="torch",
+        kind="rollout",
+        axes=(),
+        optimizers=(),
+        packs=False,
+        dtypes=("float32", "bfloat16"),
+    ),
 )
 """The default of its kind first."""
 
@@ -46,6 +59,16 @@ def backend_capabilities(kind: str, backend: str | None = None) -> BackendCapabi
     )
 
 
+def check_optimizer(capabilities: BackendCapabilities, optimizer: str) -> None:
+    """Raises `InvalidRequestError` where the backend cannot keep an optimizer's state there."""
+    if optimizer != "device" and optimizer not in capabilities.optimizers:
+        raise InvalidRequestError(
+            f"optimizer is {optimizer!r} and backend {capabilities.backend!r} of a "
+            f"{capabilities.kind} deployment cannot keep its state there: leave it out, or use one "
+            f"of {', '.join(b.backend for b in BACKENDS if optimizer in b.optimizers) or 'none'}"
+        )
+
+
 def check_layout(capabilities: BackendCapabilities, layout: Parallelism) -> None:
     """Raises `LayoutError` for a layout that the backend cannot run, saying which ones can."""
     for axis in layout.axes_used():
@@ -59,4 +82,15 @@ def check_layout(capabilities: BackendCapabilities, layout: Parallelism) -> None
             f"{capabilities.kind} backend: {able})",
             field=axis,
             backend=capabilities.backend,
+        )
+
+
+def check_dtype(capabilities: BackendCapabilities, dtype: str) -> None:
+    """Raises `UnsupportedDtypeError` for weights that the backend cannot compute from."""
+    if dtype not in capabilities.dtypes:
+        raise UnsupportedDtypeError(
+            f"backend {capabilities.backend!r} computes from weights in "
+            f"{' or '.join(capabilities.dtypes)}, not {dtype}: choose one of these as dtype",
+            backend=capabilities.backend,
+            dtype=dtype,
         )

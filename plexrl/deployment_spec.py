@@ -21,6 +21,11 @@ class DeploymentSpec:
     """Worker processes, one per GPU: `layout.world_size`."""
     parallelism: Parallelism | None = None
     """How the model lies over the workers. Absent: rows are split over all of them."""
+    optimizer: str = "device"
+    """Train: `device`, or `host` for optimizer state that stays in host memory, where the CPU steps
+    it: a context switch then moves parameters only."""
+    dtype: str = "float32"
+    """Of the weights that a rollout computes from; what a trainer has is cast on the way."""
     max_sequence_tokens: int = 512
     """Longest row: prompt and completion together."""
     max_concurrent_samples: int = 256

@@ -5,7 +5,8 @@
     │   ├── BatchShapeError            400  batch_shape
     │   ├── TokenRangeError            400  token_out_of_vocabulary
     │   ├── NonFiniteInputError        400  non_finite_input
-    │   └── LayoutError                400  layout            (`details["field"]`: the axis)
+    │   ├── LayoutError                400  layout            (`details["field"]`: the axis)
+    │   └── UnsupportedDtypeError      400  unsupported_dtype
     ├── AuthenticationError            401  unauthenticated
     ├── PermissionDeniedError          403  permission_denied
     ├── QuotaExceededError             403  quota_exceeded
@@ -85,6 +86,12 @@ class LayoutError(InvalidRequestError):
     """A parallel layout that cannot be, or that a backend cannot run: `details["field"]`."""
 
     code = "layout"
+
+
+class UnsupportedDtypeError(InvalidRequestError):
+    """A backend cannot compute from weights of this dtype."""
+
+    code = "unsupported_dtype"
 
 
 class AuthenticationError(PlexRLError):

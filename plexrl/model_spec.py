@@ -16,7 +16,8 @@ from plexrl.errors import InvalidRequestError
 TRAIN_BYTES_PER_PARAMETER = 16
 """fp32 parameter, gradient and the two AdamW moments."""
 
-ROLLOUT_BYTES_PER_PARAMETER = 4
+ROLLOUT_BYTES_PER_PARAMETER = {"float32": 4, "bfloat16": 2}
+"""By the dtype of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,106 +1,178 @@
-"""What the machine can do: plain memory copies, `fio` and `iperf3`, measured in the same run."""
+"""What the machine can do: plain memory copies, `fio` and `iperf3`, in turns with what is measured.
+
+Others use the machine too, so a rate by itself says little. Every work and its baseline run in
+turns, and two ratios are taken of the rounds: best to best, which is what is possible, and the
+median of each round's own ratio, which is what is usual.
+"""
 
 import ctypes
 import json
+import mmap
+import os
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
+
+from plexrl.statemanager.mapping import address_of
 
 MIB = 1 << 20
 GB = 1e9
 BLOCK_BYTES = 4 * MIB
-REPEATS = 7
+ROUNDS = 9
+
+Seconds = float
+Work = Callable[[], Seconds]
+"""Does it once, and says how long that took, what it had to prepare left out."""
 
 
-def best_rate(nbytes: int, work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Bytes per second of the quickest of some repetitions: what is possible, not what is usual on
-    a machine that others use too."""
-    best_s = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        best_s = min(best_s, time.perf_counter() - start)
-    return nbytes / best_s
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """What works that took turns took, by name."""
+
+    seconds: Mapping[str, list[Seconds]]
+
+    def best_s(self, name: str) -> Seconds:
+        """The quickest round."""
+        return min(self.seconds[name])
+
+    def median_s(self, name: str) -> Seconds:
+        """The usual round."""
+        return statistics.median(self.seconds[name])
+
+    def ratio(self, name: str, baseline: str) -> float:
+        """How near a work comes to its baseline, the best of both."""
+        return self.best_s(baseline) / self.best_s(name)
+
+    def usual_ratio(self, name: str, baseline: str) -> float:
+        """The same, the median of what each round says."""
+        pairs = zip(self.seconds[baseline], self.seconds[name], strict=True)
+        return statistics.median(plain / ours for plain, ours in pairs)
 
 
-def memcpy_rate(target: int, source: int, nbytes: int, threads: int) -> float:
-    """Bytes per second of plain `memmove` between two mapped, resident places, in blocks."""
-    move = ctypes.CDLL(None).memmove
-    move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    move.restype = ctypes.c_void_p
-
-    def run(first: int) -> None:
-        for start in range(first * BLOCK_BYTES, nbytes, threads * BLOCK_BYTES):
-            move(target + start, source + start, min(BLOCK_BYTES, nbytes - start))
-
-    def copy() -> None:
-        if threads == 1:
-            run(0)
-            return
-        workers = [threading.Thread(target=run, args=(index,)) for index in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-
-    return best_rate(nbytes, copy)
+def in_turns(works: Mapping[str, Work], rounds: int = ROUNDS) -> Rounds:
+    """Every work once a round, after one round that does not count."""
+    seconds: dict[str, list[Seconds]] = {name: [] for name in works}
+    for index in range(rounds + 1):
+        for name, work in works.items():
+            took = work()
+            if index:
+                seconds[name].append(took)
+    return Rounds(seconds=seconds)
 
 
-def fio_rate(directory: Path, kind: str, nbytes: int, depth: int) -> float | None:
-    """Bytes per second of `fio` with direct I/O in blocks of 4 MiB; None where it is not installed.
+def timed(work: Callable[[], object]) -> Seconds:
+    """How long `work` takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
-    `kind` is `read` or `write`; a write is synced at its end, as the tier's are.
+
+class Memcpy:
+    """Plain `memmove` between two mappings of memory files, all pages there, as ours lie in too."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._maps = [_memory_file(nbytes) for _ in range(2)]
+        self._addresses = [address_of(mapped) for mapped in self._maps]
+        self._pools = {2: ThreadPoolExecutor(2)}
+        for address in self._addresses:
+            ctypes.memset(address, 1, nbytes)
+
+    def work(self, threads: int, block_bytes: int = BLOCK_BYTES) -> Work:
+        """A copy of everything in blocks, on so many threads."""
+        target, source = self._addresses
+        block_bytes = min(block_bytes, -(-self.nbytes // threads))
+
+        def run(first: int) -> None:
+            for start in range(first * block_bytes, self.nbytes, threads * block_bytes):
+                count = min(block_bytes, self.nbytes - start)
+                ctypes.memmove(target + start, source + start, count)
+
+        def copy() -> None:
+            if threads == 1:
+                run(0)
+                return
+            pool = self._pools[threads]
+            wait([pool.submit(run, index) for index in range(threads)])
+
+        return lambda: timed(copy)
+
+
+def _memory_file(nbytes: int) -> mmap.mmap:
+    fd = os.memfd_create("plexrl-baseline", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, nbytes)
+        return mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
+def fio(directory: Path, kind: str, nbytes: int, depth: int) -> Work | None:
+    """`fio` past the page cache in blocks of 4 MiB; None where it is not installed.
+
+    `kind` is `read` or `write`; a write is to a new file and synced at its end, as ours are.
     """
     if shutil.which("fio") is None:
         return None
-    found = subprocess.run(
-        [
-            *("fio", "--name=plexrl", "--output-format=json", f"--rw={kind}", "--direct=1"),
-            *(f"--bs={BLOCK_BYTES}", f"--size={nbytes}", f"--iodepth={depth}"),
-            *("--ioengine=libaio", "--fallocate=posix", "--end_fsync=1"),
-            f"--filename={directory / 'fio.data'}",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    job = json.loads(found.stdout)["jobs"][0]
-    return float(job[kind]["bw_bytes"])
+    path = directory / f"fio.{kind}"
 
-
-def iperf_rate(seconds: int = 3) -> float | None:
-    """Bytes per second of `iperf3` over loopback, one stream; None where it is not installed."""
-    if shutil.which("iperf3") is None:
-        return None
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    server = subprocess.Popen(
-        ["iperf3", "--server", "--one-off", "--port", port],
-        stdout=subprocess.DEVNULL,
-        stderr=sys.stderr,
-    )
-    try:
-        return _iperf_client(port, seconds)
-    finally:
-        server.kill()
-        server.wait()
-
-
-def _iperf_client(port: str, seconds: int) -> float:
-    for _ in range(50):
+    def run() -> Seconds:
+        if kind == "write":
+            path.unlink(missing_ok=True)
         found = subprocess.run(
-            ["iperf3", "--client", "127.0.0.1", "--port", port, "--time", str(seconds), "--json"],
+            [
+                *("fio", "--name=plexrl", "--output-format=json", f"--rw={kind}", "--direct=1"),
+                *(f"--bs={BLOCK_BYTES}", f"--size={nbytes}", f"--iodepth={depth}"),
+                *("--ioengine=libaio", "--fallocate=posix", "--end_fsync=1"),
+                f"--filename={path}",
+            ],
             capture_output=True,
             text=True,
-            check=False,
+            check=True,
         )
-        if found.returncode == 0:
-            return float(json.loads(found.stdout)["end"]["sum_received"]["bits_per_second"]) / 8
-        time.sleep(0.1)
+        job = json.loads(found.stdout)["jobs"][0]
+        return nbytes / float(job[kind]["bw_bytes"])
+
+    return run
+
+
+def iperf3(nbytes: int) -> Work | None:
+    """`iperf3` over loopback, one stream of so many bytes; None where it is not installed."""
+    if shutil.which("iperf3") is None:
+        return None
+
+    def run() -> Seconds:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        server = subprocess.Popen(
+            ["iperf3", "--server", "--one-off", "--port", port],
+            stdout=subprocess.DEVNULL,
+            stderr=sys.stderr,
+        )
+        try:
+            return nbytes / _iperf_client_rate(port, nbytes)
+        finally:
+            server.kill()
+            server.wait()
+
+    return run
+
+
+def _iperf_client_rate(port: str, nbytes: int) -> float:
+    command = ["iperf3", "--client", "127.0.0.1", "--port", port, "--bytes", str(nbytes), "--json"]
+    for _ in range(50):
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        # A server that is not listening yet, or has ended a former test late, is asked again.
+        received = json.loads(found.stdout or "{}").get("end", {}).get("sum_received")
+        if found.returncode == 0 and received:
+            return float(received["bits_per_second"]) / 8
+        time.sleep(0.05)
     raise RuntimeError(f"iperf3 failed: {found.stdout}{found.stderr}")

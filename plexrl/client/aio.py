@@ -8,7 +8,7 @@ thread.
 import asyncio
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from plexrl.client import requests
 from plexrl.client.checkpoints import AsyncCheckpointFuture
@@ -109,9 +109,17 @@ class AsyncRolloutDeployment(AsyncDeployment):
             )
         )
 
-    async def sync_weights(self, source: AsyncTrainDeployment) -> AsyncFuture[Plain]:
-        """Take over the trainer's weights."""
-        return await self._submit(requests.sync_weights(self.deployment, source.deployment))
+    async def sync_weights(
+        self,
+        source: AsyncTrainDeployment,
+        *,
+        delta: bool | Literal["auto"] = "auto",
+        digest: bool = False,
+    ) -> AsyncFuture[Plain]:
+        """As `RolloutDeployment.sync_weights`."""
+        return await self._submit(
+            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+        )
 
 
 class AsyncJob:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from plexrl.client import requests
@@ -163,9 +163,24 @@ class RolloutDeployment(Deployment):
                 LOG.info("the stream broke (%s); taking it up again", error)
         yield future.result()
 
-    def sync_weights(self, source: TrainDeployment) -> Future[Plain]:
-        """Take over the trainer's weights as they are after what was submitted to it before."""
-        return self._submit(requests.sync_weights(self.deployment, source.deployment))
+    def sync_weights(
+        self,
+        source: TrainDeployment,
+        *,
+        delta: bool | Literal["auto"] = "auto",
+        digest: bool = False,
+    ) -> Future[Plain]:
+        """Take over the trainer's weights as they are after what was submitted to it before.
+
+        `delta` is whether only blocks that have changed are brought, where this deployment holds an
+        earlier version of the same trainer (else all are): `"auto"` where that is quicker, `True`
+        also within a machine, where comparing takes longer than copying. The result says
+        `bytes_wanted`, `bytes_moved`, `fraction` of the two, the `way` (`full`, `delta`), `sources`
+        (bytes by transport), and with `digest` that of the weights as they are then.
+        """
+        return self._submit(
+            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+        )
 
 
 class Job:
@@ -192,6 +207,7 @@ class Job:
         parallelism: Parallelism | None = None,
         exclusive: bool = False,
         backend: str | None = None,
+        optimizer: Literal["device", "host"] = "device",
         max_sequence_tokens: int = 512,
         node_type: str = "",
         trace: DemandTrace | Mapping[str, Any] | None = None,
@@ -202,6 +218,9 @@ class Job:
         `parallelism` lays the model over the GPUs, and says how many there are: `workers` can then
         be left out. Without it each of `workers` (1) GPUs gets other rows. No other call changes.
 
+        With `optimizer="host"` the optimizer's state stays in host memory and the CPU steps it, so
+        a context switch moves parameters only; a step takes longer.
+
         Raises:
             ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
             LayoutError: the backend does not run this layout; its message says which one does.
@@ -211,6 +230,7 @@ class Job:
             "parallelism": None if parallelism is None else asdict(parallelism),
             "exclusive": exclusive,
             "backend": backend,
+            "optimizer": optimizer,
             "max_sequence_tokens": max_sequence_tokens,
             "node_type": node_type,
             "trace": plain_trace(trace),
@@ -223,17 +243,23 @@ class Job:
         model: "ModelSpec",
         *,
         backend: str | None = None,
+        dtype: str = "float32",
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
         node_type: str = "",
     ) -> RolloutDeployment:
         """Create (or take up again) a model that generates, on a GPU of its own.
 
+        It computes from weights in `dtype` (`float32`, `bfloat16`); what the trainer has is cast on
+        the way, as torch casts it.
+
         Raises:
+            UnsupportedDtypeError: the backend cannot compute from weights in `dtype`.
             ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
         """
         options = {
             "backend": backend,
+            "dtype": dtype,
             "max_sequence_tokens": max_sequence_tokens,
             "max_concurrent_samples": max_concurrent_samples,
             "node_type": node_type,

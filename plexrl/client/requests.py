@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 import msgspec
@@ -125,9 +125,11 @@ def generate(
     )
 
 
-def sync_weights(deployment: str, source: str) -> Submission:
+def sync_weights(
+    deployment: str, source: str, *, delta: bool | Literal["auto"], digest: bool
+) -> Submission:
     """Bring a rollout deployment to its trainer's weights."""
-    params = SyncWeightsParams(source=source)
+    params = SyncWeightsParams(source=source, delta=delta, digest=digest)
     return submission(deployment, OperationKind.SYNC_WEIGHTS, params, results.decode_plain)
 
 

@@ -22,6 +22,8 @@ from plexrl.errors import ConflictError, UnavailableError
 
 LOG = logging.getLogger(__name__)
 
+MOVES_MEMORY = ("plexrl.statemanager", "plexrl.worker")
+"""Parts that copy much, or whose children do: workers pull weights themselves."""
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 RESTART_S = 0.2
@@ -100,9 +102,11 @@ class Supervisor:
         """Start a part and wait until it says that it serves."""
         log_path = self._folders.data / "logs" / f"{part.name}.log"
         environment, options = dict(os.environ), []
+        if part.module in MOVES_MEMORY:
+            environment = tuned(environment)
         if part.module == "plexrl.statemanager":
             # Started by hand or by systemd it outlives whoever did that.
-            environment, options = tuned(environment), ["--end-with-parent"]
+            options = ["--end-with-parent"]
         with log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,

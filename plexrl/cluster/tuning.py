@@ -1,4 +1,4 @@
-"""What the daemon's process needs of its environment before it starts.
+"""What processes that move state need of their environment before they start.
 
 glibc takes streaming stores only for the largest copies. Our blocks of 1 to 64 MiB gain from them
 by half and more, and the bound can only be set before the process begins.
@@ -13,7 +13,8 @@ _THRESHOLD = "0x80000"
 
 
 def tuned(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment to start a daemon in. What the operator has set is left as it is."""
+    """The environment to start a StateManager in, or a node agent and with it its workers. What the
+    operator has set is left as it is."""
     found = dict(environment)
     if platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc":
         tunables = found.get("GLIBC_TUNABLES", "")

@@ -70,9 +70,30 @@ def gather_moves(results: Sequence[Mapping[str, Any]]) -> Plain:
         joined["seconds"] = max(float(result["seconds"]) for result in results)
         # The slowest tier that any rank met says what the move was like.
         joined["tier"] = max((str(result["tier"]) for result in results), key=TIERS.index)
+    if "bytes_wanted" in joined:
+        joined |= _gathered_sync(results, int(joined["bytes_moved"]))
     for name in ("memory_before", "memory_after"):
         if name in joined:
             joined[name] = [result[name] for result in results]
+    return joined
+
+
+def _gathered_sync(results: Sequence[Mapping[str, Any]], moved: int) -> Plain:
+    """Of a weight sync: what its ranks brought, each into its own memory."""
+    wanted = sum(int(result["bytes_wanted"]) for result in results)
+    sources: dict[str, int] = {}
+    for result in results:
+        for transport, nbytes in result["sources"].items():
+            sources[transport] = sources.get(transport, 0) + int(nbytes)
+    ways = {str(result["way"]) for result in results}
+    joined: Plain = {
+        "bytes_wanted": wanted,
+        "fraction": moved / wanted if wanted else 1.0,
+        "way": "delta" if "delta" in ways else "full",
+        "sources": sources,
+    }
+    if "digest" in results[0]:
+        joined["digest"] = "-".join(str(result["digest"]) for result in results)
     return joined
 
 

@@ -5,7 +5,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from plexrl.backend_capabilities import backend_capabilities, check_layout
+from plexrl.backend_capabilities import (
+    backend_capabilities,
+    check_dtype,
+    check_layout,
+    check_optimizer,
+)
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import (
     InvalidRequestError,
@@ -112,7 +117,9 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
         check_name("deployment", body.name)
         spec, parameters = check_deployment(body)
         per_parameter = (
-            TRAIN_BYTES_PER_PARAMETER if spec.kind == "train" else ROLLOUT_BYTES_PER_PARAMETER
+            TRAIN_BYTES_PER_PARAMETER
+            if spec.kind == "train"
+            else ROLLOUT_BYTES_PER_PARAMETER[spec.dtype]
         )
         view = await gateway.scheduler.call(
             "create_deployment",
@@ -168,6 +175,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
             "several rollout deployments instead"
         )
     check_layout(capabilities, layout)
+    check_optimizer(capabilities, body.optimizer)
+    check_dtype(capabilities, body.dtype)
     if body.kind == "rollout" and body.trace is not None:
         raise InvalidRequestError(
             "a rollout deployment has its GPUs to itself, so a demand trace says nothing of it: "
@@ -180,6 +189,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         backend=capabilities.backend,
         workers=layout.world_size,
         parallelism=layout,
+        optimizer=body.optimizer,
+        dtype=body.dtype,
         max_sequence_tokens=body.max_sequence_tokens,
         max_concurrent_samples=body.max_concurrent_samples,
     )

@@ -135,6 +135,13 @@ class DeploymentRequest(_Strict):
     )
     exclusive: bool = Field(False, description="share the GPUs with nobody")
     backend: str | None = Field(None, description="fsdp for train, torch for rollout")
+    optimizer: Literal["device", "host"] = Field(
+        "device",
+        description="train: where optimizer state lies; in host memory it stays over a switch",
+    )
+    dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = Field(
+        "float32", description="of a rollout's weights, cast as they are synchronised"
+    )
     max_sequence_tokens: int = Field(512, ge=2)
     max_concurrent_samples: int = Field(256, ge=1)
     node_type: str = Field("", max_length=100, description="of nodes; empty: any")

@@ -19,6 +19,7 @@ from plexrl.cluster.process import (
     run_until_signal,
 )
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.choice import open_devices
 from plexrl.statemanager.health import Health
 from plexrl.statemanager.observation import ObservationServer
@@ -59,7 +60,13 @@ def main() -> None:
         bytes_max=config.device_bytes,
         prefault_bytes=config.device_prefault_bytes,
     )
-    store = Store(config, on_map=devices.register_host, on_unmap=devices.unregister_host)
+    # Only a GPU wants host memory pinned, which costs all of its pages at once.
+    pins = config.device == DeviceKind.CUDA
+    store = Store(
+        config,
+        on_map=devices.register_host if pins else None,
+        on_unmap=devices.unregister_host if pins else None,
+    )
 
     async def serve(stop: asyncio.Event) -> None:
         remove_socket(config.listen)

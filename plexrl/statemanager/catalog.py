@@ -13,6 +13,7 @@ Laws:
 
 import threading
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from plexrl.errors import StateLostError, StateTierFullError
 from plexrl.statemanager.changes import Changes
@@ -21,7 +22,14 @@ from plexrl.statemanager.nvme import NvmeObjects
 from plexrl.statemanager.objects import ObjectState, ShareKey, StoredObject, Version
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.tier import Tier
-from plexrl.statemanager.versions import Manifest, VersionRecord
+from plexrl.statemanager.versions import VersionRecord
+
+
+class Described(Protocol):
+    """What needs room, for messages."""
+
+    @property
+    def description(self) -> str: ...
 
 
 class Catalog:
@@ -166,11 +174,11 @@ class Catalog:
             if found.references[tier] == count
         )
 
-    def full(self, manifest: Manifest, nbytes: int) -> StateTierFullError:
+    def full(self, wanted: Described, nbytes: int) -> StateTierFullError:
         """What to raise when nothing makes room."""
         host, nvme = TierName.HOST, TierName.NVME
         return StateTierFullError(
-            f"{manifest.description} needs {nbytes} bytes; the host tier holds "
+            f"{wanted.description} needs {nbytes} bytes; the host tier holds "
             f"{self.used_bytes[host]} of {self.bytes_max[host]} and the NVMe tier "
             f"{self.used_bytes[nvme]} of {self.bytes_max[nvme]}, and what they hold cannot make "
             "way: end a job or raise a bound; the state stays where it was",

@@ -80,6 +80,7 @@ class Channel:
         self._encode_into = msgspec.msgpack.Encoder().encode_into
         self._send = connection.send
         self._sendall = connection.sendall
+        self._recv_into = connection.recv_into
         self._recvmsg_into = connection.recvmsg_into
 
     def __enter__(self) -> "Channel":
@@ -128,6 +129,16 @@ class Channel:
         if nbytes > BUFFER_BYTES:
             self._out = bytearray(BUFFER_BYTES)
 
+    def receive_plain(self) -> Received:
+        """The next message, which has no descriptors, by a call that takes half as long. Raises as
+        `receive`; descriptors that come all the same are the kernel's to close."""
+        filled = self._recv_into(self._in)
+        if filled > _HEAD_BYTES:
+            nbytes, announced, kind = _unpack_head(self._in)
+            if not announced and filled == _HEAD_BYTES + nbytes:
+                return kind, self._view[_HEAD_BYTES:filled], []
+        return self._receive(filled, [])
+
     def receive(self) -> Received:
         """The next message.
 
@@ -147,6 +158,16 @@ class Channel:
                     # Nearly every message.
                     return kind, self._view[_HEAD_BYTES:filled], fds
             _take(filled, ancillary, flags, fds)
+        except BaseException:
+            close_all(fds)
+            raise
+        return self._receive(filled, fds)
+
+    def _receive(self, filled: int, fds: list[int]) -> Received:
+        """The message of which the first `filled` bytes, and `fds`, have come."""
+        try:
+            if filled == 0:
+                raise ConnectionLostError("the peer closed the connection")
             while filled < _HEAD_BYTES:
                 filled += self._receive_into(self._view[filled:], fds)
             nbytes, announced, kind = _unpack_head(self._in)

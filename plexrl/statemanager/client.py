@@ -19,27 +19,32 @@ from plexrl.errors import (
     InvalidRequestError,
     StateLostError,
 )
+from plexrl.statemanager.address import nearest
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.device.backend import WorkerArena
+from plexrl.statemanager.host_arena import HostArena
+from plexrl.statemanager.host_link import HostLink
 from plexrl.statemanager.keys import StatePart, StateSlice
-from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.protocol import (
     Adopt,
     Answer,
     Load,
     Ping,
     Prefetch,
+    PrefetchPublished,
     Publish,
     Register,
+    Relay,
     Release,
     Request,
     Save,
     StoredShard,
     Usage,
 )
-from plexrl.statemanager.pull import KnownLayouts, Puller
+from plexrl.statemanager.pull import KnownLayouts, Puller, PullWay
 from plexrl.statemanager.rank_link import RankLink
+from plexrl.statemanager.scales import Wants
 from plexrl.statemanager.transport.ways import Ways
 
 _PING = Ping()
@@ -76,6 +81,15 @@ class PullReport(MoveReport):
     as a delta."""
     bytes_by_source: dict[str, int]
     attempts: int
+    way: PullWay = PullWay.FULL
+    relayed_bytes: int | None = None
+    """That this node's StateManager brought over the network for this call, on behalf of all ranks
+    here; 0 where another rank's call had brought them. Absent: this rank pulled for itself."""
+
+    @property
+    def fraction(self) -> float:
+        """Bytes moved of those wanted."""
+        return self.bytes_moved / self.bytes_wanted if self.bytes_wanted else 1.0
 
 
 class StateManagerClient:
@@ -102,18 +116,26 @@ class StateManagerClient:
         self._link = RankLink(socket_path, timeout_s, ticket)
         self._held: tuple[int, str] | None = None
         """Seq and stamp of the stored version that the arena equals while it has that seq."""
-        self._wants: tuple[Sequence[StateSlice], Layout] | None = None
+        self._wants: tuple[Sequence[StateSlice], Wants] | None = None
+        self._registered: tuple[StateSlice, ...] = ()
         self._layouts = KnownLayouts()
         self._ways = Ways(self._layouts.find, ticket=ticket, timeout_s=timeout_s)
         self._puller = Puller(self._ways.open, self._layouts, timeout_s)
 
     def register(
-        self, arena: WorkerArena, slices: Sequence[StateSlice], *, group: str, token: int
+        self,
+        arena: WorkerArena,
+        slices: Sequence[StateSlice],
+        *,
+        group: str,
+        token: int,
+        host: HostArena | None = None,
     ) -> None:
         """Have the daemon lend the arena memory; replaces what this rank registered before.
 
         What was written to a new arena stays. One that was registered before and has been offloaded
-        gets memory when it is loaded.
+        gets memory when it is loaded. `host` holds the slices whose places begin at
+        `host_requests.host_start`; from now on it borrows its memory here.
 
         Raises:
             StaleTokenError: the group's lock has been granted to another since.
@@ -132,8 +154,12 @@ class StateManagerClient:
             arena_bytes=arena.nbytes,
             kind=arena.kind,
             device=arena.device,
+            host_bytes=0 if host is None else host.nbytes,
         )
-        self._link.register(arena, registration)
+        self._link.register(arena, registration, host)
+        if host is not None:
+            host.lender = HostLink(self._link)
+        self._registered = registration.slices
 
     def offload(
         self,
@@ -196,6 +222,8 @@ class StateManagerClient:
                 undefined.
         """
         self._held = None
+        if self._link.host is not None:
+            self._link.host.detach()
         try:
             request = Load(seq=seq, token=token, sources=tuple(sources), cast=cast)
             answer = self._link.borrow(request, keep_contents=False)
@@ -233,11 +261,13 @@ class StateManagerClient:
         seq: int,
         wants: Sequence[StateSlice],
         delta: DeltaPolicy | None = None,
+        relay: bool = True,
     ) -> PullReport:
         """Fill the wanted slices of the registered arena from a published version.
 
         Every byte that is wanted is brought once, and no other; a slice that is wanted in another
-        dtype is cast on the way. `sources` are the StateManagers that hold shards of it: paths of
+        dtype is cast on the way, and one in F8 scaled if `<name>_scale` is wanted too (`scales`).
+        `sources` are the StateManagers that hold shards of it: paths of
         sockets on this machine, `tcp://host:port` or `nixl://host:port` elsewhere. The version
         stays where it is for as long as this takes. A pull that fails after it began leaves the
         wanted slices with bytes of no version: nothing can be saved or published until a pull or
@@ -245,6 +275,9 @@ class StateManagerClient:
 
         With `delta`, and where the last pull was of the same source into the same slices and
         nobody has written to them since, only blocks that differ are brought.
+
+        With `relay`, a version that is on other nodes only comes over the network once for all the
+        deployment's ranks on this node, where the node's StateManager finds that cheaper.
 
         Raises:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
@@ -258,8 +291,15 @@ class StateManagerClient:
         started = time.perf_counter()
         self._held = None
         if self._wants is None or self._wants[0] is not wants:
-            self._wants = wants, Layout.of(wants)
+            self._wants = wants, Wants.of(wants)
         target = np.frombuffer(arena.buffer, dtype=np.uint8)
+        relayed: int | None = None
+        sources = [nearest(address) for address in sources]
+        if relay and all("://" in address for address in sources) and self._is_own(wants):
+            request = Relay(source=source, seq=seq, sources=tuple(sources), delta=delta)
+            answer = self._call(request)
+            if answer["relayed"]:
+                sources, source, relayed = [self.path], self.deployment, answer["bytes_moved"]
         try:
             result = self._puller.pull(sources, source, seq, self._wants[1], target, delta)
         finally:
@@ -271,7 +311,13 @@ class StateManagerClient:
             bytes_wanted=result.bytes_wanted,
             bytes_by_source=result.bytes_by_source,
             attempts=result.attempts,
+            way=result.way,
+            relayed_bytes=relayed,
         )
+
+    def forget_pulled(self) -> None:
+        """The arena's weights were written by others: the next pull brings all bytes."""
+        self._puller.forget_bases()
 
     def ping(self) -> None:
         """One round trip: returns once the daemon has answered."""
@@ -301,6 +347,14 @@ class StateManagerClient:
         returns at once."""
         self._call(Prefetch(deployment=deployment, seq=seq, next_use_s=next_use_s))
 
+    def prefetch_published(self, source: str, seq: int) -> None:
+        """Hint that what this node has of a published version will be pulled soon; returns at once.
+
+        Raises:
+            PermissionDeniedError: it is another job's.
+        """
+        self._call(PrefetchPublished(source=source, seq=seq))
+
     def request(self, request: Request, fds: Sequence[int] = ()) -> Answer:
         """The answer to a request that has no method of its own here.
 
@@ -318,6 +372,10 @@ class StateManagerClient:
     def stamp(self, seq: int) -> str | None:
         """Of the stored version `seq`, where the arena is known to equal it."""
         return self._held[1] if self._held is not None and self._held[0] == seq else None
+
+    def _is_own(self, wants: Sequence[StateSlice]) -> bool:
+        """Whether the daemon knows of every wanted slice, by this rank's registration."""
+        return wants is self._registered or set(wants) <= set(self._registered)
 
     def _check_whole(self) -> None:
         if self._puller.is_torn:
@@ -337,6 +395,8 @@ class StateManagerClient:
     ) -> MoveReport:
         self._check_whole()
         self._link.attach()
+        if self._link.host is not None:
+            self._link.host.give_up()
         same_as = self.stamp(seq)
         answer = self._call(
             Save(

@@ -47,7 +47,9 @@ class StateManagerConfig:
     """Copy versions to NVMe ahead of pressure. Off by default: it writes every version once, most
     of which are superseded before they would ever have to spill."""
     published_versions: int = 2
-    """Published parameter versions kept of each shard: the one being pulled and the next."""
+    """Published parameter versions kept of each shard: the one being pulled and the next. A delta
+    over the network needs the version that its target holds, so a rollout that skips versions gains
+    by more."""
     persist_on_exit: bool = True
     """Move complete versions to the NVMe tier on a clean exit, so that a restart finds them."""
     connections_max: int = 1024

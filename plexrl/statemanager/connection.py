@@ -95,7 +95,9 @@ def exchange(
     except (BrokenPipeError, ConnectionResetError):
         # A daemon that refuses a connection says why and closes it, maybe before anything is sent.
         pass
-    kind, body, received = channel.receive()
+    kind, body, received = (
+        channel.receive_plain() if request.is_answered_plainly else channel.receive()
+    )
     try:
         answer = _decode_answer(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -8,6 +8,7 @@ import mmap
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ BLOCK_BYTES = 4 << 20
 """Of a drive's requests and of a digest."""
 THREADED_BYTES_MIN = 4 << 20
 """A smaller copy is done before a second thread has woken up."""
+PIECE_BYTES = 16 << 20
+"""That a thread takes at a time."""
 SPLIT_ALIGNMENT = 4096
 DATA_THREADS_MAX = 4
 """More gain little: two already come near a socket's bandwidth."""
@@ -82,8 +85,27 @@ class DataPlane:
         if total < THREADED_BYTES_MIN or self.data_threads == 1:
             copy(runs)
             return
-        shares = split(runs, total, self.data_threads)
-        _finish([self._movers.submit(copy, share) for share in shares])
+        pieces = -(-total // PIECE_BYTES)
+        left = deque(split(runs, total, max(pieces, self.data_threads)))
+
+        def work() -> None:
+            # All take from one list, the caller too: on a busy machine nobody waits for a thread
+            # that does not get a processor.
+            while left:
+                try:
+                    share = left.popleft()
+                except IndexError:
+                    return
+                copy(share)
+
+        others = [self._movers.submit(work) for _ in range(self.data_threads - 1)]
+        try:
+            work()
+        except BaseException:
+            left.clear()
+            raise
+        finally:
+            _finish([other for other in others if not other.cancel()])
 
     def spread(self, task: Callable[[int], ResultT], places: Iterable[int]) -> Iterator[ResultT]:
         """What `task` returns for each place, in their order, worked out on the data threads."""
@@ -124,6 +146,10 @@ def split(runs: Sequence[Run], total: int, count: int) -> list[list[Run]]:
     shares: list[list[Run]] = [[]]
     room = size
     for run in runs:
+        if run.nbytes <= room:
+            shares[-1].append(run)
+            room -= run.nbytes
+            continue
         done = 0
         while done < run.nbytes:
             if room == 0:

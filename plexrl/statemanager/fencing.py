@@ -9,7 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from plexrl.errors import StaleTokenError
+from plexrl.errors import InvalidRequestError, StaleTokenError
+
+LEAP_MAX = 1 << 20
+"""Grants of a group between two that this node hears of. A token is the client's word: one beyond
+any grant would shut all others out for good."""
 
 
 class Fencing:
@@ -27,9 +31,17 @@ class Fencing:
 
         Raises:
             StaleTokenError: a higher one was seen before.
+            InvalidRequestError: it is one that no scheduler can have come to.
         """
         with self._lock:
             highest = self._highest.get(group, 0)
+            if highest and token > highest + LEAP_MAX:
+                raise InvalidRequestError(
+                    f"token {token} of group {group!r} is far beyond the {highest} seen last: the "
+                    "scheduler counts them one by one",
+                    token=token,
+                    highest=highest,
+                )
             if token < highest:
                 raise StaleTokenError(
                     f"token {token} of group {group!r} is stale, {highest} has been granted since: "
@@ -38,10 +50,11 @@ class Fencing:
                     highest=highest,
                 )
             if token > highest:
-                self._highest[group] = token
-                self._write()
+                known = {**self._highest, group: token}
+                self._write(known)
+                self._highest = known
 
-    def _write(self) -> None:
+    def _write(self, known: dict[str, int]) -> None:
         part = self._path.with_suffix(".part")
-        part.write_bytes(msgspec.json.encode(self._highest))
+        part.write_bytes(msgspec.json.encode(known))
         part.rename(self._path)

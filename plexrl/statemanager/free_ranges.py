@@ -77,6 +77,30 @@ class FreeRanges:
         return found
 
 
+class FreeMemory:
+    """Free ranges of one tenant's segments, or of nobody's."""
+
+    def __init__(self) -> None:
+        self.warm, self.cold = FreeRanges(), FreeRanges()
+
+    @property
+    def nbytes(self) -> int:
+        """Of both."""
+        return self.warm.nbytes + self.cold.nbytes
+
+
+def total(pieces: Iterable[Piece]) -> int:
+    """Bytes of all of them."""
+    return sum(piece.nbytes for piece in pieces)
+
+
+def parts(piece: Piece, nbytes_max: int) -> Iterator[Piece]:
+    """A range in pieces of so many bytes at most."""
+    for start in range(0, piece.nbytes, nbytes_max):
+        nbytes = min(nbytes_max, piece.nbytes - start)
+        yield piece._replace(offset=piece.offset + start, nbytes=nbytes)
+
+
 def cut(pieces: Iterable[Piece], start: int, nbytes: int) -> list[Piece]:
     """The ranges that hold bytes [start, start + nbytes) of what lies in `pieces`."""
     found: list[Piece] = []

@@ -20,11 +20,12 @@ Laws:
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from plexrl.errors import StateTierFullError
-from plexrl.statemanager.free_ranges import FreeRanges, Piece
+from plexrl.statemanager.free_ranges import FreeMemory, FreeRanges, Piece, parts, total
 from plexrl.statemanager.host_segment import SUFFIX, HostSegment
 from plexrl.statemanager.mapping import PAGE_BYTES, populate
 from plexrl.statemanager.numa import place_pages
@@ -41,15 +42,11 @@ OnMap = Callable[[int, int], None]
 """Given the address and size of a segment."""
 
 
-class _Free:
-    """Free ranges of one tenant's segments, or of nobody's."""
+class Pinnable(Protocol):
+    """Mapped memory."""
 
-    def __init__(self) -> None:
-        self.warm, self.cold = FreeRanges(), FreeRanges()
-
-    @property
-    def nbytes(self) -> int:
-        return self.warm.nbytes + self.cold.nbytes
+    address: int
+    nbytes: int
 
 
 class HostPool:
@@ -80,14 +77,20 @@ class HostPool:
         self._faulted = threading.Condition(self._lock)
         self._faulting_bytes = 0
         self._segments: dict[int, HostSegment] = {}
-        self._free: dict[str | None, _Free] = {None: _Free()}
+        self._free: dict[str | None, FreeMemory] = {None: FreeMemory()}
         """By tenant; `None`: of segments that were nobody's yet."""
         self._numbers = 0
         """Of segments that there ever were: a number is not used again."""
         self._used_bytes = 0
         self._aside_bytes = 0
+        self._files_bytes = 0
+        """Of files beside the segments that are as resident as they are."""
         self._closing = threading.Event()
+        self._unmapped: list[Piece] = []
+        """Resident, but not mapped in this process yet."""
         self._prefaulting: threading.Thread | None = None
+        self._is_prefaulting = False
+        self._resident_bytes_wanted = self._ready_bytes_wanted = 0
         for path in sorted(directory.glob(f"*{SUFFIX}")):
             self._take_in(path)
         self._is_recovering = bool(self._segments)
@@ -130,7 +133,7 @@ class HostPool:
                 self._give(segment, tenant)
                 self._free[tenant].warm.remove(piece)
                 segment.used_bytes += piece.nbytes
-            self._used_bytes += _total(pieces)
+            self._used_bytes += total(pieces)
             return True
 
     def remove_unclaimed(self) -> None:
@@ -156,11 +159,11 @@ class HostPool:
             self._faulted.wait_for(lambda: self._has_room(nbytes) or not self._faulting_bytes)
             if not self._has_room(nbytes):
                 raise self._full(nbytes, "its bound is reached")
-            free = self._free.setdefault(tenant, _Free())
+            free = self._free.setdefault(tenant, FreeMemory())
             self._take_over(nbytes - free.nbytes, tenant)
             self._grow(nbytes - free.nbytes, tenant)
             warm = free.warm.take(nbytes)
-            cold = free.cold.take(nbytes - _total(warm))
+            cold = free.cold.take(nbytes - total(warm))
             self._count_used((*warm, *cold))
             # Others' pages make way for those that are new.
             self._trim()
@@ -204,8 +207,17 @@ class HostPool:
 
     def prefault(self, nbytes: int) -> None:
         """Have `nbytes` of the bound resident soon, from a thread of its own."""
-        self._prefaulting = threading.Thread(target=self._prefault, args=(nbytes,), daemon=True)
-        self._prefaulting.start()
+        with self._lock:
+            self._resident_bytes_wanted = nbytes
+            self._start_prefaulting()
+
+    def make_ready(self, nbytes: int) -> None:
+        """Have `nbytes` free and resident soon, as far as the bound allows: they will be written
+        to. Pinned segments come whole, so there it has no effect."""
+        with self._lock:
+            self._ready_bytes_wanted = nbytes
+            if self._on_map is None and self._lacking() > 0:
+                self._start_prefaulting()
 
     def close(self) -> None:
         """Unmap everything; the files stay. No range may be touched any more."""
@@ -250,6 +262,7 @@ class HostPool:
         cold = FreeRanges([segment.whole])
         for piece in segment.touched():
             free.warm.add(piece)
+            self._unmapped.append(piece)
             cold.remove(piece)
         for piece in cold:
             if self._on_map is None:
@@ -263,6 +276,19 @@ class HostPool:
 
     def _has_room(self, nbytes: int) -> bool:
         return self._used_bytes + self._aside_bytes + nbytes <= self.bytes_max
+
+    def _start_prefaulting(self) -> None:
+        if not self._is_prefaulting and not self._closing.is_set():
+            self._is_prefaulting = True
+            self._prefaulting = threading.Thread(target=self._prefault, daemon=True)
+            self._prefaulting.start()
+
+    def _lacking(self) -> int:
+        """Bytes to fault in next."""
+        warm = self._warm_bytes()
+        wanted = max(self._resident_bytes_wanted - self._used_bytes, self._ready_bytes_wanted)
+        room = self.bytes_max - self._used_bytes - warm - self._aside_bytes
+        return min(wanted - warm, room, PREFAULT_BYTES) // PAGE_BYTES * PAGE_BYTES
 
     def _warm_bytes(self) -> int:
         return sum(one.warm.nbytes for one in self._free.values())
@@ -287,7 +313,7 @@ class HostPool:
         if segment.owner == tenant:
             return
         former = self._free[segment.owner]
-        free = self._free.setdefault(tenant, _Free())
+        free = self._free.setdefault(tenant, FreeMemory())
         for source, target in ((former.warm, free.warm), (former.cold, free.cold)):
             for piece in [piece for piece in source if piece.segment == segment.number]:
                 source.remove(piece)
@@ -316,7 +342,7 @@ class HostPool:
         """Add segments until a tenant has so many bytes more; `segment_bytes` absent: in files of
         what size is thought fit."""
         while nbytes > 0:
-            total = sum(segment.nbytes for segment in self._segments.values())
+            total = sum(segment.nbytes for segment in self._segments.values()) + self._files_bytes
             own = sum(s.nbytes for s in self._segments.values() if s.owner == tenant)
             # As much again as there is, so that many small versions do not make many small files.
             wanted = segment_bytes or max(nbytes, own, SEGMENT_BYTES_MIN)
@@ -372,11 +398,11 @@ class HostPool:
         self._unpin(segment)
         segment.remove()
 
-    def _pin(self, segment: HostSegment) -> None:
+    def _pin(self, segment: Pinnable) -> None:
         if self._on_map is not None:
             self._on_map(segment.address, segment.nbytes)
 
-    def _unpin(self, segment: HostSegment) -> None:
+    def _unpin(self, segment: Pinnable) -> None:
         if self._on_unmap is not None:
             self._on_unmap(segment.address, segment.nbytes)
 
@@ -408,16 +434,15 @@ class HostPool:
 
     # These hold no lock.
 
-    def _prefault(self, nbytes: int) -> None:
+    def _prefault(self) -> None:
         # What lies here from before is resident, but not mapped yet.
         with self._lock:
-            resident = [piece for one in self._free.values() for piece in one.warm]
+            resident, self._unmapped = self._unmapped, []
         for piece in resident:
             self._map_resident(piece)
-        segment_bytes = max(SEGMENT_BYTES_MIN, -(-nbytes // PREFAULT_SEGMENTS))
         try:
             while not self._closing.is_set():
-                cold = self._cold_to_fault(nbytes, segment_bytes)
+                cold = self._cold_to_fault()
                 if not cold:
                     return
                 try:
@@ -431,27 +456,30 @@ class HostPool:
                         self._faulted.notify_all()
         except (OSError, StateTierFullError) as error:
             LOG.warning("the host tier is not wholly prefaulted: %s", error)
+            with self._lock:
+                self._is_prefaulting = False
 
-    def _cold_to_fault(self, nbytes: int, segment_bytes: int) -> list[Piece]:
-        """What to fault in next so that `nbytes` are resident in the end. It counts as in use for
-        as long as it takes, so that the bound holds."""
+    def _cold_to_fault(self) -> list[Piece]:
+        """What to fault in next. It counts as in use for as long as it takes, so that the bound
+        holds."""
         with self._lock:
-            lacking = nbytes - self._used_bytes - self._warm_bytes()
-            room = self.bytes_max - nbytes + lacking - self._aside_bytes
-            lacking = min(lacking, room, PREFAULT_BYTES) // PAGE_BYTES * PAGE_BYTES
+            lacking = self._lacking()
             if lacking <= 0:
+                self._is_prefaulting = False
                 return []
+            wanted = -(-self._resident_bytes_wanted // PREFAULT_SEGMENTS)
+            segment_bytes = max(SEGMENT_BYTES_MIN, wanted or lacking)
             if not any(one.cold.nbytes for one in self._free.values()):
                 self._grow(min(lacking, segment_bytes), None, segment_bytes)
             # Nobody's first, since anybody may have it.
             owners = sorted(self._free.values(), key=lambda one: one is not self._free[None])
             cold = next(one for one in owners if one.cold.nbytes).cold.take(lacking)
             self._count_used(cold)
-            self._faulting_bytes = _total(cold)
+            self._faulting_bytes = total(cold)
             return cold
 
     def _map_resident(self, piece: Piece) -> None:
-        for part in _parts(piece):
+        for part in parts(piece, PREFAULT_BYTES):
             with self._lock:
                 # Under the lock: nothing keeps a segment of which nothing is in use.
                 if self._closing.is_set() or part.segment not in self._segments:
@@ -459,18 +487,7 @@ class HostPool:
                 populate(self.address(part), part.nbytes)
 
     def _fault_in(self, piece: Piece) -> None:
-        for part in _parts(piece):
+        for part in parts(piece, PREFAULT_BYTES):
             if self._closing.is_set():
                 return
             self._segments[part.segment].set_aside(part)
-            populate(self.address(part), part.nbytes)
-
-
-def _parts(piece: Piece) -> Iterator[Piece]:
-    for start in range(0, piece.nbytes, PREFAULT_BYTES):
-        nbytes = min(PREFAULT_BYTES, piece.nbytes - start)
-        yield piece._replace(offset=piece.offset + start, nbytes=nbytes)
-
-
-def _total(pieces: Iterable[Piece]) -> int:
-    return sum(piece.nbytes for piece in pieces)

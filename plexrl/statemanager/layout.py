@@ -30,12 +30,14 @@ def lay_out(
     slices: Sequence[StateSlice],
     rank: int = 0,
     others: Mapping[int, Iterable[StateSlice]] = MappingProxyType({}),
+    apart: Sequence[StateSlice] = (),
 ) -> Layout:
     """A layout for `slices`, of which `others` are what other ranks of the deployment hold.
 
     Slices that the same ranks hold share a section, so that these ranks can share what is stored of
-    it. Slices of a section that follow each other in the arena up to alignment make one extent, so
-    that a move is a few long copies whatever the number of tensors.
+    it. What is `apart` has a section to itself, the last. Slices of a section that follow each
+    other in the arena up to alignment make one extent, so that a move is a few long copies whatever
+    the number of tensors.
     """
     holders: dict[_Identity, set[int]] = {}
     for other, held in others.items():
@@ -45,7 +47,8 @@ def lay_out(
     for piece in slices:
         ranks = holders.get(_identity(piece), set()) if holders else set()
         groups.setdefault(tuple(sorted({rank, *ranks})) if ranks else (), []).append(piece)
-    return _lay_out([groups[ranks] for ranks in sorted(groups)], [bool(r) for r in sorted(groups)])
+    ordered = sorted(groups)
+    return _lay_out([*(groups[ranks] for ranks in ordered), apart], [*map(bool, ordered), False])
 
 
 def check_layout(manifest: Manifest) -> None:

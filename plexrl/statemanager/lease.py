@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -100,15 +101,23 @@ class Lease:
             done = last
         target[done - start :] = bytes(end - done)
 
-    def load(self, memory: DeviceMemory) -> None:
-        """Write the data to where the manifest's extents lie in an arena.
+    @property
+    def last(self) -> StoredObject:
+        """The object of the last section."""
+        return self._objects[-1]
+
+    def load(self, memory: DeviceMemory, *, without_last: bool = False) -> None:
+        """Write the data, or all but its last section, to where the manifest's extents lie in an
+        arena.
 
         Raises:
             CorruptStateError: it is damaged; the arena holds some of it.
             StateLostError: the arena is gone.
         """
         extents = ExtentMap(self.manifest.extents)
-        for section, found in zip(self.manifest.sections, self._objects, strict=True):
+        count = len(self._objects) - without_last
+        whole = zip(self.manifest.sections, self._objects, strict=True)
+        for section, found in islice(whole, count):
             placed = Placed(memory, extents, section.start)
             if self.tier == TierName.HOST:
                 assert found.pieces is not None, "the lease holds it there"

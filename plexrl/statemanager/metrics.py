@@ -89,7 +89,7 @@ class DaemonCollector(Collector):
             count.add_metric(list(labelled), counts[labelled])
             size.add_metric(list(labelled), sizes[labelled])
         for tenant in sorted(tenants):
-            for tier, nbytes in self._services.store.used_by(tenant).items():
+            for tier, nbytes in self._services.store.quotas.used_by(tenant).items():
                 taken.add_metric([tenant, tier.value], nbytes)
         yield count
         yield size

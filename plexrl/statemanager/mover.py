@@ -216,10 +216,13 @@ def _blocks(nbytes: int) -> range:
 
 def _runs(placed: Placed, start: int, spans: Iterable[Span]) -> list[Run]:
     """Where in the arena the bytes of `spans` belong, which hold the data from `start` on."""
-    runs = []
+    runs: list[Run] = []
     for address, nbytes in spans:
-        for arena_offset, begin, count in placed.extents.overlaps(start, start + nbytes):
-            runs.append(Run(arena_offset, address + begin - start, count))
+        there = address - start
+        runs += [
+            Run(arena_offset, there + begin, count)
+            for arena_offset, begin, count in placed.extents.overlaps(start, start + nbytes)
+        ]
         start += nbytes
     return runs
 

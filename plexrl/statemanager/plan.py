@@ -19,7 +19,7 @@ from plexrl.errors import InvalidRequestError, StateLostError
 from plexrl.statemanager.boxes import Box
 from plexrl.statemanager.keys import StateKey
 from plexrl.statemanager.plan_balance import Source, assign, in_fair_pieces
-from plexrl.statemanager.plan_layout import DTYPES, ITEM_BYTES, Ints, Layout, widened
+from plexrl.statemanager.plan_layout import DTYPES, F8_CODES, ITEM_BYTES, Ints, Layout, widened
 from plexrl.statemanager.plan_match import Boxes, Matches, match
 from plexrl.statemanager.runs import NO_RUNS, Runs, coalesced, runs_of_boxes
 
@@ -314,7 +314,12 @@ def _target_plans(columns: Columns, targets: int, sources: int) -> tuple[TargetP
     # One number for each pair of target and source, targets first.
     pairs = wanted.owners[columns.wants][box] * max(1, sources) + held.owners[columns.rows][box]
     order = np.lexsort((runs.places, pairs))
-    runs, pairs = coalesced(runs.chosen(order), pairs[order])
+    # What may be given a scale stays with its tensor.
+    groups = (pairs * (len(wanted.dtypes) + 1))[order]
+    wants = columns.wants[box][order]
+    groups += np.where(np.isin(wanted.dtypes[wants], F8_CODES), wants + 1, 0)
+    runs, groups = coalesced(runs.chosen(order), groups)
+    pairs = groups // (len(wanted.dtypes) + 1)
     edges = np.searchsorted(pairs, np.arange(targets * max(1, sources) + 1))
     plans = []
     for target in range(targets):

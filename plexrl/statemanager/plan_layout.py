@@ -18,6 +18,8 @@ DTYPES = tuple(DTYPE_BYTES)
 """A dtype's code in a column is its index here."""
 ITEM_BYTES: Ints = np.array([DTYPE_BYTES[name] for name in DTYPES], dtype=np.int64)
 
+F8_CODES = tuple(code for code, name in enumerate(DTYPES) if name.startswith("F8_"))
+
 # Enumerations look their members up by a slow road.
 _PARAMETER = StatePart.PARAMETER
 _DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
@@ -113,6 +115,11 @@ def widened(grid: Ints, width: int, fill: int) -> Ints:
     if not missing:
         return grid
     return np.pad(grid, ((0, 0), (missing, 0)), constant_values=fill)
+
+
+def token_of(key: StateKey) -> str:
+    """Of `Layout.tokens`, for a key."""
+    return key.name if key.part is _PARAMETER else _token(key)
 
 
 def _token(key: StateKey) -> str:

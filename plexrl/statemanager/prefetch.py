@@ -1,4 +1,4 @@
-"""Versions brought to the host tier ahead of their load, one after the other.
+"""Versions brought to the host tier ahead of their load or pull, one after the other.
 
 Hints only: whatever stands in the way of one is logged, and the load reads from where the version
 lies.
@@ -18,8 +18,8 @@ LOG = logging.getLogger(__name__)
 HINTS_MAX = 256
 """Hints that wait; later ones are passed over."""
 
-_Hint = tuple[str, int]
-"""Deployment and seq."""
+_Hint = tuple[str, int, VersionKind]
+"""Deployment, seq and what the version is for."""
 
 
 class Prefetcher:
@@ -32,12 +32,12 @@ class Prefetcher:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def hint(self, deployment: str, seq: int) -> None:
+    def hint(self, deployment: str, seq: int, kind: VersionKind = VersionKind.STATE) -> None:
         """Bring every rank's version `seq` to the host tier as soon as may be."""
         if self._hints.qsize() >= HINTS_MAX:
             LOG.warning("too many hints wait; version %d of %s is not prefetched", seq, deployment)
             return
-        self._hints.put((deployment, seq))
+        self._hints.put((deployment, seq, kind))
 
     def close(self) -> None:
         """Have the version under way given up; nothing is moved to the host tier afterwards.
@@ -54,10 +54,8 @@ class Prefetcher:
         while (hint := self._hints.get()) is not None:
             self._follow(*hint)
 
-    def _follow(self, deployment: str, seq: int) -> None:
-        found = self._store.find(
-            lambda m: (m.deployment, m.seq, m.kind) == (deployment, seq, VersionKind.STATE)
-        )
+    def _follow(self, deployment: str, seq: int, kind: VersionKind) -> None:
+        found = self._store.find(lambda m: (m.deployment, m.seq, m.kind) == (deployment, seq, kind))
         for version in found:
             if version.tier == TierName.HOST:
                 continue

@@ -5,11 +5,12 @@ The first request of a connection is `Hello`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.statemanager.mapping import Region
@@ -22,6 +23,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all requests. Tagged with the class name; `plexrl.statemanager.handlers` says which
     there are, and what comes of each."""
 
+    is_answered_plainly: ClassVar[bool] = False
+    """No descriptors ever come along with the answer."""
+
 
 class Hello(Request, frozen=True, kw_only=True):
     """Say who asks; nothing else is answered before."""
@@ -32,6 +36,8 @@ class Hello(Request, frozen=True, kw_only=True):
 
 class Ping(Request, frozen=True, kw_only=True):
     """Nothing but an answer."""
+
+    is_answered_plainly: ClassVar[bool] = True
 
 
 class Register(Request, frozen=True, kw_only=True):
@@ -54,11 +60,16 @@ class Register(Request, frozen=True, kw_only=True):
     """Of each descriptor that comes along."""
     keeps_memory: bool = False
     """What this connection's former registration was lent goes to this one."""
+    host_bytes: int = 0
+    """Of the rank's memory in the host tier, whose slices lie behind `host_start` of the arena."""
+    host_held: int = 0
+    """So many of the descriptors, the last ones, are of host memory that the rank has mapped."""
 
 
 class Save(Request, frozen=True, kw_only=True):
     """Store `parts` of the arena as version `seq`."""
 
+    is_answered_plainly: ClassVar[bool] = True
     seq: int
     keep_seq: int
     token: int
@@ -93,10 +104,13 @@ class Attach(Request, frozen=True, kw_only=True):
 class Detach(Request, frozen=True, kw_only=True):
     """The arena's memory is unmapped, so others may have it."""
 
+    is_answered_plainly: ClassVar[bool] = True
+
 
 class Publish(Request, frozen=True, kw_only=True):
     """Store parameters and buffers as the published version `seq`."""
 
+    is_answered_plainly: ClassVar[bool] = True
     seq: int
     token: int
 
@@ -110,6 +124,27 @@ class OpenPublished(Request, frozen=True, kw_only=True):
     """Digests of layouts that need not be sent again."""
 
 
+class AmaxPublished(Request, frozen=True, kw_only=True):
+    """The largest magnitude of each of some tensors, as far as a published shard has them."""
+
+    source: str
+    rank: int
+    stamp: str
+    tensors: tuple[str, ...]
+    """As layouts name them."""
+
+
+class Relay(Request, frozen=True, kw_only=True):
+    """Have another node's published version brought here once for all ranks of the deployment, if
+    that is cheaper than each pulling for itself. Then it is published here as the deployment's
+    own."""
+
+    source: str
+    seq: int
+    sources: tuple[str, ...]
+    delta: DeltaPolicy | None = None
+
+
 class OpenState(Request, frozen=True, kw_only=True):
     """Where a version's shards lie; held in place for the connection."""
 
@@ -121,6 +156,8 @@ class OpenState(Request, frozen=True, kw_only=True):
 
 class Confirm(Request, frozen=True, kw_only=True):
     """Nothing: that it is answered says that what this connection opened was in place till now."""
+
+    is_answered_plainly: ClassVar[bool] = True
 
 
 class Adopt(Request, frozen=True, kw_only=True):
@@ -162,8 +199,17 @@ class Where(Request, frozen=True, kw_only=True):
     since: int = 0
 
 
+class PrefetchPublished(Request, frozen=True, kw_only=True):
+    """As `Prefetch`, of a published version that will be pulled."""
+
+    source: str
+    seq: int
+
+
 class Usage(Request, frozen=True, kw_only=True):
     """Who holds how much."""
+
+    is_answered_plainly: ClassVar[bool] = True
 
 
 class Release(Request, frozen=True, kw_only=True):

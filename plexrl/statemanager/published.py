@@ -1,6 +1,6 @@
 """Published versions as their readers hold them: leased, described, open."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,6 +37,8 @@ class HeldShard:
     layout: Layout
     regions: tuple[Region, ...]
     """In the order of the data; the descriptors are the lease's."""
+    read_data: Callable[[int, memoryview], None]
+    """As `Lease.read_data`."""
 
     def description(self, known: Collection[str]) -> dict[str, Any]:
         """What a reader is told of it: the slices only if it does not know the layout."""
@@ -69,15 +71,13 @@ def hold_published(store: Store, leases: ExitStack, wanted: Wanted) -> Iterator[
         yield _held(leases.enter_context(store.lease_in_memory(name, what)))
 
 
-def hold_stamp(store: Store, leases: ExitStack, like: Manifest, stamp: str) -> HeldShard | None:
-    """The published version of the same shard that has `stamp`, leased into `leases`, if it is
-    kept in memory or can be brought there."""
+def hold_stamp(
+    store: Store, leases: ExitStack, shard: tuple[str, int], stamp: str
+) -> HeldShard | None:
+    """The published version of a shard (deployment, rank) that has `stamp`, leased into `leases`,
+    if it is kept in memory or can be brought there."""
     found = store.find(
-        lambda m: (
-            m.kind == VersionKind.PUBLISHED
-            and (m.deployment, m.rank) == (like.deployment, like.rank)
-            and m.stamp == stamp
-        )
+        lambda m: m.kind == VersionKind.PUBLISHED and m.shard == shard and m.stamp == stamp
     )
     for version in found:
         try:
@@ -97,4 +97,5 @@ def _held(lease: Lease) -> HeldShard:
         slices=slices,
         layout=Layout.of(slices),
         regions=lease.regions,
+        read_data=lease.read_data,
     )

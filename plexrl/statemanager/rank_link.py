@@ -12,6 +12,8 @@ from plexrl.errors import ConflictError, ConnectionLostError, PlexRLError
 from plexrl.statemanager.channel import Channel, close_all
 from plexrl.statemanager.connection import connect, exchange, until_reached
 from plexrl.statemanager.device.backend import Segment, WorkerArena
+from plexrl.statemanager.host_arena import Borrowed, HostArena
+from plexrl.statemanager.host_requests import BorrowHost, Returned, ReturnHost
 from plexrl.statemanager.protocol import (
     Answer,
     Attach,
@@ -24,6 +26,7 @@ from plexrl.statemanager.protocol import (
 )
 
 _Received = tuple[Answer, list[int]]
+_WITH_TOKEN = (Save, Load, Publish, Attach)
 
 
 class RankLink:
@@ -41,8 +44,18 @@ class RankLink:
         """The arena whose memory the daemon at the other end of this very connection lent."""
         self.arena: WorkerArena | None = None
         """Absent before the first registration."""
+        self.host: HostArena | None = None
+        """Absent where all state is on the device."""
 
-    def register(self, arena: WorkerArena, registration: Register) -> None:
+    @property
+    def token(self) -> int:
+        """Of the newest grant that this rank was given."""
+        assert self._registration is not None, "only a registered rank asks"
+        return self._registration.token
+
+    def register(
+        self, arena: WorkerArena, registration: Register, host: HostArena | None = None
+    ) -> None:
         """Make the arena the rank's. One that is new here gets memory, and keeps what was written
         to it before; another is attached when it is next needed.
 
@@ -51,13 +64,14 @@ class RankLink:
         """
         is_new = arena is not self.arena
         self.arena, self._registration, self._is_registered = arena, registration, False
+        self.host = host
         try:
             self._exchange(None)
             if is_new:
                 self.attach()
         except PlexRLError:
             # A registration that was refused must not be repeated on every new connection.
-            self.arena = self._registration = None
+            self.arena = self._registration = self.host = None
             self.close()
             raise
 
@@ -74,11 +88,14 @@ class RankLink:
 
     def borrow(self, request: Attach | Load, *, keep_contents: bool) -> Answer:
         """The answer to a request that may bring the arena memory, which is attached."""
-        answer, fds = self._exchange(request)
+        answer, received = self._exchange(request)
+        sizes = answer.get("segment_bytes", ())
+        fds = received[: len(sizes)]
+        if self.host is not None and isinstance(request, Load):
+            self._attach_host(self.host, received[len(sizes) :])
         if "segment_bytes" not in answer:
             return answer
         assert self.arena is not None, "only a registered arena is lent memory"
-        sizes = answer["segment_bytes"]
         if len(sizes) != len(fds):
             close_all(fds)
             raise ConnectionLostError(f"{len(fds)} segments came; {len(sizes)} were announced")
@@ -91,8 +108,23 @@ class RankLink:
         self._lent_here = self.arena
         return answer
 
+    def borrow_host(self) -> Borrowed:
+        """Memory for the host arena.
+
+        Raises:
+            StateTierFullError: the host tier has no room.
+            QuotaExceededError: the tenant has as much there as it may.
+        """
+        answer, fds = self._exchange(BorrowHost(token=self.token))
+        if len(fds) != 2:
+            close_all(fds)
+            raise ConnectionLostError(f"{len(fds)} descriptors of host memory came, not 2")
+        return Borrowed(reader=fds[0], writer=fds[1], holds=answer["holds"])
+
     def give_back(self) -> None:
         """Unmap the arena's memory and let others have it."""
+        if self.host is not None:
+            self.host.detach()
         if self.arena is not None:
             self.arena.detach()
         self._return_memory()
@@ -105,7 +137,8 @@ class RankLink:
             UnavailableError: the daemon did not come back in time.
         """
         answer, received = self._exchange(request, fds)
-        close_all(received)
+        if received:
+            close_all(received)
         return answer
 
     def close(self) -> None:
@@ -117,7 +150,7 @@ class RankLink:
         self._lent_here = None
 
     def _exchange(self, request: Request | None, fds: Sequence[int] = ()) -> _Received:
-        if isinstance(request, Save | Load | Publish | Attach) and self._registration is not None:
+        if self._registration is not None and isinstance(request, _WITH_TOKEN):
             # A later connection registers under the newest grant this rank was given.
             token = max(request.token, self._registration.token)
             self._registration = structs.replace(self._registration, token=token)
@@ -163,8 +196,19 @@ class RankLink:
                 self._lent_here = None
         fds = tuple(segment.fd for segment in held)
         sizes = tuple(segment.nbytes for segment in held)
-        exchange(channel, structs.replace(registration, segment_bytes=sizes), fds)
+        host = self.host
+        reader = () if host is None or host.reader is None else (host.reader,)
+        whole = structs.replace(registration, segment_bytes=sizes, host_held=len(reader))
+        answer, _ = exchange(channel, whole, (*fds, *reader))
+        if host is not None and not all(answer["host_known"]):
+            host.forget_lent()
         self._lent_here = arena if held else None
+
+    def _attach_host(self, host: HostArena, fds: list[int]) -> None:
+        if len(fds) not in (1, 2):
+            close_all(fds)
+            raise ConnectionLostError(f"{len(fds)} descriptors of host memory came, not 1 or 2")
+        host.attach(fds[0], fds[1] if len(fds) == 2 else None)
 
     def _return_memory(self) -> None:
         """Tell the daemon that the memory is unmapped. One that cannot be told knows of no loan: it
@@ -173,6 +217,8 @@ class RankLink:
         if self._channel is None or not self._is_registered:
             return
         try:
+            if self.host is not None and self.host.reader is None:
+                exchange(self._channel, ReturnHost(what=Returned.ALL))
             exchange(self._channel, Detach())
         except ConflictError:
             return

@@ -18,30 +18,23 @@ def recover(
 ) -> None:
     """Fill an empty catalog from the directories; what no version needs is freed or deleted.
 
-    Of headers of one name those of the highest ordinal count; the others are deleted before any
-    object is looked at, because versions that are kept may share objects with those that are not.
     A version whose object lost its file or its tail is kept: loading it says so.
     """
     objects: dict[str, StoredObject] = {}
-    found = [(tier, *header) for tier in TierName for header in tiers[tier].headers()]
-    # Host before NVMe where a version is in both.
-    found.sort(key=lambda one: -one[1].manifest.ordinal)
+    replaced: list[Version] = []
     with catalog.lock:
-        for tier, record, header_bytes in found:
-            manifest = record.manifest
-            catalog.clock = max(catalog.clock, manifest.ordinal)
-            newer = catalog.current.get(manifest.name)
-            if newer is not None and newer.manifest.ordinal > manifest.ordinal:
-                tiers[tier].forget_version(record)
-                continue
-            if tier == TierName.HOST:
-                if not _claim(record, objects, pool):
-                    LOG.warning("%s is no longer whole; removed", manifest.description)
+        for tier in (TierName.HOST, TierName.NVME):
+            for record, header_bytes in tiers[tier].headers():
+                if tier == TierName.HOST and not _claim(record, objects, pool):
+                    LOG.warning("%s is no longer whole; removed", record.manifest.description)
                     tiers[tier].forget_version(record)
                     continue
-                pool.set_aside(header_bytes)
-            _install(catalog, tier, record, header_bytes, objects, now)
-        pool.remove_unclaimed()
+                if tier == TierName.HOST:
+                    pool.set_aside(header_bytes)
+                replaced += _install(catalog, tier, record, header_bytes, objects, now)
+        # Not before: one found later may share their objects, which would be gone by then.
+        for version in replaced:
+            catalog.retire(version)
         known = {found.id for found in objects.values() if found.on_nvme}
         for object_id in [found for found in nvme.ids() if found not in known]:
             nvme.remove(object_id)
@@ -54,7 +47,8 @@ def _install(
     header_bytes: int,
     objects: dict[str, StoredObject],
     now: float,
-) -> None:
+) -> list[Version]:
+    """Take a version in; returns what another of its name replaces, by now or by it."""
     manifest = record.manifest
     held = []
     for found, key in zip(record.objects, share_keys(manifest), strict=True):
@@ -70,18 +64,24 @@ def _install(
             catalog.shared.setdefault(key, known)
         held.append(known)
     catalog.used_bytes[tier] += header_bytes
-    version = catalog.current.get(manifest.name)
-    if version is None:
-        version = Version(manifest, tuple(held), last_use=manifest.ordinal, last_use_s=now)
-        catalog.install(version)
+    catalog.clock = max(catalog.clock, manifest.ordinal)
+    former = catalog.current.get(manifest.name)
+    if former is not None and former.manifest.ordinal == manifest.ordinal:
+        catalog.named(former, tier, header_bytes)
+        return []
+    version = Version(manifest, tuple(held), last_use=manifest.ordinal, last_use_s=now)
     catalog.named(version, tier, header_bytes)
+    if former is not None and former.manifest.ordinal > manifest.ordinal:
+        return [version]
+    catalog.current[manifest.name] = version
+    return [] if former is None else [former]
 
 
 def _claim(record: VersionRecord, objects: dict[str, StoredObject], pool: HostPool) -> bool:
     """Have a version's pieces counted as in use, as far as another that shares them has not."""
     claimed: list[ObjectRecord] = []
     for found in {found.id: found for found in record.objects}.values():
-        if found.id in objects and objects[found.id].pieces is not None:
+        if found.id in objects:
             continue
         if not pool.claim(found.pieces, record.manifest.tenant):
             for one in claimed:

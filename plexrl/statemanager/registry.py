@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from plexrl.errors import ConflictError, DeviceError, InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceBackend, Loan
+from plexrl.statemanager.host_loans import HostLoans, HostState
 from plexrl.statemanager.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StatePart, StateSlice
 from plexrl.statemanager.layout import Layout, lay_out
 
@@ -35,6 +36,10 @@ class Registration:
     devices: DeviceBackend
     loan: Loan | None = None
     """Absent while the state is off the device."""
+    host: HostState | None = None
+    """Of state that stays in host memory; absent: there is none."""
+    loans: HostLoans | None = None
+    """Where `host` came from."""
     in_move: threading.Lock = field(default_factory=threading.Lock)
     ended: bool = False
     layouts: dict[tuple[StatePart, ...], tuple[int, Layout]] = field(default_factory=dict)
@@ -84,6 +89,8 @@ class Registration:
         with self.in_move:
             loan, self.loan = self.loan, None
             self.ended = True
+            if self.host is not None and self.loans is not None:
+                self.loans.end(self.host)
             if loan is None:
                 return
             try:
@@ -141,9 +148,18 @@ class Registry:
         if known is not None and known[0] == generation:
             return known[1]
         slices = [piece for piece in own.slices if piece.key.part in saved]
-        made = lay_out(slices, own.rank, others)
+        start = own.arena_bytes if own.host is None else own.host.start
+        on_device = [piece for piece in slices if piece.arena_offset < start]
+        apart = [piece for piece in slices if piece.arena_offset >= start]
+        made = lay_out(on_device, own.rank, others, apart)
         own.layouts[saved] = (generation, made)
         return made
+
+    def of(self, deployment: str) -> list[Registration]:
+        """The deployment's ranks that are registered here, in order."""
+        with self._lock:
+            found = [r for (name, _), r in self._registrations.items() if name == deployment]
+        return sorted(found, key=lambda registration: registration.rank)
 
     def resident_bytes(self) -> dict[Shard, int]:
         """Device memory that each arena has now."""

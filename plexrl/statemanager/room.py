@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from plexrl.errors import PlexRLError
-from plexrl.statemanager.catalog import Catalog
+from plexrl.statemanager.catalog import Catalog, Described
 from plexrl.statemanager.mover import Mover
 from plexrl.statemanager.objects import StoredObject, Version
 from plexrl.statemanager.residency import Room, TierName, expected_use, place
 from plexrl.statemanager.residents import residents
 from plexrl.statemanager.tier import Tier
-from plexrl.statemanager.versions import Manifest, VersionKind, encode_header
+from plexrl.statemanager.versions import VersionKind, encode_header
 
 HOST, NVME = TierName.HOST, TierName.NVME
 
@@ -81,7 +81,7 @@ class Rooms:
 
     def make(
         self,
-        manifest: Manifest,
+        wanted: Described,
         needed_bytes: int,
         needed_nvme_bytes: int,
         superseded: Iterable[str] = (),
@@ -120,7 +120,7 @@ class Rooms:
                             catalog.unname(clean[0], NVME)
                             continue
                     if placement is None or (host_only and placement.tier == NVME):
-                        raise catalog.full(manifest, needed_bytes)
+                        raise catalog.full(wanted, needed_bytes)
                     for name in placement.drop:
                         catalog.drop(members[name])
                     nbytes = needed_bytes if placement.tier == HOST else needed_nvme_bytes

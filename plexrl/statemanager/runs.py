@@ -15,6 +15,9 @@ from plexrl.statemanager.plan_layout import DTYPES, ITEM_BYTES, Ints
 BYTES_CAST = -1
 """The cast of a run whose bytes are only moved."""
 
+UNSCALED = int(np.float64(1.0).view(np.int64))
+"""The scale of a run that has none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Runs:
@@ -33,6 +36,8 @@ class Runs:
     target_strides: Ints
     casts: Ints
     """`BYTES_CAST`, or source dtype's code * len(DTYPES) + target dtype's code."""
+    scales: Ints
+    """What elements are divided by as they are cast to F8, as the bits of a float64."""
 
     def __len__(self) -> int:
         return len(self.places)
@@ -138,6 +143,7 @@ def runs_of_boxes(
         strides=(step * from_bytes)[box],
         target_strides=(target_step * to_bytes)[box],
         casts=casts[box],
+        scales=np.full(len(box), UNSCALED),
     )
     return runs, box
 
@@ -145,7 +151,7 @@ def runs_of_boxes(
 def coalesced(runs: Runs, groups: Ints) -> tuple[Runs, Ints]:
     """The same bytes in as few runs as neighbours in order allow, and each one's group.
 
-    Only runs of one row, one group and one cast join.
+    Only runs of one row, one group and one cast join. Scales are the caller's to tell apart.
     """
     if len(runs) < 2:
         return runs, groups
@@ -172,6 +178,7 @@ def single_rows(runs: Runs) -> Runs:
         strides=ones * 0,
         target_strides=ones * 0,
         casts=runs.casts[run],
+        scales=runs.scales[run],
     )
 
 
@@ -323,4 +330,5 @@ def _pieces(
                 strides=one.strides,
                 target_strides=one.target_strides,
                 casts=one.casts,
+                scales=one.scales,
             )

@@ -8,7 +8,7 @@ no two wait for each other.
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -17,6 +17,7 @@ from plexrl.errors import CorruptStateError, StateTierFullError
 from plexrl.statemanager.catalog import Catalog
 from plexrl.statemanager.device.memory import DeviceMemory
 from plexrl.statemanager.fault_points import FaultPoints
+from plexrl.statemanager.free_ranges import Piece
 from plexrl.statemanager.host_pool import HostPool
 from plexrl.statemanager.layout import ExtentMap
 from plexrl.statemanager.mover import Mover, Placed
@@ -34,6 +35,20 @@ PIECE_TEXT_BYTES = 64
 """What a header spends on naming a piece, at most."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A section whose bytes are in the host tier already, so they need not be copied there."""
+
+    section: int
+    """Its index."""
+    piece: Piece | None = None
+    """Where they are; the version takes this over if it comes to lie in host."""
+    taken: Callable[[StoredObject], None] | None = None
+    """Told of it then, under the catalog's lock."""
+    found: StoredObject | None = None
+    """The object that they are, held in place by whoever gives it."""
+
+
 @dataclass(slots=True, eq=False)
 class _Draft:
     """A version as far as it has come."""
@@ -48,6 +63,8 @@ class _Draft:
     """Another rank's, held in place in `held`."""
     held: list[tuple[StoredObject, TierName]] = field(default_factory=list)
 
+    given: dict[StoredObject, Piece] = field(default_factory=dict)
+    """Own objects that are in host already."""
     manifest_bytes: int = 0
     """Of the manifest as text."""
 
@@ -115,6 +132,7 @@ class Saver:
         *,
         host_allowed: bool,
         digest_wanted: str | None = None,
+        given: Given | None = None,
     ) -> Version:
         """Store a version whose data lies in `memory` where `extents` say.
 
@@ -122,11 +140,11 @@ class Saver:
             StateTierFullError: no tier has room, whatever is moved.
             CorruptStateError: the data is not that of `digest_wanted`.
         """
-        draft = self._claim(manifest, memory, extents)
+        draft = self._claim(manifest, memory, extents, given)
         self._faults.reach("put.claimed")
         try:
             for index, found in enumerate(draft.objects):
-                if found in draft.others:
+                if found in draft.others and (given is None or found is not given.found):
                     self._share_or_copy(draft, index)
             tier, header = self._write_somewhere(draft, superseded, host_allowed=host_allowed)
             self._faults.reach("put.copied")
@@ -142,10 +160,15 @@ class Saver:
                 self._catalog.install(version)
                 self._catalog.named(version, tier, header)
                 version.last_use_s = self._rooms.now()
+                if tier == HOST and given is not None and given.taken is not None:
+                    given.taken(draft.objects[given.section])
             self._faults.reach("put.dropped")
             return version
         except BaseException:
             with self._catalog.lock:
+                for found in draft.given:
+                    # It is its giver's again.
+                    found.pieces = None
                 for found in draft.own:
                     if found.state == ObjectState.PENDING:
                         self._catalog.settle(found, ObjectState.FAILED)
@@ -155,14 +178,24 @@ class Saver:
                 for found, tier in draft.held:
                     self._catalog.release([found], tier)
 
-    def _claim(self, manifest: Manifest, memory: DeviceMemory, extents: Sequence[Extent]) -> _Draft:
+    def _claim(
+        self,
+        manifest: Manifest,
+        memory: DeviceMemory,
+        extents: Sequence[Extent],
+        given: Given | None,
+    ) -> _Draft:
         catalog = self._catalog
         places = ExtentMap(extents)
         draft = _Draft(manifest, [], [])
         draft.manifest_bytes = len(msgspec.json.encode(manifest))
         with catalog.lock:
-            for section, key in zip(manifest.sections, share_keys(manifest), strict=True):
+            keys = share_keys(manifest)
+            for index, (section, key) in enumerate(zip(manifest.sections, keys, strict=True)):
                 draft.placed.append(Placed(memory, places, section.start))
+                if given is not None and given.section == index:
+                    draft.objects.append(self._take(draft, given, section))
+                    continue
                 found = catalog.shared.get(key) if key is not None else None
                 if found is not None and found in draft.own:
                     # One version says twice that it has it; it must not wait for itself.
@@ -177,6 +210,20 @@ class Saver:
                         catalog.shared[key] = found
                 draft.objects.append(found)
         return draft
+
+    def _take(self, draft: _Draft, given: Given, section: Section) -> StoredObject:
+        """The object of a given section; the catalog's lock is held."""
+        if given.found is not None:
+            self._catalog.acquire([given.found], HOST)
+            draft.held.append((given.found, HOST))
+            draft.others.add(given.found)
+            return given.found
+        found = new_object(draft.manifest, section)
+        assert given.piece is not None
+        assert given.piece.nbytes == padded(section.nbytes), "a loan is as long as its section"
+        draft.given[found] = given.piece
+        draft.own.add(found)
+        return found
 
     def _share_or_copy(self, draft: _Draft, index: int) -> None:
         """Hold another rank's object in place, or have an own one written where it is not equal."""
@@ -217,39 +264,47 @@ class Saver:
     ) -> tuple[TierName, int]:
         """Bring what is lacking to a tier that has room; returns it, and the bytes of the header,
         which stay reserved there."""
-        if not host_allowed:
-            return self._write_to_nvme(draft, superseded)
-        extra_bytes = 0
+        extra_bytes = nvme_extra_bytes = 0
         while True:
-            reserved = self._needed(draft, HOST, extra_bytes)
-            nvme_bytes = self._needed(draft, NVME)
-            tier = self._rooms.make(draft.manifest, reserved, nvme_bytes, superseded)
+            nvme_bytes = self._needed(draft, NVME, nvme_extra_bytes)
+            if not host_allowed:
+                tier, reserved = NVME, self._reserve_on_nvme(draft, nvme_bytes, superseded)
+            else:
+                reserved = self._needed(draft, HOST, extra_bytes)
+                tier = self._rooms.make(draft.manifest, reserved, nvme_bytes, superseded)
+                reserved = reserved if tier == HOST else nvme_bytes
             self._faults.reach("put.reserved")
-            if tier == NVME:
-                return NVME, self._write(draft, NVME, nvme_bytes)
             try:
-                return HOST, self._write(draft, HOST, reserved)
-            except _HeaderTooLongError as error:
-                extra_bytes += error.by_bytes
+                return tier, self._write(draft, tier, reserved)
+            except _RoomTooSmallError as error:
+                if tier == HOST:
+                    extra_bytes += error.by_bytes
+                else:
+                    nvme_extra_bytes += error.by_bytes
             except StateTierFullError:
+                if tier == NVME:
+                    raise
                 # The memory file system is fuller than our bound; others may be using it.
-                return self._write_to_nvme(draft, superseded)
+                host_allowed = False
 
-    def _write_to_nvme(self, draft: _Draft, superseded: Iterable[str]) -> tuple[TierName, int]:
-        nbytes = self._needed(draft, NVME)
+    def _reserve_on_nvme(self, draft: _Draft, nbytes: int, superseded: Iterable[str]) -> int:
         if not self._rooms.take_free(NVME, nbytes):
             with self._catalog.lock:
                 self._catalog.drop(superseded)
                 if not self._catalog.reserve(NVME, nbytes):
                     raise self._catalog.full(draft.manifest, nbytes)
-        return NVME, self._write(draft, NVME, nbytes)
+        return nbytes
 
     def _needed(self, draft: _Draft, tier: TierName, extra_bytes: int = 0) -> int:
         """Bytes of what is lacking in a tier, and of the header there."""
         # What is not there yet is counted with a few pieces; a scattered one has more.
         expected = 0 if tier == NVME else 2 * len(draft.objects) * PIECE_TEXT_BYTES
         header = padded(draft.header_bytes(tier) + expected + extra_bytes)
-        return header + sum(found.bytes_in(tier) for found in draft.lacking(tier))
+        return header + sum(found.bytes_in(tier) for found in self._to_reserve(draft, tier))
+
+    def _to_reserve(self, draft: _Draft, tier: TierName) -> set[StoredObject]:
+        """What takes room in a tier that it has not yet."""
+        return draft.lacking(tier) - (draft.given.keys() if tier == HOST else set())
 
     def _write(self, draft: _Draft, tier: TierName, reserved: int) -> int:
         """Write what is lacking; returns the bytes of the header.
@@ -259,7 +314,12 @@ class Saver:
         catalog = self._catalog
         written: dict[StoredObject, Placed] = {}
         try:
-            lacking = draft.lacking(tier)
+            with catalog.lock:
+                lacking = draft.lacking(tier)
+                # One that was brought here since it was compared may leave again.
+                brought = draft.others - lacking - {o for o, held in draft.held if held == tier}
+                catalog.acquire(brought, tier)
+                draft.held += [(found, tier) for found in brought]
             for index, found in enumerate(draft.objects):
                 if found not in lacking:
                     continue
@@ -267,13 +327,18 @@ class Saver:
                     # It lies in the other tier only, so this version has one of its own here.
                     found = draft.replace(index)
                 written[found] = draft.placed[index]
-                if tier == HOST:
+                if tier == HOST and found in draft.given:
+                    found.pieces = (draft.given[found],)
+                elif tier == HOST:
                     found.pieces = self._pool.alloc(found.bytes_in(HOST), draft.manifest.tenant)
             header = draft.header_bytes(tier)
-            used = header + sum(found.bytes_in(tier) for found in written)
+            copied = {
+                o: placed for o, placed in written.items() if tier != HOST or o not in draft.given
+            }
+            used = header + sum(found.bytes_in(tier) for found in copied)
             if used > reserved:
-                raise _HeaderTooLongError(used - reserved)
-            for found, placed in written.items():
+                raise _RoomTooSmallError(used - reserved)
+            for found, placed in copied.items():
                 if tier == HOST:
                     assert found.pieces is not None
                     self._mover.arena_to_host(placed, found.pieces)
@@ -283,6 +348,8 @@ class Saver:
         except BaseException:
             with catalog.lock:
                 for found in written:
+                    if tier == HOST and found in draft.given:
+                        found.pieces = None
                     catalog.abandon(found, tier)
                 catalog.give_back(tier, reserved)
             raise
@@ -317,8 +384,9 @@ class Saver:
             )
 
 
-class _HeaderTooLongError(Exception):
-    """The room that was reserved does not do, as the version lies more scattered than expected."""
+class _RoomTooSmallError(Exception):
+    """The room that was reserved does not do, as the version lies more scattered than expected, or
+    has a copy of what it was to share."""
 
     def __init__(self, by_bytes: int) -> None:
         super().__init__(f"{by_bytes} bytes more are needed")

@@ -15,6 +15,7 @@ from plexrl.errors import (
     PermissionDeniedError,
     PlexRLError,
 )
+from plexrl.statemanager.amax import Amaxes
 from plexrl.statemanager.channel import Channel, Kind, close_all
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
@@ -27,6 +28,7 @@ from plexrl.statemanager.incarnations import Incarnations
 from plexrl.statemanager.move_line import MoveLine
 from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.registry import Registry
+from plexrl.statemanager.relay import Relays
 from plexrl.statemanager.relayout_load import Relayouter
 from plexrl.statemanager.session import Session
 from plexrl.statemanager.store import Store
@@ -42,6 +44,8 @@ REFUSAL_TIMEOUT_S = 1
 """Refusals are sent by the thread that accepts."""
 DRAIN_TIMEOUT_S = 60.0
 """Moves under way when the server closes have so long to finish."""
+ACCEPT_AGAIN_S = 0.1
+"""Until connections are accepted again where the system refused one, as for want of descriptors."""
 CHECKPOINTS_TIMEOUT_S = 60.0
 """Checkpoints taken in before the server closes have so long to be written."""
 
@@ -68,10 +72,13 @@ class Server:
             line=MoveLine(config.moves_max, config.moves_waiting_max),
             tally=Tally(),
             life=uuid.uuid4().hex,
+            amaxes=Amaxes(),
+            relays=Relays(store, key, config.published_versions),
         )
         self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()
         self._served: dict[socket.socket, threading.Thread] = {}
+        self._closing = threading.Event()
         users = {*config.served_uids, *config.tenant_uids.values()}
         self._served_uids = frozenset({0, os.getuid(), *users})
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -86,9 +93,13 @@ class Server:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                # `close` shut the socket down.
-                return
+            except OSError as error:
+                # Either `close` shut the socket down, or this passes: clients may use up what
+                # descriptors there are, but not end the service by it.
+                if self._closing.wait(ACCEPT_AGAIN_S):
+                    return
+                LOG.warning("no connection can be accepted: %s", error)
+                continue
             try:
                 self._admit(connection)
             except PlexRLError as error:
@@ -103,6 +114,7 @@ class Server:
 
     def close(self) -> None:
         """Accept no more; let moves that are under way finish, then end every connection."""
+        self._closing.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         with self._lock:
@@ -132,7 +144,16 @@ class Server:
                     retry_after_s=1.0,
                 )
             self._served[connection] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._lock:
+                del self._served[connection]
+            raise OverloadedError(
+                f"the StateManager of {self._config.node!r} can start no thread ({error}): raise "
+                "the limit of its user's processes",
+                retry_after_s=1.0,
+            ) from error
 
     def _serve_one(self, connection: socket.socket, uid: int) -> None:
         session = Session(self.services, uid, partial(_is_there, connection))

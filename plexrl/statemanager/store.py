@@ -21,24 +21,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from plexrl.errors import QuotaExceededError, StateTierFullError
+from plexrl.errors import StateTierFullError
 from plexrl.statemanager.arrivals import Arrivals, Fetch
 from plexrl.statemanager.catalog import Catalog
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.data_plane import DataPlane, OnMap
 from plexrl.statemanager.device.memory import DeviceMemory
 from plexrl.statemanager.fault_points import FaultPoints
-from plexrl.statemanager.host_pool import HostPool
+from plexrl.statemanager.host_loans import HostLoans, HostState
 from plexrl.statemanager.lease import Lease, damage_named
+from plexrl.statemanager.lending_pool import LendingPool
 from plexrl.statemanager.mover import Mover
 from plexrl.statemanager.nvme import NvmeObjects
-from plexrl.statemanager.objects import StoredObject, Version
+from plexrl.statemanager.objects import Version
 from plexrl.statemanager.promotion import Promoter
 from plexrl.statemanager.recovery import recover
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.room import Rooms
-from plexrl.statemanager.saving import ReplicaTally, Saver
-from plexrl.statemanager.tenant_limit import TenantLimit
+from plexrl.statemanager.saving import Given, ReplicaTally, Saver
+from plexrl.statemanager.tenant_quotas import TenantQuotas
 from plexrl.statemanager.tier import Tier
 from plexrl.statemanager.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.whereabouts import Whereabouts, whereabouts
@@ -46,7 +47,6 @@ from plexrl.statemanager.whereabouts import Whereabouts, whereabouts
 LOG = logging.getLogger(__name__)
 
 HOST, NVME = TierName.HOST, TierName.NVME
-_UNLIMITED = TenantLimit()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +78,6 @@ class Store:
         Raises:
             ConflictError: another daemon uses one of the directories.
         """
-        self.limits: dict[str, TenantLimit] = dict(config.tenant_limits)
-        """Of tenants that have one of their own; may be changed at any time."""
-        self._usual_limit = TenantLimit(
-            total_bytes=config.tenant_bytes_max, host_bytes=config.tenant_host_bytes_max
-        )
         self._faults = FaultPoints(config.fault_points)
         host = Tier(HOST, Path(config.host_dir), self._faults)
         try:
@@ -91,7 +86,7 @@ class Store:
             host.close()
             raise
         self._tiers = {HOST: host, NVME: nvme}
-        self._pool = HostPool(
+        self._pool = LendingPool(
             host.directory,
             config.host_bytes,
             segment_bytes_max=config.segment_bytes_max,
@@ -115,25 +110,51 @@ class Store:
             self._catalog, self._tiers, self._pool, self._mover, self._rooms, self._faults
         )
         self._promoter = Promoter(self._catalog, self._tiers, self._pool, self._mover, self._rooms)
+        self.loans = HostLoans(self._catalog, self._pool, self._rooms)
+        """Host memory that workers borrow; lent by `lend`, which knows of quotas."""
+        self.quotas = TenantQuotas(config, self._catalog, self.loans)
         recover(self._catalog, self._tiers, self._pool, self._objects, clock())
         self._arrivals = Arrivals(self._catalog, host, self._pool, self._rooms, self._faults)
         self._arrivals.recover()
+        self.loans.recover()
+        self._pool.remove_unclaimed()
         if config.host_prefault_bytes:
             self._pool.prefault(config.host_prefault_bytes)
 
+    def lend(self, state: HostState) -> None:
+        """Lend a rank host memory to work in.
+
+        Raises:
+            StateTierFullError: the host tier has no room, whatever is moved.
+            QuotaExceededError: its tenant may not have so much.
+        """
+        self.quotas.check_loan(state)
+        self.loans.lend(state)
+
     def put(
-        self, manifest: Manifest, memory: DeviceMemory, superseded: Iterable[str] = ()
+        self,
+        manifest: Manifest,
+        memory: DeviceMemory,
+        superseded: Iterable[str] = (),
+        host: HostState | None = None,
     ) -> StoredVersion:
         """Store a version from an arena; a version of its name is replaced.
 
-        `superseded` names versions that may be dropped if room is short.
+        `superseded` names versions that may be dropped if room is short. `host` is what the rank
+        has in host memory, whose bytes are the last section: where the version comes to lie in
+        host, it takes them over and the rank reads from it henceforth.
 
         Raises:
+            ConflictError: the rank can still write to its host memory, or has none.
             StateTierFullError: no tier has room, whatever is moved.
             QuotaExceededError: its tenant may not have so much stored.
         """
         manifest = replace(manifest, stamp=uuid.uuid4().hex)
-        return self._put(manifest, memory, manifest.extents, superseded, None)
+        given = None
+        if host is not None:
+            given = self.loans.given(host, len(manifest.sections) - 1)
+            memory = self.loans.memory(host, memory)
+        return self._put(manifest, memory, manifest.extents, superseded, None, given)
 
     def adopt(self, manifest: Manifest, memory: DeviceMemory) -> StoredVersion:
         """Store another node's version, stamp and digest included, from its data as it lies there;
@@ -169,7 +190,7 @@ class Store:
                 if stored.manifest.stamp == manifest.stamp:
                     return stored, 0
             with self._catalog.lock:
-                host_allowed = self._check_quota(manifest, frozenset())
+                host_allowed = self.quotas.check(manifest, frozenset())
             if host_allowed:
                 try:
                     version, moved = self._arrivals.receive(manifest, digests, fetch, cancelled)
@@ -221,11 +242,13 @@ class Store:
         description: str,
         memory: DeviceMemory,
         check: Callable[[Manifest], None] | None = None,
+        host: HostState | None = None,
     ) -> Lease:
         """Write a version to where its extents lie in an arena; returns the lease it had.
 
         `check` may refuse the version before anything is written. Background moves of the
-        deployment end first, as this reads the same bytes.
+        deployment end first, as this reads the same bytes. `host` is what the
+        rank has in host memory: it reads the last section where that lies, or is lent a copy.
 
         Raises:
             StateLostError: there is no such version, or the arena is gone.
@@ -235,7 +258,12 @@ class Store:
             if check is not None:
                 check(lease.manifest)
             self._rooms.cancel(lease.manifest.deployment)
-            lease.load(memory)
+            if host is not None and not self.loans.hold(host, lease.last):
+                self.lend(host)
+            if host is None:
+                lease.load(memory)
+            else:
+                lease.load(self.loans.memory(host, memory), without_last=host.loan is None)
             return lease
 
     def prefetch(self, name: str, description: str) -> bool:
@@ -250,9 +278,7 @@ class Store:
         with self._using(name, description, counts=False) as (version, tier):
             if tier == HOST:
                 return True
-            tenant = version.manifest.tenant
-            limit = self.limits.get(tenant, self._usual_limit).host_bytes
-            if limit is not None and self._would_have(version, HOST) > limit:
+            if not self.quotas.has_host_room(version):
                 return False
             with (
                 self._rooms.background(version.manifest.deployment) as move,
@@ -307,6 +333,10 @@ class Store:
                 if wanted(version.manifest)
             ]
 
+    def make_ready(self, nbytes: int) -> None:
+        """Expect versions of so many bytes together: have memory for them resident soon."""
+        self._pool.make_ready(nbytes)
+
     def drop(self, names: Iterable[str]) -> None:
         """Give versions up; what is in use goes when its last user is done."""
         with self._catalog.lock:
@@ -343,12 +373,6 @@ class Store:
     def replicas(self) -> ReplicaTally:
         """What became of sections that another rank had already, since the start."""
         return self._saver.replicas
-
-    def used_by(self, tenant: str) -> dict[TierName, int]:
-        """Bytes that a tenant's versions take in each tier, replicas once. A version in host with a
-        copy on NVMe counts in both."""
-        with self._catalog.lock:
-            return {tier: self._taken(tenant, tier) for tier in TierName}
 
     def persist(self) -> list[str]:
         """Move every loadable version to the NVMe tier, the newest first (a clean exit).
@@ -394,56 +418,23 @@ class Store:
         extents: Sequence[Extent],
         superseded: Iterable[str],
         digest: str | None,
+        given: Given | None = None,
     ) -> StoredVersion:
         superseded = frozenset(superseded)
         if manifest.nbytes and not manifest.sections:
             manifest = replace(manifest, sections=(Section(start=0, nbytes=manifest.nbytes),))
         with self._catalog.lock:
-            host_allowed = self._check_quota(manifest, superseded)
+            there = given.piece.nbytes if given is not None and given.piece is not None else 0
+            host_allowed = self.quotas.check(manifest, superseded, there)
             manifest = replace(manifest, ordinal=self._catalog.tick())
+            self.quotas.begin(manifest, superseded, host_allowed=host_allowed)
         saved = partial(self._saver.save, manifest, memory, extents, superseded)
-        version = saved(host_allowed=host_allowed, digest_wanted=digest)
+        try:
+            version = saved(host_allowed=host_allowed, digest_wanted=digest, given=given)
+        finally:
+            self.quotas.end(manifest)
         with self._catalog.lock:
             return _stored(version)
-
-    def _check_quota(self, manifest: Manifest, superseded: frozenset[str]) -> bool:
-        """Refuse what goes beyond the tenant's limit; returns whether it may go to host."""
-        limit = self.limits.get(manifest.tenant, self._usual_limit)
-        if limit == _UNLIMITED:
-            return True
-        leaving = {manifest.name, *superseded}
-        held = {tier: self._taken(manifest.tenant, tier, leaving) for tier in TierName}
-        total = manifest.nbytes + self._taken(manifest.tenant, None, leaving)
-        if limit.total_bytes is not None and total > limit.total_bytes:
-            raise QuotaExceededError(
-                f"{manifest.description} would bring what tenant {manifest.tenant!r} has stored "
-                f"here to {total} of {limit.total_bytes} bytes: release a job of this tenant or "
-                "raise its quota; the state stays where it was",
-                tenant=manifest.tenant,
-                needed_bytes=manifest.nbytes,
-            )
-        return limit.host_bytes is None or held[HOST] + manifest.nbytes <= limit.host_bytes
-
-    def _taken(self, tenant: str, tier: TierName | None, without: Iterable[str] = ()) -> int:
-        """What a tenant's versions take in a tier; absent: in any, each object once."""
-        leaving = frozenset(without)
-        objects: set[StoredObject] = set()
-        headers = 0
-        for name, version in self._catalog.current.items():
-            if version.manifest.tenant != tenant or name in leaving:
-                continue
-            if tier is None:
-                objects.update(version.objects)
-            elif tier in version.header_bytes:
-                headers += version.header_bytes[tier]
-                objects.update(version.objects)
-        if tier is None:
-            return sum(found.nbytes for found in objects)
-        return headers + sum(found.bytes_in(tier) for found in objects)
-
-    def _would_have(self, version: Version, tier: TierName) -> int:
-        with self._catalog.lock:
-            return self._taken(version.manifest.tenant, tier) + version.manifest.nbytes
 
     def _lease(self, version: Version, tier: TierName) -> Lease:
         return Lease(version, tier, self._mover, self._pool, self._objects, self._faults)

@@ -50,7 +50,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         if self.role == Role.AGENT:
             return
-        if not self.deployment or job_of(self.deployment) != self.job:
+        if not self.job or job_of(self.deployment) != self.job:
             raise InvalidRequestError(
                 f"deployment {self.deployment!r} is none of job {self.job!r}: a worker's ticket "
                 "names both"

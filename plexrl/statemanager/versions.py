@@ -91,6 +91,11 @@ class Manifest:
     """Of the group lock that admitted the save: equal for all ranks of one save."""
 
     @property
+    def shard(self) -> tuple[str, int]:
+        """Deployment and rank."""
+        return (self.deployment, self.rank)
+
+    @property
     def name(self) -> str:
         """The same for every attempt at storing this version."""
         return version_name(self.deployment, self.rank, self.world_size, self.kind, self.seq)

@@ -231,6 +231,12 @@ class SyncWeightsParams:
 
     source: str
     """Deployment id of the train deployment whose parameters are wanted."""
+    delta: bool | Literal["auto"] = "auto"
+    """Bring only blocks that differ from the version that the rollout holds, if it holds one of the
+    same source. `auto`: where that is quicker, so not within a machine, where all bytes are copied
+    sooner than they are compared."""
+    digest: bool = False
+    """Have the result say the digest of the weights as they are then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,11 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 class ArenaLayout:
     """Hands out places in an arena that is yet to be made, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int = 0) -> None:
+        """Places count on from `start`."""
         self.slices: list[StateSlice] = []
-        self.nbytes = 0
+        self.nbytes = start
+        """Up to the end of what was handed out, `start` included."""
 
     def add(
         self,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.host_arena import HostArena
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import Arrays
@@ -48,7 +49,9 @@ class Backend(Protocol):
     """One rank of a deployment."""
 
     arena: Arena
-    """Holds every tensor of `slices()`; allocated by `build`."""
+    """Holds every tensor of `slices()` but what is in `host_arena`; allocated by `build`."""
+    host_arena: HostArena | None
+    """Holds what stays in host memory; absent where nothing does."""
 
     def build(self) -> None:
         """Make the model with its initial weights and move all its state into the arena.
@@ -58,7 +61,8 @@ class Backend(Protocol):
         ...
 
     def slices(self) -> tuple[StateSlice, ...]:
-        """Everything in the arena, in arena order."""
+        """Everything in the arenas, in their order; places in host memory count on from
+        `host_start`."""
         ...
 
     def live_parts(self) -> frozenset[StatePart]:

@@ -2,8 +2,10 @@
 
 The arena has a region for each kind of state (parameters, gradients, first and second moments),
 laid out alike, and the optimizer's step count behind them. FSDP gathers from and reduces into
-views of it. AdamW is elementwise, so each rank steps its own region as one flat tensor, whatever
-parameter a byte belongs to; the padding between parameters stays zero under it.
+views of it. With a host optimizer the moments and the count are in host memory instead
+(`plexrl.worker.host_optimizer`). AdamW is elementwise, so each rank steps its own region as one
+flat tensor, whatever parameter a byte belongs to; the padding between parameters stays zero under
+it.
 """
 
 import copy
@@ -21,11 +23,15 @@ from torch.distributed.tensor import DTensor, Shard
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import InvalidRequestError, NonFiniteGradientError
 from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.host_arena import HostArena
+from plexrl.statemanager.host_requests import host_start
+from plexrl.statemanager.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
 from plexrl.wire.operations import AdamParams, CheckpointParams, OperationKind
 from plexrl.worker.arena_tensors import ArenaLayout, span, view
 from plexrl.worker.backend import BackendCall, BackendResult
 from plexrl.worker.checkpoint import fill_from_checkpoint, model_files
+from plexrl.worker.host_optimizer import HostAdamW, floats
+from plexrl.worker.host_transfer import Run
 from plexrl.worker.losses import compute_loss
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.packing import MicroBatch, micro_batches, unpack
@@ -72,11 +78,14 @@ class FsdpBackend:
         shards = {name: _fsdp_param(model, p) for name, p in named_parameters(model)}
         self._lay_out(shards)
         self._move_in(shards)
-        self._optimizer = self._make_optimizer()
+        if self.host_arena is None:
+            self._optimizer = self._make_optimizer()
+        else:
+            self._host_optimizer = self._make_host_optimizer(self.host_arena)
 
     def slices(self) -> tuple[StateSlice, ...]:
         """All state, in arena order."""
-        return tuple(self._layout.slices)
+        return (*self._layout.slices, *self._host_slices)
 
     def live_parts(self) -> frozenset[StatePart]:
         """Gradients count only while they wait for a step."""
@@ -173,30 +182,56 @@ class FsdpBackend:
             return BackendResult(result={"error": refusal.to_wire()})
         if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
             gradient.mul_(params.grad_clip_norm / norm)
-        group = self._optimizer.param_groups[0]
-        group["lr"] = params.learning_rate
-        group["betas"] = (params.beta1, params.beta2)
-        group["eps"] = params.eps
-        group["weight_decay"] = params.weight_decay
-        self._optimizer.step()
+        if self.host_arena is None:
+            self._step_on_device(params)
+        else:
+            self._host_optimizer.step(params)
         gradient.zero_()
         self._gradients_pending = False
         return BackendResult(
             result={"metrics": {"grad_norm": norm, "learning_rate": params.learning_rate}}
         )
 
+    def _step_on_device(self, params: AdamParams) -> None:
+        group = self._optimizer.param_groups[0]
+        group["lr"] = params.learning_rate
+        group["betas"] = (params.beta1, params.beta2)
+        group["eps"] = params.eps
+        group["weight_decay"] = params.weight_decay
+        self._optimizer.step()
+
     def _load(self, params: CheckpointParams, job: str) -> BackendResult:
         parts = {StatePart.PARAMETER} | ({StatePart.OPTIMIZER} if params.optimizer else set())
         wants = [piece for piece in self.slices() if piece.key.part in parts]
         path = self._checkpoint_dir / (params.job or job) / params.name
-        fill_from_checkpoint(path, wants, self._memory_of, self.gather)
-        if not params.optimizer:
-            view(self.arena, self._step_slice).zero_()
-            for name in MOMENTS:
-                self._flat[name].zero_()
+        if self.host_arena is None:
+            fill_from_checkpoint(path, wants, self._memory_of, self.gather)
+            if not params.optimizer:
+                view(self.arena, self._step_slice).zero_()
+                for name in MOMENTS:
+                    self._flat[name].zero_()
+        else:
+            self._load_with_host(self.host_arena, path, wants)
         self._flat["grad"].zero_()
         self._gradients_pending = False
         return BackendResult(result={})
+
+    def _load_with_host(self, host: HostArena, path: Path, wants: list[StateSlice]) -> None:
+        with host.writing() as at:
+            whole = floats(at.target, host.nbytes).view(torch.uint8).numpy()
+            if at.copies:
+                # What lies between slices is zero too, and stays so under every step.
+                whole.fill(0)
+
+            def memory(piece: StateSlice) -> memoryview:
+                if piece.arena_offset < self._host_start:
+                    return self._memory_of(piece)
+                first = piece.arena_offset - self._host_start
+                return memoryview(whole.data)[first : first + piece.nbytes]
+
+            fill_from_checkpoint(path, wants, memory, self.gather)
+            if all(piece.key.part != StatePart.OPTIMIZER for piece in wants):
+                whole.fill(0)
 
     def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Logprob of every token given those before it, float32 `[B, L]`; column 0 is 0."""
@@ -220,33 +255,43 @@ class FsdpBackend:
     def _lay_out(self, shards: dict[str, Any]) -> None:
         self._layout = ArenaLayout()
         self._regions: dict[str, _Region] = {}
-        kinds = [("param", StatePart.PARAMETER, ""), ("grad", StatePart.GRADIENT, "")] + [
-            (moment, StatePart.OPTIMIZER, f"/{moment}") for moment in MOMENTS
-        ]
-        for region, part, suffix in kinds:
-            start = self._layout.nbytes
-            placed = {
-                name: self._add(StateKey(part=part, name=name + suffix), shard)
-                for name, shard in shards.items()
-            }
-            elements = (self._layout.nbytes - start) // 4
-            self._regions[region] = _Region(start, elements, placed)
-        self._step_slice = self._layout.add(
+        for region, part in (("param", StatePart.PARAMETER), ("grad", StatePart.GRADIENT)):
+            self._add_region(self._layout, region, part, shards)
+        in_host = self._spec.optimizer == "host"
+        layout = ArenaLayout(host_start(self._layout.nbytes)) if in_host else self._layout
+        for moment in MOMENTS:
+            self._add_region(layout, moment, StatePart.OPTIMIZER, shards)
+        self._step_slice = layout.add(
             StateKey(part=StatePart.OPTIMIZER, name="step"), global_shape=(), offset=(), shape=()
         )
         self.arena = Arena(self._layout.nbytes)
+        self._host_start = host_start(self._layout.nbytes)
+        self._host_slices = layout.slices if in_host else []
+        self.host_arena = HostArena(layout.nbytes - self._host_start) if in_host else None
 
-    def _add(self, key: StateKey, shard: Any) -> StateSlice:
+    def _add_region(
+        self, layout: ArenaLayout, region: str, part: StatePart, shards: dict[str, Any]
+    ) -> None:
+        start = layout.nbytes
+        suffix = f"/{region}" if part == StatePart.OPTIMIZER else ""
+        placed = {
+            name: self._add(layout, StateKey(part=part, name=name + suffix), shard)
+            for name, shard in shards.items()
+        }
+        self._regions[region] = _Region(start, (layout.nbytes - start) // 4, placed)
+
+    def _add(self, layout: ArenaLayout, key: StateKey, shard: Any) -> StateSlice:
         parameter: DTensor = shard.sharded_param
         local = parameter._local_tensor
         padded = shard.padded_sharded_param_size
         start = min(self._rank * padded[0], parameter.shape[0])
-        return self._layout.add(
+        return layout.add(
             key,
             global_shape=tuple(parameter.shape),
             offset=(start, *(0 for _ in parameter.shape[1:])),
             shape=(tuple(local.shape) if local.numel() else (0, *parameter.shape[1:])),
-            reserve=math.prod(padded),
+            # FSDP's padding has no moments, so that host memory is one extent of a version.
+            reserve=math.prod(padded) if layout is self._layout else None,
         )
 
     def _move_in(self, shards: dict[str, Any]) -> None:
@@ -259,6 +304,7 @@ class FsdpBackend:
         self._flat = {
             name: span(self.arena, region.start, region.elements)
             for name, region in self._regions.items()
+            if region.start < self._host_start
         }
         with torch.no_grad():
             for name, shard in shards.items():
@@ -279,6 +325,43 @@ class FsdpBackend:
         step = view(self.arena, self._step_slice)
         optimizer.state[flat] = {"step": step, **{name: self._flat[name] for name in MOMENTS}}
         return optimizer
+
+    def _make_host_optimizer(self, host: HostArena) -> HostAdamW:
+        first, second = (self._regions[name] for name in MOMENTS)
+        return HostAdamW(
+            host,
+            self._runs(first),
+            moments=(self._in_host(first.start), self._in_host(second.start)),
+            step=self._in_host(self._step_slice.arena_offset),
+        )
+
+    def _runs(self, moment: _Region) -> list[Run]:
+        """What of the parameters lies in a row among the moments too."""
+        found: list[tuple[int, int, int]] = []
+        for name, piece in self._regions["param"].slices.items():
+            first = (piece.arena_offset - self._regions["param"].start) // 4
+            kept = moment.slices[name]
+            place = (kept.arena_offset - moment.start) // 4
+            count = -(-kept.nbytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT // 4
+            if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == (
+                first,
+                place,
+            ):
+                first, place, count = (*found[-1][:2], found.pop()[2] + count)
+            if count:
+                found.append((first, place, count))
+        return [
+            Run(
+                self._flat["param"][first : first + count],
+                self._flat["grad"][first : first + count],
+                place,
+            )
+            for first, place, count in found
+        ]
+
+    def _in_host(self, place: int) -> int:
+        """In elements of host memory."""
+        return (place - self._host_start) // 4
 
     def _memory_of(self, piece: StateSlice) -> memoryview:
         return self.arena.buffer[piece.arena_offset : piece.arena_offset + piece.nbytes]

@@ -131,6 +131,8 @@ class Worker:
                 if kind == OperationKind.SAVE_CHECKPOINT:
                     result = BackendResult(result=self._mover.save_checkpoint(command, call.params))
                 else:
+                    if kind in MUTATING:
+                        self._mover.written()
                     result = self._backend.run(call)
             if kind == OperationKind.LOAD or kind in MUTATING:
                 self._replies.applied_seq = int(command["seq"])

@@ -1,15 +1,20 @@
 """Moves of a worker's whole state, through the StateManager."""
 
 import ctypes
+import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import ConflictError
-from plexrl.statemanager.client import MoveReport, StateManagerClient
+from plexrl.statemanager.client import LoadReport, MoveReport, StateManagerClient
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.backend import Backend
 from plexrl.worker.checkpointing import save_checkpoint
+from plexrl.worker.weight_sync import sync_weights
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.keys import StateSlice
 
 MOVES = frozenset(
     {
@@ -20,6 +25,8 @@ MOVES = frozenset(
         OperationKind.SYNC_WEIGHTS,
     }
 )
+LOG = logging.getLogger(__name__)
+
 HEAP_KEPT_BYTES = 256 << 20
 """Free heap that a worker may keep over an offload, for activations."""
 
@@ -35,6 +42,8 @@ class StateMover:
         self._group = group
         self._built = False
         self._was_offloaded = False
+        self._registered: tuple[StateSlice, ...] | None = None
+        """What the StateManager knows of the arena; absent: nothing."""
         self.is_resident = False
 
     def move(self, kind: OperationKind, command: Plain) -> Plain:
@@ -61,14 +70,11 @@ class StateMover:
             case OperationKind.PUBLISH:
                 return _plain(self._client.publish(seq=seq, token=token))
             case _:
-                report = self._client.pull(
-                    sources=command["sources"],
-                    source=command["source"],
-                    seq=int(command["source_seq"]),
-                    wants=self._backend.slices(),
-                )
-                self._backend.after_pull()
-                return {**_plain(report), "weights_seq": int(command["source_seq"])}
+                return sync_weights(self._backend, self._client, command)
+
+    def written(self) -> None:
+        """An operation other than a move has written to the state."""
+        self._client.forget_pulled()
 
     def save_checkpoint(self, command: Plain, params: CheckpointParams) -> Plain:
         """Have a checkpoint written of what is on the device. Raises as `save_checkpoint`."""
@@ -88,17 +94,38 @@ class StateMover:
         if not self._built:
             self._backend.build()
             self._built = True
-        self._client.register(
-            self._backend.arena, self._backend.slices(), group=self._group, token=token
-        )
         measured: Plain = {}
         # A process that has just built the model holds version 0: its bits depend on the spec only.
         if seq > 0 or self._was_offloaded:
-            report = self._client.load(seq=seq, token=token)
+            report = self._load_version(seq, token)
             self._backend.after_load(report.parts)
             measured = _plain(report)
+        else:
+            self._register(token)
         self.is_resident = True
         return measured
+
+    def _load_version(self, seq: int, token: int) -> LoadReport:
+        """Load into the arena, which is registered once for the process's life."""
+        if self._backend.slices() == self._registered:
+            try:
+                return self._client.load(seq=seq, token=token)
+            except ConflictError as error:
+                LOG.info("the arena is registered again: %s", error)
+        self._register(token)
+        return self._client.load(seq=seq, token=token)
+
+    def _register(self, token: int) -> None:
+        slices = self._backend.slices()
+        self._registered = None
+        self._client.register(
+            self._backend.arena,
+            slices,
+            group=self._group,
+            token=token,
+            host=self._backend.host_arena,
+        )
+        self._registered = slices
 
     def _offload(self, seq: int, keep_seq: int, token: int, next_use_s: float | None) -> Plain:
         self._backend.before_offload()

@@ -135,3 +135,17 @@ def test_the_end_of_the_peer_is_told(ends: tuple[socket.socket, Channel]) -> Non
     raw.close()
     with pytest.raises(ConnectionLostError, match="closed"):
         channel.receive()
+
+
+def test_descriptors_where_none_are_expected_are_closed() -> None:
+    left, right = (Channel(end, receive_timeout_s=DEADLINE_S) for end in socket.socketpair())
+    with left, right, Path(__file__).open("rb") as file:
+        left.send(Kind.RESULT, "plain")
+        kind, body, fds = right.receive_plain()
+        assert (kind, msgspec.msgpack.decode(body), fds) == (Kind.RESULT, "plain", [])
+        before = open_descriptors()
+        left.send(Kind.RESULT, "more", [file.fileno()])
+        left.close()
+        with pytest.raises(ConnectionLostError):
+            right.receive_plain()
+        assert open_descriptors() == before - 1

@@ -1,5 +1,6 @@
 """Deltas between versions, bit for bit, by themselves and through real daemons."""
 
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import CorruptStateError, InvalidRequestError
-from plexrl.statemanager.delta import DeltaDecoder, DeltaPolicy, changed_blocks, encode
+from plexrl.statemanager.delta import DeltaPolicy, changed_blocks
+from plexrl.statemanager.delta_codec import DeltaDecoder, Form, encode
 from plexrl.statemanager.keys import StateSlice
 from plexrl.statemanager.mapping import Region
 from plexrl.statemanager.plan import make_plan
@@ -48,9 +50,9 @@ def test_a_delta_carries_the_blocks_that_differ_and_leads_to_the_new_bytes(
         for at in range(0, len(new), block_bytes)
     ]
     assert flags.tolist() == slow
-    bits, blocks = encode(flags, new, block_bytes)
-    assert len(blocks) == sum(slow) * block_bytes
-    decoder = DeltaDecoder(memoryview(bits + blocks), block_bytes)
+    payload = encode(flags, old, new, block_bytes) if len(new) else b""
+    assert len(payload) <= len(new) + 1
+    decoder = DeltaDecoder(memoryview(payload), block_bytes)
     result = old.copy()
     assert decoder.apply(result) == any(slow)
     decoder.finish()
@@ -58,14 +60,61 @@ def test_a_delta_carries_the_blocks_that_differ_and_leads_to_the_new_bytes(
 
 
 def test_a_delta_that_was_cut_or_is_too_long_is_refused() -> None:
-    new = np.ones(1000, np.uint8)
-    bits, blocks = encode(changed_blocks(new * 0, new, 64), new, 64)
-    with pytest.raises(CorruptStateError, match="shorter"):
-        DeltaDecoder(memoryview(bits + blocks[:-1]), 64).apply(new.copy())
-    decoder = DeltaDecoder(memoryview(bits + blocks + b"\0"), 64)
-    decoder.apply(new.copy())
-    with pytest.raises(CorruptStateError, match="longer"):
-        decoder.finish()
+    old = np.zeros(FORM_BYTES, np.uint8)
+    for new in (changed_as(form) for form in Form if form != Form.NONE):
+        payload = encode(changed_blocks(old, new, 64), old, new, 64)
+        with pytest.raises(CorruptStateError, match="shorter"):
+            DeltaDecoder(memoryview(payload[:-1]), 64).apply(old.copy())
+        decoder = DeltaDecoder(memoryview(payload + b"\0"), 64)
+        decoder.apply(old.copy())
+        with pytest.raises(CorruptStateError, match="longer"):
+            decoder.finish()
+
+
+FORM_BYTES = 64_001
+
+
+def changed_as(form: Form) -> Bytes:
+    """From zeros, such that this form is the shortest."""
+    new = np.zeros(FORM_BYTES, np.uint8)
+    match form:
+        case Form.BLOCKS:
+            new[640:12_800] = 1
+        case Form.GAPS:
+            # One gap is longer than a byte says, and one exactly as long as that.
+            new[[0, 512, 2000, 64_000]] = 1
+            new[3000 : 3000 + 2 * 256 * 20 : 2 * 256] = 1
+        case Form.BITS:
+            new[::8] = 1
+        case Form.RAW:
+            new[:] = 1
+    return new
+
+
+@pytest.mark.parametrize("form", list(Form))
+def test_each_form_is_taken_where_it_is_shortest_and_leads_to_the_new_bytes(form: Form) -> None:
+    old = np.zeros(FORM_BYTES, np.uint8)
+    new = changed_as(form)
+    payload = encode(changed_blocks(old, new, 64), old, new, 64)
+    assert payload[0] == form
+    result = old.copy()
+    decoder = DeltaDecoder(memoryview(payload), 64)
+    assert decoder.apply(result) == (form != Form.NONE)
+    decoder.finish()
+    assert np.array_equal(result, new)
+
+
+@pytest.mark.parametrize(
+    ("payload", "what"),
+    [
+        (bytes([9]), "form 9"),
+        (bytes([Form.GAPS]) + struct.pack("<II", 2, 1) + b"\1" + b"abcd", "not those of its words"),
+        (bytes([Form.GAPS]) + struct.pack("<II", 1, 1) + b"\77" + b"ab", "beyond its batch"),
+    ],
+)
+def test_a_delta_that_nobody_encoded_is_refused(payload: bytes, what: str) -> None:
+    with pytest.raises(CorruptStateError, match=what):
+        DeltaDecoder(memoryview(payload), 64).apply(np.zeros(64, np.uint8))
 
 
 @pytest.mark.parametrize("size", [0, 8, 65, 100])

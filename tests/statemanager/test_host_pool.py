@@ -374,3 +374,20 @@ def test_a_preference_for_a_node_is_accepted_by_the_kernel(
     place_pages(pool.address(piece), piece.nbytes, node=1 << 9, nodes=(0, 1 << 9))
     assert "was not preferred" in caplog.text
     pool.close()
+
+
+def test_what_is_expected_has_its_pages_before_it_comes(directory: Path) -> None:
+    pool = HostPool(directory, 4 * MIB)
+    try:
+        first = pool.alloc(MIB, "")
+        pool.make_ready(2 * MIB)
+        wait_until(lambda: pool.resident_bytes == 3 * MIB)
+        assert resident(directory) >= 3 * MIB
+        # No more than the bound has room for, whatever is expected.
+        pool.make_ready(64 * MIB)
+        wait_until(lambda: pool.resident_bytes == 4 * MIB)
+        second = pool.alloc(3 * MIB, "")
+        pool.free((*first, *second))
+        pool.check()
+    finally:
+        pool.close()

@@ -11,7 +11,9 @@ from tests.statemanager.conftest import StartDaemon
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel
 
 HAS_NIXL = find_spec("nixl") is not None
-needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="the package nixl is not installed")
+needs_nixl = pytest.mark.skipif(
+    not HAS_NIXL, reason="the package nixl is not installed: pip install 'plexrl[nixl]'"
+)
 
 
 @pytest.fixture

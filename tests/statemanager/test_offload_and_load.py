@@ -306,3 +306,15 @@ def test_release_leaves_no_version_no_arena_and_no_descriptor(
     for shard in shards:
         shard.close()
     wait_until(lambda: daemon.descriptors() == descriptors)
+
+
+def test_a_token_beyond_any_grant_does_not_shut_others_out(
+    daemon: Daemon, make_shard: MakeShard
+) -> None:
+    shard = make_shard(daemon)
+    shard.offload(1)
+    shard.token = 1 << 60
+    with pytest.raises(InvalidRequestError, match="counts them one by one"):
+        shard.load(1)
+    shard.token = 2
+    shard.load(1)

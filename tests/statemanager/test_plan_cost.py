@@ -1,67 +1,30 @@
-"""Slices or whole tensors: the cheaper way, and only what is allowed."""
+"""Each rank for itself, or the node once for all: the cheaper route."""
 
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.plan import make_plan
-from plexrl.statemanager.plan_balance import Source
-from plexrl.statemanager.plan_cost import Link, SyncChoice, SyncWay, choose_way
-from plexrl.statemanager.plan_layout import Layout
+from plexrl.statemanager.plan_cost import NodeLink, choose_route
 
-LINK = Link(bytes_per_s=10e9, request_s=20e-6)
+LINK = NodeLink(network_bytes_per_s=2e9, memory_bytes_per_s=10e9)
 
 
-def columns(rank: int, ways: int, *, tensors: int, rows: int, width: int) -> Layout:
-    """A rank's part of every matrix, some columns of all rows."""
-    size = width // ways
-    return Layout.of(
-        [
-            StateSlice(
-                key=StateKey(part=StatePart.PARAMETER, name=f"w{index}"),
-                dtype="BF16",
-                global_shape=(rows, width),
-                offset=(0, rank * size),
-                shape=(rows, size),
-                arena_offset=index * rows * size * 2,
-            )
-            for index in range(tensors)
-        ]
-    )
+def test_replicas_have_their_bytes_brought_to_the_node_once() -> None:
+    choice = choose_route([10**9] * 4, 10**9, LINK)
+    assert choice.is_relayed
+    assert (choice.direct_s, choice.relayed_s) == pytest.approx((2.0, 1.0))
+    assert "4 ranks want 4000000000 bytes, 1000000000 different ones" in choice.reason
 
 
-def choice(*, ways: int, tensors: int, rows: int, width: int, allow: bool = False) -> SyncChoice:
-    sources = [
-        Source(id=str(rank), layout=columns(rank, 8, tensors=tensors, rows=rows, width=width))
-        for rank in range(8)
-    ]
-    targets = [columns(rank, ways, tensors=tensors, rows=rows, width=width) for rank in range(ways)]
-    plan = make_plan(sources, targets)
-    return choose_way(plan, sources, targets, LINK, allow_overfetch=allow)
+def test_ranks_that_want_different_bytes_pull_for_themselves() -> None:
+    assert not choose_route([10**9] * 4, 4 * 10**9, LINK).is_relayed
+    assert not choose_route([10**9], 10**9, LINK).is_relayed
 
 
-def test_large_sharded_tensors_are_pulled_by_slices() -> None:
-    found = choice(ways=4, tensors=16, rows=4096, width=4096, allow=True)
-    assert found.way == SyncWay.SLICES
-    assert found.whole_tensors.bytes_received == 4 * found.slices.bytes_received
-    assert "4.00 times the bytes" in found.reason
-
-
-def test_many_small_tensors_come_whole_where_more_than_wanted_is_allowed() -> None:
-    allowed = choice(ways=4, tensors=2000, rows=16, width=64, allow=True)
-    assert allowed.way == SyncWay.WHOLE_TENSORS
-    assert "requests' latency" in allowed.reason
-    exact = choice(ways=4, tensors=2000, rows=16, width=64)
-    assert exact.way == SyncWay.SLICES
-    assert "allow_overfetch does not permit" in exact.reason
-
-
-def test_whole_tensors_that_everybody_wants_need_no_permission() -> None:
-    found = choice(ways=1, tensors=2000, rows=16, width=64)
-    assert found.way == SyncWay.WHOLE_TENSORS
-    assert found.whole_tensors.bytes_received == found.slices.bytes_received
+def test_over_a_network_as_quick_as_memory_nothing_is_gained() -> None:
+    quick = NodeLink(network_bytes_per_s=20e9, memory_bytes_per_s=10e9)
+    assert not choose_route([10**9] * 2, 10**9, quick).is_relayed
 
 
 def test_a_link_that_cannot_be_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="positive rate"):
-        Link(bytes_per_s=0, request_s=0)
+    with pytest.raises(InvalidRequestError, match="positive rates"):
+        NodeLink(network_bytes_per_s=0)

@@ -20,7 +20,7 @@ from plexrl.statemanager.layout import lay_out
 from plexrl.statemanager.plan_layout import DTYPES
 from plexrl.statemanager.relayout_load import Relayouter
 from plexrl.statemanager.run_copy import copy_runs
-from plexrl.statemanager.runs import BYTES_CAST, Runs, cast_code, concatenated
+from plexrl.statemanager.runs import BYTES_CAST, UNSCALED, Runs, cast_code, concatenated
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.tickets import KEY_BYTES, TicketKey
 from plexrl.statemanager.versions import Manifest, VersionKind
@@ -176,7 +176,8 @@ def some_runs(draw: st.DrawFn) -> Runs:
         at = -(-at // 4) * 4
     columns = np.array(draw(st.permutations(rows)), dtype=np.int64).T
     names = ("places", "targets", "items", "counts", "strides", "target_strides", "casts")
-    return Runs(**dict(zip(names, columns, strict=True)))
+    unscaled = np.full(len(rows), UNSCALED)
+    return Runs(**dict(zip(names, columns, strict=True)), scales=unscaled)
 
 
 @settings(deadline=None, max_examples=int(os.environ.get("PLEXRL_EXAMPLES", "150")))

@@ -2,11 +2,13 @@
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -108,6 +110,15 @@ class Rank:
         name = self.manifest(seq).name
         self.store.load(name, name, HostMemory(self.arena))
         assert np.array_equal(self.memory, expected)
+
+
+def once(happens: dict[str, Callable[[], None]]) -> Callable[[str], None]:
+    """What a fault point does: what `happens` there, the first time."""
+
+    def reach(at: str) -> None:
+        happens.pop(at, lambda: None)()
+
+    return reach
 
 
 def ranks_of(store: Store, count: int, **fields: int) -> list[Rank]:
@@ -284,7 +295,7 @@ def test_what_nobody_expects_is_ordered_by_its_last_use(open_store: OpenStore) -
 def test_a_quota_refuses_before_anything_changes(open_store: OpenStore) -> None:
     store = open_store()
     [rank] = ranks_of(store, 1)
-    store.limits["t"] = TenantLimit(total_bytes=25 * MIB)
+    store.quotas.limits["t"] = TenantLimit(total_bytes=25 * MIB)
     rank.put(1, tenant="t")
     rank.put(2, tenant="t")
     before = store.find(lambda _: True)
@@ -301,15 +312,15 @@ def test_a_quota_refuses_before_anything_changes(open_store: OpenStore) -> None:
 def test_a_tenant_at_its_share_of_the_host_tier_goes_to_nvme(open_store: OpenStore) -> None:
     store = open_store()
     [rank] = ranks_of(store, 1)
-    store.limits["t"] = TenantLimit(host_bytes=15 * MIB)
+    store.quotas.limits["t"] = TenantLimit(host_bytes=15 * MIB)
     for seq in (1, 2):
         rank.put(seq, tenant="t")
-    used = store.used_by("t")
+    used = store.quotas.used_by("t")
     assert 10 * MIB < used[HOST] < 11 * MIB
     assert 10 * MIB < used[NVME] < 11 * MIB
     name = rank.manifest(2).name
     assert not store.prefetch(name, name)
-    assert store.used_by("nobody") == {HOST: 0, NVME: 0}
+    assert store.quotas.used_by("nobody") == {HOST: 0, NVME: 0}
 
 
 def test_recycled_memory_shows_nothing_of_who_had_it(open_store: OpenStore) -> None:
@@ -373,3 +384,78 @@ def test_a_drain_copies_what_would_spill(open_store: OpenStore) -> None:
 
 def nvme_files(store: Store) -> list[Path]:
     return list(store._tiers[NVME].directory.iterdir())
+
+
+def test_a_replica_that_comes_to_memory_and_leaves_again_meanwhile_is_kept(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    first, other = ranks_of(store, 2)
+    first.fill(1, 2)
+    other.fill(1, 3)
+    first.put(5)
+    name = first.manifest(5).name
+    store._rooms.spill(name)
+
+    def bring() -> None:
+        with store.lease_in_memory(name, name) as lease:
+            assert lease.tier == HOST
+
+    happens: dict[str, Callable[[], None]]
+    happens = {"put.reserved": bring, "put.copied": lambda: store._rooms.spill(name)}
+    monkeypatch.setattr(store._faults, "reach", once(happens))
+    other.put(5)
+    assert not happens
+    other.check(5)
+    first.check(5)
+    other = Rank(open_store(), 1, 2)
+    other.fill(1, 3)
+    other.check(5)
+
+
+def test_a_copy_of_a_replica_whose_name_is_longer_finds_its_room(open_store: OpenStore) -> None:
+    store = open_store(tenant_host_bytes_max=3 * MIB)
+    first, tenth = Rank(store, 0, 11, MIB), Rank(store, 10, 11, MIB)
+    first.fill(1, 2)
+    tenth.fill(1, 3)
+    first.put(5)
+    tenth.put(5)
+    with store._catalog.lock:
+        record = store._catalog.current[tenth.manifest(5).name].record(NVME)
+    store.release("job/actor")
+    assert not store.used_bytes(NVME)
+    # The header fills its last page, but for the longer name of what the tenth rank stores itself.
+    text = len(msgspec.json.encode(record)) - len("{}") - 1
+    room = -(text + 24) % 4096
+    first.put(6)
+    tenth.put(6, meta_json="x" * room)
+    tenth.check(6)
+
+
+def test_what_is_being_stored_counts_towards_the_quota(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas once, and not beside what they replace."""
+    store = open_store(tenant_bytes_max=5 * MIB)
+    ranks = [Rank(store, rank, 2, MIB) for rank in range(2)]
+    stranger = Rank(store, 0, 1, MIB)
+    for seq in (1, 2):
+        former = [rank.manifest(seq - 1).name for rank in ranks]
+        for rank in ranks:
+            rank.fill(seq, seq + 10 + rank.rank)
+        # It waits for what the first one writes of both.
+        second = threading.Thread(target=ranks[1].put, args=(seq,))
+
+        def meanwhile(second: threading.Thread = second) -> None:
+            with pytest.raises(QuotaExceededError):
+                stranger.put(1, deployment="job/other", sections=(), nbytes=4 * MIB)
+            second.start()
+            wait_until(lambda: len(store.quotas._coming) == 2)
+
+        happens: dict[str, Callable[[], None]] = {"put.reserved": meanwhile}
+        monkeypatch.setattr(store._faults, "reach", once(happens))
+        store.put(ranks[0].manifest(seq), HostMemory(ranks[0].arena), former)
+        second.join()
+        store.drop(former)
+        for rank in ranks:
+            rank.check(seq)

@@ -1,8 +1,10 @@
 """Who may speak to the daemon, how much, and what it answers to nonsense."""
 
 import os
+import resource
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -22,9 +24,16 @@ from plexrl.statemanager.channel import Channel, Kind
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.connection import connect, exchange
 from plexrl.statemanager.device.backend import DeviceKind
-from plexrl.statemanager.protocol import Register
+from plexrl.statemanager.protocol import Register, Save
 from plexrl.statemanager.server import check_peer
-from tests.statemanager.conftest import DEADLINE_S, Daemon, MakeShard, StartDaemon, wait_until
+from tests.statemanager.conftest import (
+    ALL_PARTS,
+    DEADLINE_S,
+    Daemon,
+    MakeShard,
+    StartDaemon,
+    wait_until,
+)
 
 HEAD = struct.Struct("<IHBx")
 
@@ -153,6 +162,17 @@ def test_a_refused_registration_leaks_no_descriptor(daemon: Daemon, make_shard: 
     wait_until(lambda: daemon.descriptors() == before)
 
 
+@pytest.mark.parametrize("meta", ["", "{", "[" * 100_000, '"\\ud800"', str(1 << 64)])
+def test_meta_that_no_load_could_answer_with_is_not_stored(
+    daemon: Daemon, make_shard: MakeShard, meta: str
+) -> None:
+    shard = make_shard(daemon)
+    request = Save(seq=1, keep_seq=0, token=1, parts=tuple(ALL_PARTS), meta_json=meta, same_as=None)
+    with pytest.raises(InvalidRequestError, match="meta is no JSON"):
+        shard.client._link.call(request)
+    assert not daemon.host_files()
+
+
 def test_a_connection_beyond_the_bound_is_told_so(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
@@ -172,6 +192,20 @@ def test_a_connection_beyond_the_bound_is_told_so(
 
     wait_until(is_served)
     served[1].offload(1)
+
+
+def test_a_want_of_descriptors_passes(daemon: Daemon, make_shard: MakeShard) -> None:
+    shard = make_shard(daemon, registered=False)
+    shard.client.ping()
+    usual = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (4, usual[1]))
+    early = make_shard(daemon, rank=1, world_size=2, registered=False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(daemon.config.listen)
+        time.sleep(0.3)
+        shard.client.ping()
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, usual)
+    early.client.ping()
 
 
 def test_another_users_process_is_refused() -> None:

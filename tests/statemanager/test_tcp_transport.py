@@ -19,12 +19,13 @@ from plexrl.errors import (
     UnavailableError,
     from_wire,
 )
-from plexrl.statemanager.runs import Runs, concatenated
+from plexrl.statemanager.runs import UNSCALED, Runs, concatenated
 from plexrl.statemanager.tickets import Claims, Role, TicketKey
 from plexrl.statemanager.transport.handshake import greet_server
 from plexrl.statemanager.transport.run_stream import encode_runs
 from plexrl.statemanager.transport.source import ShardRuns
 from plexrl.statemanager.transport.tcp_client import Tcp
+from plexrl.statemanager.transport.tcp_server import BASES_MAX
 from plexrl.wire.framing import recv_frame, send_frame
 from tests.statemanager.conftest import Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp
@@ -178,6 +179,7 @@ def read_all(
             strides=zeros,
             target_strides=zeros,
             casts=zeros - 1,
+            scales=np.full(len(starts), UNSCALED),
         )
         target = np.zeros(nbytes, np.uint8)
         arrived: list[Runs] = []
@@ -222,7 +224,7 @@ def run(place: int, items: int, count: int = 1, stride: int = 0, cast: int = -1)
     one = {"places": place, "items": items, "counts": count, "strides": stride, "casts": cast}
     columns = {name: np.array([value], dtype=np.int64) for name, value in one.items()}
     zero = np.zeros(1, np.int64)
-    return encode_runs(Runs(**columns, targets=zero, target_strides=zero))
+    return encode_runs(Runs(**columns, targets=zero, target_strides=zero, scales=zero + UNSCALED))
 
 
 @pytest.mark.usefixtures("trainer")
@@ -233,6 +235,9 @@ def test_nothing_but_the_version_is_read(node: Daemon) -> None:
         [shard] = opened["shards"]
         read: dict[str, object] = {"type": "read", "shard": 0, "stamp": shard["stamp"]}
         end = shard["nbytes"]
+        # Two of these come to 2**64 bytes.
+        half = np.frombuffer(run(0, 1 << 15, count=1 << 48), dtype="<i8").reshape(-1, 1)
+        wrapping = half.repeat(2, axis=1).tobytes()
         for payload in (
             run(0, end + 1),
             run(-1, 1),
@@ -242,6 +247,11 @@ def test_nothing_but_the_version_is_read(node: Daemon) -> None:
             run(0, -64),
             run(0, end, cast=1),
             run(0, 1, cast=10_000),
+            # Wraps around to before the start, as the next one does to no bytes at all.
+            run(2**63 - 1, 64),
+            wrapping,
+            # Far more than there is, over and over.
+            run(0, 1 << 10, count=1 << 19),
             b"odd",
         ):
             with pytest.raises(InvalidRequestError):
@@ -271,3 +281,16 @@ def test_a_version_that_is_read_outlives_its_successors_until_its_reader_goes(
             trainer.publish(version)
         assert host_bytes() > before
     wait_until(lambda: host_bytes() == before)
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_reader_cannot_have_stamps_remembered_without_end(node: Daemon) -> None:
+    with connected(node) as connection:
+        opened = ask(connection, {"type": "open", "source": "job/actor", "seq": 1})
+        assert isinstance(opened, dict)
+        read: dict[str, object] = {"type": "read", "shard": 0, "delta": {}}
+        read["stamp"] = opened["shards"][0]["stamp"]
+        for number in range(BASES_MAX + 1):
+            ask(connection, {**read, "base": str(number)}, run(0, 1))
+        with pytest.raises(InvalidRequestError, match="too many versions"):
+            ask(connection, {**read, "base": "one more"}, run(0, 1))

@@ -1,6 +1,7 @@
 """A ticket lets its holder do what it says, and nothing else, whatever is asked."""
 
 import os
+import socket
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -370,3 +371,15 @@ def test_a_tenant_that_is_at_its_quota_is_refused_and_others_are_not(
         large.load(seq=1, token=1)
     assert np.array_equal(shard.contents, expected)
     assert list(shard.agent.usage()["tenants"]) == ["large"]
+
+
+def test_an_agents_ticket_is_not_shown_to_whoever_a_worker_names(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        listener.listen()
+        with pytest.raises(PermissionDeniedError, match="not by user"):
+            connect(path, DEADLINE_S, b"secret", of_user=os.getuid() + 1)
+        shown, _ = listener.accept()
+        with shown:
+            assert shown.recv(1) == b""

@@ -12,9 +12,14 @@ import pytest
 from plexrl.errors import StateLostError
 from plexrl.statemanager.client import PullReport
 from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.delta import DeltaPolicy
+from plexrl.statemanager.plan import make_plan
+from plexrl.statemanager.plan_balance import Source
 from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.pull import KnownLayouts, Puller
+from plexrl.statemanager.scales import Wants
 from plexrl.statemanager.transport import OpenSource
+from plexrl.statemanager.transport.source import ShardRuns
 from plexrl.statemanager.transport.ways import Ways
 from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel, whole
@@ -139,7 +144,7 @@ def test_bytes_of_a_daemon_that_died_before_it_confirmed_are_pulled_again(
     sources = [node.config.listen for node in (nodes[1:] if comes_back else nodes)]
     puller = Puller(opened, layouts, DEADLINE_S)
     target = np.frombuffer(rollout.arena.buffer, dtype=np.uint8)
-    wants = Layout.of(rollout.slices)
+    wants = Wants.of(rollout.slices)
     result = puller.pull(sources, ACTOR, 1, wants, target)
     assert died
     assert result.attempts == 2
@@ -158,10 +163,24 @@ def train(config: dict[str, object], steps: int) -> None:
     rank.close()
 
 
-def test_a_rollout_pulls_whole_versions_while_the_trainer_goes_on(nodes: list[Daemon]) -> None:
-    steps = 60
+PULLS = {
+    "all bytes": ("F32", None),
+    "a cast": ("BF16", None),
+    "a delta": ("F32", DeltaPolicy(changed_max=1.0)),
+    "a delta of a cast": ("BF16", DeltaPolicy(changed_max=1.0)),
+}
+
+
+@pytest.mark.parametrize("way", ["shared memory", "tcp"])
+@pytest.mark.parametrize("what", sorted(PULLS))
+def test_a_rollout_pulls_whole_versions_while_the_trainer_goes_on(
+    nodes: list[Daemon], way: str, what: str
+) -> None:
+    steps = 40
     node = nodes[0]
-    rollout = Rank(node, ROLLOUT, 0, tensor_parallel(0, 1))
+    dtype, delta = PULLS[what]
+    rollout = Rank(node, ROLLOUT, 0, tensor_parallel(0, 1), dtype=dtype)
+    sources = [node.config.listen if way == "shared memory" else node.tcp]
     config = msgspec.to_builtins(node.config)
     trainer = get_context("spawn").Process(target=train, args=(config, steps))
     trainer.start()
@@ -177,7 +196,9 @@ def test_a_rollout_pulls_whole_versions_while_the_trainer_goes_on(nodes: list[Da
         if seq and seq not in pulled:
             with contextlib.suppress(StateLostError):
                 # It may be replaced between the question and the pull, never during the pull.
-                rollout.pull([node.config.listen, node.tcp], seq)
+                rollout.client.pull(
+                    sources=sources, source=ACTOR, seq=seq, wants=rollout.slices, delta=delta
+                )
                 assert rollout.holds(seq)
                 pulled.add(seq)
         return steps in pulled
@@ -186,4 +207,36 @@ def test_a_rollout_pulls_whole_versions_while_the_trainer_goes_on(nodes: list[Da
     trainer.join(DEADLINE_S)
     assert trainer.exitcode == 0
     assert len(pulled) > 1
+    rollout.close()
+
+
+def test_a_base_that_somebody_reads_stays_until_it_is_done(nodes: list[Daemon]) -> None:
+    """Two versions are kept; a third is there for as long as a reader has it open."""
+    node = nodes[0]
+    trainer = Rank(node, ACTOR, 0, fsdp(0, 1))
+    rollout = Rank(node, ROLLOUT, 0, tensor_parallel(0, 1))
+    layouts = KnownLayouts()
+    ways = Ways(layouts.find, ticket=node.worker_ticket(ROLLOUT), timeout_s=DEADLINE_S)
+    trainer.publish(1)
+    with contextlib.closing(ways.open(node.tcp, ACTOR, 1, ())) as held:
+        for version in (2, 3, 4):
+            trainer.publish(version)
+            rollout.client.pull(
+                sources=[node.tcp],
+                source=ACTOR,
+                seq=version,
+                wants=rollout.slices,
+                delta=DeltaPolicy(changed_max=1.0),
+            )
+            assert rollout.holds(version)
+        plan = make_plan(
+            [Source(id="0", layout=held.shards[0].layout)], [Layout.of(rollout.slices)]
+        )
+        target = np.frombuffer(rollout.arena.buffer, dtype=np.uint8)
+        held.read((ShardRuns(shard=0, runs=plan.targets[0].runs[0]),), target, lambda *_: None)
+        held.confirm()
+        assert rollout.holds(1)
+    with pytest.raises(StateLostError):
+        rollout.pull([node.tcp], 1)
+    trainer.close()
     rollout.close()

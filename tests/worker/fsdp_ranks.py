@@ -59,9 +59,11 @@ def part(arrays: Arrays, rank: int, ranks: int) -> Arrays:
     return {**found, "lengths": arrays["lengths"][rows]}
 
 
-def backend(rank: int, ranks: int, folder: Path) -> FsdpBackend:
+def backend(rank: int, ranks: int, folder: Path, optimizer: str = "device") -> FsdpBackend:
     """A built backend."""
-    spec = DeploymentSpec(model=MODEL, kind="train", backend="fsdp", workers=ranks)
+    spec = DeploymentSpec(
+        model=MODEL, kind="train", backend="fsdp", workers=ranks, optimizer=optimizer
+    )
     made = FsdpBackend(spec, rank, ranks, folder)
     made.build()
     return made

@@ -41,16 +41,19 @@ def pin_elsewhere(
 ) -> list[VersionReader]:
     """Readers of the versions that the StateManagers at `sources` have.
 
-    `ticket` is an agent's, which all of them take.
+    `ticket` is an agent's, which all of them take; only this daemon's own user is shown it.
 
     Raises:
+        PermissionDeniedError: another user listens at one of them.
         UnavailableError: one cannot be reached.
     """
     readers: list[VersionReader] = []
     request = PinVersions(deployment=deployment, seq=seq)
+    # A worker may have named the sources.
+    user = os.getuid()
     for path in dict.fromkeys(nearest(source) for source in sources):
         try:
-            connection = held.enter_context(connect(path, TIMEOUT_S, ticket))
+            connection = held.enter_context(connect(path, TIMEOUT_S, ticket, of_user=user))
             answer, fds = exchange(connection, request)
         except OSError as error:
             raise UnavailableError(

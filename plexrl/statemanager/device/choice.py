@@ -1,5 +1,7 @@
 """The node's devices, as its configuration names them."""
 
+import os
+
 from plexrl.statemanager.device.backend import DeviceBackend, DeviceKind
 from plexrl.statemanager.device.cpu import CpuDevice
 from plexrl.statemanager.device.cuda import CudaDevices
@@ -9,12 +11,14 @@ from plexrl.statemanager.device.cuda_bindings import BoundDriver
 def open_devices(
     kind: DeviceKind, *, bytes_max: int | None = None, prefault_bytes: int = 0
 ) -> DeviceBackend:
-    """The backend of that kind.
+    """The backend of that kind; without a bound of its own a CPU's is the machine's memory.
 
     Raises:
         DeviceUnavailableError: this node has no device of that kind.
     """
     if kind == DeviceKind.CPU:
+        if bytes_max is None:
+            bytes_max = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return CpuDevice(bytes_max=bytes_max, prefault_bytes=prefault_bytes)
     driver = BoundDriver()
     driver.enter(0)

@@ -112,6 +112,9 @@ class CpuDevice:
         `prefault_bytes` are made ready at once, in segments of the usual size."""
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._ending_bytes = 0
+        """Of segments that are let go of, and not gone yet."""
         self._lent_bytes = 0
         self._idle: list[_Segment] = []
         """The longest idle first."""
@@ -181,9 +184,22 @@ class CpuDevice:
     def free(self, loan: Loan) -> None:
         """As `DeviceBackend.free`."""
         assert isinstance(loan, CpuLoan)
-        _destroy(loan.end())
+        segments = loan.end()
         with self._lock:
             self._lent_bytes -= loan.nbytes
+            self._ending_bytes += loan.nbytes
+        # Giving up pages takes as long as copying them; nobody needs to wait for it.
+        threading.Thread(target=self._end, args=(segments,), daemon=True).start()
+
+    def _end(self, segments: Sequence[_Segment]) -> None:
+        """Destroy segments one by one, as others may wait for the memory."""
+        for segment in segments:
+            try:
+                _destroy([segment])
+            finally:
+                with self._lock:
+                    self._ending_bytes -= segment.nbytes
+                    self._ended.notify_all()
 
     def usage(self, device: int) -> DeviceUsage:
         """As `DeviceBackend.usage`."""
@@ -210,9 +226,13 @@ class CpuDevice:
         """As `DeviceBackend.close`."""
         with self._lock:
             idle, self._idle = self._idle, []
+            self._ended.wait_for(lambda: not self._ending_bytes)
         _destroy(idle)
 
     def _count_lent(self, nbytes: int) -> None:
+        if self._bytes_max is not None and self._lent_bytes + nbytes <= self._bytes_max:
+            there = self._bytes_max - nbytes
+            self._ended.wait_for(lambda: self._lent_bytes + self._ending_bytes <= there)
         if self._bytes_max is not None and self._lent_bytes + nbytes > self._bytes_max:
             raise DeviceMemoryFullError(
                 f"an arena of {nbytes} bytes does not fit: {self._lent_bytes} of "

@@ -22,6 +22,13 @@ _mmap.argtypes = (
     *(ctypes.c_void_p, ctypes.c_size_t),
     *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
 )
+_mremap = _libc.mremap
+_mremap.restype = ctypes.c_void_p
+_mremap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t),
+    *(ctypes.c_int, ctypes.c_void_p),
+)
+_MREMAP_MAYMOVE_FIXED = 3
 _munmap = _libc.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
@@ -36,10 +43,24 @@ def map_zero(nbytes: int, address: int | None = None) -> int:
     return _map(address, nbytes, flags, -1)
 
 
-def map_file(fd: int, nbytes: int, address: int | None = None) -> int:
-    """The file's first bytes, shared, with all pages there; in place of what is at `address` where
-    one is given."""
-    return _map(address, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd)
+def map_file(
+    fd: int,
+    nbytes: int,
+    address: int | None = None,
+    *,
+    protection: int = _READ_WRITE,
+    populate: bool = True,
+) -> int:
+    """The file's first bytes, shared, and with `populate` all pages there; in place of what is at
+    `address` where one is given."""
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+    return _map(address, nbytes, flags, fd, protection)
+
+
+def map_over(source: int, nbytes: int, address: int) -> None:
+    """Move a mapping, pages and all, in place of what is at `address`."""
+    if _mremap(source, nbytes, nbytes, _MREMAP_MAYMOVE_FIXED, address) == _MAP_FAILED:
+        raise _last_error()
 
 
 def unmap(address: int, nbytes: int) -> None:
@@ -53,10 +74,12 @@ def set_zero(address: int, nbytes: int) -> None:
     ctypes.memset(address, 0, nbytes)
 
 
-def _map(address: int | None, nbytes: int, flags: int, fd: int) -> int:
+def _map(
+    address: int | None, nbytes: int, flags: int, fd: int, protection: int = _READ_WRITE
+) -> int:
     if address is not None:
         flags |= _MAP_FIXED
-    found: int | None = _mmap(address, nbytes, _READ_WRITE, flags, fd, 0)
+    found: int | None = _mmap(address, nbytes, protection, flags, fd, 0)
     if found is None or found == _MAP_FAILED:
         raise _last_error()
     return found

@@ -1,13 +1,12 @@
 """What the StateManager asks of a registered arena, whatever device it lies on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Bytes in a row, at one place of the arena and one of this process's host memory."""
+class Run(NamedTuple):
+    """Bytes in a row, at one place of the arena and one of this process's host memory. A tuple,
+    because a version may have many thousands of them."""
 
     offset: int
     """From the start of the arena."""

@@ -1,7 +1,7 @@
 """Sizes of segments, and the way from an arena's bytes to addresses in them. Pure."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from plexrl.errors import InvalidRequestError
@@ -40,7 +40,7 @@ class AddressTable:
     def nbytes(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def split(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    def split(self, offset: int, nbytes: int) -> Iterable[tuple[int, int]]:
         """(address, bytes) of the pieces that [offset, offset + nbytes) of the arena lies in.
 
         Raises:
@@ -51,6 +51,13 @@ class AddressTable:
                 f"bytes {offset} to {offset + nbytes} are not in an arena of {self.nbytes}"
             )
         index = bisect_right(self._ends, offset)
+        if 0 < nbytes <= self._ends[index] - offset:
+            # Nearly every run of a version that has many.
+            address, length = self._places[index]
+            return ((address + offset - self._ends[index] + length, nbytes),)
+        return self._split(index, offset, nbytes)
+
+    def _split(self, index: int, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
         while nbytes:
             address, length = self._places[index]
             within = offset - (self._ends[index] - length)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from plexrl.errors import AuthenticationError, PermissionDeniedError
+from plexrl.statemanager.amax import Amaxes
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceBackend
@@ -15,6 +16,7 @@ from plexrl.statemanager.move_line import MoveLine
 from plexrl.statemanager.prefetch import Prefetcher
 from plexrl.statemanager.protocol import Answer, Request
 from plexrl.statemanager.registry import Registration, Registry
+from plexrl.statemanager.relay import Relays
 from plexrl.statemanager.relayout_load import Relayouter
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Store, StoredVersion
@@ -42,6 +44,8 @@ class Services:
     incarnations: Incarnations
     line: MoveLine
     tally: Tally
+    relays: Relays
+    amaxes: Amaxes
     life: str
     """Differs between two runs of a daemon."""
 

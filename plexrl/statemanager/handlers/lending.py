@@ -37,7 +37,15 @@ def _attach(caller: Caller, request: Attach, _: Sequence[int]) -> Reply:
         caller.services.fencing.admit(own.group, request.token)
         if own.loan is not None:
             raise ConflictError(f"rank {own.rank} of {own.deployment!r} has its memory already")
-        return lend_to(own)
+        lent = lend_to(own)
+    expect_offload(caller)
+    return lent
+
+
+def expect_offload(caller: Caller) -> None:
+    """What is lent comes to the host tier sooner or later, whose pages had better be there then."""
+    services = caller.services
+    services.store.make_ready(sum(services.registry.resident_bytes().values()))
 
 
 def _detach(caller: Caller, _: Detach, __: Sequence[int]) -> Reply:

@@ -2,11 +2,13 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from plexrl.errors import ConflictError
+import msgspec
+
+from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.statemanager.device.backend import Loan
 from plexrl.statemanager.handlers.caller import (
     WORKERS,
@@ -16,13 +18,17 @@ from plexrl.statemanager.handlers.caller import (
     move_report,
     names_of,
 )
-from plexrl.statemanager.handlers.lending import lend_to
+from plexrl.statemanager.handlers.host_memory import in_host, opened_host
+from plexrl.statemanager.handlers.lending import expect_offload, lend_to
 from plexrl.statemanager.keys import StatePart
 from plexrl.statemanager.protocol import Load, Publish, Save
 from plexrl.statemanager.registry import Registration
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import StoredVersion
 from plexrl.statemanager.versions import Manifest, VersionKind, version_name
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.device.memory import DeviceMemory
 
 PUBLISHED_PARTS = (StatePart.BUFFER, StatePart.PARAMETER)
 
@@ -31,6 +37,7 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
     own = caller.registered()
     store = caller.services.store
     started = time.perf_counter()
+    _check_json(request.meta_json)
     with own.moving() as memory:
         caller.services.fencing.admit(own.group, request.token)
         keep = {request.seq, request.keep_seq}
@@ -44,8 +51,11 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
                 caller, own, VersionKind.STATE, request.seq, request.parts, request.meta_json
             )
             manifest = replace(manifest, token=request.token)
-            stored = store.put(manifest, memory, superseded)
+            host = own.host if in_host(manifest, own) else None
+            stored = store.put(manifest, memory, superseded, host)
             moved = manifest.nbytes
+            if host is not None and stored.tier == TierName.HOST:
+                moved = _without_last(manifest)
         else:
             store.touch(stored.manifest.name)
         store.drop(superseded)
@@ -60,6 +70,8 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
     started = time.perf_counter()
     with own.in_turn():
         caller.services.fencing.admit(own.group, request.token)
+        if own.host is not None:
+            caller.services.store.loans.end(own.host)
         found: list[_Loaded] = []
 
         def fill(loan: Loan) -> Sequence[tuple[int, int]]:
@@ -69,11 +81,13 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
         lent = Reply({})
         if own.loan is None:
             lent = lend_to(own, fill)
+            expect_offload(caller)
         else:
             fill(own.loan)
         [loaded] = found
         manifest = loaded.manifest
         seconds = time.perf_counter() - started
+        fds = (*lent.fds, *opened_host(own))
         return Reply(
             {
                 **move_report(loaded.nbytes, seconds, loaded.tier),
@@ -83,7 +97,7 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
                 "stamp": loaded.stamp,
                 "bytes_by_source": loaded.bytes_by_source,
             },
-            lent.fds,
+            fds,
         )
 
 
@@ -107,15 +121,21 @@ def _loaded(caller: Caller, own: Registration, request: Load, loan: Loan) -> _Lo
     held = frozenset(own.slices)
     if any(held >= set(v.manifest.slices) for v in store.find(lambda m: m.name == name)):
         what = f"version {request.seq} of {own.deployment!r} rank {own.rank}"
-        lease = store.load(name, what, loan, lambda manifest: _check_fits(manifest, own))
+        lease = store.load(name, what, loan, lambda manifest: _check_fits(manifest, own), own.host)
         manifest = lease.manifest
-        ranges = [(extent.arena_offset, extent.nbytes) for extent in manifest.extents]
-        return _Loaded(manifest, manifest.nbytes, lease.tier, manifest.stamp, ranges, {})
+        ranges = _on_device(own, ((e.arena_offset, e.nbytes) for e in manifest.extents))
+        shared = own.host is not None and own.host.loan is None
+        nbytes = _without_last(manifest) if shared else manifest.nbytes
+        return _Loaded(manifest, nbytes, lease.tier, manifest.stamp, ranges, {})
+    memory: DeviceMemory = loan
+    if own.host is not None:
+        store.lend(own.host)
+        memory = store.loans.memory(own.host, loan)
     relaid = caller.services.relayouter.load(
         own.deployment,
         request.seq,
         own.slices,
-        loan,
+        memory,
         sources=request.sources,
         cast=request.cast,
     )
@@ -124,7 +144,7 @@ def _loaded(caller: Caller, own: Registration, request: Load, loan: Loan) -> _Lo
         relaid.nbytes,
         relaid.tier,
         "",
-        relaid.ranges,
+        _on_device(own, relaid.ranges),
         relaid.bytes_by_source,
     )
 
@@ -153,6 +173,25 @@ ENTRIES = (
     handles(Load, _load, WORKERS, is_move=True),
     handles(Publish, _publish, WORKERS, is_move=True),
 )
+
+
+def _check_json(text: str) -> None:
+    """Refuse what no load could answer with, nor a checkpoint be restored by."""
+    try:
+        msgspec.msgpack.encode(json.loads(text))
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise InvalidRequestError(f"the version's meta is no JSON of ours: {error}") from error
+
+
+def _on_device(own: Registration, ranges: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Those that are not in host memory."""
+    start = own.arena_bytes if own.host is None else own.host.start
+    return [(first, nbytes) for first, nbytes in ranges if first < start]
+
+
+def _without_last(manifest: Manifest) -> int:
+    """Bytes of all sections but the one in host memory, which moves copy nothing of."""
+    return sum(section.nbytes for section in manifest.sections[:-1])
 
 
 def _versions(caller: Caller, own: Registration, kind: VersionKind) -> list[StoredVersion]:
@@ -212,7 +251,11 @@ def _unchanged(
 
 def _check_fits(manifest: Manifest, own: Registration) -> None:
     """A version was replaced by one of another layout just when it was to be loaded."""
-    if not set(manifest.slices) <= set(own.slices):
+    misses_host = own.host is not None and not in_host(manifest, own)
+    # Without hashing them where they are the very slices: there may be many thousands.
+    same = tuple(piece for piece in own.slices if piece.key.part in manifest.parts)
+    fits = same == manifest.slices or set(manifest.slices) <= set(own.slices)
+    if misses_host or not fits:
         raise ConflictError(
             f"{manifest.description} is being saved from another layout: load again",
             deployment=manifest.deployment,

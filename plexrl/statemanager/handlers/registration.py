@@ -4,8 +4,14 @@ from collections.abc import Sequence
 
 from plexrl.errors import InvalidRequestError, PermissionDeniedError
 from plexrl.statemanager.handlers.caller import AGENTS, WORKERS, Caller, Reply, handles
+from plexrl.statemanager.handlers.host_memory import (
+    adopt_host,
+    check_places,
+    host_state,
+    keep_host,
+)
 from plexrl.statemanager.protocol import Register, Release
-from plexrl.statemanager.registry import Registration, check_slices
+from plexrl.statemanager.registry import Registration
 
 
 def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
@@ -16,7 +22,7 @@ def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
             f"the arena is on {request.kind.value}; this node's StateManager lends "
             f"{services.devices.kind.value} memory: set `device` of its configuration"
         )
-    check_slices(request.slices, request.arena_bytes)
+    check_places(request)
     services.fencing.admit(request.group, request.token)
     registration = Registration(
         deployment=request.deployment,
@@ -28,24 +34,30 @@ def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
         device=request.device,
         uid=caller.uid,
         devices=services.devices,
+        host=host_state(caller, request),
+        loans=services.store.loans,
     )
     former = caller.own
     if request.keeps_memory:
         _hand_over(former, registration)
-    elif fds or request.segment_bytes:
+    elif request.segment_bytes:
         if sum(request.segment_bytes) < request.arena_bytes:
             raise InvalidRequestError(
                 f"segments of {sum(request.segment_bytes)} bytes do not hold an arena of "
                 f"{request.arena_bytes}"
             )
         registration.loan = services.devices.adopt(
-            fds, request.segment_bytes, device=request.device, uid=caller.uid
+            fds[: len(request.segment_bytes)],
+            request.segment_bytes,
+            device=request.device,
+            uid=caller.uid,
         )
+    known = [] if request.keeps_memory else adopt_host(registration, fds, request)
     caller.own = registration
     services.registry.add(registration)
     if former is not None:
         services.registry.remove(former)
-    return Reply({})
+    return Reply({"host_known": known})
 
 
 def _hand_over(former: Registration | None, registration: Registration) -> None:
@@ -63,12 +75,15 @@ def _hand_over(former: Registration | None, registration: Registration) -> None:
                 f"an arena of {registration.arena_bytes} bytes has memory of {loan.nbytes} only"
             )
         registration.loan, former.loan = loan, None
+        if former.host is not None:
+            keep_host(former, registration)
 
 
 def _release(caller: Caller, request: Release, _: Sequence[int]) -> Reply:
     services = caller.services
     services.registry.remove_deployment(request.deployment)
     services.incarnations.forget(request.deployment)
+    services.relays.forget(request.deployment)
     services.store.release(request.deployment)
     return Reply({})
 

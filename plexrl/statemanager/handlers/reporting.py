@@ -62,7 +62,9 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
             "deployments": deployments,
             "checkpoints": msgspec.to_builtins(caller.services.checkpoints.reports()),
             "tenants": {
-                tenant: {tier.value: nbytes for tier, nbytes in store.used_by(tenant).items()}
+                tenant: {
+                    tier.value: nbytes for tier, nbytes in store.quotas.used_by(tenant).items()
+                }
                 for tenant in sorted(tenants)
             },
             "moves": [

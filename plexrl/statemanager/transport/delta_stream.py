@@ -6,7 +6,8 @@ import numpy as np
 import xxhash
 
 from plexrl.errors import CorruptStateError
-from plexrl.statemanager.delta import DeltaDecoder, DeltaPolicy, batches, changed_blocks, encode
+from plexrl.statemanager.delta import DeltaPolicy, batches, changed_blocks
+from plexrl.statemanager.delta_codec import WORD_BYTES, DeltaDecoder, encode
 from plexrl.statemanager.run_copy import Bytes, copy_runs
 from plexrl.statemanager.runs import BYTES_CAST, Runs, packed, reversed_runs, unpacked
 from plexrl.statemanager.transport.mapped_files import MappedData
@@ -21,15 +22,15 @@ def encode_delta(
     the digest of the new ones; None where too much has changed for it to pay."""
     parts: list[bytes] = []
     digest = xxhash.xxh3_128()
-    blocks_max = policy.changed_max * -(-runs.nbytes // policy.block_bytes)
-    changed = 0
+    bytes_max = policy.changed_max * runs.nbytes
+    nbytes = 0
     for batch in batches(runs):
         before, after = _bytes_of(old, batch), _bytes_of(new, batch)
         flags = changed_blocks(before, after, policy.block_bytes)
-        changed += int(np.count_nonzero(flags))
-        if changed > blocks_max:
+        parts.append(encode(flags, before, after, policy.block_bytes))
+        nbytes += len(parts[-1])
+        if nbytes > bytes_max:
             return None
-        parts += encode(flags, after, policy.block_bytes)
         if verify:
             digest.update(after.data)
     return [*parts, digest.digest()] if verify else parts
@@ -59,7 +60,7 @@ def apply_delta(
 
 
 def copy_changed(source: MappedData, runs: Runs, target: Bytes, policy: DeltaPolicy) -> int:
-    """Bring `runs` to `target`, writing only blocks that differ from what is there; returns their
+    """Bring `runs` to `target`, writing only words that differ from what is there; returns their
     bytes."""
     moved = 0
     for batch in batches(runs):
@@ -67,18 +68,20 @@ def copy_changed(source: MappedData, runs: Runs, target: Bytes, policy: DeltaPol
         flags = changed_blocks(there, after, policy.block_bytes)
         if not flags.any():
             continue
-        size = policy.block_bytes
-        full = len(there) // size
-        kept = flags[:full]
-        there[: full * size].reshape(full, size)[kept] = after[: full * size].reshape(full, size)[
-            kept
-        ]
-        if full < len(flags) and flags[-1]:
-            there[full * size :] = after[full * size :]
-        moved += min(len(there), int(np.count_nonzero(flags)) * size)
+        moved += _write_changed(there, after)
         if not np.shares_memory(there, target):
             copy_runs(there, target, unpacked(batch))
     return moved
+
+
+def _write_changed(there: Bytes, after: Bytes) -> int:
+    even = len(there) // WORD_BYTES * WORD_BYTES
+    old, new = there[:even].view(np.uint16), after[:even].view(np.uint16)
+    differs = old != new
+    np.copyto(old, new, where=differs)
+    tail = int(np.count_nonzero(there[even:] != after[even:]))
+    there[even:] = after[even:]
+    return int(np.count_nonzero(differs)) * WORD_BYTES + tail
 
 
 def _bytes_of(data: MappedData, batch: Runs) -> Bytes:

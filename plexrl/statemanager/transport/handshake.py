@@ -14,11 +14,14 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 
 from plexrl.errors import AuthenticationError, ConnectionLostError
 from plexrl.statemanager.tickets import Claims, TicketKey, split
 
 NONCE_BYTES = 32
+PART_S = 5.0
+"""For each part of it, however the bytes trickle in."""
 _MAC_BYTES = hashlib.sha256().digest_size
 _LENGTH = struct.Struct("<H")
 
@@ -65,7 +68,10 @@ def _mac(signature: bytes, nonces: bytes, end: bytes) -> bytes:
 
 def _exactly(connection: socket.socket, nbytes: int) -> bytes:
     received = b""
+    deadline = time.monotonic() + PART_S
     while len(received) < nbytes:
+        if time.monotonic() > deadline:
+            raise ConnectionLostError("the other end took too long over the handshake")
         part = connection.recv(nbytes - len(received))
         if not part:
             raise ConnectionLostError(

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from plexrl.statemanager.mapping import Region, populate_for_reading
+from plexrl.statemanager.mapping import PAGE_BYTES, Region, populate_for_reading
 from plexrl.statemanager.plan_layout import Ints
 from plexrl.statemanager.run_copy import Bytes, Job
 from plexrl.statemanager.runs import Runs, cut_at
@@ -18,6 +19,8 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._maps: dict[tuple[int, int], Bytes] = {}
+        self._populated: dict[tuple[int, int], npt.NDArray[np.bool_]] = {}
+        """By file, for each page whether it was mapped: asking the kernel again costs a walk."""
         self._used: set[tuple[int, int]] = set()
 
     def of(self, regions: Sequence[Region]) -> dict[int, Bytes]:
@@ -28,15 +31,21 @@ class MappedFiles:
             OSError: it cannot be mapped.
         """
         files: dict[int, Bytes] = {}
+        populated: dict[int, npt.NDArray[np.bool_]] = {}
         for region in regions:
             if region.fd not in files:
-                files[region.fd] = self._mapped(region.fd)
+                file = self._mapped(region.fd)
+                files[region.fd], populated[region.fd] = self._maps[file], self._populated[file]
             # Only what is read: a page of a sparse file costs memory once it is touched.
-            address = files[region.fd].ctypes.data + region.offset
-            populate_for_reading(address, region.nbytes)
+            first = region.offset // PAGE_BYTES
+            pages = populated[region.fd][first : -(-(region.offset + region.nbytes) // PAGE_BYTES)]
+            if not pages.all():
+                address = files[region.fd].ctypes.data + region.offset
+                populate_for_reading(address, region.nbytes)
+                pages[:] = True
         return files
 
-    def _mapped(self, fd: int) -> Bytes:
+    def _mapped(self, fd: int) -> tuple[int, int]:
         status = os.fstat(fd)
         # A file that is mapped keeps its number, so no other file can be taken for it.
         file = (status.st_dev, status.st_ino)
@@ -44,12 +53,14 @@ class MappedFiles:
         known = self._maps.get(file)
         if known is None or len(known) < status.st_size:
             mapped = mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ)
-            known = self._maps[file] = np.frombuffer(mapped, dtype=np.uint8)
-        return known
+            self._maps[file] = np.frombuffer(mapped, dtype=np.uint8)
+            self._populated[file] = np.zeros(-(-status.st_size // PAGE_BYTES), dtype=np.bool_)
+        return file
 
     def forget_unused(self) -> None:
         """Unmap what was not asked for since the last call: its owner may have removed it."""
         self._maps = {file: self._maps[file] for file in self._used if file in self._maps}
+        self._populated = {file: self._populated[file] for file in self._maps}
         self._used = set()
 
 

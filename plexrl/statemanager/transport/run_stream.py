@@ -8,10 +8,12 @@ two ends need not agree where one ends and the other begins.
 import os
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from plexrl.errors import ConnectionLostError, CorruptStateError, InvalidRequestError
@@ -23,9 +25,11 @@ from plexrl.statemanager.transport.mapped_files import MappedData
 DIRECT_BYTES_MIN = 64 << 10
 """A run of this many bytes in one piece needs no block."""
 BLOCK_BYTES = 1 << 20
+ANSWER_BYTES_MAX = 256 << 20
+"""Of one request's runs: eight times what a client asks for at a time."""
 DIGEST_BYTES = 8
 
-COLUMNS = ("places", "items", "counts", "strides", "casts")
+COLUMNS = ("places", "items", "counts", "strides", "casts", "scales")
 """What the sender of a run needs to know."""
 
 
@@ -94,20 +98,41 @@ def send_runs(connection: socket.socket, held: HeldData, runs: Runs, digest: Dig
 
     The socket must be a blocking one.
     """
-    block = np.empty(BLOCK_BYTES, dtype=np.uint8)
-    for part, is_direct in _grouped(runs):
+    in_a_row = (runs.counts == 1) & (runs.casts == BYTES_CAST)
+    for part, is_direct in _grouped(runs, in_a_row & (runs.row_bytes() >= DIRECT_BYTES_MIN)):
         if is_direct:
             for place, nbytes in zip(part.places.tolist(), part.items.tolist(), strict=True):
                 _send_direct(connection, held, place, nbytes, digest)
             continue
-        for batch in part.batches(BLOCK_BYTES):
-            nbytes = batch.nbytes
-            block = block if nbytes <= len(block) else np.empty(nbytes, dtype=np.uint8)
-            for memory, job in held.map_all().jobs(packed(batch)):
-                copy_runs(memory, block, job)
-            digest.add(block[:nbytes])
-            connection.sendall(block[:nbytes].data)
+        for block in _gathered(held, part):
+            digest.add(block)
+            connection.sendall(block.data)
     connection.sendall(digest.value())
+
+
+def _gathered(held: HeldData, runs: Runs) -> Iterator[Bytes]:
+    """The runs' bytes, block by block; the next one is made while the caller sends one."""
+    data = held.map_all()
+    spare = [np.empty(BLOCK_BYTES, dtype=np.uint8) for _ in range(2)]
+
+    def gather(batch: Runs, block: Bytes) -> Bytes:
+        nbytes = batch.nbytes
+        block = block if nbytes <= len(block) else np.empty(nbytes, dtype=np.uint8)
+        for memory, job in data.jobs(packed(batch)):
+            copy_runs(memory, block, job)
+        return block[:nbytes]
+
+    batches = runs.batches(BLOCK_BYTES)
+    first = next(batches, None)
+    if first is None:
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="plexrl-gather") as pool:
+        ready = pool.submit(gather, first, spare[0])
+        for index, batch in enumerate(batches):
+            block = ready.result()
+            ready = pool.submit(gather, batch, spare[(index + 1) % 2])
+            yield block
+        yield ready.result()
 
 
 def receive_runs(connection: socket.socket, runs: Runs, target: Bytes, digest: Digest) -> None:
@@ -118,9 +143,14 @@ def receive_runs(connection: socket.socket, runs: Runs, target: Bytes, digest: D
         CorruptStateError: other bytes arrived than were sent.
     """
     block = np.empty(BLOCK_BYTES, dtype=np.uint8)
-    for part, is_direct in _grouped(runs):
+    in_a_row = (runs.counts == 1) | (runs.target_strides == runs.row_bytes())
+    sizes = runs.row_bytes() * runs.counts
+    for part, is_direct in _grouped(runs, in_a_row & (sizes >= DIRECT_BYTES_MIN)):
         if is_direct:
-            for to, nbytes in zip(part.targets.tolist(), part.row_bytes().tolist(), strict=True):
+            lengths = (part.row_bytes() * part.counts).tolist()
+            for to, nbytes in zip(part.targets.tolist(), lengths, strict=True):
+                if to < 0 or to + nbytes > len(target):
+                    raise ValueError(f"a run at {to} lies outside of its memory")
                 receive_bytes(connection, target[to : to + nbytes].data)
                 digest.add(target[to : to + nbytes])
             continue
@@ -138,10 +168,8 @@ def receive_runs(connection: socket.socket, runs: Runs, target: Bytes, digest: D
             raise CorruptStateError("bytes were changed on their way: check the network")
 
 
-def _grouped(runs: Runs) -> Iterator[tuple[Runs, bool]]:
+def _grouped(runs: Runs, direct: npt.NDArray[np.bool_]) -> Iterator[tuple[Runs, bool]]:
     """The runs in order, in stretches that do or do not go directly."""
-    row_bytes = runs.row_bytes()
-    direct = (runs.counts == 1) & (runs.casts == BYTES_CAST) & (row_bytes >= DIRECT_BYTES_MIN)
     changes = np.flatnonzero(direct[1:] != direct[:-1]) + 1
     edges = [0, *changes.tolist(), len(runs)] if len(runs) else []
     for first, last in pairwise(edges):

@@ -1,6 +1,6 @@
 """The way to a StateManager on the same machine: its files, mapped."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -10,6 +10,7 @@ from plexrl.statemanager.connection import connect, exchange
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.plan_layout import Layout
 from plexrl.statemanager.protocol import (
+    AmaxPublished,
     Confirm,
     OpenPublished,
     PublishedShard,
@@ -52,7 +53,7 @@ class SharedMemory:
             finally:
                 close_all(fds)
             shards = tuple(_shard(one, self._layout_of) for one in offered)
-            return SharedMemorySource(address, connection, shards, data, self._copier)
+            return SharedMemorySource(address, deployment, connection, shards, data, self._copier)
         except BaseException:
             connection.close()
             raise
@@ -68,6 +69,7 @@ class SharedMemorySource:
     def __init__(
         self,
         address: str,
+        deployment: str,
         connection: Channel,
         shards: tuple[Shard, ...],
         data: list[MappedData],
@@ -79,6 +81,7 @@ class SharedMemorySource:
         self.request_s = REQUEST_S
         # A daemon that died may have been followed by one that uses the memory for something else.
         self.arrives_whole = False
+        self._deployment = deployment
         self._connection = connection
         self._data = data
         self._copier = copier
@@ -91,6 +94,8 @@ class SharedMemorySource:
         delta: DeltaPolicy | None = None,
     ) -> None:
         """As `OpenSource.read`. The base itself is not needed: the target's memory is at hand."""
+        if delta is not None and delta.only_where_quicker:
+            delta = None
         whole = [part for part in parts if delta is None or part.base is None]
         jobs = [job for part in whole for job in self._data[part.shard].jobs(part.runs)]
         self._copier.copy(jobs, target)
@@ -100,6 +105,15 @@ class SharedMemorySource:
             if delta is not None and part.base is not None:
                 moved = copy_changed(self._data[part.shard], part.runs, target, delta)
                 arrived(part.runs, moved)
+
+    def amaxes(self, shard: int, tensors: Sequence[str]) -> list[float]:
+        """As `OpenSource.amaxes`; the daemon works them out once for all who ask."""
+        asked = self.shards[shard]
+        request = AmaxPublished(
+            source=self._deployment, rank=asked.rank, stamp=asked.stamp, tensors=tuple(tensors)
+        )
+        answer, _ = exchange(self._connection, request)
+        return msgspec.convert(answer["amax"], list[float])
 
     def confirm(self) -> None:
         """As `OpenSource.confirm`."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from plexrl.errors import ConnectionLostError
 from plexrl.statemanager.run_copy import Bytes
-from plexrl.statemanager.runs import BYTES_CAST, Runs
+from plexrl.statemanager.runs import BYTES_CAST, UNSCALED, Runs
 from plexrl.statemanager.transport.run_stream import (
     DIGEST_BYTES,
     Digest,
@@ -93,6 +93,7 @@ class RemoteState:
             strides=zero,
             target_strides=zero,
             casts=one * BYTES_CAST,
+            scales=one * UNSCALED,
         )
         self._read(shard, runs, target, verify=False)
 

@@ -25,6 +25,7 @@ from plexrl.statemanager.store import Store
 from plexrl.statemanager.tickets import Claims, Role
 from plexrl.statemanager.transport.mapped_files import MappedData
 from plexrl.statemanager.transport.run_stream import (
+    ANSWER_BYTES_MAX,
     DIGEST_BYTES,
     Digest,
     HeldData,
@@ -162,7 +163,7 @@ def checked_runs(payload: bytearray, nbytes: int) -> Runs:
 
 
 def check_within(runs: Runs, nbytes: int) -> None:
-    """Refuse runs that lie not wholly within `nbytes` bytes.
+    """Refuse runs that lie not wholly within `nbytes` bytes, or are more than one answer holds.
 
     Raises:
         InvalidRequestError: some do not.
@@ -171,8 +172,17 @@ def check_within(runs: Runs, nbytes: int) -> None:
     limits = np.int64(1) << np.int64(48)
     small = (runs.items >= 1) & (runs.counts >= 1) & (runs.strides >= 0) & (runs.places >= 0)
     small &= (runs.items <= nbytes) & (runs.counts <= limits // np.maximum(1, runs.strides))
-    if not (casts & small).all():
-        raise InvalidRequestError("runs have positive sizes and known dtypes")
+    scales = runs.scales.view(np.float64)
+    usable = np.isfinite(scales) & (scales > 0)
+    if not (casts & small & usable).all():
+        raise InvalidRequestError("runs have positive sizes and scales, and known dtypes")
+    # In floating point, where no product can wrap around to something small.
+    total = (runs.row_bytes().astype(np.float64) * runs.counts).sum()
+    if (runs.places > nbytes).any() or total > ANSWER_BYTES_MAX:
+        raise InvalidRequestError(
+            f"runs begin within the {nbytes} bytes of the data, and come to at most "
+            f"{ANSWER_BYTES_MAX} bytes together"
+        )
     ends = runs.places + (runs.counts - 1) * runs.strides + runs.row_bytes_at_source()
     if not (ends <= nbytes).all():
         raise InvalidRequestError(f"runs end beyond the {nbytes} bytes of the data")

@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from plexrl.statemanager.runs import Runs
 from plexrl.statemanager.transport.delta_stream import apply_delta
 from plexrl.statemanager.transport.handshake import greet_server
 from plexrl.statemanager.transport.run_stream import (
+    ANSWER_BYTES_MAX,
     DIGEST_BYTES,
     Digest,
     encode_runs,
@@ -34,7 +35,6 @@ BATCH_BYTES = 32 << 20
 """One request's bytes: what is asked for again when a source is lost on the way."""
 BATCH_RUNS = 1024
 """Keeps two requests within the socket's buffers, so that both ends never wait to send."""
-ANSWER_BYTES_MAX = 256 << 20
 
 
 class _Offered(msgspec.Struct):
@@ -46,12 +46,14 @@ class _Offered(msgspec.Struct):
 
 
 class _Batch(NamedTuple):
-    """What one request asks for."""
+    """What one request asks for. What may come as a delta is always verified: a target whose bytes
+    are not those of the base after all is brought in whole then."""
 
     shard: int
     runs: Runs
     base: str | None
     delta: DeltaPolicy | None
+    verify: bool
 
 
 class Tcp:
@@ -122,8 +124,9 @@ class TcpSource:
     ) -> None:
         """As `OpenSource.read`."""
         batches = deque(
-            _Batch(part.shard, few, None if delta is None else part.base, delta)
+            _Batch(part.shard, few, base, delta, self._verify or base is not None)
             for part in parts
+            for base in (None if delta is None else part.base,)
             for batch in part.runs.batches(BATCH_BYTES)
             for few in _at_most(batch, BATCH_RUNS)
         )
@@ -149,6 +152,16 @@ class TcpSource:
         send_frame(self._connections[0], request)
         result, _ = head_of(self._connections[0])
         return result
+
+    def amaxes(self, shard: int, tensors: Sequence[str]) -> list[float]:
+        """As `OpenSource.amaxes`."""
+        request = {
+            "type": "amax",
+            "shard": shard,
+            "stamp": self.shards[shard].stamp,
+            "tensors": list(tensors),
+        }
+        return msgspec.convert(self.ask(request)["amax"], list[float])
 
     def confirm(self) -> None:
         """As `OpenSource.confirm`."""
@@ -188,9 +201,10 @@ class TcpSource:
                 receive_bytes(connection, payload)
                 assert batch.delta is not None, "no delta was asked for"
                 size = batch.delta.block_bytes
-                apply_delta(payload, batch.runs, target, size, verify=self._verify)
-            elif nbytes == batch.runs.nbytes + (DIGEST_BYTES if self._verify else 0):
-                receive_runs(connection, batch.runs, target, Digest(self._verify))
+                apply_delta(payload, batch.runs, target, size, verify=batch.verify)
+            elif nbytes == batch.runs.nbytes + (DIGEST_BYTES if batch.verify else 0):
+                receive_runs(connection, batch.runs, target, Digest(batch.verify))
+                nbytes = batch.runs.nbytes
             else:
                 raise ConnectionLostError(f"{nbytes} bytes were announced for {batch.runs.nbytes}")
             arrived(batch.runs, nbytes)
@@ -200,7 +214,7 @@ class TcpSource:
             "type": "read",
             "shard": batch.shard,
             "stamp": self.shards[batch.shard].stamp,
-            "verify": self._verify,
+            "verify": batch.verify,
         }
         if batch.base is not None and batch.delta is not None:
             header["base"] = batch.base

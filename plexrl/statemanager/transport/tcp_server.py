@@ -5,6 +5,7 @@ After the handshake a client sends frames, and each is answered by one:
     open     {source, seq, known}  →  {shards}            the version is held for this connection
     read     {shard, stamp, verify, base, delta} + runs  →  the runs' bytes as the payload, then
              their digest; or, with {delta}, what has changed of them since the base
+    amax     {shard, stamp, tensors}  →  {amax}           the largest magnitude of each
     lend     {}                    →  {agent, shards}     where NIXL finds what is open
     confirm  {}                    →  {}                  all this time the version was held
 
@@ -31,7 +32,6 @@ from plexrl.errors import (
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.handlers.caller import Services
 from plexrl.statemanager.published import HeldShard, hold_published, hold_stamp
-from plexrl.statemanager.store import Store
 from plexrl.statemanager.tickets import Claims
 from plexrl.statemanager.transport.delta_stream import encode_delta
 from plexrl.statemanager.transport.handshake import greet_client
@@ -54,6 +54,10 @@ TIMEOUT_S = 60
 """A client that takes or sends nothing for so long in the middle of a message is cut off."""
 HANDSHAKE_TIMEOUT_S = 5
 REQUEST_BYTES_MAX = 16 << 20
+ACCEPT_AGAIN_S = 0.1
+"""Until connections are accepted again where the system refused one, as for want of descriptors."""
+BASES_MAX = 64
+"""Stamps that one connection may ask for differences from: a pull asks for one of each shard."""
 
 
 class _Open(msgspec.Struct, tag="open"):
@@ -68,6 +72,12 @@ class _Read(msgspec.Struct, tag="read"):
     verify: bool = False
     base: str | None = None
     delta: DeltaPolicy | None = None
+
+
+class _Amax(msgspec.Struct, tag="amax"):
+    shard: int
+    stamp: str
+    tensors: tuple[str, ...]
 
 
 class _Confirm(msgspec.Struct, tag="confirm"):
@@ -97,6 +107,7 @@ class TcpServer:
         self._lender = lender
         self._lock = threading.Lock()
         self._served: set[socket.socket] = set()
+        self._closing = threading.Event()
         host, _, port = listen.rpartition(":")
         if not port.isdecimal():
             raise InvalidRequestError(f"serve_tcp is host:port, not {listen!r}")
@@ -107,6 +118,7 @@ class TcpServer:
 
     def close(self) -> None:
         """Accept no more and end every connection: readers go to another source."""
+        self._closing.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         with self._lock:
@@ -119,9 +131,12 @@ class TcpServer:
         while True:
             try:
                 connection, peer = self._socket.accept()
-            except OSError:
-                # `close` shut the socket down.
-                return
+            except OSError as error:
+                # Either `close` shut the socket down, or this passes.
+                if self._closing.wait(ACCEPT_AGAIN_S):
+                    return
+                LOG.warning("no remote reader can be accepted: %s", error)
+                continue
             with self._lock:
                 is_full = len(self._served) >= self._connections_max
                 if not is_full:
@@ -130,7 +145,13 @@ class TcpServer:
                 LOG.warning("%s was refused: %d connections", peer, self._connections_max)
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except RuntimeError as error:
+                LOG.warning("%s was refused: %s", peer, error)
+                with self._lock:
+                    self._served.discard(connection)
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -141,7 +162,7 @@ class TcpServer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             set_timeout(connection, 0, sending_s=TIMEOUT_S)
             with ExitStack() as leases:
-                reader = _Reader(self._services.store, claims, leases, self._lender)
+                reader = _Reader(self._services, claims, leases, self._lender)
                 while True:
                     reader.answer(connection)
         except ConnectionLostError:
@@ -158,21 +179,22 @@ class _Reader:
     """One connection's requests, one after the other."""
 
     def __init__(
-        self, store: Store, claims: Claims, leases: ExitStack, lender: NixlLender | None
+        self, services: Services, claims: Claims, leases: ExitStack, lender: NixlLender | None
     ) -> None:
-        self._store = store
+        self._store = services.store
+        self._amaxes = services.amaxes
         self._claims = claims
         self._lender = lender
         self._leases = leases
         self._held: list[tuple[HeldShard, HeldData]] = []
         self._bases: dict[str, MappedData | None] = {}
-        self._states = StateReading(store, claims, leases)
+        self._states = StateReading(self._store, claims, leases)
 
     def answer(self, connection: socket.socket) -> None:
         header, payload = recv_frame(connection, payload_bytes_max=REQUEST_BYTES_MAX)
         try:
             request = msgspec.convert(
-                header, _Open | _Read | _Lend | _Confirm | OpenState | ReadState
+                header, _Open | _Read | _Lend | _Amax | _Confirm | OpenState | ReadState
             )
             match request:
                 case OpenState():
@@ -183,6 +205,8 @@ class _Reader:
                     send_frame(connection, {"result": self._open(request)})
                 case _Confirm():
                     send_frame(connection, {"result": {}})
+                case _Amax():
+                    send_frame(connection, {"result": {"amax": self._amax(request)}})
                 case _Lend():
                     send_frame(connection, {"result": self._lend()})
                 case _Read():
@@ -215,14 +239,7 @@ class _Reader:
         return {"agent": lent.agent, "shards": lent.shards}
 
     def _read(self, connection: socket.socket, request: _Read, payload: bytearray) -> None:
-        if not 0 <= request.shard < len(self._held):
-            raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
-        shard, data = self._held[request.shard]
-        if shard.manifest.stamp != request.stamp:
-            raise StateLostError(
-                f"{shard.manifest.description} is not of the stamp {request.stamp!r} any more: "
-                "pull again"
-            )
+        shard, data = self._shard(request)
         runs = checked_runs(payload, shard.manifest.nbytes)
         if request.base is not None and request.delta is not None:
             base = self._base(shard, request.base)
@@ -239,10 +256,27 @@ class _Reader:
         except PlexRLError as error:
             raise BegunError(error) from error
 
+    def _amax(self, request: _Amax) -> list[float]:
+        shard, _ = self._shard(request)
+        return self._amaxes.of(shard, request.tensors)
+
+    def _shard(self, request: _Read | _Amax) -> tuple[HeldShard, HeldData]:
+        if not 0 <= request.shard < len(self._held):
+            raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
+        shard, data = self._held[request.shard]
+        if shard.manifest.stamp != request.stamp:
+            raise StateLostError(
+                f"{shard.manifest.description} is not of the stamp {request.stamp!r} any more: "
+                "pull again"
+            )
+        return shard, data
+
     def _base(self, shard: HeldShard, stamp: str) -> MappedData | None:
         """The data of an earlier version of the shard, if it is kept and laid out alike."""
         if stamp not in self._bases:
-            earlier = hold_stamp(self._store, self._leases, shard.manifest, stamp)
+            if len(self._bases) >= BASES_MAX + len(self._held):
+                raise InvalidRequestError("too many versions are asked for as bases: pull again")
+            earlier = hold_stamp(self._store, self._leases, shard.manifest.shard, stamp)
             alike = earlier is not None and earlier.layout.digest == shard.layout.digest
             self._bases[stamp] = _held_data(earlier).map_all() if earlier and alike else None
         return self._bases[stamp]

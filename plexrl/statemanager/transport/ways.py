@@ -49,3 +49,9 @@ class Ways:
     def forget_unused(self) -> None:
         """Let go of what no source opened since the last call needed."""
         self._shared_memory.forget_unused()
+
+
+def transport_of(address: str) -> str:
+    """The name of the way that leads to an address: `tcp`, `nixl` or `shared_memory`."""
+    scheme, has_scheme, _ = address.partition("://")
+    return scheme if has_scheme else "shared_memory"

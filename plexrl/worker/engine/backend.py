@@ -24,7 +24,11 @@ from plexrl.worker.models import build_model, named_parameters
 if TYPE_CHECKING:
     import torch
 
+    from plexrl.statemanager.host_arena import HostArena
     from plexrl.worker.engine.tensor_parallel import RankGroup
+
+ARENA_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+"""A deployment's dtype, as slices spell it."""
 
 
 class TorchRolloutBackend:
@@ -65,8 +69,10 @@ class TorchRolloutBackend:
                 global_shape=shape,
                 offset=box.offset,
                 shape=box.shape,
+                dtype=ARENA_DTYPES[self._spec.dtype],
             )
         self.arena = Arena(layout.nbytes)
+        self.host_arena: HostArena | None = None
         self._slices = tuple(layout.slices)
         self._weights: dict[str, torch.Tensor] = {}
         for (name, parameter), piece in zip(parameters, self._slices, strict=True):

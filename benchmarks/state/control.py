@@ -1,0 +1,127 @@
+"""The control plane: a request's round trip, and clean-up after a killed worker.
+
+The round trip is given beside that of a bare echo between two processes, taken in turns with it:
+what is above the echo is ours.
+"""
+
+import os
+import signal
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from benchmarks.state.baselines import MIB
+from benchmarks.state.rig import Daemon, Figures, Rank, Rows, daemon, row, tensors
+
+ROUNDS = 60
+REQUESTS = 1000
+"""In each round."""
+KILLS = 20
+ARENA_BYTES = 256 * MIB
+
+
+def measure() -> tuple[Rows, Figures]:
+    """Round trips of a daemon at rest, then kills."""
+    with daemon() as served:
+        figures = _round_trips(served)
+        cleanups = sorted(_cleanup_ms(served) for _ in range(KILLS))
+    figures["kill_cleanup_ms"] = statistics.median(cleanups)
+    figures["kill_cleanup_ms_max"] = cleanups[-1]
+    rows = [
+        row(
+            "request, p50",
+            f"{figures['control_p50_us']:.1f} µs",
+            f"{figures['control_p50_us_usual']:.1f}",
+            "≤ 15 µs",
+        ),
+        row("request, p99", f"{figures['control_p99_us']:.1f} µs"),
+        row(
+            "bare echo, p50",
+            f"{figures['bare_echo_p50_us']:.1f} µs",
+            f"{figures['bare_echo_p50_us_usual']:.1f}",
+        ),
+        row(
+            "clean-up after a worker with 256 MiB was killed",
+            f"{cleanups[0]:.1f} ms",
+            f"{figures['kill_cleanup_ms']:.1f}, at most {cleanups[-1]:.1f}",
+            "≤ 100 ms",
+        ),
+    ]
+    return rows, figures
+
+
+def _round_trips(served: Daemon) -> Figures:
+    """Microseconds; median and 99th percentile of the quietest round, and the median of all."""
+    rounds: dict[str, list[list[float]]] = {"bare_echo": [], "control": []}
+    agent = served.client()
+    agent.ping()
+    with _echo() as bare:
+        for _ in range(ROUNDS):
+            rounds["bare_echo"].append(_times_us(bare))
+            rounds["control"].append(_times_us(agent.ping))
+    agent.close()
+    figures = {}
+    for name, found in rounds.items():
+        medians = [times[REQUESTS // 2] for times in found]
+        quietest = found[medians.index(min(medians))]
+        figures[f"{name}_p50_us"] = quietest[REQUESTS // 2]
+        figures[f"{name}_p99_us"] = quietest[REQUESTS * 99 // 100]
+        figures[f"{name}_p50_us_usual"] = statistics.median(medians)
+    return figures
+
+
+@contextmanager
+def _echo() -> Iterator[Callable[[], object]]:
+    """A round trip to a process that gives back what it gets, and does nothing else."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        while said := theirs.recv(4096):
+            theirs.sendall(said)
+        os._exit(0)
+    theirs.close()
+
+    def ask() -> None:
+        ours.sendall(b"x" * 16)
+        ours.recv(4096)
+
+    yield ask
+    ours.close()
+    os.waitpid(child, 0)
+
+
+def _times_us(ask: Callable[[], object]) -> list[float]:
+    """Sorted."""
+    found = []
+    for _ in range(REQUESTS):
+        began = time.perf_counter_ns()
+        ask()
+        found.append((time.perf_counter_ns() - began) / 1e3)
+    return sorted(found)
+
+
+def _cleanup_ms(served: Daemon) -> float:
+    """From `kill -9` of a worker until the daemon has its arena's memory back."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        rank = Rank(served, tensors(64, ARENA_BYTES // 64))
+        rank.fill()
+        os.write(writer, b"r")
+        signal.pause()
+    os.close(writer)
+    assert os.read(reader, 1) == b"r", "the worker ended early"
+    os.close(reader)
+    agent = served.client()
+    assert agent.usage()["device"]["lent_bytes"]
+    began = time.perf_counter()
+    os.kill(child, signal.SIGKILL)
+    while (usage := agent.usage())["deployments"] or usage["device"]["lent_bytes"]:
+        time.sleep(0.0002)
+    took_ms = 1e3 * (time.perf_counter() - began)
+    os.waitpid(child, 0)
+    agent.close()
+    return took_ms

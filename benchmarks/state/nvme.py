@@ -1,0 +1,85 @@
+"""The NVMe tier beside `fio` at its block size and queue depth."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.state.baselines import GB, MIB, Seconds, Work, fio, in_turns, timed
+from benchmarks.state.rig import Figures, Rows, folders, manifest_of, row, tensors
+from plexrl.statemanager.device.cpu import CpuDevice
+from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.store import Store
+from plexrl.statemanager.tenant_limit import TenantLimit
+
+STATE_BYTES = 512 * MIB
+DEPTH = 8
+ROUNDS = 7
+STRAIGHT = "straight"
+"""A tenant whose state goes to NVMe at once."""
+
+WRITES = {"spill": "host → NVMe", "put": "arena → NVMe"}
+READS = {"prefetch": "NVMe → host", "load": "NVMe → arena"}
+
+
+def measure() -> tuple[Rows, Figures]:
+    """Both directions, from and to either memory."""
+    with folders(nvme_queue_depth=DEPTH) as config:
+        store = Store(config)
+        try:
+            store.quotas.limits[STRAIGHT] = TenantLimit(host_bytes=0)
+            folder = Path(config.nvme_dir).parent
+            plain = {kind: fio(folder, kind, STATE_BYTES, DEPTH) for kind in ("write", "read")}
+            works = _works(store)
+            for kind, work in plain.items():
+                if work is not None:
+                    works[kind] = work
+            found = in_turns(works, ROUNDS)
+        finally:
+            store.close()
+    rows: Rows = []
+    figures: Figures = {}
+    for kind, moves in (("write", WRITES), ("read", READS)):
+        ratios = []
+        for move, way in moves.items():
+            rate = STATE_BYTES / found.best_s(move) / GB
+            figures[f"nvme_{move}_gb_s"] = rate
+            if kind not in works:
+                rows.append(row(f"{move}, {way}", f"{rate:.2f} GB/s"))
+                continue
+            ratios.append(found.ratio(move, kind))
+            figures[f"nvme_{move}_ratio"] = ratios[-1]
+            figures[f"nvme_{move}_ratio_usual"] = found.usual_ratio(move, kind)
+            value = f"{rate:.2f} GB/s, {ratios[-1]:.2f}"
+            usual = f"{figures[f'nvme_{move}_ratio_usual']:.2f}"
+            rows.append(row(f"{move}, {way}, of fio {kind}", value, usual, "≥ 0.9"))
+        if ratios:
+            figures[f"nvme_{kind}_ratio"] = min(ratios)
+            figures[f"fio_{kind}_gb_s"] = STATE_BYTES / found.best_s(kind) / GB
+            rows.append(row(f"nvme_{kind}_ratio, the worse of these", f"{min(ratios):.2f}"))
+    return rows, figures
+
+
+def _works(store: Store) -> dict[str, Work]:
+    devices = CpuDevice()
+    loan = devices.allocate(STATE_BYTES, device=0, uid=0)
+    loan.clear(0, STATE_BYTES)
+    slices = tensors(STATE_BYTES // (4 * MIB), 4 * MIB)
+    manifest = manifest_of(slices)
+    straight = replace(manifest, tenant=STRAIGHT, seq=2)
+
+    def spill() -> Seconds:
+        store.drop([manifest.name])
+        store.put(manifest, loan)
+        return timed(store.persist)
+
+    def put() -> Seconds:
+        store.drop([straight.name])
+        return timed(lambda: store.put(straight, loan))
+
+    def load() -> Seconds:
+        return timed(lambda: store.load(straight.name, "it", loan))
+
+    def prefetch() -> Seconds:
+        assert store.find(lambda m: m.seq == 1)[0].tier == TierName.NVME
+        return timed(lambda: store.prefetch(manifest.name, "it"))
+
+    return {"spill": spill, "prefetch": prefetch, "put": put, "load": load}

@@ -1,0 +1,47 @@
+"""The StateManager's speed: tiers, pulls, plans, control plane, switches, checkpoints.
+
+    python benchmarks/statemanager.py [--json] [part …]
+
+Parts: host, switches, nvme, pulls, plans, control, replicas, checkpoints; all by default. Baselines
+are taken in turns with what is measured: plain memory copies between memory files, `fio`, `iperf3`,
+a bare echo between two processes, plain writes.
+"""
+
+import os
+import sys
+
+from benchmarks.report import report
+from benchmarks.state import checkpoints, control, host, nvme, plans, pulls, replicas
+from plexrl.cluster.tuning import tuned
+
+PARTS = {
+    "host": host.measure_copies,
+    "switches": host.measure_switches,
+    "nvme": nvme.measure,
+    "pulls": pulls.measure,
+    "plans": plans.measure,
+    "control": control.measure,
+    "replicas": replicas.measure,
+    "checkpoints": checkpoints.measure,
+}
+
+
+def main() -> None:
+    """Measure the parts that the command line names."""
+    environment = tuned(os.environ)
+    if environment != dict(os.environ):
+        # As workers and daemons are started; the plain copies gain from it as well.
+        os.execve(sys.executable, sys.orig_argv, environment)
+    wanted = [name for name in sys.argv[1:] if name in PARTS] or list(PARTS)
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
+    for name in wanted:
+        sys.stderr.write(f"{name} …\n")
+        found, numbers = PARTS[name]()
+        rows += found
+        figures |= numbers
+    report("StateManager", ("what", "best", "usual", "bar"), rows, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A rollout's weights, brought to what its trainer published."""
+
+from typing import Any
+
+import msgspec
+
+from plexrl.statemanager.client import StateManagerClient
+from plexrl.statemanager.delta import DeltaPolicy
+from plexrl.statemanager.state_digest import digest_of_slices
+from plexrl.statemanager.transport.ways import transport_of
+from plexrl.wire.operations import SyncWeightsParams
+from plexrl.worker.arena_tensors import whole
+from plexrl.worker.backend import Backend
+
+Plain = dict[str, Any]
+
+
+def sync_weights(backend: Backend, client: StateManagerClient, command: Plain) -> Plain:
+    """Carry out a `sync_weights`; returns what was measured.
+
+    Raises:
+        PlexRLError: as `StateManagerClient.pull`.
+    """
+    params = msgspec.json.decode(command["params_json"], type=SyncWeightsParams)
+    slices = backend.slices()
+    report = client.pull(
+        sources=command["sources"],
+        source=command["source"],
+        seq=int(command["source_seq"]),
+        wants=slices,
+        delta=policy_of(params),
+    )
+    backend.after_pull()
+    sources: dict[str, int] = {}
+    for address, nbytes in report.bytes_by_source.items():
+        # Addresses are the cluster's own affair.
+        transport = transport_of(address)
+        sources[transport] = sources.get(transport, 0) + nbytes
+    result: Plain = {
+        "bytes_moved": report.bytes_moved,
+        "bytes_wanted": report.bytes_wanted,
+        "fraction": report.fraction,
+        "way": report.way.value,
+        "sources": sources,
+        "seconds": report.seconds,
+        "tier": report.tier,
+        "weights_seq": int(command["source_seq"]),
+    }
+    if params.digest:
+        memory = whole(backend.arena).cpu().numpy()
+        result["digest"] = digest_of_slices(slices, memory)
+    return result
+
+
+def policy_of(params: SyncWeightsParams) -> DeltaPolicy | None:
+    """What a pull is told of deltas."""
+    if params.delta is False:
+        return None
+    return DeltaPolicy(only_where_quicker=params.delta is not True)

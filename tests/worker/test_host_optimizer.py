@@ -1,0 +1,46 @@
+"""An optimizer in host memory, against the one on the device, on real gloo ranks."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing as mp
+
+from plexrl.statemanager.config import StateManagerConfig
+from tests.statemanager.conftest import Daemon
+from tests.worker import host_optimizer_ranks as ranks
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    made = Daemon(
+        StateManagerConfig(
+            node="n",
+            listen=str(tmp_path / "sm.sock"),
+            host_dir=tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm"),
+            host_bytes=256 << 20,
+            nvme_dir=str(tmp_path / "nvme"),
+            nvme_bytes=256 << 20,
+            checkpoint_dir=str(tmp_path),
+        )
+    )
+    made.start()
+    yield made
+    made.clean_up()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_host_and_device_agree_bit_for_bit_over_switches_and_checkpoints(
+    daemon: Daemon, tmp_path: Path, count: int
+) -> None:
+    arguments = (str(tmp_path), daemon.config.listen)
+    for work in (ranks.train_alike, ranks.restore):
+        mp.spawn(  # type: ignore[no-untyped-call, attr-defined]
+            work, args=(count, str(tmp_path / work.__name__), *arguments), nprocs=count
+        )
+        # A clean exit finishes the checkpoint; what was stored is there again.
+        daemon.terminate()
+        assert not daemon.host_files(), "a clean exit spills"
+        daemon.start()
+    assert (tmp_path / "j" / "host").exists()
