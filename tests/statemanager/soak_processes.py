@@ -80,6 +80,9 @@ class Node:
         self.daemon.process = None
         assert process.returncode == -signal.SIGKILL, (process.returncode, log)
         assert "Traceback" not in log, log
+        # Nothing was damaged here, so what is named is whole.
+        assert "is no longer whole" not in log, log
+        assert "is no version any more" not in log, log
         self._counts["daemon"] += 1
 
     def _restart(self) -> None:
@@ -126,6 +129,8 @@ class Player:
         self.rank, self._world_size = rank, world_size
         self._incarnation = 0
         self.state, self.published = Shelf(), Shelf()
+        self.story: list[str] = []
+        """What happened to it, for whoever has to find out."""
         self._process: ForkServerProcess | None = None
         self._pipe: Connection | None = None
         self.start()
@@ -155,8 +160,10 @@ class Player:
             ticket=ticket,
         )
         self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=work, args=(theirs, identity))
-        self._process.start()
+        process = self._context.Process(target=work, args=(theirs, identity))
+        process.start()
+        # Known to whoever kills only now that there is something to kill.
+        self._process = process
         theirs.close()
         return self._answer()
 
@@ -199,11 +206,13 @@ class Player:
     def do(self, command: Command) -> Outcome | None:
         """What came of a command; None: the worker was killed, and another has taken its place."""
         assert self._pipe is not None
+        self.story.append(f"{command.what} {command.seq} keep {command.keep_seq}")
         try:
             self._pipe.send(command)
             outcome = self._answer()
         except BrokenPipeError:
             outcome = None
+        self.story.append("killed" if outcome is None else outcome.error or "done")
         if outcome is None:
             self._bury()
             self.start()
@@ -266,4 +275,9 @@ class Player:
                 found = self.load(seq)
             if found:
                 there.add(seq)
-        self.state.found(there)
+        self.story.append(f"found {sorted(there)} of {self.state}")
+        try:
+            self.state.found(there)
+        except AssertionError as error:
+            story = " | ".join(self.story[-12:])
+            raise AssertionError(f"{self.deployment} rank {self.rank}: {story}") from error

@@ -194,6 +194,37 @@ def test_sharing_outlives_the_daemon_and_the_host_tier(open_store: OpenStore) ->
         assert store.used_bytes(HOST) == 0
 
 
+@pytest.mark.parametrize("tier", [HOST, NVME])
+def test_a_version_that_was_replaced_when_the_daemon_died_takes_nothing_from_those_that_share(
+    open_store: OpenStore, tier: TierName
+) -> None:
+    """Its header is still there: the daemon died before it deleted it."""
+    store = open_store()
+    first, second = ranks_of(store, 2)
+    first.put(1)
+    second.put(1)
+    if tier == NVME:
+        assert store.persist() == []
+    [replaced] = store._tiers[tier].directory.glob("*.0.state.1.*.version")
+    header = replaced.read_bytes()
+    first.put(1)
+    if tier == NVME:
+        assert store.persist() == []
+    assert not replaced.exists()
+    replaced.write_bytes(header)
+    store = open_store()
+    assert not replaced.exists()
+    first.store = second.store = store
+    store.check()
+    # Whatever is taken for free is written over.
+    other = Rank(store, 0, 1)
+    other.fill(7, 8)
+    other.put(1, deployment="b/actor")
+    for rank in (first, second):
+        rank.check(1)
+    store.check()
+
+
 def test_versions_that_share_leave_the_host_tier_together(open_store: OpenStore) -> None:
     store = open_store(host_bytes=22 * MIB)
     ranks = ranks_of(store, 2)
