@@ -25,6 +25,7 @@ from plexrl.statemanager.channel import close_all
 from plexrl.statemanager.checkpoint.retention import RetentionPolicy
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.connection import connect, exchange
+from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.handlers import HANDLERS
 from plexrl.statemanager.keys import StateSlice
@@ -241,6 +242,13 @@ def test_a_ticket_may_name_the_deployments_it_pulls_from(
 # No request, however made, reaches another job
 
 
+COUNTS = st.none() | st.integers(1, 3)
+st.register_type_strategy(
+    RetentionPolicy, st.builds(RetentionPolicy, keep_last=COUNTS, keep_every=COUNTS)
+)
+st.register_type_strategy(DeltaPolicy, st.just(DeltaPolicy()))
+
+
 def values(hint: Any, manifest: Manifest) -> st.SearchStrategy[Any]:
     """Values of a field that aim at the victim."""
     if hint is str:
@@ -253,9 +261,6 @@ def values(hint: Any, manifest: Manifest) -> st.SearchStrategy[Any]:
         return st.sampled_from([(), manifest.slices])
     if hint is bytes:
         return st.sampled_from([b"", b"x" * 40])
-    if hint == RetentionPolicy | None:
-        counts = st.none() | st.integers(1, 3)
-        return st.none() | st.builds(RetentionPolicy, keep_last=counts, keep_every=counts)
     return st.from_type(hint)
 
 

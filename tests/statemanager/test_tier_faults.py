@@ -180,17 +180,22 @@ def test_a_disk_that_is_really_full_refuses_and_leaves_the_arena(
     daemon = start_daemon()
     large = make_shard(daemon, deployment="a/actor", elements=256 * 1024)
     small = make_shard(daemon, deployment="b/actor")
-    daemon.limit_files(2 * STATE)
     kept = small.fill(1)
     small.offload(1)
+    large.snapshot(1)
+    daemon.limit_files(2 * STATE)
     expected = large.fill(2)
+
+    def save_until_full() -> None:
+        # As much is ready ahead as is lent, which does not do for three versions.
+        for seq in range(2, 6):
+            large.snapshot(seq, keep_seq=1)
+
     with pytest.raises(StateTierFullError, match="no room on its file system"):
-        large.offload(2)
+        save_until_full()
     assert np.array_equal(large.contents, expected)
     usage = large.agent.usage()
     assert usage["nvme_bytes"] == 0
-    assert STATE < usage["host_bytes"] < 2 * STATE
-    assert len(daemon.host_files()) == 1
     assert not daemon.nvme_files()
     small.load(1)
     assert np.array_equal(small.contents, kept)
