@@ -106,8 +106,9 @@ class StateMover:
         return measured
 
     def _load_version(self, seq: int, token: int) -> LoadReport:
-        """Load into the arena, which is registered once for the process's life."""
-        if self._backend.slices() == self._registered:
+        """Load into the arena, which is registered once for the process's life; with host memory
+        beside it, every time, as that is told of anew."""
+        if self._backend.host_arena is None and self._backend.slices() == self._registered:
             try:
                 return self._client.load(seq=seq, token=token)
             except ConflictError as error:
