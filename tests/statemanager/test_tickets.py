@@ -25,6 +25,7 @@ from plexrl.statemanager.channel import close_all
 from plexrl.statemanager.checkpoint.retention import RetentionPolicy
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.connection import connect, exchange
+from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.handlers import HANDLERS
 from plexrl.statemanager.keys import StateSlice
@@ -251,6 +252,9 @@ def values(hint: Any, manifest: Manifest) -> st.SearchStrategy[Any]:
         return st.just(manifest)
     if hint == tuple[StateSlice, ...]:
         return st.sampled_from([(), manifest.slices])
+    if hint == DeltaPolicy | None:
+        # Made at random it is seldom one.
+        return st.sampled_from([None, DeltaPolicy()])
     if hint is bytes:
         return st.sampled_from([b"", b"x" * 40])
     if hint == RetentionPolicy | None:
