@@ -259,6 +259,9 @@ def values(hint: Any, manifest: Manifest) -> st.SearchStrategy[Any]:
         return st.just(manifest)
     if hint == tuple[StateSlice, ...]:
         return st.sampled_from([(), manifest.slices])
+    if hint == DeltaPolicy | None:
+        # Made at random it is seldom one.
+        return st.sampled_from([None, DeltaPolicy()])
     if hint is bytes:
         return st.sampled_from([b"", b"x" * 40])
     return st.from_type(hint)
