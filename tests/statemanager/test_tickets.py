@@ -242,6 +242,7 @@ def test_a_ticket_may_name_the_deployments_it_pulls_from(
 # No request, however made, reaches another job
 
 
+# Made at random these are seldom any.
 COUNTS = st.none() | st.integers(1, 3)
 st.register_type_strategy(
     RetentionPolicy, st.builds(RetentionPolicy, keep_last=COUNTS, keep_every=COUNTS)
@@ -259,9 +260,6 @@ def values(hint: Any, manifest: Manifest) -> st.SearchStrategy[Any]:
         return st.just(manifest)
     if hint == tuple[StateSlice, ...]:
         return st.sampled_from([(), manifest.slices])
-    if hint == DeltaPolicy | None:
-        # Made at random it is seldom one.
-        return st.sampled_from([None, DeltaPolicy()])
     if hint is bytes:
         return st.sampled_from([b"", b"x" * 40])
     return st.from_type(hint)
