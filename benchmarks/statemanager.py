@@ -2,16 +2,26 @@
 
     python benchmarks/statemanager.py [--json] [part …]
 
-Parts: host, switches, nvme, pulls, plans, control, replicas, checkpoints; all by default. Baselines
-are taken in turns with what is measured: plain memory copies between memory files, `fio`, `iperf3`,
-a bare echo between two processes, plain writes.
+Parts: host, switches, nvme, pulls, plans, control, replicas, checkpoints, optimizer, delta; all by
+default. Baselines are taken in turns with what is measured: plain memory copies between memory
+files, `fio`, `iperf3`, a bare echo between two processes, plain writes, torch's AdamW.
 """
 
 import os
 import sys
 
 from benchmarks.report import report
-from benchmarks.state import checkpoints, control, host, nvme, plans, pulls, replicas
+from benchmarks.state import (
+    checkpoints,
+    control,
+    host,
+    host_optimizer,
+    nvme,
+    plans,
+    pulls,
+    replicas,
+    rl_delta,
+)
 from plexrl.cluster.tuning import tuned
 
 PARTS = {
@@ -23,6 +33,8 @@ PARTS = {
     "control": control.measure,
     "replicas": replicas.measure,
     "checkpoints": checkpoints.measure,
+    "optimizer": host_optimizer.measure,
+    "delta": rl_delta.measure,
 }
 
 
