@@ -6,14 +6,20 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from plexrl.errors import ConnectionLostError, InvalidRequestError, StateLostError
+from plexrl.errors import (
+    ConnectionLostError,
+    InvalidRequestError,
+    OverloadedError,
+    StateLostError,
+)
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.channel import close_all
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.connection import connect, exchange
+from plexrl.statemanager.handlers.caller import OPENED_MAX
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol import Confirm, OpenPublished
-from tests.statemanager.conftest import Daemon, MakeShard, StartDaemon, wait_until
+from tests.statemanager.conftest import DEADLINE_S, Daemon, MakeShard, StartDaemon, wait_until
 
 ROWS, COLUMNS = 10, 24
 ELEMENTS = 1024
@@ -272,3 +278,18 @@ def test_what_was_read_is_confirmed_by_the_daemon_that_lent_it_only(
         daemon.start()
         with pytest.raises((ConnectionLostError, OSError)):
             exchange(reader, Confirm())
+
+
+def test_a_connection_holds_a_bounded_number_of_versions(
+    daemon: Daemon, make_shard: MakeShard
+) -> None:
+    make_shard(daemon).client.publish(seq=1, token=1)
+    request = OpenPublished(source="job/actor", seq=1)
+    ticket = daemon.worker_ticket("job/rollout")
+    with connect(daemon.config.listen, DEADLINE_S, ticket) as connection:
+        for _ in range(OPENED_MAX):
+            close_all(exchange(connection, request)[1])
+        with pytest.raises(OverloadedError, match="close it and open another"):
+            exchange(connection, request)
+    with connect(daemon.config.listen, DEADLINE_S, ticket) as connection:
+        close_all(exchange(connection, request)[1])

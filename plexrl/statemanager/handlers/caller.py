@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from plexrl.errors import AuthenticationError, PermissionDeniedError
+from plexrl.errors import AuthenticationError, OverloadedError, PermissionDeniedError
 from plexrl.statemanager.amax import Amaxes
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
@@ -24,6 +24,9 @@ from plexrl.statemanager.tally import Tally
 from plexrl.statemanager.tickets import Claims, Role, TicketKey
 
 RequestT = TypeVar("RequestT", bound=Request)
+
+OPENED_MAX = 64
+"""Versions held in place for one connection: what is held cannot be dropped."""
 
 _ROLES = {Role.AGENT: "the node agent", Role.WORKER: "workers, for their own state"}
 
@@ -61,6 +64,8 @@ class Caller:
     """What its ticket says; absent: it has shown none yet."""
     own: Registration | None = None
     """The rank that registered on this connection; absent: none did, or not yet."""
+    opened: int = 0
+    """Versions that it asked to be held in place."""
     leases: ExitStack = field(default_factory=ExitStack)
     """Versions held in place for this client, until it goes."""
 
@@ -84,6 +89,20 @@ class Caller:
         if self.said is None:
             raise AuthenticationError("the first request of a connection is Hello, with a ticket")
         return self.said
+
+    def count_open(self) -> None:
+        """Note that one more version is to be held in place for it.
+
+        Raises:
+            OverloadedError: it has as many as one connection may.
+        """
+        if self.opened >= OPENED_MAX:
+            raise OverloadedError(
+                f"{self.claims.holder} holds {self.opened} versions on this connection: close it "
+                "and open another",
+                retry_after_s=0.0,
+            )
+        self.opened += 1
 
     def refuse(self, roles: tuple[Role, ...], request: Request) -> NoReturn:
         """Refuse a request that is for others.

@@ -33,6 +33,7 @@ from plexrl.statemanager.versions import Manifest, VersionKind
 
 def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) -> Reply:
     caller.claims.check_may_pull(request.source)
+    caller.count_open()
     files = _Files()
     shards = [
         PublishedShard(**held.description(request.known), regions=files.add(held.regions))

@@ -26,11 +26,12 @@ import msgspec
 from plexrl.errors import (
     ConnectionLostError,
     InvalidRequestError,
+    OverloadedError,
     PlexRLError,
     StateLostError,
 )
 from plexrl.statemanager.delta import DeltaPolicy
-from plexrl.statemanager.handlers.caller import Services
+from plexrl.statemanager.handlers.caller import OPENED_MAX, Services
 from plexrl.statemanager.published import HeldShard, hold_published, hold_stamp
 from plexrl.statemanager.tickets import Claims
 from plexrl.statemanager.transport.delta_stream import encode_delta
@@ -184,6 +185,7 @@ class _Reader:
         self._store = services.store
         self._amaxes = services.amaxes
         self._claims = claims
+        self._opened = 0
         self._lender = lender
         self._leases = leases
         self._held: list[tuple[HeldShard, HeldData]] = []
@@ -223,6 +225,12 @@ class _Reader:
 
     def _open(self, request: _Open) -> dict[str, Any]:
         self._claims.check_may_pull(request.source)
+        if self._opened >= OPENED_MAX:
+            raise OverloadedError(
+                f"{self._opened} versions are open on this connection: close it and open another",
+                retry_after_s=0.0,
+            )
+        self._opened += 1
         for shard in hold_published(self._store, self._leases, request):
             self._held.append((shard, _held_data(shard)))
         return {
