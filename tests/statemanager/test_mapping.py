@@ -2,11 +2,10 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
-from plexrl.statemanager.mapping import JoinedRegions, MappedFile, Region, discard, equal, populate
+from plexrl.statemanager.mapping import MappedFile, discard, equal, populate
 
 PAGE = 4096
 
@@ -22,30 +21,6 @@ def memory() -> Iterator[tuple[int, MappedFile]]:
     yield fd, mapped
     mapped.close()
     os.close(fd)
-
-
-def test_regions_are_read_as_one_memory(memory: tuple[int, MappedFile]) -> None:
-    fd, _ = memory
-    regions = [
-        Region(fd=fd, offset=page * PAGE, nbytes=PAGE, data_offset=at * PAGE)
-        for at, page in enumerate((3, 1, 2))
-    ]
-    joined = JoinedRegions(regions, 2 * PAGE + 10)
-    assert joined.view.readonly
-    assert joined.view == b"\3" * PAGE + b"\1" * PAGE + b"\2" * 10
-    joined.close()
-    joined.close()
-
-
-@pytest.mark.parametrize(
-    "change", [{"data_offset": PAGE}, {"data_offset": -PAGE}, {"offset": 1}, {"nbytes": 2 * PAGE}]
-)
-def test_a_region_that_cannot_be_is_refused(
-    memory: tuple[int, MappedFile], change: dict[str, int]
-) -> None:
-    region = Region(fd=memory[0], offset=0, nbytes=PAGE, data_offset=0)
-    with pytest.raises(OSError, match=r"Invalid argument|lies outside"):
-        JoinedRegions([replace(region, **change)], PAGE)
 
 
 def test_populated_pages_keep_their_contents(memory: tuple[int, MappedFile]) -> None:

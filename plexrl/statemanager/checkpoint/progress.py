@@ -53,7 +53,3 @@ class Progress:
     def cancel(self) -> None:
         """Have the writer end at its next step."""
         self._cancelled.set()
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._cancelled.is_set()
