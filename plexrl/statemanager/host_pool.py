@@ -112,7 +112,7 @@ class HostPool:
     def resident_bytes(self) -> int:
         """In use, or touched and free."""
         with self._lock:
-            return self._used_bytes + self._warm_bytes()
+            return self._used_bytes + self._warm_bytes() - self._faulting_bytes
 
     def claim(self, pieces: Sequence[Piece], tenant: str) -> bool:
         """Count ranges as a tenant's, and in use, that a daemon before this one handed out; False,
@@ -172,11 +172,8 @@ class HostPool:
                 self._segments[piece.segment].set_aside(piece)
         except OSError as error:
             with self._lock:
-                self._count_unused((*warm, *cold))
-                for piece in warm:
-                    free.warm.add(piece)
-                for piece in cold:
-                    self._make_cold(piece)
+                self._free_warm(warm)
+                self._free_cold(cold)
             raise self._full(nbytes, str(error)) from error
         return (*warm, *cold)
 
@@ -307,6 +304,11 @@ class HostPool:
         for piece in pieces:
             self._count_unused([piece])
             self._free[self._segments[piece.segment].owner].warm.add(piece)
+
+    def _free_cold(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self._count_unused([piece])
+            self._make_cold(piece)
 
     def _give(self, segment: HostSegment, tenant: str) -> None:
         """Let a segment's free ranges be a tenant's."""
@@ -445,12 +447,14 @@ class HostPool:
                 cold = self._cold_to_fault()
                 if not cold:
                     return
+                is_touched = False
                 try:
                     for piece in cold:
                         self._fault_in(piece)
+                    is_touched = True
                 finally:
                     with self._lock:
-                        self._free_warm(cold)
+                        (self._free_warm if is_touched else self._free_cold)(cold)
                         self._trim()
                         self._faulting_bytes = 0
                         self._faulted.notify_all()

@@ -1,5 +1,6 @@
 """Pooled memory: one owner for each page, never beyond the bound, and found again after a crash."""
 
+import errno
 import mmap
 import os
 import shutil
@@ -23,6 +24,7 @@ from hypothesis.stateful import (
 from plexrl.errors import StateTierFullError
 from plexrl.statemanager.free_ranges import FreeRanges, Piece, cut
 from plexrl.statemanager.host_pool import HostPool
+from plexrl.statemanager.host_segment import HostSegment
 from plexrl.statemanager.numa import memory_nodes, place_pages
 from tests.statemanager.conftest import MIB, wait_until
 
@@ -391,3 +393,23 @@ def test_what_is_expected_has_its_pages_before_it_comes(directory: Path) -> None
         pool.check()
     finally:
         pool.close()
+
+
+def test_pages_that_could_not_be_faulted_in_are_not_taken_for_resident(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no memory left")
+
+    pool = HostPool(directory, 4 * MIB)
+    with monkeypatch.context() as patched:
+        patched.setattr(HostSegment, "set_aside", fail)
+        pool.prefault(2 * MIB)
+        assert pool._prefaulting is not None
+        pool._prefaulting.join()
+    assert pool.resident_bytes == 0
+    pieces = pool.alloc(2 * MIB, "")
+    assert resident(directory) == pool.resident_bytes == 2 * MIB
+    pool.free(pieces)
+    pool.check()
+    pool.close()
