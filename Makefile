@@ -19,11 +19,14 @@ help:
 
 setup: $(STAMP)
 
-# Torch goes first and alone, so that no other package chooses its build.
+# Torch goes first and alone, so that no other package chooses its build; DeepSpeed is then built
+# against it, and builds its kernels when they are first used.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet setuptools wheel ninja
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation "deepspeed>=0.19"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $(STAMP)
 
