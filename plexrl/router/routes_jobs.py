@@ -19,8 +19,8 @@ from plexrl.errors import (
     PermissionDeniedError,
 )
 from plexrl.model_spec import (
-    ROLLOUT_BYTES_PER_PARAMETER,
     TRAIN_BYTES_PER_PARAMETER,
+    WEIGHT_BYTES,
     ModelSpec,
     parameter_count,
 )
@@ -116,11 +116,6 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
         caller = await gateway.caller(request)
         check_name("deployment", body.name)
         spec, parameters = check_deployment(body)
-        per_parameter = (
-            TRAIN_BYTES_PER_PARAMETER
-            if spec.kind == "train"
-            else ROLLOUT_BYTES_PER_PARAMETER[spec.dtype]
-        )
         view = await gateway.scheduler.call(
             "create_deployment",
             {
@@ -129,7 +124,7 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
                 **caller.claim,
                 "kind": spec.kind,
                 "workers": spec.workers,
-                "state_bytes": parameters * per_parameter,
+                "state_bytes": state_bytes(spec, parameters),
                 "exclusive": body.exclusive,
                 "spec_json": spec.to_json(),
                 "node_type": body.node_type,
@@ -177,6 +172,11 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
     check_layout(capabilities, layout)
     check_optimizer(capabilities, body.optimizer)
     check_dtype(capabilities, body.dtype)
+    if model.head != "causal" and body.kind != "forward":
+        raise InvalidRequestError(
+            f"a model with head {model.head!r} only scores rows: make a reward deployment of it, "
+            f"not a {body.kind} deployment"
+        )
     if body.kind == "rollout" and body.trace is not None:
         raise InvalidRequestError(
             "a rollout deployment has its GPUs to itself, so a demand trace says nothing of it: "
@@ -201,6 +201,13 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
             "positions: lower it"
         )
     return spec, parameters
+
+
+def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
+    """Of all ranks together: a trainer's are shards, each rank of the others has all weights."""
+    if spec.kind == "train":
+        return parameters * TRAIN_BYTES_PER_PARAMETER
+    return parameters * WEIGHT_BYTES[spec.dtype] * spec.workers
 
 
 def _layout(body: DeploymentRequest) -> Parallelism:
