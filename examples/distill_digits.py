@@ -6,8 +6,8 @@
 A teacher is trained on right answers first (in earnest one loads it: `plexrl.ModelSpec(path=…)`).
 Then it only scores: the student draws answers, the teacher says how likely it finds each of their
 tokens, and a token's advantage is the teacher's logprob less the student's, whose mean over samples
-is minus the KL divergence of student from teacher. No right answer is shown to the student after its warm-up.
-Without PLEXRL_URL an embedded cluster is started for the run.
+is minus the KL divergence of student from teacher. No right answer is shown to the student after
+its warm-up. Without PLEXRL_URL an embedded cluster is started for the run.
 """
 
 import argparse

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import BatchShapeError, InvalidRequestError
@@ -25,6 +24,7 @@ from plexrl.worker.backend import BackendCall, BackendResult
 from plexrl.worker.checkpoint import agree, load_hf_parameters
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.packing import MicroBatch, micro_batches, unpack, unpack_rows
+from plexrl.worker.training.logprobs import token_logprobs
 
 if TYPE_CHECKING:
     from plexrl.statemanager.host_arena import HostArena
@@ -120,14 +120,10 @@ class ForwardBackend:
         return BackendResult(arrays={"logprobs": unpack(batches, logprobs, tokens)})
 
     def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """Logprob of every token given those before it, float32 `[B, L]`; column 0 is 0."""
         logits_BLV = self._model(
             input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long(), use_cache=False
         ).logits
-        predicted_BLV = logits_BLV[:, :-1].float()
-        chosen_BL1 = predicted_BLV.gather(-1, batch.tokens_BL[:, 1:, None])
-        logprobs_BL = chosen_BL1.squeeze(-1) - predicted_BLV.logsumexp(-1)
-        return nn.functional.pad(logprobs_BL * batch.valid_BL[:, 1:], (1, 0))
+        return token_logprobs(logits_BLV, batch)
 
     def _scores(self, batch: MicroBatch) -> torch.Tensor:
         """The score of every row's last hidden state, float32 `[B]`.
