@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -18,6 +18,7 @@ from plexrl.client.results import (
     Chunk,
     ForwardResult,
     GenerateResult,
+    ScoreResult,
     StepResult,
     TrainResult,
 )
@@ -55,7 +56,9 @@ class Deployment:
         return self._submit(requests.load_checkpoint(self.deployment, name, job))
 
     def status(self) -> Plain:
-        """Where it runs and where its state lies."""
+        """Where it runs and where its state lies; of a rollout its `engines` too, where they have
+        their weights on the device: samples that run and wait, blocks of the cache in use
+        (`blocks_held` of `blocks`), preemptions so far."""
         job, _, name = self.deployment.rpartition("/")
         path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}"
         return dict(self._transport.request(Call(method="GET", path=path)).json())
@@ -112,6 +115,38 @@ class TrainDeployment(Deployment):
         with self._submitting:
             view = self._transport.request(submission.call).json()
         return CheckpointFuture(self._transport, view, submission.decoder)
+
+
+class ReferenceDeployment(Deployment):
+    """A model that only says how likely tokens are: a reference policy, a teacher."""
+
+    def forward(
+        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> Future[ForwardResult]:
+        """Logprobs of every token given those before it."""
+        return self._submit(requests.forward(self.deployment, batch, micro_batch_tokens))
+
+    def sync_weights(
+        self,
+        source: TrainDeployment,
+        *,
+        delta: bool | Literal["auto"] = "auto",
+        digest: bool = False,
+    ) -> Future[Plain]:
+        """As `RolloutDeployment.sync_weights`: until the next one it is that old policy."""
+        return self._submit(
+            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+        )
+
+
+class RewardDeployment(Deployment):
+    """A model that scores rows."""
+
+    def score(
+        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> Future[ScoreResult]:
+        """The score of every row, as its last token has it."""
+        return self._submit(requests.score(self.deployment, batch, micro_batch_tokens))
 
 
 class RolloutDeployment(Deployment):
@@ -246,9 +281,13 @@ class Job:
         dtype: str = "float32",
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
+        kv_cache_bytes: int | None = None,
         node_type: str = "",
     ) -> RolloutDeployment:
         """Create (or take up again) a model that generates, on a GPU of its own.
+
+        `kv_cache_bytes` bounds each worker's cache, beside the weights: samples that find no room
+        in it wait and are computed anew, which results count as `metrics["preemptions"]`.
 
         It computes from weights in `dtype` (`float32`, `bfloat16`); what the trainer has is cast on
         the way, as torch casts it.
@@ -262,9 +301,69 @@ class Job:
             "dtype": dtype,
             "max_sequence_tokens": max_sequence_tokens,
             "max_concurrent_samples": max_concurrent_samples,
+            "kv_cache_bytes": kv_cache_bytes,
             "node_type": node_type,
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))
+
+    def reference_deployment(
+        self,
+        name: str,
+        model: "ModelSpec",
+        *,
+        workers: int = 1,
+        dtype: str = "float32",
+        exclusive: bool = False,
+        max_sequence_tokens: int = 512,
+        node_type: str = "",
+        trace: DemandTrace | Mapping[str, Any] | None = None,
+    ) -> ReferenceDeployment:
+        """Create (or take up again) a model that only says how likely tokens are, without gradients
+        and optimizer: a reference policy, a teacher.
+
+        Each of `workers` GPUs has all its weights, in `dtype`, and gets other rows. It takes turns
+        on them with other jobs' deployments, and with this job's trainer.
+
+        Raises:
+            UnsupportedDtypeError: the backend cannot compute from weights in `dtype`.
+            ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
+        """
+        options = {
+            "workers": workers,
+            "dtype": dtype,
+            "exclusive": exclusive,
+            "max_sequence_tokens": max_sequence_tokens,
+            "node_type": node_type,
+            "trace": plain_trace(trace),
+        }
+        return ReferenceDeployment(self._transport, self._deploy(name, "forward", model, options))
+
+    def reward_deployment(
+        self,
+        name: str,
+        model: "ModelSpec",
+        *,
+        workers: int = 1,
+        dtype: str = "float32",
+        exclusive: bool = False,
+        max_sequence_tokens: int = 512,
+        node_type: str = "",
+        trace: DemandTrace | Mapping[str, Any] | None = None,
+    ) -> RewardDeployment:
+        """Create (or take up again) a model that scores rows: `model` with a head of one label, as
+        `transformers`' `AutoModelForSequenceClassification` has it. Otherwise as
+        `reference_deployment`.
+        """
+        options = {
+            "workers": workers,
+            "dtype": dtype,
+            "exclusive": exclusive,
+            "max_sequence_tokens": max_sequence_tokens,
+            "node_type": node_type,
+            "trace": plain_trace(trace),
+        }
+        scoring = replace(model, head="reward")
+        return RewardDeployment(self._transport, self._deploy(name, "forward", scoring, options))
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Add a row to the job's metrics."""
@@ -304,6 +403,12 @@ class Job:
     def status(self) -> Plain:
         """The job as the scheduler sees it."""
         return dict(self._transport.request(Call(method="GET", path=self._path)).json())
+
+    def deployment_status(self, deployment: str) -> Plain:
+        """As `Deployment.status`, by name (`<job>/<name>`, or the name alone)."""
+        name = quote(deployment.rpartition("/")[2])
+        call = Call(method="GET", path=f"{self._path}/deployments/{name}")
+        return dict(self._transport.request(call).json())
 
     def finish(self, outcome: str = "completed", reason: str = "") -> None:
         """End the job: `completed`, `failed` or `cancelled`. A job that ended stays as it is."""

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import AuthenticationError, ConnectionLostError, PermissionDeniedError
 from plexrl.router.blobs import BlobStore, Upload
+from plexrl.router.engines import Engines
 from plexrl.router.executor import Executor
 from plexrl.router.metrics_log import MetricsLog
 from plexrl.router.scheduler_link import SchedulerLink
@@ -61,6 +62,7 @@ class Gateway:
         self.body_bytes_max = body_bytes_max
         self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
         self._specs = specs
+        self.engines = Engines(executor)
 
     async def caller(self, request: Request) -> Caller:
         """Who sent the request.

@@ -56,7 +56,8 @@ async def split(command: RunOperation, body: Body | None, spec: DeploymentSpec |
 
 
 async def join(plan: DispatchPlan, payloads: Sequence[bytearray]) -> Sequence[Body]:
-    """The batch's logprobs out of all ranks' payloads, as a body in parts."""
+    """What all ranks' payloads say of the batch's tokens (`logprobs`) or rows (`scores`), as a body
+    in parts."""
     if sum(len(payload) for payload in payloads) <= INLINE_BYTES_MAX:
         return _join(plan, payloads)
     return await asyncio.to_thread(_join, plan, payloads)
@@ -83,9 +84,12 @@ def _split(command: RunOperation, body: Body, spec: DeploymentSpec) -> RunParts:
 
 def _join(plan: DispatchPlan, payloads: Sequence[bytearray]) -> Sequence[Body]:
     ranks = plan.layout.output_ranks
-    per_rank = {rank: decode_body(payloads[rank])[1]["logprobs"] for rank in ranks}
+    answers = {rank: decode_body(payloads[rank])[1] for rank in ranks}
+    by_token = "logprobs" in answers[ranks[0]]
+    name = "logprobs" if by_token else "scores"
+    per_rank = {rank: arrays[name] for rank, arrays in answers.items()}
     if plan.is_whole:
-        (logprobs,) = per_rank.values()
-        assert logprobs.shape == (plan.tokens,), "a rank answers for every token"
+        wanted = plan.tokens if by_token else len(plan.lengths)
+        assert len(per_rank[ranks[0]]) == wanted, f"a rank gives {name} of everything"
         return (payloads[ranks[0]],)
-    return encode_parts({}, {"logprobs": plan.join(per_rank)})
+    return encode_parts({}, {name: (plan.join if by_token else plan.join_rows)(per_rank)})

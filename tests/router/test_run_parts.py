@@ -90,7 +90,7 @@ def test_a_rank_that_leaves_tokens_out_is_found_out() -> None:
     parts = split_now(1, encode_body({}, batch_of(9)))
     assert parts.plan is not None
     short = bytearray(encode_body({}, {"logprobs": np.zeros(3, dtype=np.float32)}))
-    with pytest.raises(AssertionError, match="every token"):
+    with pytest.raises(AssertionError, match="of everything"):
         asyncio.run(join(parts.plan, [short]))
 
 
