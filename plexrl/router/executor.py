@@ -3,8 +3,6 @@
 import asyncio
 import json
 import logging
-from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import ExecutionError, PlexRLError
@@ -14,7 +12,7 @@ from plexrl.router.reductions import gather_metrics, gather_moves, state_moved
 from plexrl.router.run_parts import SPLIT_KINDS, RunParts, join, split
 from plexrl.router.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
 from plexrl.scheduler.commands import CODEC, AbortOperation, DiscardBlobs, RunOperation
-from plexrl.wire.operations import MUTATING, OperationKind
+from plexrl.wire.operations import MUTATING
 from plexrl.wire.rpc import Peer
 
 if TYPE_CHECKING:
@@ -29,23 +27,7 @@ LOG = logging.getLogger(__name__)
 OTHER_RANKS_TIMEOUT_S = 5.0
 """How long the other ranks are waited for once one has failed: they may hang in a collective."""
 
-CHUNKS_MAX = 200_000
-STREAMS_MAX = 256
 Plain = dict[str, Any]
-
-
-@dataclass(slots=True)
-class Stream:
-    """Chunks of one streamed generation, and a bell for those who read them."""
-
-    chunks: list[Plain] = field(default_factory=list)
-    done: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def ring(self) -> None:
-        """Wake every reader."""
-        self.changed.set()
-        self.changed = asyncio.Event()
 
 
 class Executor:
@@ -55,7 +37,6 @@ class Executor:
         self._blobs = blobs
         self._links: dict[str, WorkerLink] = {}
         self._runs: dict[str, tuple[RunName, asyncio.Task[None]]] = {}
-        self.streams: OrderedDict[str, Stream] = OrderedDict()
         self.scheduler: SchedulerLink | None = None
         self.specs: DeploymentSpecs | None = None
 
@@ -96,13 +77,6 @@ class Executor:
         for _, task in list(self._runs.values()):
             task.cancel()
         await asyncio.gather(*(link.close() for link in self._links.values()))
-
-    def stream(self, operation: str) -> Stream:
-        """The stream of an operation, begun if need be."""
-        found = self.streams.setdefault(operation, Stream())
-        while len(self.streams) > STREAMS_MAX:
-            self.streams.popitem(last=False)
-        return found
 
     def _forget(self, name: RunName) -> None:
         current = self._runs.get(name[0])
@@ -146,19 +120,8 @@ class Executor:
             "rank_params": parts.rank_params,
         }
         name: RunName = (command.operation, command.token)
-        on_chunk = None
-        if command.kind == OperationKind.GENERATE:
-            stream = self.stream(command.operation)
-
-            def on_chunk(chunk: Plain) -> None:
-                # A worker that is asked again tells its chunks from the first one on.
-                if chunk["index"] == len(stream.chunks) and len(stream.chunks) < CHUNKS_MAX:
-                    keys = ("index", "sample", "tokens", "logprobs")
-                    stream.chunks.append({key: chunk[key] for key in keys})
-                    stream.ring()
-
         tasks = [
-            asyncio.create_task(self.link(address).run(name, header, payload, on_chunk))
+            asyncio.create_task(self.link(address).run(name, header, payload))
             for address, payload in zip(command.addresses, parts.payloads, strict=True)
         ]
         try:
@@ -230,7 +193,3 @@ class Executor:
         self.scheduler.report(
             method, {"operation": command.operation, "token": command.token, **fields}
         )
-        if command.kind == OperationKind.GENERATE:
-            stream = self.stream(command.operation)
-            stream.done = True
-            stream.ring()

@@ -1,4 +1,4 @@
-"""Routes about operations: submit, wait, stream, cancel, look back."""
+"""Routes about operations: submit, wait, cancel, look back."""
 
 import asyncio
 import hashlib
@@ -15,7 +15,7 @@ from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import InvalidRequestError, from_wire
 from plexrl.ids import BlobRef
 from plexrl.router.blobs import INLINE_BYTES_MAX, Upload
-from plexrl.router.gateway import Caller, Gateway
+from plexrl.router.gateway import FINAL, Caller, Gateway
 from plexrl.router.validation import Checked, check_identifier, check_operation
 from plexrl.wire.operations import GenerateParams, SyncWeightsParams
 from plexrl.wire.tensors import (
@@ -32,7 +32,6 @@ Plain = dict[str, Any]
 WAIT_S_MAX = 60.0
 SLICE_BYTES = 256 << 10
 """Of a large result, handed to the server at a time."""
-FINAL = ("finished", "failed", "cancelled")
 BINARY = {
     "description": "safetensors; `params` are JSON in its metadata",
     "content": {MEDIA_TYPE: {}},
@@ -40,7 +39,7 @@ BINARY = {
 
 
 def operation_routes(gateway: Gateway) -> APIRouter:
-    """All routes about operations."""
+    """All routes about operations, but for streams."""
     routes = APIRouter(prefix="/v1", tags=["operations"])
 
     @routes.post(
@@ -71,17 +70,6 @@ def operation_routes(gateway: Gateway) -> APIRouter:
             upload.drop()
 
     @routes.get(
-        "/operations/{operation:path}/stream",
-        summary="Tokens of a streamed generation, as JSON lines",
-        response_class=StreamingResponse,
-    )
-    async def stream(request: Request, operation: str, after: int = 0) -> StreamingResponse:
-        caller = await gateway.caller(request)
-        await _view(gateway, caller, operation, 0.0)
-        lines = _stream_lines(gateway, caller, operation, after)
-        return StreamingResponse(lines, media_type="application/x-ndjson")
-
-    @routes.get(
         "/operations/{operation:path}",
         summary="Wait for an operation's result",
         description="200 with the result; 202 while it is not there, with the reason; the "
@@ -91,7 +79,7 @@ def operation_routes(gateway: Gateway) -> APIRouter:
     )
     async def wait(request: Request, operation: str, wait_s: float = 25.0) -> Response:
         caller = await gateway.caller(request)
-        view = await _view(gateway, caller, operation, max(0.0, min(wait_s, WAIT_S_MAX)))
+        view = await gateway.operation(caller, operation, max(0.0, min(wait_s, WAIT_S_MAX)))
         if view["state"] not in FINAL:
             return JSONResponse(view, status_code=202)
         if view["state"] != "finished":
@@ -196,35 +184,3 @@ async def _submit(
             "source": source,
         },
     )
-
-
-async def _view(gateway: Gateway, caller: Caller, operation: str, timeout_s: float) -> Plain:
-    return await gateway.scheduler.call(
-        "wait_operation",
-        {"operation": operation, **caller.claim, "timeout_s": timeout_s},
-        timeout_s=timeout_s + 30.0,
-    )
-
-
-async def _stream_lines(
-    gateway: Gateway, caller: Caller, operation: str, after: int
-) -> AsyncIterator[bytes]:
-    """Chunks as they come; the last line says that the result can be fetched."""
-    stream = gateway.executor.stream(operation)
-    sent = after
-    while True:
-        changed = stream.changed
-        while sent < len(stream.chunks):
-            yield json.dumps(stream.chunks[sent]).encode() + b"\n"
-            sent += 1
-        if stream.done:
-            break
-        try:
-            async with asyncio.timeout(1.0):
-                await changed.wait()
-        except TimeoutError:
-            # Another router may be carrying it out, or it ended before this one asked.
-            view = await _view(gateway, caller, operation, 0.0)
-            if view["state"] in FINAL:
-                break
-    yield b'{"done":true}\n'

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from plexrl.errors import ConnectionLostError, PlexRLError
 from plexrl.wire.frame_socket import FrameSocket
@@ -14,7 +14,6 @@ RECONNECT_S = 0.1
 RunName = tuple[str, int]
 """Operation and token."""
 Answer = tuple[Header, bytearray]
-OnChunk = Callable[[Header], None]
 
 
 class WorkerGoneError(Exception):
@@ -32,13 +31,11 @@ class WorkerLink:
         self._address = address
         self._socket: FrameSocket | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._waiting: dict[RunName, tuple[asyncio.Future[Answer], OnChunk | None]] = {}
+        self._waiting: dict[RunName, asyncio.Future[Answer]] = {}
         # Held over a whole frame: frames do not mix, and leave in the order of the calls.
         self._sending = asyncio.Lock()
 
-    async def run(
-        self, name: RunName, header: Header, payload: Sequence[Buffer], on_chunk: OnChunk | None
-    ) -> Answer:
+    async def run(self, name: RunName, header: Header, payload: Sequence[Buffer]) -> Answer:
         """The worker's final answer to a run; asks until there is one.
 
         Raises:
@@ -46,7 +43,7 @@ class WorkerLink:
         """
         while True:
             future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-            self._waiting[name] = (future, on_chunk)
+            self._waiting[name] = future
             try:
                 await self.send(header, payload)
                 return await future
@@ -62,8 +59,10 @@ class WorkerLink:
         """Send one frame. Raises `ConnectionLostError` or `OSError`."""
         async with self._sending:
             if self._socket is None:
-                self._socket = await FrameSocket.connect(self._address)
-                self._reading = asyncio.create_task(self._read(self._socket))
+                self._socket = connection = await FrameSocket.connect(self._address)
+                self._reading = asyncio.create_task(self._read(connection))
+                # Also where the task is cancelled before its first step.
+                self._reading.add_done_callback(lambda _: connection.close())
             try:
                 await self._socket.send(header, payload)
             except BaseException:
@@ -79,7 +78,7 @@ class WorkerLink:
             await asyncio.gather(reading, return_exceptions=True)
 
     def _hang_up(self) -> None:
-        """End the connection; the reading task closes the socket, and wakes all who wait."""
+        """End the connection; the reading task wakes all who wait, and closes the socket."""
         self._socket = None
         if self._reading is not None:
             self._reading.cancel()
@@ -90,22 +89,15 @@ class WorkerLink:
         try:
             while True:
                 header, payload = await connection.receive()
-                found = self._waiting.get((header.get("operation", ""), header.get("token", -1)))
-                if found is None:
-                    continue
-                future, on_chunk = found
-                if header["reply"] == "chunk":
-                    if on_chunk is not None:
-                        on_chunk(header)
-                elif not future.done():
+                future = self._waiting.get((header.get("operation", ""), header.get("token", -1)))
+                if future is not None and not future.done():
                     future.set_result((header, payload))
         except PlexRLError as error:
             lost = error
         finally:
-            connection.close()
             if self._socket is connection:
                 self._socket = self._reading = None
-            for future, _ in self._waiting.values():
+            for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(lost)
                     # Whoever was cancelled does not ask.
