@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.router.arrivals import Arrivals
 from plexrl.router.blobs import BlobStore
 from plexrl.router.config import RouterConfig
 from plexrl.router.executor import Executor
@@ -88,8 +89,9 @@ def _make_gateway(config: RouterConfig) -> Gateway:
     specs = DeploymentSpecs(scheduler)
     executor.scheduler = scheduler
     executor.specs = specs
+    arrivals = Arrivals(config.arriving_bytes_max, config.tenant_arriving_bytes_max)
     metrics = MetricsLog(data_dir / "metrics")
-    return Gateway(scheduler, executor, blobs, metrics, specs, config.body_bytes_max)
+    return Gateway(scheduler, executor, blobs, metrics, specs, arrivals, config.body_bytes_max)
 
 
 async def _typed(request: Request, error: Exception) -> JSONResponse:

@@ -18,3 +18,7 @@ class RouterConfig:
     """Where blobs and metrics lie, shared by all routers."""
     body_bytes_max: int = 1 << 30
     """Largest request body."""
+    arriving_bytes_max: int = 8 << 30
+    """Bound on the bodies that arrive at a time; more are refused with 429."""
+    tenant_arriving_bytes_max: int = 4 << 30
+    """Likewise of one tenant."""

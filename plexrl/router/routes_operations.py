@@ -15,7 +15,7 @@ from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import InvalidRequestError, from_wire
 from plexrl.ids import BlobRef
 from plexrl.router.blobs import INLINE_BYTES_MAX, Upload
-from plexrl.router.gateway import FINAL, Caller, Gateway
+from plexrl.router.gateway import FINAL, Gateway
 from plexrl.router.validation import Checked, check_identifier, check_operation
 from plexrl.wire.operations import GenerateParams, SyncWeightsParams
 from plexrl.wire.tensors import (
@@ -48,7 +48,9 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         summary="Submit an operation",
         description="The body is a safetensors file whose metadata key `plexrl` holds the "
         "parameters as JSON and whose tensors are the batch, or JSON where there is no batch. "
-        "`operation` is the idempotency key: the same request again is the same operation.",
+        "`operation` is the idempotency key: the same request again is the same operation. One "
+        "that has not begun `deadline_s` seconds after it was accepted ends with 504 "
+        "`deadline_exceeded` and never runs. 429 says in `Retry-After` when there should be room.",
         openapi_extra={
             "requestBody": {
                 "content": {
@@ -58,16 +60,22 @@ def operation_routes(gateway: Gateway) -> APIRouter:
             }
         },
     )
-    async def submit(request: Request, job: str, name: str, kind: str, operation: str) -> Plain:
+    async def submit(
+        request: Request,
+        job: str,
+        name: str,
+        kind: str,
+        operation: str,
+        deadline_s: float | None = None,
+    ) -> Plain:
         caller = await gateway.caller(request)
         check_identifier("operation", operation)
         spec = await gateway.spec(f"{job}/{name}", caller)
-        upload = await gateway.body(request)
-        try:
+        async with gateway.body(request, caller) as upload:
             checked = await _checked(request, spec, kind, upload)
-            return await _submit(gateway, caller, f"{job}/{name}", operation, checked, upload)
-        finally:
-            upload.drop()
+            named = {"operation": operation, "deployment": f"{job}/{name}"}
+            fields = {**named, "deadline_s": deadline_s, **caller.claim}
+            return await _submit(gateway, fields, checked, upload)
 
     @routes.get(
         "/operations/{operation:path}",
@@ -99,12 +107,24 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         fields = {"operation": operation, **caller.claim}
         return await gateway.scheduler.call("cancel_operation", fields)
 
-    @routes.get("/operations", summary="Finished operations behind index `after`")
+    @routes.get(
+        "/operations",
+        summary="Finished operations behind index `after`",
+        description="Oldest first, the scheduler's own moves of state included, with where their "
+        "time went: `queue_s`, `switch_s`, `transfer_s`, `compute_s`. As many are remembered as "
+        "the scheduler's `history` says.",
+    )
     async def log(
-        request: Request, job: str | None = None, after: int = 0, limit: int = 1000
+        request: Request,
+        job: str | None = None,
+        deployment: str | None = None,
+        kind: str | None = None,
+        after: int = 0,
+        limit: int = 1000,
     ) -> Plain:
         caller = await gateway.caller(request)
-        fields = {**caller.claim, "job": job, "after": after, "limit": limit}
+        fields = {**caller.claim, "job": job, "deployment": deployment, "kind": kind}
+        fields |= {"after": after, "limit": limit}
         return await gateway.scheduler.call("list_operations", fields)
 
     return routes
@@ -150,14 +170,8 @@ def _decode(media_type: str, body: Body) -> tuple[Plain, Arrays]:
     raise InvalidRequestError(f"content type {media_type!r}: send {MEDIA_TYPE} or application/json")
 
 
-async def _submit(
-    gateway: Gateway,
-    caller: Caller,
-    deployment: str,
-    operation: str,
-    checked: Checked,
-    upload: Upload,
-) -> Plain:
+async def _submit(gateway: Gateway, fields: Plain, checked: Checked, upload: Upload) -> Plain:
+    operation: str = fields["operation"]
     params = checked.params
     if isinstance(params, GenerateParams) and params.sampling.seed is None:
         # Drawn once and journalled, so that a repeated dispatch draws the same tokens. It follows
@@ -174,12 +188,11 @@ async def _submit(
     return await gateway.scheduler.call(
         "submit_operation",
         {
-            "operation": operation,
-            "deployment": deployment,
-            **caller.claim,
+            **fields,
             "kind": checked.kind.value,
             "params_json": msgspec.json.encode(params).decode(),
             "payload": payload,
+            "payload_bytes": 0 if payload is None else memoryview(upload.body).nbytes,
             "tokens": checked.tokens,
             "source": source,
         },

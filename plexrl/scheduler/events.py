@@ -242,6 +242,9 @@ class OperationSubmitted(Event):
     """Size of the work, for estimates: tokens of the batch, or most tokens to draw."""
     source: DeploymentId | None = None
     """For `sync_weights`: the train deployment to pull from."""
+    payload_bytes: int = 0
+    deadline_s: float | None = None
+    """From now on; not begun by then, it ends with `DeadlineExceededError`. Absent: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +278,9 @@ class OperationFinished(Event):
     """Small results and measurements; opaque to the core."""
     moved: StateMoved | None = None
     """Of a load or offload: absent where the workers said nothing of it."""
+    transfer_s: float = 0.0
+    """Of the run in the router, without `compute_s`: splitting, sending, joining, storing."""
+    result_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
