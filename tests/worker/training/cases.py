@@ -74,4 +74,6 @@ CASES = (
     WRITER,
     Case(backend="fsdp", layout=Parallelism(dp=2)),
     Case(backend="fsdp", layout=Parallelism(dp=2), options=(("optimizer", "host"),)),
+    Case(backend="fsdp", layout=Parallelism(tp=2)),
+    Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=LLAMA),
 )
