@@ -8,9 +8,8 @@ With `compute_dtype="bfloat16"` parameters are cast as they are gathered: they, 
 (added up in float32) and the optimizer's state stay float32 in the arena.
 """
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from plexrl.model_layout import check_tensor_parallel
 from plexrl.statemanager.arena import Arena
@@ -28,6 +26,7 @@ from plexrl.statemanager.keys import StateSlice
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.packing import MicroBatch
+from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.flat_state import FlatState, ShardBox
 from plexrl.worker.training.fsdp_tensor_parallel import cut_parameters, local_box, parallelize
 from plexrl.worker.training.logprobs import token_logprobs, token_logprobs_of_parts
@@ -74,8 +73,7 @@ class FsdpModel:
         self._cut = cut_parameters(model)
         layers: Any = model.model.layers  # type: ignore[union-attr]
         if spec.activation_checkpointing:
-            for layer in layers:
-                layer.forward = _recomputing(layer.forward)
+            checkpoint_activations(layers)
         options: dict[str, Any] = {} if mesh is None else {"mesh": mesh["dp"]}
         if spec.compute_dtype != "float32":
             options["mp_policy"] = MixedPrecisionPolicy(
@@ -200,12 +198,6 @@ class FsdpModel:
                 parameter = shard.sharded_param
                 parameter._local_tensor = home.view(padded).narrow(0, 0, gradient.shape[0])
                 parameter.grad = shard.to_sharded_dtensor(gradient)
-
-
-def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer that keeps only its input for the backward pass. Without dropout there is no random
-    state to restore."""
-    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def _fsdp_param(model: nn.Module, parameter: nn.Parameter) -> Any:

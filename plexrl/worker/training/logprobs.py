@@ -25,7 +25,7 @@ def token_logprobs_of_parts(
 ) -> torch.Tensor:
     """As `token_logprobs`, on every rank of a group that has the vocabulary in parts, this rank's
     from `first_word` on; no rank ever has the logits of all words."""
-    logprobs_BP = _LogprobsOfParts.apply(
+    logprobs_BP = _LogprobsOfParts.apply(  # type: ignore[no-untyped-call]
         logits_BLW[:, :-1].float(), batch.tokens_BL[:, 1:], first_word, group
     )
     assert isinstance(logprobs_BP, torch.Tensor)
@@ -36,7 +36,7 @@ class _LogprobsOfParts(torch.autograd.Function):
     """Logprob of the chosen words: logit minus logsumexp, both put together over the group."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         logits_BPW: torch.Tensor,
         tokens_BP: torch.Tensor,
@@ -57,9 +57,7 @@ class _LogprobsOfParts(torch.autograd.Function):
         return both_2BP[1] - largest_BP - both_2BP[0].log()
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, gradient_BP: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient_BP: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         probabilities_BPW, places_BP1, is_mine_BP = ctx.saved_tensors
         found_BPW = probabilities_BPW * -gradient_BP[..., None]
         found_BPW.scatter_add_(-1, places_BP1, (gradient_BP * is_mine_BP)[..., None])
