@@ -13,6 +13,7 @@ from plexrl.errors import ExecutionError, PlexRLError
 from plexrl.ids import BlobRef
 from plexrl.router.blobs import RESULT_SUFFIX, BlobStore
 from plexrl.router.dispatch import DispatchPlan, plan_batch
+from plexrl.router.generate_plan import GeneratePlan, plan_generate
 from plexrl.router.reductions import (
     gather_metrics,
     gather_moves,
@@ -47,6 +48,8 @@ class _Parts:
     rank_params: Plain
     plan: DispatchPlan | None
     """Of a batch whose rows are split; None of anything else."""
+    generation: GeneratePlan | None = None
+    """Of a generate: `payloads` are then by share, and no others are asked."""
 
 
 class Executor:
@@ -128,12 +131,20 @@ class Executor:
         if command.payload is None:
             return _Parts([b""] * ranks, {"job": command.job}, None)
         body = await self._blobs.read(command.payload)
-        if command.kind not in SPLIT_KINDS:
+        if command.kind not in SPLIT_KINDS and command.kind != OperationKind.GENERATE:
             return _Parts([body] * ranks, {}, None)
         assert self.specs is not None
         spec = await self.specs.await_own(command.deployment)
         _, arrays = decode_body(body)
         params: Any = msgspec.json.decode(command.params_json, type=PARAMS_BY_KIND[command.kind])
+        if command.kind == OperationKind.GENERATE:
+            generation = plan_generate(
+                spec.layout, len(arrays["lengths"]), params.samples_per_prompt
+            )
+            payloads = [body]
+            if len(generation.shares) > 1:
+                payloads = [encode_body({}, share.inputs(arrays)) for share in generation.shares]
+            return _Parts(payloads, {}, None, generation)
         plan = plan_batch(
             spec.layout,
             arrays["lengths"].tolist(),
@@ -148,16 +159,18 @@ class Executor:
 
     async def _ask_ranks(self, command: RunOperation, parts: _Parts) -> list[Answer | None]:
         """Every rank's answer; None for one that gave none after another had failed."""
-        header = {
-            "request": "run",
-            "command": CODEC.to_plain(command),
-            "rank_params": parts.rank_params,
-        }
+        plain = CODEC.to_plain(command)
+        asked = [(address, parts.rank_params) for address in command.addresses]
+        if (plan := parts.generation) is not None:
+            asked = [
+                (command.addresses[share.rank], {"first_row": plan.first_row(share)})
+                for share in plan.shares
+            ]
         name: RunName = (command.operation, command.token)
-        tasks = [
-            asyncio.create_task(self.link(address).run(name, header, payload))
-            for address, payload in zip(command.addresses, parts.payloads, strict=True)
-        ]
+        tasks = []
+        for (address, rank_params), payload in zip(asked, parts.payloads, strict=True):
+            header = {"request": "run", "command": plain, "rank_params": rank_params}
+            tasks.append(asyncio.create_task(self.link(address).run(name, header, payload)))
         try:
             pending = set(tasks)
             while pending:
@@ -196,6 +209,9 @@ class Executor:
             arrays = _joined(parts.plan, {r: decode_body(finished[r][1])[1] for r in ranks})
             counted = [results[rank] for rank in ranks]
             result = gather_metrics(counted) if "sums" in counted[0] else {}
+        elif parts.generation is not None:
+            arrays = parts.generation.join_arrays([decode_body(body)[1] for _, body in finished])
+            result = parts.generation.join_results(results)
         else:
             result = gather_moves(results)
             if finished[0][1]:

@@ -34,6 +34,7 @@ from plexrl.router.schemas import (
     MetricsRequest,
 )
 from plexrl.router.validation import check_identifier, check_name
+from plexrl.tensor_split import check_tensor_split
 
 Plain = dict[str, Any]
 
@@ -165,11 +166,6 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         raise InvalidRequestError("a model has either a path or an architecture")
     capabilities = backend_capabilities(body.kind, body.backend or None)
     layout = _layout(body)
-    if body.kind == "rollout" and layout.dp != 1:
-        raise InvalidRequestError(
-            f"a rollout deployment has 1 copy of its model, {layout.dp} were asked for: make "
-            "several rollout deployments instead"
-        )
     check_layout(capabilities, layout)
     check_optimizer(capabilities, body.optimizer)
     check_dtype(capabilities, body.dtype)
@@ -184,6 +180,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
             "leave the trace out"
         )
     parameters = parameter_count(model)
+    if body.kind == "rollout":
+        check_tensor_split(model, layout.tp)
     spec = DeploymentSpec(
         model=model,
         kind=body.kind,
@@ -207,10 +205,10 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
 
 
 def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
-    """Of all ranks together: a trainer's are shards, each rank of the others has all weights."""
+    """Of all ranks: a trainer's are shards; of the others each data rank has all weights."""
     if spec.kind == "train":
         return parameters * TRAIN_BYTES_PER_PARAMETER
-    return parameters * WEIGHT_BYTES[spec.dtype] * spec.workers
+    return parameters * WEIGHT_BYTES[spec.dtype] * spec.layout.dp
 
 
 def _layout(body: DeploymentRequest) -> Parallelism:
