@@ -50,8 +50,6 @@ class GeneratePlan:
 
     def join_arrays(self, parts: Sequence[Arrays]) -> Arrays:
         """All samples, given those of each share."""
-        if len(parts) == 1:
-            return parts[0]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def join_results(self, results: Sequence[Mapping[str, Any]]) -> Plain:
