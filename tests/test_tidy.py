@@ -20,6 +20,7 @@ SHELLS_IN_SCHEDULER = {
 OTHER_CORES = (
     "backend_capabilities.py",
     "deployment_spec.py",
+    "model_layout.py",
     "kv_cache.py",
     "parallelism.py",
     "router/balance.py",
@@ -30,7 +31,6 @@ OTHER_CORES = (
     "router/reductions.py",
     "router/stream_events.py",
     "router/validation.py",
-    "tensor_split.py",
     "statemanager/boxes.py",
     "statemanager/casts.py",
     "statemanager/checkpoint/plan.py",
