@@ -32,6 +32,13 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         backend="fsdp", kind="train", axes=("dp",), optimizers=("device", "host"), packs=False
     ),
     BackendCapabilities(
+        backend="megatron",
+        kind="train",
+        axes=("dp", "tp", "pp"),
+        optimizers=("device",),
+        packs=False,
+    ),
+    BackendCapabilities(
         backend="torch",
         kind="forward",
         axes=("dp",),

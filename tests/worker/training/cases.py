@@ -14,7 +14,7 @@ from plexrl.parallelism import Parallelism
 VOCABULARY = "0123456789abcdefghij"
 """With three special tokens: a size that no even number of ranks divides."""
 
-QWEN2 = tiny_qwen2(VOCABULARY, seed=1, hidden=32)
+QWEN2 = tiny_qwen2(VOCABULARY, seed=1)
 """Tied embeddings, biases, two key-value heads for four."""
 
 
@@ -74,4 +74,9 @@ CASES = (
     WRITER,
     Case(backend="fsdp", layout=Parallelism(dp=2)),
     Case(backend="fsdp", layout=Parallelism(dp=2), options=(("optimizer", "host"),)),
+    Case(backend="megatron", layout=Parallelism(tp=2)),
+    Case(backend="megatron", layout=Parallelism(pp=2)),
+    Case(backend="megatron", layout=Parallelism(dp=2), is_slow=True),
+    Case(backend="megatron", layout=Parallelism(tp=2, pp=2), is_slow=True),
+    Case(backend="megatron", layout=Parallelism(dp=2, tp=2), model=LLAMA, is_slow=True),
 )

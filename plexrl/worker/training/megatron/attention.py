@@ -54,10 +54,8 @@ class PackedAttention(torch.nn.Module):
         self, query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, rows: RowMap
     ) -> list[torch.Tensor]:
         lengths = list(rows.lengths)
-        split = zip(
-            query_THD.split(lengths), key_TGD.split(lengths), value_TGD.split(lengths), strict=True
-        )
-        return [self._attend(*of_row, mask=None) for of_row in split]
+        split = (torch.split(each, lengths) for each in (query_THD, key_TGD, value_TGD))
+        return [self._attend(*of_row, mask=None) for of_row in zip(*split, strict=True)]
 
     def _shared_rows(
         self, query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, rows: RowMap

@@ -42,8 +42,11 @@ class _TorchOnCpu:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def zeros(self, *sizes: Any, device: object = None, **options: Any) -> torch.Tensor:
-        return torch.zeros(*sizes, device="cpu" if device == "cuda" else device, **options)  # type: ignore[arg-type]
+    def zeros(self, *sizes: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        found: torch.Tensor = torch.zeros(
+            *sizes, device="cpu" if device == "cuda" else device, **options
+        )
+        return found
 
 
 def _cpu() -> torch.device:

@@ -60,7 +60,7 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
         head_dim=int(config.get("head_dim") or hidden // heads),
         mlp=int(config["moe_intermediate_size" if is_moe else "intermediate_size"]),
         vocabulary=int(config["vocab_size"]),
-        experts=int(config["num_experts"]) if is_moe else 0,
+        experts=int(config.get("num_experts") or config["num_local_experts"]) if is_moe else 0,
         experts_per_token=int(config["num_experts_per_tok"]) if is_moe else 0,
         normalizes_top_k=bool(config.get("norm_topk_prob", False)),
         has_qkv_bias=architecture == "qwen2",
@@ -85,6 +85,13 @@ def check_cut(sizes: Dimensions, layout: Parallelism) -> None:
                 f"{axis} that divides {size}",
                 field=axis,
             )
+    if layout.tp > 1 and sizes.experts:
+        raise LayoutError(
+            f"parallelism.tp is {layout.tp} and the model has experts: Megatron needs sequence "
+            "parallelism for that, which the megatron backend does not run yet; spread the experts "
+            "by ep instead",
+            field="tp",
+        )
     if layout.ep > 1 and (sizes.experts == 0 or sizes.experts % layout.ep):
         raise LayoutError(
             f"parallelism.ep is {layout.ep} and the model has {sizes.experts} experts in a layer: "

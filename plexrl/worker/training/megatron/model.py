@@ -65,7 +65,7 @@ class MegatronModel:
             LayoutError: the layout cannot cut it.
         """
         layout, place = self._rank.layout, self._rank.place
-        model = build_model(self._rank.spec.model)
+        model: Any = build_model(self._rank.spec.model)
         self._config = model.config
         self._generation_config = getattr(model, "generation_config", None)
         sizes = dimensions(model.config.to_dict())

@@ -52,7 +52,5 @@ def pack_rows(batch: MicroBatch) -> PackedRows:
         predicts=has_next_T.nonzero().squeeze(1),
         homes=homes,
         shape_BL=(valid_BL.shape[0], valid_BL.shape[1]),
-        row_map=RowMap(
-            lengths=tuple(n for n in valid_BL.sum(1).tolist() if n), positions_CT=None
-        ),
+        row_map=RowMap(lengths=tuple(n for n in valid_BL.sum(1).tolist() if n), positions_CT=None),
     )

@@ -71,4 +71,7 @@ class Pipeline:
             # Padding of the vocabulary is no word: it takes no part of the probability.
             padding_V = torch.arange(logits_TV.shape[1], device=logits_TV.device) >= words
             logits_TV = logits_TV.masked_fill(padding_V, float("-inf"))
-        return -vocab_parallel_cross_entropy(logits_TV[None].float(), targets_T[None])[0]
+        losses_1T: torch.Tensor = vocab_parallel_cross_entropy(
+            logits_TV[None].float(), targets_T[None]
+        )
+        return -losses_1T[0]
