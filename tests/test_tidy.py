@@ -20,6 +20,7 @@ SHELLS_IN_SCHEDULER = {
 OTHER_CORES = (
     "backend_capabilities.py",
     "deployment_spec.py",
+    "megatron_dimensions.py",
     "kv_cache.py",
     "parallelism.py",
     "router/balance.py",
@@ -59,7 +60,6 @@ OTHER_CORES = (
     "worker/engine/shards.py",
     "statemanager/windows.py",
     "worker/training/megatron/boxes.py",
-    "worker/training/megatron/dimensions.py",
     "worker/training/megatron/names.py",
 )
 BANNED_IN_CORES = {

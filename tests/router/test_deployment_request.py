@@ -7,7 +7,7 @@ import pytest
 from plexrl.errors import InvalidRequestError, LayoutError
 from plexrl.model_spec import tiny_qwen2
 from plexrl.parallelism import Parallelism
-from plexrl.router.routes_jobs import check_deployment
+from plexrl.router.routes_jobs import check_deployment, state_bytes
 from plexrl.router.schemas import DeploymentRequest
 
 
@@ -43,6 +43,7 @@ def test_the_layout_and_the_number_of_workers_follow_from_one_another(
         ({"parallelism": {"dp": 2, "ep": 3}}, "ep", "ep must divide dp·cp"),
         ({"parallelism": {"dp": 2, "tp": 2}}, "tp", "'fsdp' does not run tp.*fsdp: dp"),
         ({"parallelism": {"pp": 2}}, "pp", "does not run pp"),
+        ({"backend": "megatron", "parallelism": {"tp": 4}}, "tp", "2 key and value heads"),
     ],
 )
 def test_a_layout_that_cannot_run_is_refused_by_its_field(
@@ -51,6 +52,15 @@ def test_a_layout_that_cannot_run_is_refused_by_its_field(
     with pytest.raises(LayoutError, match=message) as refused:
         check_deployment(request(**fields))
     assert refused.value.details["field"] == field
+
+
+def test_state_counts_what_megatron_keeps_on_every_data_rank() -> None:
+    bytes_per_parameter = {}
+    for layout in ({"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2, "pp": 2}):
+        spec, count = check_deployment(request(backend="megatron", parallelism=layout))
+        bytes_per_parameter[spec.layout.describe()] = state_bytes(spec, count) // count
+    # Parameters and room to reduce in on both data ranks, gradients and moments once.
+    assert bytes_per_parameter == {"tp=2": 16, "dp=2": 28, "dp=2 tp=2 pp=2": 28}
 
 
 def test_a_rollout_deployment_has_one_copy_of_its_model() -> None:

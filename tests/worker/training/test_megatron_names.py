@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.megatron_dimensions import Dimensions, check_cut, dimensions
 from plexrl.parallelism import Parallelism
 from plexrl.worker.factory import make_backend
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.training.megatron.boxes import Piece, cut
-from plexrl.worker.training.megatron.dimensions import Dimensions, check_cut, dimensions
 from plexrl.worker.training.megatron.names import pieces_by_parameter
 from tests.worker.training.cases import LLAMA, QWEN2, resized
 
@@ -131,7 +132,7 @@ def test_the_ranks_together_hold_every_element_equally_often(
     ],
 )
 def test_a_layout_that_cannot_cut_the_model_is_refused(
-    layout: Parallelism, changes: dict[str, int], field: str
+    layout: Parallelism, changes: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(LayoutError) as refused:
         check_cut(replace(DENSE, **changes), layout)
@@ -142,7 +143,8 @@ def test_a_layout_that_cannot_cut_the_model_is_refused(
     "changes",
     [
         {"model_type": "gpt2"},
-        {"sliding_window": 4096},
+        {"model_type": "mistral", "sliding_window": 4096},
+        {"sliding_window": 4096, "use_sliding_window": True},
         {"hidden_act": "gelu"},
         {"model_type": "llama", "attention_bias": True},
     ],
@@ -150,6 +152,10 @@ def test_a_layout_that_cannot_cut_the_model_is_refused(
 def test_a_model_that_megatron_would_run_otherwise_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError, match="fsdp"):
         dimensions({"model_type": "qwen2", **QWEN2.config, **changes})
+
+
+def test_a_sliding_window_that_is_not_used_does_not_matter() -> None:
+    dimensions({"model_type": "qwen2", **QWEN2.config, "sliding_window": 4096})
 
 
 def test_without_megatron_core_the_backend_says_what_to_install(

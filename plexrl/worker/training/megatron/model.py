@@ -15,6 +15,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 
+from plexrl.megatron_dimensions import check_cut, dimensions
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.keys import StateSlice
 from plexrl.wire.operations import AdamParams
@@ -22,7 +23,6 @@ from plexrl.worker.models import build_model
 from plexrl.worker.packing import MicroBatch
 from plexrl.worker.training.megatron.boxes import Piece
 from plexrl.worker.training.megatron.cpu_shim import install_cpu_shim
-from plexrl.worker.training.megatron.dimensions import check_cut, dimensions
 from plexrl.worker.training.megatron.groups import join_groups
 from plexrl.worker.training.megatron.names import is_replicated, pieces_by_parameter
 from plexrl.worker.training.megatron.network import make_network

@@ -14,9 +14,9 @@ stage, under the same name.
 
 from collections.abc import Iterator
 
+from plexrl.megatron_dimensions import Dimensions, padded_vocabulary
 from plexrl.parallelism import Coordinates, Parallelism
 from plexrl.worker.training.megatron.boxes import Piece
-from plexrl.worker.training.megatron.dimensions import Dimensions, padded_vocabulary
 
 Pieces = tuple[Piece, ...]
 

@@ -11,9 +11,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from plexrl.errors import InvalidRequestError
+from plexrl.megatron_dimensions import Dimensions, padded_vocabulary
 from plexrl.parallelism import Coordinates, Parallelism
 from plexrl.worker.training.megatron.attention import PackedAttention
-from plexrl.worker.training.megatron.dimensions import Dimensions, padded_vocabulary
 
 
 class Network(GPTModel):  # type: ignore[misc]  # megatron-core has no types

@@ -1,6 +1,7 @@
-"""A model's sizes, from its Hugging Face configuration, and whether a layout can cut them. Pure.
+"""What the `megatron` backend can run: a model's sizes, and whether a layout cuts them. Pure.
 
-Dense decoders of the Llama family and Mixture-of-Experts with Qwen3's block (`qwen3_moe`).
+Dense decoders of the Llama family and Mixture-of-Experts with Qwen3's block (`qwen3_moe`). The
+router refuses by this before a worker is started.
 """
 
 from collections.abc import Mapping
@@ -9,12 +10,12 @@ from typing import Any
 
 from plexrl.errors import InvalidRequestError, LayoutError
 from plexrl.parallelism import Parallelism
-from plexrl.statemanager.keys import ARENA_ALIGNMENT
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "qwen3_moe")
 
-ALIGNED_ELEMENTS = ARENA_ALIGNMENT // 4
-"""Float32 elements of which a tensor's rows must hold a multiple, to begin where slices may."""
+ALIGNED_ELEMENTS = 16
+"""Float32 elements of which a tensor's rows must hold a multiple: a slice begins at a multiple of
+64 bytes (`plexrl.statemanager.keys.ARENA_ALIGNMENT`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
         has_qkv_bias=architecture == "qwen2",
         has_qk_norm=architecture.startswith("qwen3"),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=float(config["rms_norm_eps"]),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
     )
 
 
@@ -111,6 +112,17 @@ def check_cut(sizes: Dimensions, layout: Parallelism) -> None:
             )
 
 
+def megatron_bytes_per_parameter(layout: Parallelism) -> int:
+    """Of all ranks together, for each parameter of a dense model.
+
+    Every data rank has the parameters whole, and room to reduce their gradients in; the gradients
+    themselves and the two moments are shared out.
+    """
+    replicas = layout.dp * layout.cp
+    reduces = replicas > 1 or layout.pp > 1
+    return 4 * replicas * (2 if reduces else 1) + 12
+
+
 def padded_vocabulary(sizes: Dimensions, layout: Parallelism) -> int:
     """Words that the tensor ranks hold together, as many on each."""
     return -(-sizes.vocabulary // layout.tp) * layout.tp
@@ -126,7 +138,7 @@ def _check_supported(architecture: str, config: Mapping[str, Any]) -> None:
         "attention_bias": architecture != "qwen2",
         "mlp_bias": True,
         "mlp_only_layers": True,
-        "sliding_window": True,
+        "sliding_window": config.get("use_sliding_window", architecture == "mistral"),
     }
     for field, matters in refused.items():
         if matters and config.get(field):
