@@ -21,6 +21,7 @@ OTHER_CORES = (
     "backend_capabilities.py",
     "deployment_spec.py",
     "megatron_dimensions.py",
+    "model_layout.py",
     "kv_cache.py",
     "parallelism.py",
     "router/balance.py",

@@ -28,6 +28,9 @@ def resized(model: ModelSpec, architecture: str, **changes: Any) -> ModelSpec:
     )
 
 
+QWEN3 = resized(QWEN2, "qwen3", head_dim=8)
+"""Norms of queries and keys."""
+
 LLAMA = resized(QWEN2, "llama", tie_word_embeddings=False)
 
 
@@ -79,4 +82,21 @@ CASES = (
     Case(backend="megatron", layout=Parallelism(dp=2), is_slow=True),
     Case(backend="megatron", layout=Parallelism(tp=2, pp=2), is_slow=True),
     Case(backend="megatron", layout=Parallelism(dp=2, tp=2), model=LLAMA, is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(tp=2)),
+    Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=LLAMA),
+    Case(
+        backend="fsdp",
+        layout=Parallelism(tp=2),
+        model=QWEN3,
+        options=(("compute_dtype", "bfloat16"), ("activation_checkpointing", True)),
+        tolerance=0.05,
+    ),
+    Case(backend="fsdp", layout=Parallelism(dp=3), is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=QWEN3, is_slow=True),
+    Case(
+        backend="fsdp",
+        layout=Parallelism(dp=2, tp=2),
+        options=(("optimizer", "host"), ("activation_checkpointing", True)),
+        is_slow=True,
+    ),
 )
