@@ -28,7 +28,7 @@ def resized(model: ModelSpec, architecture: str, **changes: Any) -> ModelSpec:
     )
 
 
-QWEN3 = resized(QWEN2, "qwen3", head_dim=8)
+QWEN3 = resized(QWEN2, "qwen3", head_dim=16)
 """Norms of queries and keys."""
 
 LLAMA = resized(QWEN2, "llama", tie_word_embeddings=False)

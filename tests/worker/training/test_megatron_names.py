@@ -18,12 +18,12 @@ from plexrl.worker.factory import make_backend
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.training.megatron.boxes import Piece, cut
 from plexrl.worker.training.megatron.names import pieces_by_parameter
-from tests.worker.training.cases import LLAMA, QWEN2, resized
+from tests.worker.training.cases import LLAMA, QWEN2, QWEN3, resized
 
 MODELS = {
     "qwen2": QWEN2,
     "llama": LLAMA,
-    "qwen3": resized(QWEN2, "qwen3", head_dim=16),
+    "qwen3": QWEN3,
     "qwen3_moe": resized(
         QWEN2,
         "qwen3_moe",
