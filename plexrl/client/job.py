@@ -226,6 +226,8 @@ class Job:
         exclusive: bool = False,
         backend: str | None = None,
         optimizer: Literal["device", "host"] = "device",
+        compute_dtype: Literal["float32", "bfloat16"] = "float32",
+        activation_checkpointing: bool = False,
         max_sequence_tokens: int = 512,
         node_type: str = "",
         trace: DemandTrace | Mapping[str, Any] | None = None,
@@ -239,9 +241,14 @@ class Job:
         With `optimizer="host"` the optimizer's state stays in host memory and the CPU steps it, so
         a context switch moves parameters only; a step takes longer.
 
+        With `compute_dtype="bfloat16"` the model computes in that; its parameters, their gradients
+        and steps are float32 all the same. `activation_checkpointing` computes each layer's
+        activations again in the backward pass instead of keeping them: the same bits, less memory.
+
         Raises:
             ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
-            LayoutError: the backend does not run this layout; its message says which one does.
+            LayoutError: the backend does not run this layout, or the model cannot be cut so; its
+                message says what can.
         """
         options = {
             "workers": workers,
@@ -249,6 +256,8 @@ class Job:
             "exclusive": exclusive,
             "backend": backend,
             "optimizer": optimizer,
+            "compute_dtype": compute_dtype,
+            "activation_checkpointing": activation_checkpointing,
             "max_sequence_tokens": max_sequence_tokens,
             "node_type": node_type,
             "trace": plain_trace(trace),
@@ -265,9 +274,12 @@ class Job:
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
         kv_cache_bytes: int | None = None,
+        parallelism: Parallelism | None = None,
         node_type: str = "",
     ) -> RolloutDeployment:
-        """Create (or take up again) a model that generates, on a GPU of its own.
+        """Create (or take up again) a model that generates, on GPUs of its own: one, or as
+        `parallelism` says. `tp` ranks share each matrix; `dp` replicas share the prompts of every
+        `generate`. What is drawn is the same.
 
         `kv_cache_bytes` bounds each worker's cache, beside the weights: samples that find no room
         in it wait and are computed anew, which results count as `metrics["preemptions"]`.
@@ -285,6 +297,7 @@ class Job:
             "max_sequence_tokens": max_sequence_tokens,
             "max_concurrent_samples": max_concurrent_samples,
             "kv_cache_bytes": kv_cache_bytes,
+            "parallelism": None if parallelism is None else asdict(parallelism),
             "node_type": node_type,
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))

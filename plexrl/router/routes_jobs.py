@@ -7,6 +7,7 @@ from fastapi.responses import PlainTextResponse
 
 from plexrl.backend_capabilities import (
     backend_capabilities,
+    check_computation,
     check_dtype,
     check_layout,
     check_optimizer,
@@ -19,6 +20,8 @@ from plexrl.errors import (
     PermissionDeniedError,
 )
 from plexrl.kv_cache import check_cache_budget
+from plexrl.megatron_dimensions import check_cut, dimensions, megatron_bytes_per_parameter
+from plexrl.model_layout import check_equal_parts, check_tensor_parallel
 from plexrl.model_spec import (
     TRAIN_BYTES_PER_PARAMETER,
     WEIGHT_BYTES,
@@ -165,14 +168,17 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         raise InvalidRequestError("a model has either a path or an architecture")
     capabilities = backend_capabilities(body.kind, body.backend or None)
     layout = _layout(body)
-    if body.kind == "rollout" and layout.dp != 1:
-        raise InvalidRequestError(
-            f"a rollout deployment has 1 copy of its model, {layout.dp} were asked for: make "
-            "several rollout deployments instead"
-        )
     check_layout(capabilities, layout)
     check_optimizer(capabilities, body.optimizer)
     check_dtype(capabilities, body.dtype)
+    check_computation(
+        capabilities,
+        body.compute_dtype,
+        activation_checkpointing=body.activation_checkpointing,
+    )
+    check_tensor_parallel(model, layout)
+    if body.kind == "rollout":
+        check_equal_parts(model, layout)
     if model.head != "causal" and body.kind != "forward":
         raise InvalidRequestError(
             f"a model with head {model.head!r} only scores rows: make a reward deployment of it, "
@@ -184,6 +190,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
             "leave the trace out"
         )
     parameters = parameter_count(model)
+    if capabilities.backend == "megatron":
+        check_cut(dimensions({"model_type": model.architecture, **model.config}), layout)
     spec = DeploymentSpec(
         model=model,
         kind=body.kind,
@@ -192,6 +200,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         parallelism=layout,
         optimizer=body.optimizer,
         dtype=body.dtype,
+        compute_dtype=body.compute_dtype,
+        activation_checkpointing=body.activation_checkpointing,
         max_sequence_tokens=body.max_sequence_tokens,
         max_concurrent_samples=body.max_concurrent_samples,
         kv_cache_bytes=body.kv_cache_bytes,
@@ -207,10 +217,12 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
 
 
 def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
-    """Of all ranks together: a trainer's are shards, each rank of the others has all weights."""
+    """Of all ranks: a trainer's are shards; of the others each data rank has all weights."""
+    if spec.backend == "megatron":
+        return parameters * megatron_bytes_per_parameter(spec.layout)
     if spec.kind == "train":
         return parameters * TRAIN_BYTES_PER_PARAMETER
-    return parameters * WEIGHT_BYTES[spec.dtype] * spec.workers
+    return parameters * WEIGHT_BYTES[spec.dtype] * spec.layout.dp
 
 
 def _layout(body: DeploymentRequest) -> Parallelism:
