@@ -7,8 +7,9 @@ thread.
 
 import asyncio
 from collections.abc import Sequence
+from copy import copy
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from plexrl.client import requests
 from plexrl.client.checkpoints import AsyncCheckpointFuture
@@ -36,6 +37,13 @@ class AsyncDeployment:
         self._sync = deployment
         # asyncio locks are fair, so whoever called first submits first.
         self._submitting = asyncio.Lock()
+        self._deadline_s: float | None = None
+
+    def within(self, deadline_s: float) -> Self:
+        """As `Deployment.within`."""
+        limited = copy(self)
+        limited._deadline_s = deadline_s
+        return limited
 
     @property
     def deployment(self) -> str:
@@ -59,7 +67,8 @@ class AsyncDeployment:
 
     async def _post(self, submission: Submission) -> Plain:
         async with self._submitting:
-            return dict((await self._transport.request(submission.call)).json())
+            call = submission.call.within(self._deadline_s)
+            return dict((await self._transport.request(call)).json())
 
 
 class AsyncTrainDeployment(AsyncDeployment):
@@ -205,6 +214,10 @@ class AsyncJob:
         """The job as the scheduler sees it."""
         return await asyncio.to_thread(self._sync.status)
 
+    async def operations(self, after: int = 0, limit: int = 1000) -> list[Plain]:
+        """As `Job.operations`."""
+        return await asyncio.to_thread(self._sync.operations, after, limit)
+
     async def checkpoints(self) -> list[Plain]:
         """As `Job.checkpoints`."""
         return await asyncio.to_thread(self._sync.checkpoints)
@@ -291,7 +304,10 @@ class AsyncCluster:
 
 
 async def connect_async(
-    url: str | None = None, api_key: str | None = None, *, timeout_s: float = PATIENCE_S
+    url: str | Sequence[str] | None = None,
+    api_key: str | None = None,
+    *,
+    timeout_s: float = PATIENCE_S,
 ) -> AsyncCluster:
     """As `connect`, for `async` controllers."""
     cluster = await asyncio.to_thread(connect, url, api_key, timeout_s=timeout_s)

@@ -3,9 +3,10 @@
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import quote
 
 from plexrl.client import requests
@@ -46,6 +47,16 @@ class Deployment:
         self.deployment = deployment
         """`<job>/<name>`."""
         self._submitting = threading.Lock()
+        self._deadline_s: float | None = None
+
+    def within(self, deadline_s: float) -> Self:
+        """This deployment, with a deadline for what is submitted by it: an operation that has not
+        begun so many seconds after its submission never runs, and its future raises
+        `DeadlineExceededError`. A generation that runs by then ends with what it has; anything else
+        that runs is finished."""
+        limited = copy(self)
+        limited._deadline_s = deadline_s
+        return limited
 
     def barrier(self) -> Future[Plain]:
         """Finished when everything submitted before it is."""
@@ -77,7 +88,8 @@ class Deployment:
     def _post(self, submission: Submission) -> Plain:
         # One at a time, so that the order of calls is the order of submissions.
         with self._submitting:
-            return dict(self._transport.request(submission.call).json())
+            call = submission.call.within(self._deadline_s)
+            return dict(self._transport.request(call).json())
 
 
 class TrainDeployment(Deployment):
@@ -395,6 +407,12 @@ class Job:
         and estimated start, its deployments with how they got their group or why they have none."""
         call = Call(method="GET", path=f"{self._path}/explain")
         return dict(self._transport.request(call).json())
+
+    def operations(self, after: int = 0, limit: int = 1000) -> list[Plain]:
+        """As `Cluster.operations`, of this job."""
+        query = {"job": self.job, "after": after, "limit": limit}
+        call = Call(method="GET", path="/v1/operations", query=query)
+        return list(self._transport.request(call).json()["operations"])
 
     def status(self) -> Plain:
         """The job as the scheduler sees it."""

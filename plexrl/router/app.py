@@ -23,6 +23,7 @@ from plexrl.router.routes_operations import operation_routes
 from plexrl.router.routes_streams import stream_routes
 from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.schemas import ErrorResponse
+from plexrl.router.spans import SpanSender
 from plexrl.router.specs import DeploymentSpecs
 
 LOG = logging.getLogger(__name__)
@@ -40,6 +41,10 @@ the scheduler in its own order, and answered with a result or a reason to wait. 
 def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
     """The application and the parts behind it; its lifespan keeps them running."""
     gateway = _make_gateway(config)
+    spans = None
+    if config.otlp_endpoint is not None:
+        place = Path(config.data_dir) / "spans.json"
+        spans = SpanSender(gateway.scheduler, config.otlp_endpoint, place)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -48,6 +53,8 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
             asyncio.create_task(gateway.scheduler.run()),
             asyncio.create_task(_discard_old_results(gateway)),
         ]
+        if spans is not None:
+            running.append(asyncio.create_task(spans.run()))
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,14 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from plexrl.deployment_spec import DeploymentSpec
-from plexrl.errors import InvalidRequestError, from_wire
+from plexrl.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    QuotaExceededError,
+    from_wire,
+)
 from plexrl.ids import BlobRef
 from plexrl.router.blobs import INLINE_BYTES_MAX, Upload
 from plexrl.router.gateway import FINAL, Gateway
@@ -32,6 +40,10 @@ Plain = dict[str, Any]
 WAIT_S_MAX = 60.0
 SLICE_BYTES = 256 << 10
 """Of a large result, handed to the server at a time."""
+REFUSALS = (
+    *(ConflictError, InvalidRequestError, NotFoundError, OverloadedError, QuotaExceededError),
+)
+"""After which an operation was surely not accepted."""
 BINARY = {
     "description": "safetensors; `params` are JSON in its metadata",
     "content": {MEDIA_TYPE: {}},
@@ -180,20 +192,30 @@ async def _submit(gateway: Gateway, fields: Plain, checked: Checked, upload: Upl
         seed = int.from_bytes(drawn[:7], "little")
         params = replace(params, sampling=replace(params.sampling, seed=seed))
     source = params.source if isinstance(params, SyncWeightsParams) else None
-    payload: str | None = None
+    payload: BlobRef | None = None
     if checked.has_batch:
-        # Named by its content too, so that another batch under the same id is a conflict.
-        payload = f"{operation}.{upload.digest[:16]}.in"
-        await gateway.blobs.publish(upload, BlobRef(payload))
-    return await gateway.scheduler.call(
-        "submit_operation",
-        {
-            **fields,
-            "kind": checked.kind.value,
-            "params_json": msgspec.json.encode(params).decode(),
-            "payload": payload,
-            "payload_bytes": 0 if payload is None else memoryview(upload.body).nbytes,
-            "tokens": checked.tokens,
-            "source": source,
-        },
-    )
+        # A name of this request's own, so that no other one, refused or repeated, can discard it.
+        payload = BlobRef(f"{operation}.{uuid.uuid4().hex[:16]}.in")
+        await gateway.blobs.publish(upload, payload)
+    try:
+        view = await gateway.scheduler.call(
+            "submit_operation",
+            {
+                **fields,
+                "kind": checked.kind.value,
+                "params_json": msgspec.json.encode(params).decode(),
+                "payload": payload,
+                "payload_bytes": 0 if payload is None else memoryview(upload.body).nbytes,
+                "payload_digest": "" if payload is None else upload.digest,
+                "tokens": checked.tokens,
+                "source": source,
+            },
+        )
+    except REFUSALS:
+        if payload is not None:
+            gateway.blobs.discard(payload)
+        raise
+    if payload is not None and view["payload"] != payload:
+        # Accepted before, under the name that the payload had then.
+        gateway.blobs.discard(payload)
+    return view

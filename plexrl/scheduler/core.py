@@ -43,7 +43,7 @@ from plexrl.scheduler.lifecycle import (
     worker_ready,
 )
 from plexrl.scheduler.nodes import node_drain_changed, node_joined, node_lost, state_migrated
-from plexrl.scheduler.operations import check_deadline, check_source, enqueue
+from plexrl.scheduler.operations import check_deadline, check_same, check_source, enqueue
 from plexrl.scheduler.outcomes import run_failed, run_finished
 from plexrl.scheduler.relocation import send_migration
 from plexrl.scheduler.replacement import look_at_node
@@ -348,12 +348,7 @@ class SchedulerCore:
         context = self._context
         known = context.state.operations.get(event.operation)
         if known is not None:
-            same = (known.deployment, known.kind, known.params_json, known.source, known.payload)
-            asked = (event.deployment, event.kind, event.params_json, event.source, event.payload)
-            if same != asked:
-                raise ConflictError(
-                    f"operation id {event.operation!r} was used for another request: choose another"
-                )
+            check_same(known, event)
             return
         deployment = self._deployment(event.deployment)
         job = self._live_job(deployment.job)

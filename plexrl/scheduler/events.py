@@ -243,6 +243,8 @@ class OperationSubmitted(Event):
     source: DeploymentId | None = None
     """For `sync_weights`: the train deployment to pull from."""
     payload_bytes: int = 0
+    payload_digest: str = ""
+    """Of its bytes: by it a repeated request is known, whose payload has a name of its own."""
     deadline_s: float | None = None
     """From now on; not begun by then, it ends with `DeadlineExceededError`. Absent: none."""
 

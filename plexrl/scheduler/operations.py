@@ -2,7 +2,12 @@
 
 import msgspec
 
-from plexrl.errors import InvalidRequestError, OperationCancelledError, PlexRLError
+from plexrl.errors import (
+    ConflictError,
+    InvalidRequestError,
+    OperationCancelledError,
+    PlexRLError,
+)
 from plexrl.ids import BlobRef, OperationId
 from plexrl.scheduler.backpressure import ended, taken_in
 from plexrl.scheduler.commands import RunOperation
@@ -44,6 +49,21 @@ def check_source(
         raise InvalidRequestError(
             f"{event.source!r} is no train deployment of job {deployment.job!r}: weights are "
             "pulled from a train deployment of the same job"
+        )
+
+
+def check_same(known: Operation, event: OperationSubmitted) -> None:
+    """Refuse an id that was used before, but for a repetition of the same request.
+
+    Raises:
+        ConflictError: it was another request.
+    """
+    same = (known.deployment, known.kind, known.params_json, known.source)
+    asked = (event.deployment, event.kind, event.params_json, event.source)
+    payloads = (known.payload_digest or known.payload, event.payload_digest or event.payload)
+    if same != asked or payloads[0] != payloads[1]:
+        raise ConflictError(
+            f"operation id {event.operation!r} was used for another request: choose another"
         )
 
 
@@ -92,6 +112,7 @@ def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
         submitted_at=now,
         deadline_at=None if event.deadline_s is None else now + event.deadline_s,
         payload_bytes=event.payload_bytes,
+        payload_digest=event.payload_digest,
         after=after,
     )
     taken_in(context, context.state.operations[event.operation])

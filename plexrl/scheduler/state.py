@@ -173,6 +173,7 @@ class Operation:
     deadline_at: float | None = None
     """Not to be begun later; absent: it can wait."""
     payload_bytes: int = 0
+    payload_digest: str = ""
     is_counted: bool = False
     """Among the `InFlight` of its deployment and tenant."""
     internal: bool = False

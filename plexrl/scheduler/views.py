@@ -32,6 +32,7 @@ def operation_view(context: Context, operation: Operation, now: float) -> View:
         "finished_at": operation.finished_at,
         "deadline_at": operation.deadline_at,
         "compute_s": operation.compute_s,
+        "payload": operation.payload,
         "result": operation.result,
         "result_json": operation.result_json,
         "error": None
