@@ -27,6 +27,7 @@ OTHER_CORES = (
     "router/dispatch.py",
     "router/micro_batches.py",
     "router/reductions.py",
+    "router/stream_events.py",
     "router/validation.py",
     "statemanager/boxes.py",
     "statemanager/casts.py",

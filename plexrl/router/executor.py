@@ -3,8 +3,7 @@
 import asyncio
 import json
 import logging
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,23 +35,7 @@ OTHER_RANKS_TIMEOUT_S = 5.0
 """How long the other ranks are waited for once one has failed: they may hang in a collective."""
 
 SPLIT_KINDS = frozenset({OperationKind.FORWARD, OperationKind.FORWARD_BACKWARD})
-CHUNKS_MAX = 200_000
-STREAMS_MAX = 256
 Plain = dict[str, Any]
-
-
-@dataclass(slots=True)
-class Stream:
-    """Chunks of one streamed generation, and a bell for those who read them."""
-
-    chunks: list[Plain] = field(default_factory=list)
-    done: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def ring(self) -> None:
-        """Wake every reader."""
-        self.changed.set()
-        self.changed = asyncio.Event()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +56,6 @@ class Executor:
         self._blobs = blobs
         self._links: dict[str, WorkerLink] = {}
         self._runs: dict[str, tuple[RunName, asyncio.Task[None]]] = {}
-        self.streams: OrderedDict[str, Stream] = OrderedDict()
         self.scheduler: SchedulerLink | None = None
         self.specs: DeploymentSpecs | None = None
 
@@ -114,13 +96,6 @@ class Executor:
         for _, task in list(self._runs.values()):
             task.cancel()
         await asyncio.gather(*(link.close() for link in self._links.values()))
-
-    def stream(self, operation: str) -> Stream:
-        """The stream of an operation, begun if need be."""
-        found = self.streams.setdefault(operation, Stream())
-        while len(self.streams) > STREAMS_MAX:
-            self.streams.popitem(last=False)
-        return found
 
     def _forget(self, name: RunName) -> None:
         current = self._runs.get(name[0])
@@ -179,19 +154,8 @@ class Executor:
             "rank_params": parts.rank_params,
         }
         name: RunName = (command.operation, command.token)
-        on_chunk = None
-        if command.kind == OperationKind.GENERATE:
-            stream = self.stream(command.operation)
-
-            def on_chunk(chunk: Plain) -> None:
-                # A worker that is asked again tells its chunks from the first one on.
-                if chunk["index"] == len(stream.chunks) and len(stream.chunks) < CHUNKS_MAX:
-                    keys = ("index", "sample", "tokens", "logprobs")
-                    stream.chunks.append({key: chunk[key] for key in keys})
-                    stream.ring()
-
         tasks = [
-            asyncio.create_task(self.link(address).run(name, header, payload, on_chunk))
+            asyncio.create_task(self.link(address).run(name, header, payload))
             for address, payload in zip(command.addresses, parts.payloads, strict=True)
         ]
         try:
@@ -264,10 +228,6 @@ class Executor:
         self.scheduler.report(
             method, {"operation": command.operation, "token": command.token, **fields}
         )
-        if command.kind == OperationKind.GENERATE:
-            stream = self.stream(command.operation)
-            stream.done = True
-            stream.ring()
 
 
 def _joined(plan: DispatchPlan, answers: dict[int, Arrays]) -> Arrays:

@@ -20,6 +20,8 @@ from plexrl.router.specs import DeploymentSpecs
 Plain = dict[str, Any]
 CACHE_S = 60.0
 CACHE_MAX = 10_000
+FINAL = ("finished", "failed", "cancelled")
+"""States that an operation does not leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,17 @@ class Gateway:
     async def spec(self, deployment: str, caller: Caller) -> DeploymentSpec:
         """A deployment's specification. Raises `UnknownDeploymentError`."""
         return await self._specs.read(deployment, caller.scope)
+
+    async def operation(self, caller: Caller, operation: str, wait_s: float) -> Plain:
+        """An operation as the scheduler shows it, once it is final or `wait_s` have passed. Raises
+        `UnknownOperationError`."""
+        fields = {"operation": operation, **caller.claim, "timeout_s": wait_s}
+        return await self.scheduler.call("wait_operation", fields, timeout_s=wait_s + 30.0)
+
+    async def deployment(self, caller: Caller, deployment: str) -> Plain:
+        """A deployment as the scheduler shows it. Raises `UnknownDeploymentError`."""
+        fields = {"deployment": deployment, **caller.claim}
+        return await self.scheduler.call("get_deployment", fields)
 
     async def body(self, request: Request) -> bytes:
         """The request's body, read only as far as the bound.

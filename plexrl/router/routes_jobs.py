@@ -137,8 +137,7 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
     @routes.get("/{job}/deployments/{name}", summary="One deployment")
     async def deployment(request: Request, job: str, name: str) -> Plain:
         caller = await gateway.caller(request)
-        fields = {"deployment": f"{job}/{name}", **caller.claim}
-        view = await gateway.scheduler.call("get_deployment", fields)
+        view = await gateway.deployment(caller, f"{job}/{name}")
         return {**view, "engines": await gateway.engines.stats(view)}
 
     @routes.get(

@@ -1,19 +1,18 @@
-"""Routes about operations: submit, wait, stream, cancel, look back."""
+"""Routes about operations: submit, wait, cancel, look back."""
 
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 
 from plexrl.errors import InvalidRequestError, from_wire
 from plexrl.ids import BlobRef
-from plexrl.router.gateway import Caller, Gateway
+from plexrl.router.gateway import FINAL, Caller, Gateway
 from plexrl.router.validation import Checked, check_identifier, check_operation
 from plexrl.wire.operations import GenerateParams, SyncWeightsParams
 from plexrl.wire.tensors import MEDIA_TYPE, Arrays, decode_body, encode_body
@@ -21,7 +20,6 @@ from plexrl.wire.tensors import MEDIA_TYPE, Arrays, decode_body, encode_body
 Plain = dict[str, Any]
 
 WAIT_S_MAX = 60.0
-FINAL = ("finished", "failed", "cancelled")
 BINARY = {
     "description": "safetensors; `params` are JSON in its metadata",
     "content": {MEDIA_TYPE: {}},
@@ -29,7 +27,7 @@ BINARY = {
 
 
 def operation_routes(gateway: Gateway) -> APIRouter:
-    """All routes about operations."""
+    """All routes about operations, but for streams."""
     routes = APIRouter(prefix="/v1", tags=["operations"])
 
     @routes.post(
@@ -58,17 +56,6 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         return await _submit(gateway, caller, f"{job}/{name}", operation, checked, body, arrays)
 
     @routes.get(
-        "/operations/{operation:path}/stream",
-        summary="Tokens of a streamed generation, as JSON lines",
-        response_class=StreamingResponse,
-    )
-    async def stream(request: Request, operation: str, after: int = 0) -> StreamingResponse:
-        caller = await gateway.caller(request)
-        await _view(gateway, caller, operation, 0.0)
-        lines = _stream_lines(gateway, caller, operation, after)
-        return StreamingResponse(lines, media_type="application/x-ndjson")
-
-    @routes.get(
         "/operations/{operation:path}",
         summary="Wait for an operation's result",
         description="200 with the result; 202 while it is not there, with the reason; the "
@@ -78,7 +65,7 @@ def operation_routes(gateway: Gateway) -> APIRouter:
     )
     async def wait(request: Request, operation: str, wait_s: float = 25.0) -> Response:
         caller = await gateway.caller(request)
-        view = await _view(gateway, caller, operation, max(0.0, min(wait_s, WAIT_S_MAX)))
+        view = await gateway.operation(caller, operation, max(0.0, min(wait_s, WAIT_S_MAX)))
         if view["state"] not in FINAL:
             return JSONResponse(view, status_code=202)
         if view["state"] != "finished":
@@ -158,35 +145,3 @@ async def _submit(
             "source": source,
         },
     )
-
-
-async def _view(gateway: Gateway, caller: Caller, operation: str, timeout_s: float) -> Plain:
-    return await gateway.scheduler.call(
-        "wait_operation",
-        {"operation": operation, **caller.claim, "timeout_s": timeout_s},
-        timeout_s=timeout_s + 30.0,
-    )
-
-
-async def _stream_lines(
-    gateway: Gateway, caller: Caller, operation: str, after: int
-) -> AsyncIterator[bytes]:
-    """Chunks as they come; the last line says that the result can be fetched."""
-    stream = gateway.executor.stream(operation)
-    sent = after
-    while True:
-        changed = stream.changed
-        while sent < len(stream.chunks):
-            yield json.dumps(stream.chunks[sent]).encode() + b"\n"
-            sent += 1
-        if stream.done:
-            break
-        try:
-            async with asyncio.timeout(1.0):
-                await changed.wait()
-        except TimeoutError:
-            # Another router may be carrying it out, or it ended before this one asked.
-            view = await _view(gateway, caller, operation, 0.0)
-            if view["state"] in FINAL:
-                break
-    yield b'{"done":true}\n'

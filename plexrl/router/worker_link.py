@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from plexrl.errors import ConnectionLostError, PlexRLError
 from plexrl.wire.framing import Header, read_frame, write_frame
@@ -13,7 +12,6 @@ RECONNECT_S = 0.1
 RunName = tuple[str, int]
 """Operation and token."""
 Answer = tuple[Header, bytes]
-OnChunk = Callable[[Header], None]
 
 
 class WorkerGoneError(Exception):
@@ -31,12 +29,10 @@ class WorkerLink:
         self._address = address
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._waiting: dict[RunName, tuple[asyncio.Future[Answer], OnChunk | None]] = {}
+        self._waiting: dict[RunName, asyncio.Future[Answer]] = {}
         self._connecting = asyncio.Lock()
 
-    async def run(
-        self, name: RunName, header: Header, payload: bytes, on_chunk: OnChunk | None
-    ) -> Answer:
+    async def run(self, name: RunName, header: Header, payload: bytes) -> Answer:
         """The worker's final answer to a run; asks until there is one.
 
         Raises:
@@ -44,7 +40,7 @@ class WorkerLink:
         """
         while True:
             future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-            self._waiting[name] = (future, on_chunk)
+            self._waiting[name] = future
             try:
                 await self.send(header, payload)
                 return await future
@@ -75,17 +71,11 @@ class WorkerLink:
         try:
             while True:
                 header, payload = await read_frame(reader)
-                found = self._waiting.get((header.get("operation", ""), header.get("token", -1)))
-                if found is None:
-                    continue
-                future, on_chunk = found
-                if header["reply"] == "chunk":
-                    if on_chunk is not None:
-                        on_chunk(header)
-                elif not future.done():
+                future = self._waiting.get((header.get("operation", ""), header.get("token", -1)))
+                if future is not None and not future.done():
                     future.set_result((header, payload))
         except PlexRLError as error:
-            for future, _ in self._waiting.values():
+            for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(error)
         finally:
