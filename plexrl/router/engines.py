@@ -44,7 +44,7 @@ class Engines:
         link = self._executor.link(address)
         try:
             async with asyncio.timeout(timeout_s):
-                answer, _ = await link.run(name, header, b"")
+                answer, _ = await link.run(name, header, ())
         except (TimeoutError, WorkerGoneError) as error:
             raise UnavailableError(
                 f"the deployment's worker at {address} did not answer {request!r}: it is busy "

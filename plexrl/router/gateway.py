@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from plexrl.deployment_spec import DeploymentSpec
-from plexrl.errors import AuthenticationError, PayloadTooLargeError, PermissionDeniedError
-from plexrl.router.blobs import BlobStore
+from plexrl.errors import AuthenticationError, ConnectionLostError, PermissionDeniedError
+from plexrl.router.blobs import BlobStore, Upload
 from plexrl.router.engines import Engines
 from plexrl.router.executor import Executor
 from plexrl.router.metrics_log import MetricsLog
@@ -109,23 +110,17 @@ class Gateway:
         fields = {"deployment": deployment, **caller.claim}
         return await self.scheduler.call("get_deployment", fields)
 
-    async def body(self, request: Request) -> bytes:
+    async def body(self, request: Request) -> Upload:
         """The request's body, read only as far as the bound.
 
         Raises:
             PayloadTooLargeError: it is longer.
+            ConnectionLostError: the client went away before its end.
         """
-        chunks: list[bytes] = []
-        size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > self.body_bytes_max:
-                raise PayloadTooLargeError(
-                    f"the body is over {self.body_bytes_max} bytes: split the batch",
-                    body_bytes_max=self.body_bytes_max,
-                )
-            chunks.append(chunk)
-        return b"".join(chunks)
+        try:
+            return await self.blobs.receive(request.stream(), self.body_bytes_max)
+        except ClientDisconnect as error:
+            raise ConnectionLostError("the client went away before its request's end") from error
 
 
 def key_digest(key: str) -> str:
