@@ -7,6 +7,7 @@ from fastapi.responses import PlainTextResponse
 
 from plexrl.backend_capabilities import (
     backend_capabilities,
+    check_adapters,
     check_dtype,
     check_layout,
     check_optimizer,
@@ -19,6 +20,7 @@ from plexrl.errors import (
     PermissionDeniedError,
 )
 from plexrl.kv_cache import check_cache_budget
+from plexrl.lora import LoraSpec, adapter_parameter_count
 from plexrl.model_spec import (
     TRAIN_BYTES_PER_PARAMETER,
     WEIGHT_BYTES,
@@ -31,6 +33,7 @@ from plexrl.router.schemas import (
     DeploymentRequest,
     FinishRequest,
     JobRequest,
+    LoraRequest,
     MetricsRequest,
 )
 from plexrl.router.validation import check_identifier, check_name
@@ -184,6 +187,11 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
             "leave the trace out"
         )
     parameters = parameter_count(model)
+    lora = None
+    if body.lora is not None:
+        check_adapters(capabilities, layout)
+        lora = LoraSpec(**_lora_fields(body.lora))
+        adapter_parameter_count(model, lora)
     spec = DeploymentSpec(
         model=model,
         kind=body.kind,
@@ -192,6 +200,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         parallelism=layout,
         optimizer=body.optimizer,
         dtype=body.dtype,
+        lora=lora,
         max_sequence_tokens=body.max_sequence_tokens,
         max_concurrent_samples=body.max_concurrent_samples,
         kv_cache_bytes=body.kv_cache_bytes,
@@ -208,9 +217,23 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
 
 def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
     """Of all ranks together: a trainer's are shards, each rank of the others has all weights."""
+    adapters = adapter_parameter_count(spec.model, spec.lora) if spec.lora is not None else 0
+    if spec.kind == "train" and spec.lora is not None:
+        # The frozen weights are on the device too, if only once for all that lie on them.
+        return parameters * WEIGHT_BYTES["float32"] + adapters * TRAIN_BYTES_PER_PARAMETER
     if spec.kind == "train":
         return parameters * TRAIN_BYTES_PER_PARAMETER
-    return parameters * WEIGHT_BYTES[spec.dtype] * spec.workers
+    # What adapters are added to is kept beside what comes of it.
+    copies = 2 if spec.lora is not None else 1
+    weights = parameters * WEIGHT_BYTES[spec.dtype] * copies
+    return (weights + adapters * WEIGHT_BYTES["float32"]) * spec.workers
+
+
+def _lora_fields(body: LoraRequest) -> Plain:
+    fields = body.model_dump(exclude_none=True)
+    if "targets" in fields:
+        fields["targets"] = tuple(fields["targets"])
+    return fields
 
 
 def _layout(body: DeploymentRequest) -> Parallelism:

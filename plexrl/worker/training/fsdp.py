@@ -18,7 +18,9 @@ from plexrl.statemanager.keys import StateSlice
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.packing import MicroBatch
+from plexrl.worker.training.adapters import add_adapters, state_name
 from plexrl.worker.training.flat_state import FlatState, ShardBox
+from plexrl.worker.training.frozen_base import FrozenBase
 from plexrl.worker.training.logprobs import token_logprobs
 from plexrl.worker.training.model import LossOfBatch, TrainingRank
 
@@ -54,9 +56,13 @@ class FsdpModel:
 
     def build(self) -> None:
         """As `TrainingModel.build`."""
-        model = build_model(self._rank.spec.model)
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
+        spec = self._rank.spec
+        model = build_model(spec.model)
+        if spec.lora is None:
+            for parameter in model.parameters():
+                parameter.requires_grad_(True)
+        else:
+            add_adapters(model, spec.lora)
         if sum(p.numel() for p in model.parameters()) >= LAYERWISE_PARAMETERS:
             for layer in model.model.layers:  # type: ignore[union-attr]
                 fully_shard(layer)
@@ -65,8 +71,18 @@ class FsdpModel:
         self._model = model
         shards = {name: _fsdp_param(model, p) for name, p in named_parameters(model)}
         boxes = {name: self._box(shard) for name, shard in shards.items()}
-        self._state = FlatState(boxes, optimizer=self._rank.spec.optimizer)
-        self._move_in(shards)
+        frozen = {n: shard for n, shard in shards.items() if not shard.sharded_param.requires_grad}
+        trained = {n: shard for n, shard in shards.items() if n not in frozen}
+        self._state = FlatState(
+            {state_name(name): boxes[name] for name in trained}, optimizer=spec.optimizer
+        )
+        self._move_in(trained)
+        self._freeze(frozen, {name: boxes[name] for name in frozen})
+
+    @property
+    def frozen_base(self) -> FrozenBase | None:
+        """The frozen weights, where only adapters are trained; not among the slices."""
+        return self._base
 
     def slices(self) -> tuple[StateSlice, ...]:
         """As `TrainingModel.slices`."""
@@ -147,13 +163,40 @@ class FsdpModel:
         with torch.no_grad():
             for name, shard in shards.items():
                 padded = shard.padded_sharded_param_size
-                home = self._state.parameter(name, math.prod(padded))
+                home = self._state.parameter(state_name(name), math.prod(padded))
                 home.copy_(shard._sharded_param_data)
                 shard._sharded_param_data = home
-                gradient = self._state.gradient(name)
+                gradient = self._state.gradient(state_name(name))
                 parameter = shard.sharded_param
                 parameter._local_tensor = home.view(padded).narrow(0, 0, gradient.shape[0])
                 parameter.grad = shard.to_sharded_dtensor(gradient)
+
+    def _freeze(self, shards: dict[str, Any], boxes: dict[str, ShardBox]) -> None:
+        """Have FSDP gather what is not trained from memory that others read too."""
+        self._base: FrozenBase | None = None
+        if not shards:
+            return
+        self._base = FrozenBase(self._rank.spec.model, boxes, lambda: self._built_anew(boxes))
+        built: dict[str, torch.Tensor] = {}
+        for name, shard in shards.items():
+            padded, rows = shard.padded_sharded_param_size, boxes[name].shape[0]
+            built[name] = shard._sharded_param_data.view(padded).narrow(0, 0, rows)
+            home = self._base.home(name)
+            shard._sharded_param_data = home
+            shard.sharded_param._local_tensor = home.view(padded).narrow(0, 0, rows)
+        self._base.keep_built(built)
+
+    def _built_anew(self, boxes: dict[str, ShardBox]) -> dict[str, torch.Tensor]:
+        named = dict(named_parameters(build_model(self._rank.spec.model)))
+        return {
+            name: named[name].data[
+                tuple(
+                    slice(start, start + count)
+                    for start, count in zip(box.offset, box.shape, strict=True)
+                )
+            ]
+            for name, box in boxes.items()
+        }
 
 
 def _fsdp_param(model: nn.Module, parameter: nn.Parameter) -> Any:
