@@ -27,16 +27,29 @@ class BackendCapabilities:
     """Of weights that it can compute from, its default first."""
     adapter_axes: tuple[Axis, ...] | None = None
     """That may be longer than 1 with low-rank adapters; absent: it has none."""
+    compute_dtypes: tuple[str, ...] = ("float32",)
+    """Train: that it can compute in beside float32 parameters, its default first."""
+    checkpoints_activations: bool = False
+    """Train: it can compute activations again instead of keeping them."""
 
 
 BACKENDS: tuple[BackendCapabilities, ...] = (
     BackendCapabilities(
         backend="fsdp",
         kind="train",
-        axes=("dp",),
+        axes=("dp", "tp"),
         optimizers=("device", "host"),
         packs=False,
+        compute_dtypes=("float32", "bfloat16"),
+        checkpoints_activations=True,
         adapter_axes=("dp",),
+    ),
+    BackendCapabilities(
+        backend="megatron",
+        kind="train",
+        axes=("dp", "tp", "pp"),
+        optimizers=("device",),
+        packs=False,
     ),
     BackendCapabilities(
         backend="torch",
@@ -104,6 +117,27 @@ def check_adapters(capabilities: BackendCapabilities, layout: Parallelism) -> No
                 field=axis,
                 backend=capabilities.backend,
             )
+
+
+def check_computation(
+    capabilities: BackendCapabilities, compute_dtype: str, *, activation_checkpointing: bool
+) -> None:
+    """Raises `UnsupportedDtypeError` for a dtype that the backend cannot train in, and
+    `InvalidRequestError` where it has to keep all activations."""
+    if compute_dtype not in capabilities.compute_dtypes:
+        raise UnsupportedDtypeError(
+            f"backend {capabilities.backend!r} of a {capabilities.kind} deployment trains in "
+            f"{' or '.join(capabilities.compute_dtypes)}, not {compute_dtype}: choose one of these "
+            "as compute_dtype",
+            backend=capabilities.backend,
+            dtype=compute_dtype,
+        )
+    if activation_checkpointing and not capabilities.checkpoints_activations:
+        able = [each.backend for each in BACKENDS if each.checkpoints_activations]
+        raise InvalidRequestError(
+            f"backend {capabilities.backend!r} of a {capabilities.kind} deployment has no "
+            f"activation_checkpointing: leave it out, or train with {' or '.join(able)}"
+        )
 
 
 def check_layout(capabilities: BackendCapabilities, layout: Parallelism) -> None:

@@ -21,6 +21,8 @@ OTHER_CORES = (
     "backend_capabilities.py",
     "deployment_spec.py",
     "lora.py",
+    "megatron_dimensions.py",
+    "model_layout.py",
     "kv_cache.py",
     "parallelism.py",
     "router/balance.py",
@@ -59,6 +61,8 @@ OTHER_CORES = (
     "worker/engine/seating.py",
     "worker/engine/shards.py",
     "statemanager/windows.py",
+    "worker/training/megatron/boxes.py",
+    "worker/training/megatron/names.py",
 )
 BANNED_IN_CORES = {
     *("asyncio", "io", "logging", "os", "pathlib", "random", "secrets", "shutil", "signal"),

@@ -228,6 +228,8 @@ class Job:
         backend: str | None = None,
         optimizer: Literal["device", "host"] = "device",
         lora: "LoraSpec | None" = None,
+        compute_dtype: Literal["float32", "bfloat16"] = "float32",
+        activation_checkpointing: bool = False,
         max_sequence_tokens: int = 512,
         node_type: str = "",
         trace: DemandTrace | Mapping[str, Any] | None = None,
@@ -244,9 +246,14 @@ class Job:
         With `lora` the model is frozen and adapters on it are trained; they are all its state that
         moves. Deployments of the same model on the same GPUs share the frozen weights.
 
+        With `compute_dtype="bfloat16"` the model computes in that; its parameters, their gradients
+        and steps are float32 all the same. `activation_checkpointing` computes each layer's
+        activations again in the backward pass instead of keeping them: the same bits, less memory.
+
         Raises:
             ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
-            LayoutError: the backend does not run this layout; its message says which one does.
+            LayoutError: the backend does not run this layout, or the model cannot be cut so; its
+                message says what can.
         """
         options = {
             "workers": workers,
@@ -255,6 +262,8 @@ class Job:
             "backend": backend,
             "optimizer": optimizer,
             "lora": None if lora is None else asdict(lora),
+            "compute_dtype": compute_dtype,
+            "activation_checkpointing": activation_checkpointing,
             "max_sequence_tokens": max_sequence_tokens,
             "node_type": node_type,
             "trace": plain_trace(trace),

@@ -8,6 +8,7 @@ from fastapi.responses import PlainTextResponse
 from plexrl.backend_capabilities import (
     backend_capabilities,
     check_adapters,
+    check_computation,
     check_dtype,
     check_layout,
     check_optimizer,
@@ -21,6 +22,8 @@ from plexrl.errors import (
 )
 from plexrl.kv_cache import check_cache_budget
 from plexrl.lora import LoraSpec, adapter_parameter_count
+from plexrl.megatron_dimensions import check_cut, dimensions, megatron_bytes_per_parameter
+from plexrl.model_layout import check_tensor_parallel
 from plexrl.model_spec import (
     TRAIN_BYTES_PER_PARAMETER,
     WEIGHT_BYTES,
@@ -176,6 +179,13 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
     check_layout(capabilities, layout)
     check_optimizer(capabilities, body.optimizer)
     check_dtype(capabilities, body.dtype)
+    check_computation(
+        capabilities,
+        body.compute_dtype,
+        activation_checkpointing=body.activation_checkpointing,
+    )
+    if body.kind == "train":
+        check_tensor_parallel(model, layout)
     if model.head != "causal" and body.kind != "forward":
         raise InvalidRequestError(
             f"a model with head {model.head!r} only scores rows: make a reward deployment of it, "
@@ -192,6 +202,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         check_adapters(capabilities, layout)
         lora = LoraSpec(**_lora_fields(body.lora))
         adapter_parameter_count(model, lora)
+    if capabilities.backend == "megatron":
+        check_cut(dimensions({"model_type": model.architecture, **model.config}), layout)
     spec = DeploymentSpec(
         model=model,
         kind=body.kind,
@@ -201,6 +213,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         optimizer=body.optimizer,
         dtype=body.dtype,
         lora=lora,
+        compute_dtype=body.compute_dtype,
+        activation_checkpointing=body.activation_checkpointing,
         max_sequence_tokens=body.max_sequence_tokens,
         max_concurrent_samples=body.max_concurrent_samples,
         kv_cache_bytes=body.kv_cache_bytes,
@@ -221,6 +235,8 @@ def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
     if spec.kind == "train" and spec.lora is not None:
         # The frozen weights are on the device too, if only once for all that lie on them.
         return parameters * WEIGHT_BYTES["float32"] + adapters * TRAIN_BYTES_PER_PARAMETER
+    if spec.backend == "megatron":
+        return parameters * megatron_bytes_per_parameter(spec.layout)
     if spec.kind == "train":
         return parameters * TRAIN_BYTES_PER_PARAMETER
     # What adapters are added to is kept beside what comes of it.
