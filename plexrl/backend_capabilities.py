@@ -62,10 +62,10 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
     BackendCapabilities(
         backend="torch",
         kind="rollout",
-        axes=(),
+        axes=("dp", "tp"),
         optimizers=(),
         packs=False,
-        adapter_axes=(),
+        adapter_axes=("dp",),
         dtypes=("float32", "bfloat16"),
     ),
 )

@@ -39,7 +39,8 @@ def test_adapters_train_and_a_rollout_speaks_as_its_trainer_after_every_sync(
     job: plexrl.Job,
 ) -> None:
     actor = job.train_deployment("actor", MODEL, workers=2, lora=LORA)
-    rollout = job.rollout_deployment("rollout", MODEL, lora=LORA)
+    replicas = plexrl.Parallelism(dp=2)
+    rollout = job.rollout_deployment("rollout", MODEL, lora=LORA, parallelism=replicas)
     reference = job.reference_deployment("reference", MODEL)
     batch = some_batch(0)
     untrained = np.concatenate(actor.forward(batch).result(60).logprobs)
@@ -49,7 +50,7 @@ def test_adapters_train_and_a_rollout_speaks_as_its_trainer_after_every_sync(
     for turn in range(4):
         step(actor, turn)
         report = rollout.sync_weights(actor, delta=turn % 2 == 1).result(60)
-        assert report["bytes_wanted"] == STATE_BYTES
+        assert report["bytes_wanted"] == 2 * STATE_BYTES
         sampling = plexrl.SamplingParams(max_tokens=6, seed=turn, ignore_eos=True)
         groups = rollout.generate(PROMPTS, n=2, sampling=sampling).result(60).samples
         samples = [(p, s) for p, group in zip(PROMPTS, groups, strict=True) for s in group]
