@@ -32,6 +32,9 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         backend="fsdp", kind="train", axes=("dp",), optimizers=("device", "host"), packs=False
     ),
     BackendCapabilities(
+        backend="deepspeed", kind="train", axes=("dp",), optimizers=("device", "host"), packs=False
+    ),
+    BackendCapabilities(
         backend="torch",
         kind="rollout",
         axes=(),
