@@ -15,7 +15,7 @@ class BackendCapabilities:
 
     backend: str
     kind: str
-    """`train` or `rollout`."""
+    """`train`, `forward` or `rollout`."""
     axes: tuple[Axis, ...]
     """That may be longer than 1."""
     optimizers: tuple[str, ...]
@@ -33,6 +33,14 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
     ),
     BackendCapabilities(
         backend="deepspeed", kind="train", axes=("dp",), optimizers=("device", "host"), packs=False
+    ),
+    BackendCapabilities(
+        backend="torch",
+        kind="forward",
+        axes=("dp",),
+        optimizers=(),
+        packs=False,
+        dtypes=("float32", "bfloat16"),
     ),
     BackendCapabilities(
         backend="torch",
@@ -58,7 +66,7 @@ def backend_capabilities(kind: str, backend: str | None = None) -> BackendCapabi
             return each
     raise InvalidRequestError(
         f"there is no backend {backend!r} for a {kind} deployment: use "
-        + (", ".join(each.backend for each in known) or "the kinds train and rollout")
+        + (", ".join(each.backend for each in known) or "the kinds train, forward and rollout")
     )
 
 

@@ -16,7 +16,13 @@ from plexrl.client.cluster import PATIENCE_S, Cluster, connect
 from plexrl.client.futures import AsyncFuture
 from plexrl.client.job import MICRO_BATCH_TOKENS, Deployment, Job
 from plexrl.client.requests import Submission
-from plexrl.client.results import ForwardResult, GenerateResult, StepResult, TrainResult
+from plexrl.client.results import (
+    ForwardResult,
+    GenerateResult,
+    ScoreResult,
+    StepResult,
+    TrainResult,
+)
 from plexrl.client.transport import AsyncTransport
 from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
 
@@ -92,6 +98,38 @@ class AsyncTrainDeployment(AsyncDeployment):
         return AsyncCheckpointFuture(self._transport, view, submission.decoder)
 
 
+class AsyncReferenceDeployment(AsyncDeployment):
+    """A model that only says how likely tokens are."""
+
+    async def forward(
+        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> AsyncFuture[ForwardResult]:
+        """Logprobs of every token given those before it."""
+        return await self._submit(requests.forward(self.deployment, batch, micro_batch_tokens))
+
+    async def sync_weights(
+        self,
+        source: AsyncTrainDeployment,
+        *,
+        delta: bool | Literal["auto"] = "auto",
+        digest: bool = False,
+    ) -> AsyncFuture[Plain]:
+        """As `ReferenceDeployment.sync_weights`."""
+        return await self._submit(
+            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+        )
+
+
+class AsyncRewardDeployment(AsyncDeployment):
+    """A model that scores rows."""
+
+    async def score(
+        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> AsyncFuture[ScoreResult]:
+        """The score of every row."""
+        return await self._submit(requests.score(self.deployment, batch, micro_batch_tokens))
+
+
 class AsyncRolloutDeployment(AsyncDeployment):
     """A model that generates."""
 
@@ -147,6 +185,20 @@ class AsyncJob:
         """As `Job.rollout_deployment`."""
         made = await asyncio.to_thread(self._sync.rollout_deployment, name, model, **options)
         return AsyncRolloutDeployment(self._transport, made)
+
+    async def reference_deployment(
+        self, name: str, model: "ModelSpec", **options: Any
+    ) -> AsyncReferenceDeployment:
+        """As `Job.reference_deployment`."""
+        made = await asyncio.to_thread(self._sync.reference_deployment, name, model, **options)
+        return AsyncReferenceDeployment(self._transport, made)
+
+    async def reward_deployment(
+        self, name: str, model: "ModelSpec", **options: Any
+    ) -> AsyncRewardDeployment:
+        """As `Job.reward_deployment`."""
+        made = await asyncio.to_thread(self._sync.reward_deployment, name, model, **options)
+        return AsyncRewardDeployment(self._transport, made)
 
     async def log(self, step: int, values: dict[str, float]) -> None:
         """Add a row to the job's metrics."""

@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -18,6 +18,7 @@ from plexrl.client.results import (
     Chunk,
     ForwardResult,
     GenerateResult,
+    ScoreResult,
     StepResult,
     TrainResult,
 )
@@ -114,6 +115,38 @@ class TrainDeployment(Deployment):
         with self._submitting:
             view = self._transport.request(submission.call).json()
         return CheckpointFuture(self._transport, view, submission.decoder)
+
+
+class ReferenceDeployment(Deployment):
+    """A model that only says how likely tokens are: a reference policy, a teacher."""
+
+    def forward(
+        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> Future[ForwardResult]:
+        """Logprobs of every token given those before it."""
+        return self._submit(requests.forward(self.deployment, batch, micro_batch_tokens))
+
+    def sync_weights(
+        self,
+        source: TrainDeployment,
+        *,
+        delta: bool | Literal["auto"] = "auto",
+        digest: bool = False,
+    ) -> Future[Plain]:
+        """As `RolloutDeployment.sync_weights`: until the next one it is that old policy."""
+        return self._submit(
+            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+        )
+
+
+class RewardDeployment(Deployment):
+    """A model that scores rows."""
+
+    def score(
+        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> Future[ScoreResult]:
+        """The score of every row, as its last token has it."""
+        return self._submit(requests.score(self.deployment, batch, micro_batch_tokens))
 
 
 class RolloutDeployment(Deployment):
@@ -272,6 +305,65 @@ class Job:
             "node_type": node_type,
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))
+
+    def reference_deployment(
+        self,
+        name: str,
+        model: "ModelSpec",
+        *,
+        workers: int = 1,
+        dtype: str = "float32",
+        exclusive: bool = False,
+        max_sequence_tokens: int = 512,
+        node_type: str = "",
+        trace: DemandTrace | Mapping[str, Any] | None = None,
+    ) -> ReferenceDeployment:
+        """Create (or take up again) a model that only says how likely tokens are, without gradients
+        and optimizer: a reference policy, a teacher.
+
+        Each of `workers` GPUs has all its weights, in `dtype`, and gets other rows. It takes turns
+        on them with other jobs' deployments, and with this job's trainer.
+
+        Raises:
+            UnsupportedDtypeError: the backend cannot compute from weights in `dtype`.
+            ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
+        """
+        options = {
+            "workers": workers,
+            "dtype": dtype,
+            "exclusive": exclusive,
+            "max_sequence_tokens": max_sequence_tokens,
+            "node_type": node_type,
+            "trace": plain_trace(trace),
+        }
+        return ReferenceDeployment(self._transport, self._deploy(name, "forward", model, options))
+
+    def reward_deployment(
+        self,
+        name: str,
+        model: "ModelSpec",
+        *,
+        workers: int = 1,
+        dtype: str = "float32",
+        exclusive: bool = False,
+        max_sequence_tokens: int = 512,
+        node_type: str = "",
+        trace: DemandTrace | Mapping[str, Any] | None = None,
+    ) -> RewardDeployment:
+        """Create (or take up again) a model that scores rows: `model` with a head of one label, as
+        `transformers`' `AutoModelForSequenceClassification` has it. Otherwise as
+        `reference_deployment`.
+        """
+        options = {
+            "workers": workers,
+            "dtype": dtype,
+            "exclusive": exclusive,
+            "max_sequence_tokens": max_sequence_tokens,
+            "node_type": node_type,
+            "trace": plain_trace(trace),
+        }
+        scoring = replace(model, head="reward")
+        return RewardDeployment(self._transport, self._deploy(name, "forward", scoring, options))
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Add a row to the job's metrics."""

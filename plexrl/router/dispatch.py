@@ -96,6 +96,16 @@ class DispatchPlan:
                 joined[part.targets[predicts]] = results[rank][predicts]
         return joined
 
+    def join_rows(self, results: Mapping[int, Array]) -> Array:
+        """One result a row of the output ranks, by rank, in the batch's own order, float32 `[R]`.
+
+        Each rank gives them in the order of its rows; ranks that share rows give the same.
+        """
+        joined = np.zeros(len(self.lengths), dtype=np.float32)
+        for rank in self.layout.output_ranks:
+            joined[self.shards[self.layout.coordinates(rank).dp].rows] = results[rank]
+        return joined
+
     def _whole_rows(self, arrays: Arrays, shard: Shard) -> Arrays:
         places = self._places(shard)
         part = {name: array[places] for name, array in arrays.items() if name != "lengths"}

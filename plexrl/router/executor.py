@@ -229,8 +229,7 @@ class Executor:
             result: Plain = {}
         elif parts.plan is not None:
             ranks = parts.plan.layout.output_ranks
-            per_rank = {rank: decode_body(finished[rank][1])[1]["logprobs"] for rank in ranks}
-            arrays = {"logprobs": parts.plan.join(per_rank)}
+            arrays = _joined(parts.plan, {r: decode_body(finished[r][1])[1] for r in ranks})
             counted = [results[rank] for rank in ranks]
             result = gather_metrics(counted) if "sums" in counted[0] else {}
         else:
@@ -269,3 +268,10 @@ class Executor:
             stream = self.stream(command.operation)
             stream.done = True
             stream.ring()
+
+
+def _joined(plan: DispatchPlan, answers: dict[int, Arrays]) -> Arrays:
+    """What the output ranks say of each token (`logprobs`) or of each row (`scores`)."""
+    by_token = "logprobs" in next(iter(answers.values()))
+    name, join = ("logprobs", plan.join) if by_token else ("scores", plan.join_rows)
+    return {name: join({rank: arrays[name] for rank, arrays in answers.items()})}

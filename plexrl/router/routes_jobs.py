@@ -20,8 +20,8 @@ from plexrl.errors import (
 )
 from plexrl.kv_cache import check_cache_budget
 from plexrl.model_spec import (
-    ROLLOUT_BYTES_PER_PARAMETER,
     TRAIN_BYTES_PER_PARAMETER,
+    WEIGHT_BYTES,
     ModelSpec,
     parameter_count,
 )
@@ -117,11 +117,6 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
         caller = await gateway.caller(request)
         check_name("deployment", body.name)
         spec, parameters = check_deployment(body)
-        per_parameter = (
-            TRAIN_BYTES_PER_PARAMETER
-            if spec.kind == "train"
-            else ROLLOUT_BYTES_PER_PARAMETER[spec.dtype]
-        )
         view = await gateway.scheduler.call(
             "create_deployment",
             {
@@ -130,7 +125,7 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
                 **caller.claim,
                 "kind": spec.kind,
                 "workers": spec.workers,
-                "state_bytes": parameters * per_parameter,
+                "state_bytes": state_bytes(spec, parameters),
                 "exclusive": body.exclusive,
                 "spec_json": spec.to_json(),
                 "node_type": body.node_type,
@@ -179,6 +174,11 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
     check_layout(capabilities, layout)
     check_optimizer(capabilities, body.optimizer)
     check_dtype(capabilities, body.dtype)
+    if model.head != "causal" and body.kind != "forward":
+        raise InvalidRequestError(
+            f"a model with head {model.head!r} only scores rows: make a reward deployment of it, "
+            f"not a {body.kind} deployment"
+        )
     if body.kind == "rollout" and body.trace is not None:
         raise InvalidRequestError(
             "a rollout deployment has its GPUs to itself, so a demand trace says nothing of it: "
@@ -205,6 +205,13 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         )
     check_cache_budget(spec)
     return spec, parameters
+
+
+def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
+    """Of all ranks together: a trainer's are shards, each rank of the others has all weights."""
+    if spec.kind == "train":
+        return parameters * TRAIN_BYTES_PER_PARAMETER
+    return parameters * WEIGHT_BYTES[spec.dtype] * spec.workers
 
 
 def _layout(body: DeploymentRequest) -> Parallelism:

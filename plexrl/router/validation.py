@@ -30,6 +30,7 @@ from plexrl.wire.operations import (
     LossSpec,
     OperationKind,
     SamplingParams,
+    SyncWeightsParams,
 )
 from plexrl.wire.tensors import Array, Arrays
 
@@ -77,6 +78,11 @@ def check_operation(
             _check_checkpoint(typed)
             if typed.job is not None:
                 check_identifier("job", typed.job)
+        case SyncWeightsParams() if spec.model.head != "causal":
+            raise InvalidRequestError(
+                f"the deployment's model has head {spec.model.head!r}, which no train deployment "
+                "publishes: load a checkpoint instead"
+            )
     if arrays and not tokens:
         raise BatchShapeError(f"{kind.value} takes no arrays, {sorted(arrays)} were sent")
     return Checked(kind=kind, params=typed, tokens=tokens)

@@ -33,9 +33,13 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
         from plexrl.worker.engine import TorchRolloutBackend
 
         return TorchRolloutBackend(spec, checkpoint_dir)
+    if (spec.kind, spec.backend) == ("forward", "torch"):
+        from plexrl.worker.forward_backend import ForwardBackend
+
+        return ForwardBackend(spec, rank, world_size, checkpoint_dir)
     raise InvalidRequestError(
         f"there is no backend {spec.backend!r} for a {spec.kind} deployment: use fsdp or "
-        "deepspeed for train, torch for rollout"
+        "deepspeed for train, torch for forward and rollout"
     )
 
 

@@ -1,8 +1,8 @@
 """AdamW on the CPU, with its moments in the host tier (ZeRO-Offload).
 
 The kernel is torch's fused one, unless another is given. It is elementwise, so stepping chunk by
-chunk gives the bits of a step over everything at once. Against the fused kernel of a GPU each step's change of a parameter
-differs by rounding only: a relative 1e-6 of it.
+chunk gives the bits of a step over everything at once. Against the fused kernel of a GPU each
+step's change of a parameter differs by rounding only: a relative 1e-6 of it.
 
 The first step after a version was made or loaded copies: it reads the moments from the version,
 which stays as it is, and writes them to memory newly borrowed, a chunk that stays in cache at a

@@ -250,7 +250,7 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
 
     torch.set_num_threads(config.threads)
     spec = deployment_spec_from_json(config.spec_json)
-    if config.kind == "train":
+    if config.kind in ("train", "forward"):
         _join_process_group(config)
     from plexrl.worker.factory import make_backend
 

@@ -1,9 +1,9 @@
 """DeepSpeed's CPUAdam, the kernel of ZeRO-Offload, on memory in the host tier.
 
 DeepSpeed would keep float32 parameters, gradients and moments in memory of its own. Here only its
-kernel is used: `plexrl.worker.host_optimizer` hands it chunks, with moments that lie in a version of
-the StateManager or in memory borrowed for the next one. The parameters stay in the arena, where
-weight sync and checkpoints read them.
+kernel is used: `plexrl.worker.host_optimizer` hands it chunks, with moments that lie in memory
+borrowed from the StateManager for the next version. The parameters stay in the arena, where weight
+sync and checkpoints read them.
 
 The kernel multiplies up the powers of the betas from step to step, so its last bits would tell how
 many steps this process has made. It is made anew for each step: then they depend on the state

@@ -105,15 +105,15 @@ class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deeps
 
     # What DeepSpeed calls.
 
-    def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
+    def _use_compact_grad_partition_buffer(self, _group_idx: int) -> bool:
         """One flat buffer for the gradients of this rank's partition; DeepSpeed has it for bf16
         only, and keeps whole parameters' gradients otherwise."""
         return True
 
-    def _build_compact_grad_partition_buffer(self, group_idx: int) -> GradPartitionBufferGroup:
+    def _build_compact_grad_partition_buffer(self, _group_idx: int) -> GradPartitionBufferGroup:
         return GradPartitionBufferGroup([], self._lent_gradient)
 
-    def _optimizer_step(self, group_no: int) -> None:
+    def _optimizer_step(self, _group_no: int) -> None:
         self._update()
 
     def _link_all_hp_params(self) -> None:
