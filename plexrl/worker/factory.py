@@ -28,7 +28,12 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
         place = TrainingRank(spec=spec, rank=rank)
         return TrainingBackend(place, FsdpModel(place), checkpoint_dir)
     if (spec.kind, spec.backend) == ("train", "deepspeed"):
-        return _deepspeed(spec, rank, checkpoint_dir)
+        from plexrl.worker.training.backend import TrainingBackend
+        from plexrl.worker.training.deepspeed import DeepSpeedModel
+        from plexrl.worker.training.model import TrainingRank
+
+        place = TrainingRank(spec=spec, rank=rank)
+        return TrainingBackend(place, DeepSpeedModel(place), checkpoint_dir)
     if (spec.kind, spec.backend) == ("rollout", "torch"):
         from plexrl.worker.engine import TorchRolloutBackend
 
@@ -41,20 +46,3 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
         f"there is no backend {spec.backend!r} for a {spec.kind} deployment: use fsdp or "
         "deepspeed for train, torch for forward and rollout"
     )
-
-
-def _deepspeed(spec: DeploymentSpec, rank: int, checkpoint_dir: Path) -> Backend:
-    try:
-        from plexrl.worker.training.deepspeed import DeepSpeedModel
-    except ModuleNotFoundError as error:
-        if error.name != "deepspeed":
-            raise
-        raise InvalidRequestError(
-            "backend 'deepspeed' needs a package that this node lacks: install it there with "
-            "pip install --no-build-isolation 'plexrl[deepspeed]', or choose backend fsdp"
-        ) from error
-    from plexrl.worker.training.backend import TrainingBackend
-    from plexrl.worker.training.model import TrainingRank
-
-    place = TrainingRank(spec=spec, rank=rank)
-    return TrainingBackend(place, DeepSpeedModel(place), checkpoint_dir)

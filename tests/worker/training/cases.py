@@ -45,6 +45,8 @@ class Case:
     one of the same parameter."""
     is_slow: bool = False
     """Left to `make test-all`."""
+    compiles: bool = False
+    """A kernel, on first use on a machine; left to `make test-all` too."""
 
     @property
     def name(self) -> str:
@@ -77,4 +79,10 @@ CASES = (
     Case(backend="deepspeed"),
     Case(backend="deepspeed", layout=Parallelism(dp=2)),
     Case(backend="deepspeed", layout=Parallelism(dp=3), model=LLAMA, is_slow=True),
+    Case(
+        backend="deepspeed",
+        layout=Parallelism(dp=2),
+        options=(("optimizer", "host"),),
+        compiles=True,
+    ),
 )

@@ -6,13 +6,16 @@ parameters, their gradients and moments lie in its arenas, laid out as DeepSpeed
 goes away. With a host optimizer DeepSpeed's CPUAdam steps them (`cpu_adam`).
 """
 
+import importlib
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.host_arena import HostArena
 from plexrl.statemanager.keys import StateSlice
@@ -22,7 +25,6 @@ from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.packing import MicroBatch
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.deepspeed.partitions import Partitions, partition
-from plexrl.worker.training.deepspeed.zero import ArenaZeroOptimizer, connect
 from plexrl.worker.training.flat_state import FlatState, ShardBox
 from plexrl.worker.training.logprobs import token_logprobs
 from plexrl.worker.training.model import LossOfBatch, TrainingRank
@@ -58,10 +60,12 @@ class DeepSpeedModel:
         """As `TrainingModel.build`.
 
         Raises:
-            DeviceUnavailableError: the optimizer is to be in host memory, and DeepSpeed cannot
-                compile its kernel for that.
+            InvalidRequestError: DeepSpeed is not installed.
+            ExecutionError: the optimizer is to be in host memory, and DeepSpeed's kernel for that
+                cannot be compiled.
         """
-        connect()
+        zero = _zero()
+        zero.connect()
         in_host = self._rank.spec.optimizer == "host"
         kernel = CpuAdam().update if in_host else adam_of_torch
         self._model = build_model(self._rank.spec.model)
@@ -73,7 +77,7 @@ class DeepSpeedModel:
             self._rank.layout.dp,
         )
         self._state = _state(cut, self._rank.place.dp, self._rank.spec.optimizer, kernel)
-        self._zero = ArenaZeroOptimizer(
+        self._zero = zero.ArenaZeroOptimizer(
             _with_gaps(cut, parameters),
             partition=self._state.parameters,
             gradient=self._state.gradients,
@@ -135,6 +139,18 @@ class DeepSpeedModel:
             input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long(), use_cache=False
         ).logits
         return token_logprobs(logits_BLV, batch)
+
+
+def _zero() -> ModuleType:
+    try:
+        return importlib.import_module("plexrl.worker.training.deepspeed.zero")
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
+        raise InvalidRequestError(
+            "backend 'deepspeed' needs a package that this node lacks: install it there with "
+            "pip install --no-build-isolation 'plexrl[deepspeed]', or choose backend fsdp"
+        ) from error
 
 
 def _state(cut: Partitions, index: int, optimizer: str, kernel: AdamKernel) -> FlatState:

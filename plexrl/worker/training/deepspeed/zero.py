@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 from deepspeed.utils.timer import NoopTimer
 from torch import nn
@@ -130,10 +133,6 @@ def connect() -> None:
     reductions in shared memory, whose kernel DeepSpeed would compile now; and torch.compile of the
     Muon optimizer, which the first reduction imports whatever the optimizer is.
     """
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator, set_accelerator
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
     if get_accelerator().device_name() != "cpu":
         set_accelerator(CPU_Accelerator())
     # As attributes of their package some of these are hidden by what it imports.
