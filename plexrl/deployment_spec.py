@@ -16,7 +16,7 @@ class DeploymentSpec:
     kind: str
     """`train`, `forward` (weights only: a reference, a teacher, a reward model) or `rollout`."""
     backend: str
-    """`fsdp` or `deepspeed` (train), or `torch` (forward, rollout)."""
+    """`fsdp`, `deepspeed` or `megatron` (train), or `torch` (forward, rollout)."""
     workers: int
     """Worker processes, one per GPU: `layout.world_size`."""
     parallelism: Parallelism | None = None
@@ -27,6 +27,12 @@ class DeploymentSpec:
     dtype: str = "float32"
     """Of the weights that a forward or rollout deployment computes from; what a trainer has is cast
     on the way."""
+    compute_dtype: str = "float32"
+    """Train: that a model computes in, `float32` or `bfloat16`. Its parameters are float32 either
+    way."""
+    activation_checkpointing: bool = False
+    """Train: compute the activations of a layer again in the backward pass instead of keeping
+    them."""
     max_sequence_tokens: int = 512
     """Longest row: prompt and completion together."""
     max_concurrent_samples: int = 256

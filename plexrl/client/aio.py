@@ -14,15 +14,10 @@ from plexrl.client import requests
 from plexrl.client.checkpoints import AsyncCheckpointFuture
 from plexrl.client.cluster import PATIENCE_S, Cluster, connect
 from plexrl.client.futures import AsyncFuture
+from plexrl.client.generations import AsyncGenerateFuture
 from plexrl.client.job import MICRO_BATCH_TOKENS, Deployment, Job
 from plexrl.client.requests import Submission
-from plexrl.client.results import (
-    ForwardResult,
-    GenerateResult,
-    ScoreResult,
-    StepResult,
-    TrainResult,
-)
+from plexrl.client.results import ForwardResult, ScoreResult, StepResult, TrainResult
 from plexrl.client.transport import AsyncTransport
 from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
 
@@ -60,9 +55,11 @@ class AsyncDeployment:
         return await asyncio.to_thread(self._sync.status)
 
     async def _submit(self, submission: Submission) -> AsyncFuture[Any]:
+        return AsyncFuture(self._transport, await self._post(submission), submission.decoder)
+
+    async def _post(self, submission: Submission) -> Plain:
         async with self._submitting:
-            view = (await self._transport.request(submission.call)).json()
-        return AsyncFuture(self._transport, view, submission.decoder)
+            return dict((await self._transport.request(submission.call)).json())
 
 
 class AsyncTrainDeployment(AsyncDeployment):
@@ -93,8 +90,7 @@ class AsyncTrainDeployment(AsyncDeployment):
     async def save_checkpoint(self, name: str, **options: Any) -> AsyncCheckpointFuture:
         """As `TrainDeployment.save_checkpoint`; the future waits until it is on the disk."""
         submission = requests.save_checkpoint(self.deployment, name, options)
-        async with self._submitting:
-            view = (await self._transport.request(submission.call)).json()
+        view = await self._post(submission)
         return AsyncCheckpointFuture(self._transport, view, submission.decoder)
 
 
@@ -139,13 +135,14 @@ class AsyncRolloutDeployment(AsyncDeployment):
         *,
         n: int = 1,
         sampling: SamplingParams | None = None,
-    ) -> AsyncFuture[GenerateResult]:
-        """`n` samples of every prompt."""
-        return await self._submit(
-            requests.generate(
-                self.deployment, prompts, n, sampling or SamplingParams(), stream=False
-            )
+        stream: bool = False,
+    ) -> AsyncGenerateFuture:
+        """As `RolloutDeployment.generate`."""
+        submission = requests.generate(
+            self.deployment, prompts, n, sampling or SamplingParams(), stream=stream
         )
+        view = await self._post(submission)
+        return AsyncGenerateFuture(self._transport, view, submission.decoder, n)
 
     async def sync_weights(
         self,

@@ -1,6 +1,5 @@
 """A job and its deployments, for a blocking controller."""
 
-import json
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from plexrl.client import requests
 from plexrl.client.checkpoints import CheckpointFuture, list_call
 from plexrl.client.demand import DemandTrace, plain_trace
 from plexrl.client.futures import Future
+from plexrl.client.generations import GenerateFuture
 from plexrl.client.requests import Submission
 from plexrl.client.results import (
     Chunk,
@@ -72,10 +72,12 @@ class Deployment:
         return Tokenizer(self._transport.request(Call(method="GET", path=path)).text)
 
     def _submit(self, submission: Submission) -> Future[Any]:
+        return Future(self._transport, self._post(submission), submission.decoder)
+
+    def _post(self, submission: Submission) -> Plain:
         # One at a time, so that the order of calls is the order of submissions.
         with self._submitting:
-            view = self._transport.request(submission.call).json()
-        return Future(self._transport, view, submission.decoder)
+            return dict(self._transport.request(submission.call).json())
 
 
 class TrainDeployment(Deployment):
@@ -112,9 +114,7 @@ class TrainDeployment(Deployment):
         `keep_last`, `keep_every`, `upload`.
         """
         submission = requests.save_checkpoint(self.deployment, name, options)
-        with self._submitting:
-            view = self._transport.request(submission.call).json()
-        return CheckpointFuture(self._transport, view, submission.decoder)
+        return CheckpointFuture(self._transport, self._post(submission), submission.decoder)
 
 
 class ReferenceDeployment(Deployment):
@@ -158,13 +158,13 @@ class RolloutDeployment(Deployment):
         *,
         n: int = 1,
         sampling: SamplingParams | None = None,
-    ) -> Future[GenerateResult]:
-        """`n` samples of every prompt."""
-        return self._submit(
-            requests.generate(
-                self.deployment, prompts, n, sampling or SamplingParams(), stream=False
-            )
+        stream: bool = False,
+    ) -> GenerateFuture:
+        """`n` samples of every prompt; with `stream` the future tells tokens as they are drawn."""
+        submission = requests.generate(
+            self.deployment, prompts, n, sampling or SamplingParams(), stream=stream
         )
+        return GenerateFuture(self._transport, self._post(submission), submission.decoder, n)
 
     def generate_stream(
         self,
@@ -177,25 +177,8 @@ class RolloutDeployment(Deployment):
 
         A router that goes away in between is waited for; no chunk is given twice.
         """
-        future = self._submit(
-            requests.generate(
-                self.deployment, prompts, n, sampling or SamplingParams(), stream=True
-            )
-        )
-        path = f"/v1/operations/{quote(future.operation, safe='')}/stream"
-        seen = 0
-        while not future.done():
-            call = Call(method="GET", path=path, query={"after": seen})
-            try:
-                for line in self._transport.lines(call):
-                    chunk = json.loads(line)
-                    if chunk.get("done"):
-                        break
-                    seen = chunk["index"] + 1
-                    prompt, sample = divmod(chunk["sample"], n)
-                    yield Chunk(prompt, sample, chunk["tokens"], chunk["logprobs"])
-            except ConnectionLostError as error:
-                LOG.info("the stream broke (%s); taking it up again", error)
+        future = self.generate(prompts, n=n, sampling=sampling, stream=True)
+        yield from future.stream()
         yield future.result()
 
     def sync_weights(
@@ -243,6 +226,8 @@ class Job:
         exclusive: bool = False,
         backend: str | None = None,
         optimizer: Literal["device", "host"] = "device",
+        compute_dtype: Literal["float32", "bfloat16"] = "float32",
+        activation_checkpointing: bool = False,
         max_sequence_tokens: int = 512,
         node_type: str = "",
         trace: DemandTrace | Mapping[str, Any] | None = None,
@@ -256,9 +241,14 @@ class Job:
         With `optimizer="host"` the optimizer's state stays in host memory and the CPU steps it, so
         a context switch moves parameters only; a step takes longer.
 
+        With `compute_dtype="bfloat16"` the model computes in that; its parameters, their gradients
+        and steps are float32 all the same. `activation_checkpointing` computes each layer's
+        activations again in the backward pass instead of keeping them: the same bits, less memory.
+
         Raises:
             ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
-            LayoutError: the backend does not run this layout; its message says which one does.
+            LayoutError: the backend does not run this layout, or the model cannot be cut so; its
+                message says what can.
         """
         options = {
             "workers": workers,
@@ -266,6 +256,8 @@ class Job:
             "exclusive": exclusive,
             "backend": backend,
             "optimizer": optimizer,
+            "compute_dtype": compute_dtype,
+            "activation_checkpointing": activation_checkpointing,
             "max_sequence_tokens": max_sequence_tokens,
             "node_type": node_type,
             "trace": plain_trace(trace),

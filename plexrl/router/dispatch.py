@@ -61,6 +61,12 @@ class DispatchPlan:
         """Of the batch."""
         return int(self.lengths.sum())
 
+    @property
+    def is_whole(self) -> bool:
+        """Every rank with rows has all of them in their order, so it can be sent the batch as it
+        is, and its result is the batch's."""
+        return self.layout.dp == self.layout.cp == 1 and self.shards[0].micro_batch_rows is None
+
     def part_of(self, rank: int) -> int:
         """Which of `inputs` a rank is sent; ranks that replicate share one."""
         places = self.layout.coordinates(rank)

@@ -7,6 +7,7 @@ from fastapi.responses import PlainTextResponse
 
 from plexrl.backend_capabilities import (
     backend_capabilities,
+    check_computation,
     check_dtype,
     check_layout,
     check_optimizer,
@@ -19,6 +20,8 @@ from plexrl.errors import (
     PermissionDeniedError,
 )
 from plexrl.kv_cache import check_cache_budget
+from plexrl.megatron_dimensions import check_cut, dimensions, megatron_bytes_per_parameter
+from plexrl.model_layout import check_tensor_parallel
 from plexrl.model_spec import (
     TRAIN_BYTES_PER_PARAMETER,
     WEIGHT_BYTES,
@@ -137,8 +140,7 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
     @routes.get("/{job}/deployments/{name}", summary="One deployment")
     async def deployment(request: Request, job: str, name: str) -> Plain:
         caller = await gateway.caller(request)
-        fields = {"deployment": f"{job}/{name}", **caller.claim}
-        view = await gateway.scheduler.call("get_deployment", fields)
+        view = await gateway.deployment(caller, f"{job}/{name}")
         return {**view, "engines": await gateway.engines.stats(view)}
 
     @routes.get(
@@ -174,6 +176,13 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
     check_layout(capabilities, layout)
     check_optimizer(capabilities, body.optimizer)
     check_dtype(capabilities, body.dtype)
+    check_computation(
+        capabilities,
+        body.compute_dtype,
+        activation_checkpointing=body.activation_checkpointing,
+    )
+    if body.kind == "train":
+        check_tensor_parallel(model, layout)
     if model.head != "causal" and body.kind != "forward":
         raise InvalidRequestError(
             f"a model with head {model.head!r} only scores rows: make a reward deployment of it, "
@@ -185,6 +194,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
             "leave the trace out"
         )
     parameters = parameter_count(model)
+    if capabilities.backend == "megatron":
+        check_cut(dimensions({"model_type": model.architecture, **model.config}), layout)
     spec = DeploymentSpec(
         model=model,
         kind=body.kind,
@@ -193,6 +204,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         parallelism=layout,
         optimizer=body.optimizer,
         dtype=body.dtype,
+        compute_dtype=body.compute_dtype,
+        activation_checkpointing=body.activation_checkpointing,
         max_sequence_tokens=body.max_sequence_tokens,
         max_concurrent_samples=body.max_concurrent_samples,
         kv_cache_bytes=body.kv_cache_bytes,
@@ -209,6 +222,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
 
 def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
     """Of all ranks together: a trainer's are shards, each rank of the others has all weights."""
+    if spec.backend == "megatron":
+        return parameters * megatron_bytes_per_parameter(spec.layout)
     if spec.kind == "train":
         return parameters * TRAIN_BYTES_PER_PARAMETER
     return parameters * WEIGHT_BYTES[spec.dtype] * spec.workers

@@ -144,6 +144,12 @@ class DeploymentRequest(_Strict):
         "float32",
         description="of a forward or rollout deployment's weights, cast as they are synchronised",
     )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="train: to compute in; parameters and their steps are float32"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="train: compute activations again in the backward pass, to save memory"
+    )
     max_sequence_tokens: int = Field(512, ge=2)
     max_concurrent_samples: int = Field(256, ge=1)
     kv_cache_bytes: int | None = Field(

@@ -148,6 +148,18 @@ def test_forward_gives_logprobs_in_the_order_of_the_batch(case: Case, records: R
     near(joined(case, batch(99), [record["forward"] for record in records]), wanted, case)
 
 
+def test_a_model_that_computes_in_bf16_rounds_and_one_in_float32_does_not(
+    case: Case, records: Records
+) -> None:
+    parameters = whole(records, 1, "after", StatePart.PARAMETER)
+    reference.set_parameters(case.model, parameters)
+    with torch.no_grad():
+        _, wanted = reference.logprobs_of(case.model, batch(99))
+    found = joined(case, batch(99), [record["forward"] for record in records])
+    rounds = float(np.abs(found - wanted).max()) > 1e-4
+    assert rounds == (case.spec.compute_dtype == "bfloat16")
+
+
 def test_gradients_that_are_not_finite_are_dropped_with_a_typed_error(records: Records) -> None:
     for record in records:
         assert isinstance(from_wire(record["refusal"]), NonFiniteGradientError)

@@ -3,10 +3,12 @@
 Every rank computes with all parameters and keeps the state of one partition of them: the float32
 parameters, their gradients and moments lie in its arenas, laid out as DeepSpeed cuts them
 (`partitions`). What the model computes from is gathered when it is needed, and freed when the state
-goes away. With a host optimizer DeepSpeed's CPUAdam steps them (`cpu_adam`).
+goes away; with `compute_dtype="bfloat16"` it is a cast, and its gradients are added up in float32.
+With a host optimizer DeepSpeed's CPUAdam steps the state (`cpu_adam`).
 """
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -23,8 +25,9 @@ from plexrl.wire.operations import AdamParams
 from plexrl.worker.host_optimizer import AdamKernel, adam_of_torch
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.packing import MicroBatch
+from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
-from plexrl.worker.training.deepspeed.partitions import Partitions, partition
+from plexrl.worker.training.deepspeed.partitions import Box, Partitions, partition
 from plexrl.worker.training.flat_state import FlatState, ShardBox
 from plexrl.worker.training.logprobs import token_logprobs
 from plexrl.worker.training.model import LossOfBatch, TrainingRank
@@ -66,17 +69,22 @@ class DeepSpeedModel:
         """
         zero = _zero()
         zero.connect()
-        in_host = self._rank.spec.optimizer == "host"
-        kernel = CpuAdam().update if in_host else adam_of_torch
-        self._model = build_model(self._rank.spec.model)
-        for parameter in self._model.parameters():
-            parameter.requires_grad_(True)
+        spec = self._rank.spec
+        kernel = CpuAdam().update if spec.optimizer == "host" else adam_of_torch
+        self._model: Any = build_model(spec.model)
+        if spec.activation_checkpointing:
+            checkpoint_activations(self._model.model.layers)
         parameters = dict(named_parameters(self._model))
         cut = partition(
             {name: tuple(parameter.shape) for name, parameter in parameters.items()},
             self._rank.layout.dp,
         )
-        self._state = _state(cut, self._rank.place.dp, self._rank.spec.optimizer, kernel)
+        self._state = _state(cut, self._rank.place.dp, spec.optimizer, kernel)
+        for box in cut.boxes(self._rank.place.dp):
+            _fill(self._state.parameter(box.name, math.prod(box.shape)), parameters[box.name], box)
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+            parameter.data = parameter.data.to(getattr(torch, spec.compute_dtype))
         self._zero = zero.ArenaZeroOptimizer(
             _with_gaps(cut, parameters),
             partition=self._state.parameters,
@@ -151,6 +159,11 @@ def _zero() -> ModuleType:
             "backend 'deepspeed' needs a package that this node lacks: install it there with "
             "pip install --no-build-isolation 'plexrl[deepspeed]', or choose backend fsdp"
         ) from error
+
+
+def _fill(home: torch.Tensor, parameter: nn.Parameter, box: Box) -> None:
+    rows = slice(box.offset[0], box.offset[0] + box.shape[0]) if box.shape else ...
+    home.copy_(parameter.detach()[rows].flatten())
 
 
 def _state(cut: Partitions, index: int, optimizer: str, kernel: AdamKernel) -> FlatState:

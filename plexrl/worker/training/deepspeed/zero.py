@@ -39,9 +39,10 @@ class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deeps
         partition: torch.Tensor,
         gradient: torch.Tensor,
     ) -> None:
-        """Move `parameters` into one flat buffer, and this rank's part of it to `partition`.
+        """Move `parameters` into one flat buffer.
 
-        `partition` and `gradient` are float32 `[elements / ranks]`, on the arena.
+        `partition` has this rank's part of their values already; it and `gradient` are float32
+        `[elements / ranks]`, on the arena.
         """
         self._lent_gradient = gradient
         elements = sum(parameter.numel() for parameter in parameters)
@@ -62,7 +63,6 @@ class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deeps
         )
         (own,) = self.single_partition_of_fp32_groups
         assert own.shape == partition.shape, "the partitions are not laid out as DeepSpeed's are"
-        partition.copy_(own.detach())
         self.single_partition_of_fp32_groups[0] = nn.Parameter(partition)
         self.optimizer.param_groups[0]["params"] = list(self.single_partition_of_fp32_groups)
 
