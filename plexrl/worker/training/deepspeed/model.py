@@ -71,9 +71,10 @@ class DeepSpeedModel:
         zero.connect()
         spec = self._rank.spec
         kernel = CpuAdam().update if spec.optimizer == "host" else adam_of_torch
-        self._model: Any = build_model(spec.model)
+        self._model = build_model(spec.model)
         if spec.activation_checkpointing:
-            checkpoint_activations(self._model.model.layers)
+            layers: Any = self._model.model.layers  # type: ignore[union-attr]
+            checkpoint_activations(layers)
         parameters = dict(named_parameters(self._model))
         cut = partition(
             {name: tuple(parameter.shape) for name, parameter in parameters.items()},
