@@ -68,7 +68,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
     BackendCapabilities(
         backend="torch",
         kind="rollout",
-        axes=(),
+        axes=("dp", "tp"),
         optimizers=(),
         packs=False,
         dtypes=("float32", "bfloat16"),

@@ -27,6 +27,7 @@ OTHER_CORES = (
     "router/balance.py",
     "router/context_split.py",
     "router/dispatch.py",
+    "router/generate_plan.py",
     "router/micro_batches.py",
     "router/reductions.py",
     "router/stream_events.py",

@@ -274,9 +274,12 @@ class Job:
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
         kv_cache_bytes: int | None = None,
+        parallelism: Parallelism | None = None,
         node_type: str = "",
     ) -> RolloutDeployment:
-        """Create (or take up again) a model that generates, on a GPU of its own.
+        """Create (or take up again) a model that generates, on GPUs of its own: one, or as
+        `parallelism` says. `tp` ranks share each matrix; `dp` replicas share the prompts of every
+        `generate`. What is drawn is the same.
 
         `kv_cache_bytes` bounds each worker's cache, beside the weights: samples that find no room
         in it wait and are computed anew, which results count as `metrics["preemptions"]`.
@@ -294,6 +297,7 @@ class Job:
             "max_sequence_tokens": max_sequence_tokens,
             "max_concurrent_samples": max_concurrent_samples,
             "kv_cache_bytes": kv_cache_bytes,
+            "parallelism": None if parallelism is None else asdict(parallelism),
             "node_type": node_type,
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))

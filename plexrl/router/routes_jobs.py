@@ -21,7 +21,7 @@ from plexrl.errors import (
 )
 from plexrl.kv_cache import check_cache_budget
 from plexrl.megatron_dimensions import check_cut, dimensions, megatron_bytes_per_parameter
-from plexrl.model_layout import check_tensor_parallel
+from plexrl.model_layout import check_equal_parts, check_tensor_parallel
 from plexrl.model_spec import (
     TRAIN_BYTES_PER_PARAMETER,
     WEIGHT_BYTES,
@@ -168,11 +168,6 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         raise InvalidRequestError("a model has either a path or an architecture")
     capabilities = backend_capabilities(body.kind, body.backend or None)
     layout = _layout(body)
-    if body.kind == "rollout" and layout.dp != 1:
-        raise InvalidRequestError(
-            f"a rollout deployment has 1 copy of its model, {layout.dp} were asked for: make "
-            "several rollout deployments instead"
-        )
     check_layout(capabilities, layout)
     check_optimizer(capabilities, body.optimizer)
     check_dtype(capabilities, body.dtype)
@@ -181,8 +176,9 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         body.compute_dtype,
         activation_checkpointing=body.activation_checkpointing,
     )
-    if body.kind == "train":
-        check_tensor_parallel(model, layout)
+    check_tensor_parallel(model, layout)
+    if body.kind == "rollout":
+        check_equal_parts(model, layout)
     if model.head != "causal" and body.kind != "forward":
         raise InvalidRequestError(
             f"a model with head {model.head!r} only scores rows: make a reward deployment of it, "
@@ -221,12 +217,12 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
 
 
 def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
-    """Of all ranks together: a trainer's are shards, each rank of the others has all weights."""
+    """Of all ranks: a trainer's are shards; of the others each data rank has all weights."""
     if spec.backend == "megatron":
         return parameters * megatron_bytes_per_parameter(spec.layout)
     if spec.kind == "train":
         return parameters * TRAIN_BYTES_PER_PARAMETER
-    return parameters * WEIGHT_BYTES[spec.dtype] * spec.workers
+    return parameters * WEIGHT_BYTES[spec.dtype] * spec.layout.dp
 
 
 def _layout(body: DeploymentRequest) -> Parallelism:

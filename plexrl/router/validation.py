@@ -207,6 +207,11 @@ def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays
     _at_least("top_k", sampling.top_k, 0)
     if sampling.seed is not None:
         _in_range("seed", sampling.seed, 0, 2**63 - 1)
+    if params.stream and spec.layout.dp > 1:
+        raise InvalidRequestError(
+            f"the deployment has {spec.layout.dp} replicas (dp), and a stream tells of one: leave "
+            "`stream` out, or make a deployment with dp=1"
+        )
     unknown = sorted(set(arrays) - {"tokens", "lengths"})
     if unknown:
         raise BatchShapeError(f"generate takes tokens and lengths; {unknown} were sent too")
