@@ -24,7 +24,12 @@ from plexrl.errors import (
 from plexrl.ids import BlobRef
 from plexrl.router.blobs import INLINE_BYTES_MAX, Upload
 from plexrl.router.gateway import FINAL, Gateway
-from plexrl.router.validation import Checked, check_identifier, check_operation
+from plexrl.router.validation import (
+    Checked,
+    check_identifier,
+    check_operation,
+    check_source,
+)
 from plexrl.wire.operations import GenerateParams, SyncWeightsParams
 from plexrl.wire.tensors import (
     MEDIA_TYPE,
@@ -85,6 +90,9 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         spec = await gateway.spec(f"{job}/{name}", caller)
         async with gateway.body(request, caller) as upload:
             checked = await _checked(request, spec, kind, upload)
+            if isinstance(checked.params, SyncWeightsParams):
+                source = await gateway.spec(checked.params.source, caller)
+                check_source(spec, source)
             named = {"operation": operation, "deployment": f"{job}/{name}"}
             fields = {**named, "deadline_s": deadline_s, **caller.claim}
             return await _submit(gateway, fields, checked, upload)
