@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,6 +14,9 @@ from plexrl.wire.operations import SyncWeightsParams
 from plexrl.worker.arena_tensors import whole
 from plexrl.worker.backend import Backend, RolloutBackend
 
+if TYPE_CHECKING:
+    from plexrl.statemanager.keys import StateSlice
+
 Plain = dict[str, Any]
 
 
@@ -24,7 +27,9 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: Plain) -
         PlexRLError: as `StateManagerClient.pull`.
     """
     params = msgspec.json.decode(command["params_json"], type=SyncWeightsParams)
-    slices = backend.slices()
+    # Of a rollout with adapters, these alone; the rest is made of them.
+    pulled = getattr(backend, "pulled_slices", backend.slices)
+    slices: tuple[StateSlice, ...] = pulled()
     with _standing_still(backend, client, params):
         report = client.pull(
             sources=command["sources"],

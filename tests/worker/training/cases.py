@@ -48,6 +48,8 @@ class Case:
     one of the same parameter."""
     is_slow: bool = False
     """Left to `make test-all`."""
+    compiles: bool = False
+    """A kernel, on first use on a machine; left to `make test-all` too."""
 
     @property
     def name(self) -> str:
@@ -77,6 +79,21 @@ CASES = (
     WRITER,
     Case(backend="fsdp", layout=Parallelism(dp=2)),
     Case(backend="fsdp", layout=Parallelism(dp=2), options=(("optimizer", "host"),)),
+    Case(backend="deepspeed"),
+    Case(backend="deepspeed", layout=Parallelism(dp=2)),
+    Case(
+        backend="deepspeed",
+        layout=Parallelism(dp=2),
+        options=(("compute_dtype", "bfloat16"), ("activation_checkpointing", True)),
+        tolerance=0.05,
+    ),
+    Case(backend="deepspeed", layout=Parallelism(dp=3), model=LLAMA, is_slow=True),
+    Case(
+        backend="deepspeed",
+        layout=Parallelism(dp=2),
+        options=(("optimizer", "host"),),
+        compiles=True,
+    ),
     Case(backend="megatron", layout=Parallelism(tp=2)),
     Case(backend="megatron", layout=Parallelism(pp=2)),
     Case(backend="megatron", layout=Parallelism(dp=2), is_slow=True),
