@@ -18,9 +18,15 @@ def install_cpu_shim() -> None:
         return
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
     torch.cuda.current_device = _cpu  # type: ignore[assignment]
     torch.cuda.synchronize = _no_effect
+    # Experts' token counts are copied from the GPU on a stream of their own.
+    stream = _NoStream()
+    torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment,return-value]
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
+    token_dispatcher.maybe_move_tensor_to_cpu = _counts
     random._CUDA_RNG_STATE_TRACKER = _NoRandomStates()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     schedules.torch = _TorchOnCpu()
@@ -36,6 +42,16 @@ class _NoRandomStates:
         return {}
 
 
+class _NoStream:
+    """Stands for a stream, and for an event on it: all is done when it was asked for."""
+
+    def record_event(self) -> "_NoStream":
+        return self
+
+    def synchronize(self) -> None:
+        return
+
+
 class _TorchOnCpu:
     """`torch` for the pipeline schedules, which count tokens in a tensor on device `cuda`."""
 
@@ -47,6 +63,12 @@ class _TorchOnCpu:
             *sizes, device="cpu" if device == "cuda" else device, **options
         )
         return found
+
+
+def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Token counts as they come from a GPU: as numpy where sizes of an exchange are wanted."""
+    del record_stream
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _cpu() -> torch.device:
