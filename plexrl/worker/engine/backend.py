@@ -17,15 +17,16 @@ from plexrl.worker.engine.engine import Engine
 from plexrl.worker.engine.forward import probe
 from plexrl.worker.engine.generation import Generation
 from plexrl.worker.engine.joined_linear import arena_order
-from plexrl.worker.engine.protocol import EngineStats
+from plexrl.worker.engine.merged_adapters import MergedAdapters
+from plexrl.worker.engine.protocol import EngineStats, RolloutEngine
 from plexrl.worker.engine.shards import Box, box_of
+from plexrl.worker.engine.tensor_parallel import LeadingEngine, Orders, RankGroup
 from plexrl.worker.models import build_model, named_parameters
 
 if TYPE_CHECKING:
     import torch
 
     from plexrl.statemanager.host_arena import HostArena
-    from plexrl.worker.engine.tensor_parallel import RankGroup
 
 ARENA_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """A deployment's dtype, as slices spell it."""
@@ -35,22 +36,17 @@ class TorchRolloutBackend:
     """One worker's engine."""
 
     def __init__(
-        self, spec: DeploymentSpec, checkpoint_dir: Path, ranks: "RankGroup | None" = None
+        self, spec: DeploymentSpec, checkpoint_dir: Path, ranks: RankGroup | None = None
     ) -> None:
-        """`ranks`: the tensor-parallel group that this worker is one of; absent: it is alone.
-
-        Raises:
-            InvalidRequestError: several workers without a group.
-        """
-        if ranks is None and spec.workers != 1:
-            raise InvalidRequestError(
-                f"the torch engine runs on 1 worker, {spec.workers} were asked for: make several "
-                "rollout deployments instead"
-            )
+        """`ranks`: the tensor-parallel group that this worker is one of; absent: it is alone."""
         self._spec = spec
         self._checkpoint_dir = checkpoint_dir
         self._ranks = ranks
         self._built: Engine | None = None
+        self.orders: Orders | None = None
+        """Of the group's leader: what the other ranks do is told by it."""
+        if ranks is not None and ranks.rank == 0:
+            self.orders = Orders(ranks)
         self._recompute_kv_on_pull = True
 
     def build(self) -> None:
@@ -71,17 +67,26 @@ class TorchRolloutBackend:
                 shape=box.shape,
                 dtype=ARENA_DTYPES[self._spec.dtype],
             )
+        parameter_slices = tuple(layout.slices)
+        self._adapters: MergedAdapters | None = None
+        if self._spec.lora is not None:
+            shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+            dtype = ARENA_DTYPES[self._spec.dtype]
+            self._adapters = MergedAdapters(self._spec.lora, layout, shapes, dtype)
         self.arena = Arena(layout.nbytes)
         self.host_arena: HostArena | None = None
         self._slices = tuple(layout.slices)
+        self._pulled = self._slices if self._adapters is None else self._adapters.slices
         self._weights: dict[str, torch.Tensor] = {}
-        for (name, parameter), piece in zip(parameters, self._slices, strict=True):
+        for (name, parameter), piece in zip(parameters, parameter_slices, strict=True):
             home = view(self.arena, piece)
             home.copy_(parameter.data[self._boxes[name].index])
             # A tied weight is one parameter object, so its other uses follow.
             parameter.data = home
             parameter.requires_grad_(False)
             self._weights[name] = home
+        if self._adapters is not None:
+            self._adapters.move_in(self.arena, self._weights)
         self._built = Engine(
             model,
             slots=self._spec.max_concurrent_samples,
@@ -90,14 +95,21 @@ class TorchRolloutBackend:
             ranks=self._ranks,
             probed=probed,
         )
+        self._lead: RolloutEngine = self._built
+        if self.orders is not None:
+            self._lead = LeadingEngine(self._built, self.orders)
 
     def slices(self) -> tuple[StateSlice, ...]:
         """The parameters."""
         return self._slices
 
+    def pulled_slices(self) -> tuple[StateSlice, ...]:
+        """What a weight sync brings: all, or the adapters that the rest is made of."""
+        return self._pulled
+
     def live_parts(self) -> frozenset[StatePart]:
-        """Weights are all there is; the cache is derived."""
-        return frozenset({StatePart.PARAMETER})
+        """Weights are all there is, and what adapters are added to; the cache is derived."""
+        return frozenset(piece.key.part for piece in self._slices)
 
     def before_offload(self) -> None:
         """Drop the KV cache; what a paused engine was generating waits and is computed anew."""
@@ -110,6 +122,8 @@ class TorchRolloutBackend:
 
     def after_pull(self) -> None:
         """The pulled weights draw from now on, for what a paused engine was generating too."""
+        if self._adapters is not None:
+            self._adapters.merge()
         # A sync raises the version of a deployment by one, as every operation that changes state.
         self.engine.weights_changed(
             self.engine.weights_seq + 1, recompute_kv=self._recompute_kv_on_pull
@@ -131,15 +145,20 @@ class TorchRolloutBackend:
         params: CheckpointParams = call.params
         job = params.job or str(call.rank_params["job"])
         found = load_hf_parameters(self._checkpoint_dir / job / params.name)
-        shapes = {piece.key.name: piece.global_shape for piece in self._slices}
+        shapes = {piece.key.name: piece.global_shape for piece in self._pulled}
         for name, shape in shapes.items():
             if name not in found or tuple(found[name].shape) != shape:
                 raise BatchShapeError(
                     f"checkpoint {params.name!r} has no parameter {name!r} of shape "
                     f"{list(shape)}: it is of another model"
                 )
-        for name, home in self._weights.items():
-            home.copy_(found[name][self._boxes[name].index])
+        if self._adapters is None:
+            for name, home in self._weights.items():
+                home.copy_(found[name][self._boxes[name].index])
+        else:
+            for piece in self._pulled:
+                view(self.arena, piece).copy_(found[piece.key.name])
+            self._adapters.merge()
         self.engine.weights_changed(call.seq)
         return BackendResult()
 
@@ -147,7 +166,7 @@ class TorchRolloutBackend:
         """Queue a generation. Raises `BatchShapeError`."""
         tokens, lengths = call.arrays["tokens"], call.arrays["lengths"]
         ends = np.cumsum(lengths)[:-1]
-        self.engine.submit(
+        self._lead.submit(
             Generation(
                 name=call.operation,
                 prompts=[part.tolist() for part in np.split(tokens, ends)],
@@ -155,20 +174,21 @@ class TorchRolloutBackend:
                 sampling=call.params.sampling,
                 emit=emit,
                 weights_seq=call.seq,
+                first_row=int(call.rank_params.get("first_row", 0)),
             )
         )
 
     def abort(self, operation: str) -> None:
         """End a generation with what it has."""
-        self.engine.abort(operation)
+        self._lead.abort(operation)
 
     def step(self) -> list[tuple[str, BackendResult]]:
         """One token for every running sample."""
-        return [(generation.name, self._result(generation)) for generation in self.engine.step()]
+        return [(generation.name, self._result(generation)) for generation in self._lead.step()]
 
     def interrupt(self, operation: str) -> BackendResult | None:
         """Take an operation out now; its result so far. None: unknown."""
-        generation = self.engine.interrupt(operation)
+        generation = self._lead.interrupt(operation)
         return None if generation is None else self._result(generation)
 
     def pause(self, *, recompute_kv: bool = True) -> None:
@@ -177,11 +197,11 @@ class TorchRolloutBackend:
         `recompute_kv` says what a pull does with the cache of samples under way.
         """
         self._recompute_kv_on_pull = recompute_kv
-        self.engine.pause()
+        self._lead.pause()
 
     def resume(self) -> None:
         """Go on, with whatever weights the arena holds."""
-        self.engine.resume()
+        self._lead.resume()
 
     def stats(self) -> EngineStats:
         """How the engine stands."""
@@ -211,7 +231,12 @@ class TorchRolloutBackend:
         return box_of(name, shape, self._ranks.rank, self._ranks.ranks)
 
     @property
+    def ranks(self) -> RankGroup | None:
+        """The tensor-parallel group that this worker is one of; None: it is alone."""
+        return self._ranks
+
+    @property
     def engine(self) -> Engine:
-        """What generates; ranks of a tensor-parallel group are kept in step through it."""
+        """This rank's own part of what generates."""
         assert self._built is not None, "build comes first"
         return self._built
