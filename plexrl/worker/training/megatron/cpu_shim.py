@@ -23,9 +23,8 @@ def install_cpu_shim() -> None:
     torch.cuda.current_device = _cpu  # type: ignore[assignment]
     torch.cuda.synchronize = _no_effect
     # Experts' token counts are copied from the GPU on a stream of their own.
-    stream = _NoStream()
-    torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment,return-value]
-    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
+    torch.cuda.current_stream = _stream  # type: ignore[assignment]
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _stream()
     token_dispatcher.maybe_move_tensor_to_cpu = _counts
     random._CUDA_RNG_STATE_TRACKER = _NoRandomStates()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
@@ -44,6 +43,12 @@ class _NoRandomStates:
 
 class _NoStream:
     """Stands for a stream, and for an event on it: all is done when it was asked for."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NoStream)
+
+    def __hash__(self) -> int:
+        return 0
 
     def record_event(self) -> "_NoStream":
         return self
@@ -73,6 +78,11 @@ def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 def _cpu() -> torch.device:
     return torch.device("cpu")
+
+
+def _stream(device: object = None) -> _NoStream:
+    del device
+    return _NoStream()
 
 
 def _no_effect(device: object = None) -> None:
