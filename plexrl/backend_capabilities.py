@@ -52,6 +52,15 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         packs=True,
     ),
     BackendCapabilities(
+        backend="deepspeed",
+        kind="train",
+        axes=("dp",),
+        optimizers=("device", "host"),
+        packs=False,
+        compute_dtypes=("float32", "bfloat16"),
+        checkpoints_activations=True,
+    ),
+    BackendCapabilities(
         backend="torch",
         kind="forward",
         axes=("dp",),
