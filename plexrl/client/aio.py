@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from plexrl.client import requests
 from plexrl.client.checkpoints import AsyncCheckpointFuture
 from plexrl.client.cluster import PATIENCE_S, Cluster, connect
+from plexrl.client.deployment import Deployment
 from plexrl.client.futures import AsyncFuture
 from plexrl.client.generations import AsyncGenerateFuture
-from plexrl.client.job import MICRO_BATCH_TOKENS, Deployment, Job
+from plexrl.client.job import MICRO_BATCH_TOKENS, Job
 from plexrl.client.requests import Submission
 from plexrl.client.results import ForwardResult, ScoreResult, StepResult, TrainResult
 from plexrl.client.transport import AsyncTransport
@@ -159,11 +160,30 @@ class AsyncRolloutDeployment(AsyncDeployment):
         *,
         delta: bool | Literal["auto"] = "auto",
         digest: bool = False,
+        in_flight: bool = False,
+        recompute_kv: bool = True,
     ) -> AsyncFuture[Plain]:
         """As `RolloutDeployment.sync_weights`."""
         return await self._submit(
-            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+            requests.sync_weights(
+                self.deployment,
+                source.deployment,
+                delta=delta,
+                digest=digest,
+                in_flight=in_flight,
+                recompute_kv=recompute_kv,
+            )
         )
+
+    async def pause(self, *, for_s: float = 600.0) -> list[Plain]:
+        """As `RolloutDeployment.pause`."""
+        call = requests.engine_order(self.deployment, "pause", {"for_s": for_s})
+        return list((await self._transport.request(call)).json()["engines"])
+
+    async def resume(self) -> list[Plain]:
+        """As `RolloutDeployment.resume`."""
+        call = requests.engine_order(self.deployment, "resume")
+        return list((await self._transport.request(call)).json()["engines"])
 
 
 class AsyncJob:

@@ -217,6 +217,7 @@ async def _submit(gateway: Gateway, fields: Plain, checked: Checked, upload: Upl
                 "payload_digest": "" if payload is None else upload.digest,
                 "tokens": checked.tokens,
                 "source": source,
+                "in_flight": isinstance(params, SyncWeightsParams) and params.in_flight,
             },
         )
     except REFUSALS:

@@ -247,6 +247,8 @@ class OperationSubmitted(Event):
     """Of its bytes: by it a repeated request is known, whose payload has a name of its own."""
     deadline_s: float | None = None
     """From now on; not begun by then, it ends with `DeadlineExceededError`. Absent: none."""
+    in_flight: bool = False
+    """For `sync_weights`: beside generations that run, instead of after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
