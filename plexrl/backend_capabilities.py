@@ -39,6 +39,14 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         packs=False,
         dtypes=("float32", "bfloat16"),
     ),
+    BackendCapabilities(
+        backend="vllm",
+        kind="rollout",
+        axes=(),
+        optimizers=(),
+        packs=False,
+        dtypes=("float32", "bfloat16"),
+    ),
 )
 """The default of its kind first."""
 

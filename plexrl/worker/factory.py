@@ -11,7 +11,8 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
     """The backend of one rank; heavy libraries are imported here.
 
     Raises:
-        InvalidRequestError: there is no such backend for this kind of deployment.
+        InvalidRequestError: there is no such backend for this kind of deployment, or its library
+            is not installed.
     """
     if (spec.kind, spec.backend) == ("train", "fsdp"):
         from plexrl.worker.fsdp import FsdpBackend
@@ -21,7 +22,14 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
         from plexrl.worker.engine import TorchRolloutBackend
 
         return TorchRolloutBackend(spec, checkpoint_dir)
+    if (spec.kind, spec.backend) == ("rollout", "vllm"):
+        from plexrl.worker.vllm.installation import require_vllm
+
+        require_vllm()
+        from plexrl.worker.vllm.backend import VllmRolloutBackend
+
+        return VllmRolloutBackend(spec, checkpoint_dir)
     raise InvalidRequestError(
         f"there is no backend {spec.backend!r} for a {spec.kind} deployment: use fsdp for train, "
-        "torch for rollout"
+        "torch or vllm for rollout"
     )
