@@ -30,6 +30,10 @@ class DeploymentSpec:
     """Longest row: prompt and completion together."""
     max_concurrent_samples: int = 256
     """Rollout: samples decoded together; more wait for a free slot."""
+    kv_cache_bytes: int | None = None
+    """Rollout: budget of each worker's cache of keys and values, in device memory beside the
+    weights. Samples that it has no room for wait, and are computed anew. Absent: the engine's own
+    default."""
 
     @property
     def layout(self) -> Parallelism:

@@ -20,6 +20,7 @@ SHELLS_IN_SCHEDULER = {
 OTHER_CORES = (
     "backend_capabilities.py",
     "deployment_spec.py",
+    "kv_cache.py",
     "parallelism.py",
     "router/balance.py",
     "router/context_split.py",

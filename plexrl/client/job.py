@@ -55,7 +55,9 @@ class Deployment:
         return self._submit(requests.load_checkpoint(self.deployment, name, job))
 
     def status(self) -> Plain:
-        """Where it runs and where its state lies."""
+        """Where it runs and where its state lies; of a rollout its `engines` too, where they have
+        their weights on the device: samples that run and wait, blocks of the cache in use
+        (`blocks_held` of `blocks`), preemptions so far."""
         job, _, name = self.deployment.rpartition("/")
         path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}"
         return dict(self._transport.request(Call(method="GET", path=path)).json())
@@ -246,9 +248,13 @@ class Job:
         dtype: str = "float32",
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
+        kv_cache_bytes: int | None = None,
         node_type: str = "",
     ) -> RolloutDeployment:
         """Create (or take up again) a model that generates, on a GPU of its own.
+
+        `kv_cache_bytes` bounds each worker's cache, beside the weights: samples that find no room
+        in it wait and are computed anew, which results count as `metrics["preemptions"]`.
 
         It computes from weights in `dtype` (`float32`, `bfloat16`); what the trainer has is cast on
         the way, as torch casts it.
@@ -262,6 +268,7 @@ class Job:
             "dtype": dtype,
             "max_sequence_tokens": max_sequence_tokens,
             "max_concurrent_samples": max_concurrent_samples,
+            "kv_cache_bytes": kv_cache_bytes,
             "node_type": node_type,
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))
@@ -304,6 +311,12 @@ class Job:
     def status(self) -> Plain:
         """The job as the scheduler sees it."""
         return dict(self._transport.request(Call(method="GET", path=self._path)).json())
+
+    def deployment_status(self, deployment: str) -> Plain:
+        """As `Deployment.status`, by name (`<job>/<name>`, or the name alone)."""
+        name = quote(deployment.rpartition("/")[2])
+        call = Call(method="GET", path=f"{self._path}/deployments/{name}")
+        return dict(self._transport.request(call).json())
 
     def finish(self, outcome: str = "completed", reason: str = "") -> None:
         """End the job: `completed`, `failed` or `cancelled`. A job that ended stays as it is."""

@@ -99,7 +99,7 @@ class Executor:
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, AbortOperation)
         for address in command.addresses:
-            await self._link(address).send({"request": "abort", "operation": command.operation})
+            await self.link(address).send({"request": "abort", "operation": command.operation})
 
     async def on_discard(self, peer: Peer, params: Plain) -> None:
         """The scheduler gives blobs up."""
@@ -127,7 +127,8 @@ class Executor:
         if current is not None and current[0] == name:
             del self._runs[name[0]]
 
-    def _link(self, address: str) -> WorkerLink:
+    def link(self, address: str) -> WorkerLink:
+        """The connection to a worker, made when it is first used."""
         return self._links.setdefault(address, WorkerLink(address))
 
     async def _execute(self, command: RunOperation) -> None:
@@ -190,7 +191,7 @@ class Executor:
                     stream.ring()
 
         tasks = [
-            asyncio.create_task(self._link(address).run(name, header, payload, on_chunk))
+            asyncio.create_task(self.link(address).run(name, header, payload, on_chunk))
             for address, payload in zip(command.addresses, parts.payloads, strict=True)
         ]
         try:

@@ -11,6 +11,7 @@ from fastapi import Request
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import AuthenticationError, PayloadTooLargeError, PermissionDeniedError
 from plexrl.router.blobs import BlobStore
+from plexrl.router.engines import Engines
 from plexrl.router.executor import Executor
 from plexrl.router.metrics_log import MetricsLog
 from plexrl.router.scheduler_link import SchedulerLink
@@ -60,6 +61,7 @@ class Gateway:
         self.body_bytes_max = body_bytes_max
         self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
         self._specs = specs
+        self.engines = Engines(executor)
 
     async def caller(self, request: Request) -> Caller:
         """Who sent the request.

@@ -18,6 +18,7 @@ from plexrl.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
+from plexrl.kv_cache import check_cache_budget
 from plexrl.model_spec import (
     ROLLOUT_BYTES_PER_PARAMETER,
     TRAIN_BYTES_PER_PARAMETER,
@@ -142,7 +143,8 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
     async def deployment(request: Request, job: str, name: str) -> Plain:
         caller = await gateway.caller(request)
         fields = {"deployment": f"{job}/{name}", **caller.claim}
-        return await gateway.scheduler.call("get_deployment", fields)
+        view = await gateway.scheduler.call("get_deployment", fields)
+        return {**view, "engines": await gateway.engines.stats(view)}
 
     @routes.get(
         "/{job}/deployments/{name}/tokenizer",
@@ -193,6 +195,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         dtype=body.dtype,
         max_sequence_tokens=body.max_sequence_tokens,
         max_concurrent_samples=body.max_concurrent_samples,
+        kv_cache_bytes=body.kv_cache_bytes,
     )
     positions = model.config.get("max_position_embeddings")
     if isinstance(positions, int) and spec.max_sequence_tokens > positions:
@@ -200,6 +203,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
             f"max_sequence_tokens is {spec.max_sequence_tokens}; the model has {positions} "
             "positions: lower it"
         )
+    check_cache_budget(spec)
     return spec, parameters
 
 

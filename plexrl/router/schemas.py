@@ -144,6 +144,13 @@ class DeploymentRequest(_Strict):
     )
     max_sequence_tokens: int = Field(512, ge=2)
     max_concurrent_samples: int = Field(256, ge=1)
+    kv_cache_bytes: int | None = Field(
+        None,
+        strict=True,
+        ge=1,
+        lt=2**63,
+        description="rollout: budget of each worker's cache; absent: the engine's own default",
+    )
     node_type: str = Field("", max_length=100, description="of nodes; empty: any")
     trace: TraceRequest | None = Field(
         None, description="its demand by the user's word: it is placed by it at once"

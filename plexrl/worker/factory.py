@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from plexrl.deployment_spec import DeploymentSpec
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import InvalidRequestError, LayoutError
 from plexrl.worker.backend import Backend
 
 
@@ -13,11 +13,21 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
     Raises:
         InvalidRequestError: there is no such backend for this kind of deployment, or its library
             is not installed.
+        LayoutError: the deployment's layout has not as many ranks as were started.
     """
+    if spec.layout.world_size != world_size:
+        raise LayoutError(
+            f"{world_size} workers were started for a layout of {spec.layout.describe()}, which "
+            f"needs {spec.layout.world_size}: deploy it anew",
+            field="workers",
+        )
     if (spec.kind, spec.backend) == ("train", "fsdp"):
-        from plexrl.worker.fsdp import FsdpBackend
+        from plexrl.worker.training.backend import TrainingBackend
+        from plexrl.worker.training.fsdp import FsdpModel
+        from plexrl.worker.training.model import TrainingRank
 
-        return FsdpBackend(spec, rank, world_size, checkpoint_dir)
+        place = TrainingRank(spec=spec, rank=rank)
+        return TrainingBackend(place, FsdpModel(place), checkpoint_dir)
     if (spec.kind, spec.backend) == ("rollout", "torch"):
         from plexrl.worker.engine import TorchRolloutBackend
 

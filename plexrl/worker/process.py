@@ -23,6 +23,7 @@ from plexrl.wire.operations import MUTATING, PARAMS_BY_KIND, OperationKind
 from plexrl.wire.tensors import decode_body, encode_body
 from plexrl.worker.backend import Backend, BackendCall, BackendResult, RolloutBackend
 from plexrl.worker.config import WorkerConfig
+from plexrl.worker.controls import Controls
 from plexrl.worker.replies import Replies, Reply, RunName
 from plexrl.worker.residency import MOVES, StateMover
 from plexrl.worker.server import Connection, Request, Server
@@ -48,6 +49,7 @@ class Worker:
         self._chunks: dict[RunName, list[dict[str, Any]]] = {}
         self._started: dict[str, tuple[RunName, float]] = {}
         self._deferred: deque[Request] = deque()
+        self._controls = Controls(backend, mover)
 
     def run(self) -> None:
         """Serve for ever."""
@@ -77,9 +79,7 @@ class Worker:
 
     def _take(self, request: Request) -> None:
         header = request.header
-        if header.get("request") == "abort":
-            if self._generator is not None:
-                self._generator.abort(header["operation"])
+        if self._controls.take(request):
             return
         if header.get("request") != "run":
             error = InvalidRequestError(f"unknown request {header.get('request')!r}")

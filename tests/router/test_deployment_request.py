@@ -61,3 +61,17 @@ def test_a_rollout_deployment_has_one_copy_of_its_model() -> None:
             check_deployment(request("rollout", **fields))
     with pytest.raises(LayoutError, match="torch: none"):
         check_deployment(request("rollout", parallelism={"tp": 2}))
+
+
+def test_a_cache_holds_at_least_one_sequence() -> None:
+    # 2 layers, keys and values of 2 heads of 16 float32 numbers: 512 bytes a token.
+    least = 512 * 112
+    fields = {"max_sequence_tokens": 100, "kv_cache_bytes": least}
+    assert check_deployment(request("rollout", **fields))[0].kv_cache_bytes == least
+    half = {**fields, "dtype": "bfloat16", "kv_cache_bytes": least // 2}
+    assert check_deployment(request("rollout", **half))[0].kv_cache_bytes == least // 2
+    fields["kv_cache_bytes"] = least - 1
+    with pytest.raises(InvalidRequestError, match=rf"takes {least} bytes on each worker"):
+        check_deployment(request("rollout", **fields))
+    with pytest.raises(InvalidRequestError, match="keeps no cache"):
+        check_deployment(request(kv_cache_bytes=least))

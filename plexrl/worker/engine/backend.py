@@ -86,6 +86,7 @@ class TorchRolloutBackend:
             model,
             slots=self._spec.max_concurrent_samples,
             sequence_tokens_max=self._spec.max_sequence_tokens,
+            kv_bytes_max=self._spec.kv_cache_bytes,
             ranks=self._ranks,
             probed=probed,
         )
@@ -163,12 +164,12 @@ class TorchRolloutBackend:
 
     def step(self) -> list[tuple[str, BackendResult]]:
         """One token for every running sample."""
-        return [(generation.name, _result(generation)) for generation in self.engine.step()]
+        return [(generation.name, self._result(generation)) for generation in self.engine.step()]
 
     def interrupt(self, operation: str) -> BackendResult | None:
         """Take an operation out now; its result so far. None: unknown."""
         generation = self.engine.interrupt(operation)
-        return None if generation is None else _result(generation)
+        return None if generation is None else self._result(generation)
 
     def pause(self, *, recompute_kv: bool = True) -> None:
         """Stop at the token boundary: weights may be pulled, or the state offloaded.
@@ -191,6 +192,19 @@ class TorchRolloutBackend:
         """Some generation is unfinished, and not because the engine is paused."""
         return self._built is not None and self._built.has_work
 
+    def _result(self, generation: Generation) -> BackendResult:
+        """`segments` lists `[row, start, weights_seq]` of rows that other versions drew."""
+        stats = self.engine.stats()
+        metrics = {
+            "preemptions": generation.preemptions,
+            "kv_cache_bytes": stats.kv_bytes_max,
+            "kv_cache_bytes_used_max": generation.blocks_max * stats.block_bytes,
+        }
+        result: dict[str, Any] = {"weights_seq": generation.weights_seq, "metrics": metrics}
+        if mixed := generation.mixed_segments():
+            result["segments"] = mixed
+        return BackendResult(result=result, arrays=generation.arrays())
+
     def _box(self, name: str, shape: tuple[int, ...]) -> Box:
         if self._ranks is None:
             return box_of(name, shape, 0, 1)
@@ -201,11 +215,3 @@ class TorchRolloutBackend:
         """What generates; ranks of a tensor-parallel group are kept in step through it."""
         assert self._built is not None, "build comes first"
         return self._built
-
-
-def _result(generation: Generation) -> BackendResult:
-    """`segments` lists `[row, start, weights_seq]` of rows that several versions drew."""
-    result: dict[str, Any] = {"weights_seq": generation.weights_seq}
-    if mixed := generation.mixed_segments():
-        result["segments"] = mixed
-    return BackendResult(result=result, arrays=generation.arrays())

@@ -60,6 +60,7 @@ class VllmRolloutBackend:
             dtype=dtype,
             slots=spec.max_concurrent_samples,
             sequence_tokens_max=spec.max_sequence_tokens,
+            kv_bytes_max=spec.kv_cache_bytes,
         )
         pieces = watch_loading(started.model, weights)
         self._lay_out(weights, pieces, dict(started.model.named_parameters()))
@@ -75,7 +76,6 @@ class VllmRolloutBackend:
             started,
             ArenaWeights(started.model, self._homes, pieces),
             ends=_token_ids(config.eos_token_id),
-            slots=spec.max_concurrent_samples,
             sequence_tokens_max=spec.max_sequence_tokens,
             dtype=dtype,
             probe=probe_tokens(config.vocab_size, spec.max_sequence_tokens),
@@ -154,12 +154,12 @@ class VllmRolloutBackend:
 
     def step(self) -> list[tuple[str, BackendResult]]:
         """One token for every running sample."""
-        return [(generation.name, _result(generation)) for generation in self.engine.step()]
+        return [(generation.name, self._result(generation)) for generation in self.engine.step()]
 
     def interrupt(self, operation: str) -> BackendResult | None:
         """Take an operation out now; its result so far. None: unknown."""
         generation = self.engine.interrupt(operation)
-        return None if generation is None else _result(generation)
+        return None if generation is None else self._result(generation)
 
     def pause(self, *, recompute_kv: bool = True) -> None:
         """Stop at the token boundary. `recompute_kv` as `RolloutBackend.pause`."""
@@ -185,6 +185,19 @@ class VllmRolloutBackend:
         assert self._built is not None, "build comes first"
         return self._built
 
+    def _result(self, generation: Generation) -> BackendResult:
+        """`segments` lists `[row, start, weights_seq]` of rows that other versions drew."""
+        stats = self.engine.stats()
+        metrics = {
+            "preemptions": generation.preemptions,
+            "kv_cache_bytes": stats.kv_bytes_max,
+            "kv_cache_bytes_used_max": generation.blocks_max * stats.block_bytes,
+        }
+        result: dict[str, Any] = {"weights_seq": generation.weights_seq, "metrics": metrics}
+        if mixed := generation.mixed_segments():
+            result["segments"] = mixed
+        return BackendResult(result=result, arrays=generation.arrays())
+
     def _lay_out(
         self,
         weights: dict[str, torch.Tensor],
@@ -208,14 +221,6 @@ class VllmRolloutBackend:
             )
         self.arena = Arena(layout.nbytes)
         self._slices = tuple(layout.slices)
-
-
-def _result(generation: Generation) -> BackendResult:
-    """`segments` lists `[row, start, weights_seq]` of rows that several versions drew."""
-    result: dict[str, Any] = {"weights_seq": generation.weights_seq}
-    if mixed := generation.mixed_segments():
-        result["segments"] = mixed
-    return BackendResult(result=result, arrays=generation.arrays())
 
 
 def _token_ids(value: int | list[int] | None) -> frozenset[int]:

@@ -33,6 +33,8 @@ class _Row:
     generation: Generation
     row: int
     request: str
+    internal: str
+    """What vLLM calls the request among its own parts."""
     limit: int
     """Most tokens to draw."""
     ends: frozenset[int]
@@ -50,7 +52,6 @@ class VllmEngine:
         weights: ArenaWeights,
         *,
         ends: frozenset[int],
-        slots: int,
         sequence_tokens_max: int,
         dtype: torch.dtype,
         probe: list[int],
@@ -67,7 +68,6 @@ class VllmEngine:
         self._weights = weights
         self._cache = CacheMemory(started.runner)
         self._ends = ends
-        self._slots = slots
         self._sequence_max = sequence_tokens_max
         self._dtype = dtype
         self._probe = probe
@@ -117,7 +117,9 @@ class VllmEngine:
         if self._rows and not self._paused:
             self._cache.ensure()
             self._steps += 1
-            for output in self._llm.step():
+            outputs = self._llm.step()
+            self._count_blocks()
+            for output in outputs:
                 row = self._rows.get(output.request_id)
                 if row is not None:
                     self._take(row, output.outputs[0])
@@ -179,6 +181,7 @@ class VllmEngine:
         """As `RolloutEngine`."""
         scheduler = self._scheduler
         running = len(scheduler.running)
+        block_bytes = self._cache.nbytes // (scheduler.blocks + 1)
         return EngineStats(
             running=running,
             waiting=len(self._rows) - running,
@@ -190,7 +193,8 @@ class VllmEngine:
             tokens_recomputed=scheduler.tokens_recomputed,
             prefix_tokens_reused=scheduler.prefix_tokens_reused,
             preemptions=scheduler.preemptions,
-            kv_bytes_max=self._cache.nbytes,
+            kv_bytes_max=scheduler.blocks * block_bytes,
+            block_bytes=block_bytes,
             blocks=scheduler.blocks,
             blocks_held=scheduler.blocks_held,
             blocks_kept=scheduler.blocks_kept,
@@ -221,9 +225,14 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
             extra_args=draw_arguments(sampling, row),
         )
-        self._llm.add_request(request, self._prompt(prompt), params)
+        internal = self._llm.add_request(request, self._prompt(prompt), params)
         self._rows[request] = _Row(
-            generation=generation, row=row, request=request, limit=limit, ends=ends
+            generation=generation,
+            row=row,
+            request=request,
+            internal=internal,
+            limit=limit,
+            ends=ends,
         )
 
     def _prompt(self, tokens: list[int]) -> dict[str, Any]:
@@ -248,6 +257,16 @@ class VllmEngine:
             if output.finish_reason is None:
                 self._llm.abort_request([row.request])
             self._record(row, STOP if stopped else LENGTH)
+
+    def _count_blocks(self) -> None:
+        held, preempted = self._scheduler.blocks_held_then, self._scheduler.preempted
+        for generation in self._generations.values():
+            generation.blocks_max = max(generation.blocks_max, held)
+        if preempted:
+            rows = {row.internal: row for row in self._rows.values()}
+            for request in preempted:
+                rows[request].generation.preemptions += 1
+            preempted.clear()
 
     def _at_stop_sequence(self, row: _Row) -> bool:
         return any(

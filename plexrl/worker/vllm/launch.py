@@ -41,14 +41,22 @@ class StartedEngine:
 
 
 def start_engine(
-    model: "nn.Module", *, dtype: torch.dtype, slots: int, sequence_tokens_max: int
+    model: "nn.Module",
+    *,
+    dtype: torch.dtype,
+    slots: int,
+    sequence_tokens_max: int,
+    kv_bytes_max: int | None,
 ) -> StartedEngine:
     """An engine for models like `model`, whose weights are yet to be loaded.
 
     Raises:
-        InvalidRequestError: vLLM cannot run the model here; it says why.
+        InvalidRequestError: vLLM cannot run the model here, or the budget of its cache does not
+            hold one sequence.
     """
     config: Any = model.config
+    block_bytes = _block_bytes(config, dtype)
+    blocks = _block_count(kv_bytes_max, block_bytes, slots, sequence_tokens_max)
     config.architectures = [type(model).__name__]
     config.dtype = dtype
     with tempfile.TemporaryDirectory(prefix="plexrl-vllm-") as directory:
@@ -61,7 +69,8 @@ def start_engine(
                     max_model_len=sequence_tokens_max,
                     max_num_seqs=slots,
                     max_num_batched_tokens=max(STEP_TOKENS_MAX, slots),
-                    kv_cache_memory_bytes=_cache_bytes(config, dtype, slots, sequence_tokens_max),
+                    # vLLM sets one block aside that stands for none.
+                    kv_cache_memory_bytes=(blocks + 1) * block_bytes,
                 )
         except (ValueError, NotImplementedError) as error:
             raise InvalidRequestError(
@@ -114,14 +123,24 @@ def _compute_plainly(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
-def _cache_bytes(config: Any, dtype: torch.dtype, slots: int, sequence_tokens_max: int) -> int:
-    """What all slots need; of a large model the budget, but never less than one sequence needs."""
+def _block_bytes(config: Any, dtype: torch.dtype) -> int:
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    tokens_bytes = 2 * config.num_hidden_layers * kv_heads * head_size * dtype.itemsize
-    block_bytes = tokens_bytes * BLOCK_TOKENS
+    token_bytes = 2 * config.num_hidden_layers * kv_heads * head_size * dtype.itemsize
+    return int(token_bytes * BLOCK_TOKENS)
+
+
+def _block_count(budget: int | None, block_bytes: int, slots: int, sequence_tokens_max: int) -> int:
+    """Blocks that the budget pays for, no more than all slots need."""
     sequence_blocks = -(-sequence_tokens_max // BLOCK_TOKENS)
-    affordable = max(KV_BYTES // block_bytes, sequence_blocks)
-    # vLLM sets one block aside that stands for none; another is for probing beside full slots.
-    return int((min(affordable, slots * sequence_blocks) + 2) * block_bytes)
+    if budget is not None and budget < sequence_blocks * block_bytes:
+        raise InvalidRequestError(
+            f"a KV cache of {budget} bytes holds {budget // block_bytes} blocks of {BLOCK_TOKENS} "
+            f"tokens; one sequence of the deployment's length takes {sequence_blocks} "
+            f"({sequence_blocks * block_bytes} bytes): raise kv_cache_bytes or lower "
+            "max_sequence_tokens"
+        )
+    if budget is None:
+        budget = max(KV_BYTES, sequence_blocks * block_bytes)
+    return min(budget // block_bytes, slots * sequence_blocks)

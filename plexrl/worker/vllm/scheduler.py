@@ -15,7 +15,14 @@ class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there w
     tokens_recomputed = 0
     prefix_tokens_reused = 0
     preemptions = 0
+    blocks_held_then = 0
+    """Blocks of samples when the last step was planned."""
     _for_memory = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.preempted: list[str] = []
+        """Requests that gave their blocks up for others; whoever reads it empties it."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM does."""
@@ -25,12 +32,15 @@ class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there w
         self.tokens_computed += planned.total_num_scheduled_tokens
         for request in planned.scheduled_new_reqs:
             self.prefix_tokens_reused += request.num_computed_tokens
+        self.blocks_held_then = self.blocks_held
         return planned
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.tokens_recomputed += request.num_computed_tokens
         # A reset sends requests back too, but nobody took their blocks.
-        self.preemptions += self._for_memory
+        if self._for_memory:
+            self.preemptions += 1
+            self.preempted.append(request.request_id)
         super()._preempt_request(request, *args, **kwargs)
 
     @contextmanager
