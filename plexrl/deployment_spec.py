@@ -16,7 +16,7 @@ class DeploymentSpec:
     kind: str
     """`train` or `rollout`."""
     backend: str
-    """`fsdp` (train) or `torch` (rollout)."""
+    """`fsdp` (train), `torch` or `vllm` (rollout)."""
     workers: int
     """Worker processes, one per GPU: `layout.world_size`."""
     parallelism: Parallelism | None = None

@@ -27,7 +27,7 @@
     ├── OperationCancelledError        499  operation_cancelled
     ├── ExecutionError                 500  execution_failed
     │   ├── WorkerLostError            500  worker_lost
-    │   └── StaleWeightsError          500  stale_weights     (an engine did not take an update over)
+    │   └── StaleWeightsError          500  stale_weights     (an engine missed an update)
     ├── ConnectionLostError            503  connection_lost   (the client met no server)
     ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
     │   └── LeaseHeldError             503  lease_held        (another scheduler leads)

@@ -8,6 +8,7 @@ import torch
 
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import BatchShapeError, InvalidRequestError
+from plexrl.kv_cache import kv_token_bytes
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import CheckpointParams, OperationKind
@@ -60,6 +61,7 @@ class VllmRolloutBackend:
             dtype=dtype,
             slots=spec.max_concurrent_samples,
             sequence_tokens_max=spec.max_sequence_tokens,
+            kv_token_bytes=kv_token_bytes(spec),
             kv_bytes_max=spec.kv_cache_bytes,
         )
         pieces = watch_loading(started.model, weights)

@@ -37,4 +37,4 @@ class CacheMemory:
         for storage, nbytes in zip(self._storages, self._sizes, strict=True):
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
-                storage.fill_(0)
+                torch.empty(0, dtype=torch.uint8).set_(storage).zero_()

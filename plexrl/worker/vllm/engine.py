@@ -65,7 +65,9 @@ class VllmEngine:
         """
         self._llm = started.llm
         self._scheduler = started.scheduler
-        self._weights = weights
+        self.model = started.model
+        """vLLM's module."""
+        self.weights = weights
         self._cache = CacheMemory(started.runner)
         self._ends = ends
         self._sequence_max = sequence_tokens_max
@@ -162,7 +164,7 @@ class VllmEngine:
         self._updates += 1
         if recompute_kv:
             self._llm.reset_prefix_cache(reset_running_requests=True)
-        self._weights.refresh()
+        self.weights.refresh()
         try:
             self._verify()
         except StaleWeightsError as error:
@@ -293,7 +295,7 @@ class VllmEngine:
 
     def _verify(self) -> None:
         """Raises `StaleWeightsError` unless vLLM computes with the weights that are there."""
-        self._weights.check()
+        self.weights.check()
         found = self._probe_logprobs()
         if found is None:
             # Those who kept their cache over the update left no room; they are computed anew.

@@ -25,7 +25,7 @@ BLOCK_TOKENS = 32
 """vLLM's kernels on CPUs want multiples of it."""
 STEP_TOKENS_MAX = 2048
 KV_BYTES = 1 << 30
-"""Budget of the cache, unless the slots need less or one sequence more."""
+"""Budget of the cache where none is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +46,20 @@ def start_engine(
     dtype: torch.dtype,
     slots: int,
     sequence_tokens_max: int,
+    kv_token_bytes: int,
     kv_bytes_max: int | None,
 ) -> StartedEngine:
     """An engine for models like `model`, whose weights are yet to be loaded.
+
+    `kv_token_bytes`: what the cache takes for a token; `kv_bytes_max`: its budget, by default what
+    all slots need or `KV_BYTES`, and never less than one sequence.
 
     Raises:
         InvalidRequestError: vLLM cannot run the model here, or the budget of its cache does not
             hold one sequence.
     """
     config: Any = model.config
-    block_bytes = _block_bytes(config, dtype)
+    block_bytes = kv_token_bytes * BLOCK_TOKENS
     blocks = _block_count(kv_bytes_max, block_bytes, slots, sequence_tokens_max)
     config.architectures = [type(model).__name__]
     config.dtype = dtype
@@ -121,14 +125,6 @@ def _weights_stay_as_they_are() -> Iterator[None]:
 def _compute_plainly(layer: Any, remove_weight: bool) -> None:
     del remove_weight
     layer.cpu_linear = torch.nn.functional.linear
-
-
-def _block_bytes(config: Any, dtype: torch.dtype) -> int:
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    token_bytes = 2 * config.num_hidden_layers * kv_heads * head_size * dtype.itemsize
-    return int(token_bytes * BLOCK_TOKENS)
 
 
 def _block_count(budget: int | None, block_bytes: int, slots: int, sequence_tokens_max: int) -> int:

@@ -52,7 +52,7 @@ def watch_loading(model: "nn.Module", weights: Mapping[str, torch.Tensor]) -> li
         whole = weights.get(name)
         if whole is None or not _same(source, whole, into):
             raise _unlike(f"{owner} takes part of {name}, or changes it")
-        start = into.storage_offset() - parameters[owner].storage_offset()
+        start = int(into.storage_offset() - parameters[owner].storage_offset())
         pieces[owner].append(
             Piece(parameter=owner, start=start, name=name, elements=source.numel())
         )
@@ -101,16 +101,14 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class _Copies(TorchDispatchMode):
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own lack
     """Remembers every copy from one tensor into another."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
             self.seen.append((args[0], args[1]))
         return func(*args, **(kwargs or {}))

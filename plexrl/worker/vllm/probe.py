@@ -33,7 +33,8 @@ def model_logprobs(model: "nn.Module", tokens: list[int]) -> torch.Tensor:
     row = torch.tensor([tokens], device=next(model.parameters()).device)
     logits: Any = model(input_ids=row, use_cache=False).logits
     logprobs_LV = logits[0, :-1].float().log_softmax(dim=-1)
-    return logprobs_LV.gather(-1, row[0, 1:, None])[:, 0].cpu()
+    found_L: torch.Tensor = logprobs_LV.gather(-1, row[0, 1:, None])[:, 0]
+    return found_L.cpu()
 
 
 def check_logprobs(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:

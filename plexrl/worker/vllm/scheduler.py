@@ -17,6 +17,8 @@ class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there w
     preemptions = 0
     blocks_held_then = 0
     """Blocks of samples when the last step was planned."""
+    running: list[Any]
+    waiting: Any
     _for_memory = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,12 +48,12 @@ class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there w
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Within, those that were there stay where they are, with what they cached."""
-        running, waiting = self.running, self.waiting
+        there = (self.running, self.waiting)
         self.running, self.waiting = [], create_request_queue(self.policy)
         try:
             yield
         finally:
-            self.running, self.waiting = running, waiting
+            self.running, self.waiting = there
 
     @property
     def blocks(self) -> int:
