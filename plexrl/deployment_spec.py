@@ -14,9 +14,9 @@ class DeploymentSpec:
 
     model: ModelSpec
     kind: str
-    """`train` or `rollout`."""
+    """`train`, `forward` (weights only: a reference, a teacher, a reward model) or `rollout`."""
     backend: str
-    """`fsdp` (train), `torch` or `vllm` (rollout)."""
+    """`fsdp` (train), `torch` (forward, rollout) or `vllm` (rollout)."""
     workers: int
     """Worker processes, one per GPU: `layout.world_size`."""
     parallelism: Parallelism | None = None
@@ -25,7 +25,14 @@ class DeploymentSpec:
     """Train: `device`, or `host` for optimizer state that stays in host memory, where the CPU steps
     it: a context switch then moves parameters only."""
     dtype: str = "float32"
-    """Of the weights that a rollout computes from; what a trainer has is cast on the way."""
+    """Of the weights that a forward or rollout deployment computes from; what a trainer has is cast
+    on the way."""
+    compute_dtype: str = "float32"
+    """Train: that a model computes in, `float32` or `bfloat16`. Its parameters are float32 either
+    way."""
+    activation_checkpointing: bool = False
+    """Train: compute the activations of a layer again in the backward pass instead of keeping
+    them."""
     max_sequence_tokens: int = 512
     """Longest row: prompt and completion together."""
     max_concurrent_samples: int = 256

@@ -2,7 +2,7 @@
 
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import InvalidRequestError
-from plexrl.model_spec import ROLLOUT_BYTES_PER_PARAMETER
+from plexrl.model_spec import WEIGHT_BYTES
 
 BLOCK_TOKENS = 16
 """Tokens of a block: the cache is handed out in these."""
@@ -16,7 +16,7 @@ def kv_token_bytes(spec: DeploymentSpec) -> int:
     head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
     own_heads = -(-kv_heads // spec.layout.tp)
     values = 2 * int(config["num_hidden_layers"]) * own_heads * head_dim
-    return values * ROLLOUT_BYTES_PER_PARAMETER[spec.dtype]
+    return values * WEIGHT_BYTES[spec.dtype]
 
 
 def check_cache_budget(spec: DeploymentSpec) -> None:

@@ -20,6 +20,7 @@ SHELLS_IN_SCHEDULER = {
 OTHER_CORES = (
     "backend_capabilities.py",
     "deployment_spec.py",
+    "model_layout.py",
     "kv_cache.py",
     "parallelism.py",
     "router/balance.py",
@@ -27,6 +28,7 @@ OTHER_CORES = (
     "router/dispatch.py",
     "router/micro_batches.py",
     "router/reductions.py",
+    "router/stream_events.py",
     "router/validation.py",
     "statemanager/boxes.py",
     "statemanager/casts.py",

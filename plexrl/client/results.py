@@ -52,6 +52,14 @@ class ForwardResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """A reward model's scores."""
+
+    scores: "npt.NDArray[np.float32]"
+    """`[rows]`, in the batch's order."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainResult:
     """What a `forward_backward` measured."""
 
@@ -115,6 +123,12 @@ def forward_decoder(lengths: list[int]) -> Decoder:
         return ForwardResult(split_rows(arrays["logprobs"], lengths))
 
     return decode
+
+
+def decode_scores(result: Mapping[str, Any], arrays: "Arrays") -> ScoreResult:
+    """Decodes the `forward` of a reward model."""
+    del result
+    return ScoreResult(arrays["scores"])
 
 
 def train_decoder(lengths: list[int]) -> Decoder:

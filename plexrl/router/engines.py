@@ -35,7 +35,8 @@ class Engines:
         """One engine's answer.
 
         Raises:
-            UnavailableError: there is none in time; the worker may be busy, or gone.
+            UnavailableError: there is none in time; `details["is_gone"]` is whether the worker is
+                gone, rather than busy.
             PlexRLError: what the worker raised.
         """
         name = (f"ask-{uuid.uuid4().hex}", 0)
@@ -43,12 +44,13 @@ class Engines:
         link = self._executor.link(address)
         try:
             async with asyncio.timeout(timeout_s):
-                answer, _ = await link.run(name, header, b"", None)
+                answer, _ = await link.run(name, header, ())
         except (TimeoutError, WorkerGoneError) as error:
             raise UnavailableError(
                 f"the deployment's worker at {address} did not answer {request!r}: it is busy "
                 "loading weights, or being restarted; ask again",
                 retry_after_s=0.5,
+                is_gone=isinstance(error, WorkerGoneError),
             ) from error
         if answer["reply"] == "failed":
             raise from_wire(answer["error"])

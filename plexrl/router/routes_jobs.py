@@ -7,6 +7,7 @@ from fastapi.responses import PlainTextResponse
 
 from plexrl.backend_capabilities import (
     backend_capabilities,
+    check_computation,
     check_dtype,
     check_layout,
     check_optimizer,
@@ -19,9 +20,10 @@ from plexrl.errors import (
     PermissionDeniedError,
 )
 from plexrl.kv_cache import check_cache_budget
+from plexrl.model_layout import check_tensor_parallel
 from plexrl.model_spec import (
-    ROLLOUT_BYTES_PER_PARAMETER,
     TRAIN_BYTES_PER_PARAMETER,
+    WEIGHT_BYTES,
     ModelSpec,
     parameter_count,
 )
@@ -117,11 +119,6 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
         caller = await gateway.caller(request)
         check_name("deployment", body.name)
         spec, parameters = check_deployment(body)
-        per_parameter = (
-            TRAIN_BYTES_PER_PARAMETER
-            if spec.kind == "train"
-            else ROLLOUT_BYTES_PER_PARAMETER[spec.dtype]
-        )
         view = await gateway.scheduler.call(
             "create_deployment",
             {
@@ -130,7 +127,7 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
                 **caller.claim,
                 "kind": spec.kind,
                 "workers": spec.workers,
-                "state_bytes": parameters * per_parameter,
+                "state_bytes": state_bytes(spec, parameters),
                 "exclusive": body.exclusive,
                 "spec_json": spec.to_json(),
                 "node_type": body.node_type,
@@ -142,8 +139,7 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
     @routes.get("/{job}/deployments/{name}", summary="One deployment")
     async def deployment(request: Request, job: str, name: str) -> Plain:
         caller = await gateway.caller(request)
-        fields = {"deployment": f"{job}/{name}", **caller.claim}
-        view = await gateway.scheduler.call("get_deployment", fields)
+        view = await gateway.deployment(caller, f"{job}/{name}")
         return {**view, "engines": await gateway.engines.stats(view)}
 
     @routes.get(
@@ -179,6 +175,18 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
     check_layout(capabilities, layout)
     check_optimizer(capabilities, body.optimizer)
     check_dtype(capabilities, body.dtype)
+    check_computation(
+        capabilities,
+        body.compute_dtype,
+        activation_checkpointing=body.activation_checkpointing,
+    )
+    if body.kind == "train":
+        check_tensor_parallel(model, layout)
+    if model.head != "causal" and body.kind != "forward":
+        raise InvalidRequestError(
+            f"a model with head {model.head!r} only scores rows: make a reward deployment of it, "
+            f"not a {body.kind} deployment"
+        )
     if body.kind == "rollout" and body.trace is not None:
         raise InvalidRequestError(
             "a rollout deployment has its GPUs to itself, so a demand trace says nothing of it: "
@@ -193,6 +201,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         parallelism=layout,
         optimizer=body.optimizer,
         dtype=body.dtype,
+        compute_dtype=body.compute_dtype,
+        activation_checkpointing=body.activation_checkpointing,
         max_sequence_tokens=body.max_sequence_tokens,
         max_concurrent_samples=body.max_concurrent_samples,
         kv_cache_bytes=body.kv_cache_bytes,
@@ -205,6 +215,13 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         )
     check_cache_budget(spec)
     return spec, parameters
+
+
+def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
+    """Of all ranks together: a trainer's are shards, each rank of the others has all weights."""
+    if spec.kind == "train":
+        return parameters * TRAIN_BYTES_PER_PARAMETER
+    return parameters * WEIGHT_BYTES[spec.dtype] * spec.workers
 
 
 def _layout(body: DeploymentRequest) -> Parallelism:

@@ -9,6 +9,7 @@ from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError
 from plexrl.worker.backend import Backend, RolloutBackend
 from plexrl.worker.residency import StateMover
 from plexrl.worker.server import Request
+from plexrl.worker.token_streams import TokenStreams
 
 Plain = dict[str, Any]
 
@@ -16,11 +17,12 @@ Plain = dict[str, Any]
 class Controls:
     """Of one worker."""
 
-    def __init__(self, backend: Backend, mover: StateMover) -> None:
+    def __init__(self, backend: Backend, mover: StateMover, streams: TokenStreams) -> None:
         self._generator: RolloutBackend | None = None
         if hasattr(backend, "step"):
             self._generator = backend  # type: ignore[assignment]
         self._mover = mover
+        self._streams = streams
 
     def take(self, request: Request) -> bool:
         """Answer `request`, if it is one of these."""
@@ -30,15 +32,17 @@ class Controls:
             if self._generator is not None:
                 self._generator.abort(header["operation"])
             return True
-        if kind != "engine_stats":
+        if kind not in ("engine_stats", "read_stream"):
             return False
         reply: Plain = {"operation": header["ask"], "token": 0}
         try:
-            answer = asdict(self._engine().stats())
+            if kind == "read_stream":
+                self._streams.read(request.connection, header)
+            else:
+                answer = asdict(self._engine().stats())
+                request.connection.send({**reply, "reply": "answer", "answer": answer})
         except PlexRLError as error:
             request.connection.send({**reply, "reply": "failed", "error": error.to_wire()})
-        else:
-            request.connection.send({**reply, "reply": "answer", "answer": answer})
         return True
 
     def _engine(self) -> RolloutBackend:

@@ -39,7 +39,11 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
         from plexrl.worker.vllm.backend import VllmRolloutBackend
 
         return VllmRolloutBackend(spec, checkpoint_dir)
+    if (spec.kind, spec.backend) == ("forward", "torch"):
+        from plexrl.worker.forward_backend import ForwardBackend
+
+        return ForwardBackend(spec, rank, world_size, checkpoint_dir)
     raise InvalidRequestError(
         f"there is no backend {spec.backend!r} for a {spec.kind} deployment: use fsdp for train, "
-        "torch or vllm for rollout"
+        "torch for forward, torch or vllm for rollout"
     )

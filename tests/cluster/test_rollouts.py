@@ -1,6 +1,7 @@
 """What a controller can ask of a rollout's engine while it runs."""
 
 import json
+from typing import Any
 
 from typer.testing import CliRunner
 
@@ -17,7 +18,7 @@ def test_a_cache_within_its_budget_draws_the_same_and_says_what_it_cost(
     embedded: EmbeddedCluster, job: plexrl.Job
 ) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=5)
-    options = {"max_sequence_tokens": 64, "max_concurrent_samples": 8}
+    options: Any = {"max_sequence_tokens": 64, "max_concurrent_samples": 8}
     plenty = job.rollout_deployment("plenty", model, **options)
     short = job.rollout_deployment("short", model, kv_cache_bytes=6 * BLOCK_BYTES, **options)
     assert short.status()["engines"] == [], "before its first operation it has no weights"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedDtypeError
 from plexrl.model_spec import tiny_qwen2
 from plexrl.parallelism import Parallelism
 from plexrl.router.routes_jobs import check_deployment
@@ -41,7 +41,8 @@ def test_the_layout_and_the_number_of_workers_follow_from_one_another(
         ({"workers": 3, "parallelism": {"dp": 4}}, "workers", "3 workers .* dp=4 needs 4"),
         ({"parallelism": {"dp": 0}}, "dp", "parallelism.dp is 0"),
         ({"parallelism": {"dp": 2, "ep": 3}}, "ep", "ep must divide dp·cp"),
-        ({"parallelism": {"dp": 2, "tp": 2}}, "tp", "'fsdp' does not run tp.*fsdp: dp"),
+        ({"parallelism": {"dp": 2, "cp": 2}}, "cp", "'fsdp' does not run cp.*fsdp: dp, tp"),
+        ({"parallelism": {"tp": 4}}, "tp", "num_key_value_heads is 2.*use 2"),
         ({"parallelism": {"pp": 2}}, "pp", "does not run pp"),
     ],
 )
@@ -51,6 +52,17 @@ def test_a_layout_that_cannot_run_is_refused_by_its_field(
     with pytest.raises(LayoutError, match=message) as refused:
         check_deployment(request(**fields))
     assert refused.value.details["field"] == field
+
+
+def test_a_trainer_may_compute_in_bf16_and_compute_activations_again() -> None:
+    fields: dict[str, Any] = {"compute_dtype": "bfloat16", "activation_checkpointing": True}
+    spec, _ = check_deployment(request(parallelism={"dp": 2, "tp": 2}, **fields))
+    assert (spec.compute_dtype, spec.activation_checkpointing) == ("bfloat16", True)
+    assert spec.layout == Parallelism(dp=2, tp=2)
+    with pytest.raises(UnsupportedDtypeError, match="trains in float32, not bfloat16"):
+        check_deployment(request("rollout", compute_dtype="bfloat16"))
+    with pytest.raises(InvalidRequestError, match=r"has no activation_checkpointing.*fsdp"):
+        check_deployment(request("forward", activation_checkpointing=True))
 
 
 def test_a_rollout_deployment_has_one_copy_of_its_model() -> None:

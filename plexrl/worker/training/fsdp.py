@@ -1,6 +1,11 @@
 """The `fsdp` training backend: torch FSDP2 with all its state in one arena.
 
-FSDP gathers from and reduces into views of the regions that `flat_state` lays out.
+FSDP gathers from and reduces into views of the regions that `flat_state` lays out. With tensor
+parallelism the model is cut by columns and rows of its matrices first, and every part's rows are
+shared out over the data ranks that have the same one.
+
+With `compute_dtype="bfloat16"` parameters are cast as they are gathered: they, their gradients
+(added up in float32) and the optimizer's state stay float32 in the arena.
 """
 
 import math
@@ -10,16 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from plexrl.model_layout import check_tensor_parallel
 from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.boxes import Box
 from plexrl.statemanager.host_arena import HostArena
 from plexrl.statemanager.keys import StateSlice
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.packing import MicroBatch
+from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.flat_state import FlatState, ShardBox
-from plexrl.worker.training.logprobs import token_logprobs
+from plexrl.worker.training.fsdp_tensor_parallel import cut_parameters, local_box, parallelize
+from plexrl.worker.training.logprobs import token_logprobs, token_logprobs_of_parts
 from plexrl.worker.training.model import LossOfBatch, TrainingRank
 
 LAYERWISE_PARAMETERS = 50_000_000
@@ -54,18 +64,32 @@ class FsdpModel:
 
     def build(self) -> None:
         """As `TrainingModel.build`."""
-        model = build_model(self._rank.spec.model)
+        spec = self._rank.spec
+        model = build_model(spec.model)
         for parameter in model.parameters():
             parameter.requires_grad_(True)
+        mesh = self._cut_by_tensor_ranks(model)
+        boxes = {name: local_box(parameter) for name, parameter in named_parameters(model)}
+        self._cut = cut_parameters(model)
+        layers: Any = model.model.layers  # type: ignore[union-attr]
+        if spec.activation_checkpointing:
+            checkpoint_activations(layers)
+        options: dict[str, Any] = {} if mesh is None else {"mesh": mesh["dp"]}
+        if spec.compute_dtype != "float32":
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=getattr(torch, spec.compute_dtype), reduce_dtype=torch.float32
+            )
         if sum(p.numel() for p in model.parameters()) >= LAYERWISE_PARAMETERS:
-            for layer in model.model.layers:  # type: ignore[union-attr]
-                fully_shard(layer)
-        fully_shard(model)
+            for layer in layers:
+                fully_shard(layer, **options)
+        fully_shard(model, **options)
         assert isinstance(model, FSDPModule)
         self._model = model
         shards = {name: _fsdp_param(model, p) for name, p in named_parameters(model)}
-        boxes = {name: self._box(shard) for name, shard in shards.items()}
-        self._state = FlatState(boxes, optimizer=self._rank.spec.optimizer)
+        self._state = FlatState(
+            {name: self._box(shard, boxes[name]) for name, shard in shards.items()},
+            optimizer=spec.optimizer,
+        )
         self._move_in(shards)
 
     def slices(self) -> tuple[StateSlice, ...]:
@@ -103,7 +127,12 @@ class FsdpModel:
 
     def gradient_norm(self) -> float:
         """As `TrainingModel.gradient_norm`."""
-        squared = self._state.gradients.square().sum()
+        if self._rank.place.tp == 0:
+            squared = self._state.gradients.square().sum()
+        else:
+            # What is not cut is the first tensor rank's to count.
+            parts = [self._state.gradient(name).square().sum() for name in sorted(self._cut)]
+            squared = torch.stack(parts).sum()
         dist.all_reduce(squared)
         return float(squared.sqrt())
 
@@ -123,17 +152,32 @@ class FsdpModel:
         logits_BLV = self._model(
             input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long(), use_cache=False
         ).logits
-        return token_logprobs(logits_BLV, batch)
+        if self._words is None:
+            return token_logprobs(logits_BLV, batch)
+        return token_logprobs_of_parts(logits_BLV, batch, *self._words)
 
-    def _box(self, shard: Any) -> ShardBox:
-        parameter = shard.sharded_param
-        local = parameter._local_tensor
+    def _cut_by_tensor_ranks(self, model: Any) -> DeviceMesh | None:
+        """The mesh of both axes, with the model cut along `tp`; None where that is 1 long."""
+        self._words: tuple[int, dist.ProcessGroup] | None = None
+        layout = self._rank.layout
+        if layout.tp == 1:
+            return None
+        check_tensor_parallel(self._rank.spec.model, layout)
+        # Ranks count along tp first, which is a mesh's last dimension.
+        mesh = init_device_mesh("cpu", (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+        parallelize(model, mesh["tp"])
+        self._words = (local_box(model.lm_head.weight).offset[0], mesh["tp"].get_group())
+        return mesh
+
+    def _box(self, shard: Any, cut: Box) -> ShardBox:
+        """This rank's rows of what its tensor rank has."""
         padded = shard.padded_sharded_param_size
-        start = min(self._rank.place.dp * padded[0], parameter.shape[0])
+        start = min(self._rank.place.dp * padded[0], cut.shape[0])
+        rows = min(padded[0], cut.shape[0] - start)
         return ShardBox(
-            global_shape=tuple(parameter.shape),
-            offset=(start, *(0 for _ in parameter.shape[1:])),
-            shape=(tuple(local.shape) if local.numel() else (0, *parameter.shape[1:])),
+            global_shape=tuple(shard.sharded_param.shape),
+            offset=(cut.offset[0] + start, *cut.offset[1:]),
+            shape=(rows, *cut.shape[1:]),
             reserve=math.prod(padded),
         )
 
