@@ -1,21 +1,17 @@
 """The engine as a rollout backend: weights in an arena, results as the wire wants them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from plexrl.deployment_spec import DeploymentSpec
-from plexrl.errors import BatchShapeError, InvalidRequestError
+from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.arena_tensors import ArenaLayout, view
 from plexrl.worker.backend import BackendCall, BackendResult, Emit
-from plexrl.worker.checkpoint import load_hf_parameters
+from plexrl.worker.engine.calls import checkpoint_weights, generation_of, result_of
 from plexrl.worker.engine.engine import Engine
 from plexrl.worker.engine.forward import probe
-from plexrl.worker.engine.generation import Generation
 from plexrl.worker.engine.joined_linear import arena_order
 from plexrl.worker.engine.protocol import EngineStats
 from plexrl.worker.engine.shards import Box, box_of
@@ -126,18 +122,8 @@ class TorchRolloutBackend:
 
     def run(self, call: BackendCall) -> BackendResult:
         """Load a checkpoint's weights. Raises as `Backend.run`."""
-        if call.kind != OperationKind.LOAD_CHECKPOINT:
-            raise InvalidRequestError(f"{call.kind.value} is no operation of a rollout backend")
-        params: CheckpointParams = call.params
-        job = params.job or str(call.rank_params["job"])
-        found = load_hf_parameters(self._checkpoint_dir / job / params.name)
         shapes = {piece.key.name: piece.global_shape for piece in self._slices}
-        for name, shape in shapes.items():
-            if name not in found or tuple(found[name].shape) != shape:
-                raise BatchShapeError(
-                    f"checkpoint {params.name!r} has no parameter {name!r} of shape "
-                    f"{list(shape)}: it is of another model"
-                )
+        found = checkpoint_weights(call, self._checkpoint_dir, shapes)
         for name, home in self._weights.items():
             home.copy_(found[name][self._boxes[name].index])
         self.engine.weights_changed(call.seq)
@@ -145,18 +131,7 @@ class TorchRolloutBackend:
 
     def submit(self, call: BackendCall, emit: Emit | None) -> None:
         """Queue a generation. Raises `BatchShapeError`."""
-        tokens, lengths = call.arrays["tokens"], call.arrays["lengths"]
-        ends = np.cumsum(lengths)[:-1]
-        self.engine.submit(
-            Generation(
-                name=call.operation,
-                prompts=[part.tolist() for part in np.split(tokens, ends)],
-                samples_per_prompt=call.params.samples_per_prompt,
-                sampling=call.params.sampling,
-                emit=emit,
-                weights_seq=call.seq,
-            )
-        )
+        self.engine.submit(generation_of(call, emit))
 
     def abort(self, operation: str) -> None:
         """End a generation with what it has."""
@@ -164,12 +139,13 @@ class TorchRolloutBackend:
 
     def step(self) -> list[tuple[str, BackendResult]]:
         """One token for every running sample."""
-        return [(generation.name, self._result(generation)) for generation in self.engine.step()]
+        ended = self.engine.step()
+        return [(generation.name, result_of(generation, self.stats())) for generation in ended]
 
     def interrupt(self, operation: str) -> BackendResult | None:
         """Take an operation out now; its result so far. None: unknown."""
         generation = self.engine.interrupt(operation)
-        return None if generation is None else self._result(generation)
+        return None if generation is None else result_of(generation, self.stats())
 
     def pause(self, *, recompute_kv: bool = True) -> None:
         """Stop at the token boundary: weights may be pulled, or the state offloaded.
@@ -191,19 +167,6 @@ class TorchRolloutBackend:
     def has_work(self) -> bool:
         """Some generation is unfinished, and not because the engine is paused."""
         return self._built is not None and self._built.has_work
-
-    def _result(self, generation: Generation) -> BackendResult:
-        """`segments` lists `[row, start, weights_seq]` of rows that other versions drew."""
-        stats = self.engine.stats()
-        metrics = {
-            "preemptions": generation.preemptions,
-            "kv_cache_bytes": stats.kv_bytes_max,
-            "kv_cache_bytes_used_max": generation.blocks_max * stats.block_bytes,
-        }
-        result: dict[str, Any] = {"weights_seq": generation.weights_seq, "metrics": metrics}
-        if mixed := generation.mixed_segments():
-            result["segments"] = mixed
-        return BackendResult(result=result, arrays=generation.arrays())
 
     def _box(self, name: str, shape: tuple[int, ...]) -> Box:
         if self._ranks is None:

@@ -3,24 +3,21 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from plexrl.deployment_spec import DeploymentSpec
-from plexrl.errors import BatchShapeError, InvalidRequestError
+from plexrl.errors import InvalidRequestError
 from plexrl.kv_cache import kv_token_bytes
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.arena_tensors import TORCH_DTYPES, ArenaLayout, view
 from plexrl.worker.backend import BackendCall, BackendResult, Emit
-from plexrl.worker.checkpoint import load_hf_parameters
 from plexrl.worker.engine.backend import ARENA_DTYPES
-from plexrl.worker.engine.generation import Generation
+from plexrl.worker.engine.calls import checkpoint_weights, generation_of, result_of
 from plexrl.worker.engine.protocol import EngineStats
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.vllm.engine import VllmEngine
-from plexrl.worker.vllm.launch import start_engine
+from plexrl.worker.vllm.launch import its_reasons, start_engine
 from plexrl.worker.vllm.placement import Piece, watch_loading
 from plexrl.worker.vllm.probe import model_logprobs, probe_tokens
 from plexrl.worker.vllm.weights import ArenaWeights
@@ -74,15 +71,17 @@ class VllmRolloutBackend:
             parameter.data = home
             parameter.requires_grad_(False)
         config: Any = model.config
-        self._built = VllmEngine(
-            started,
-            ArenaWeights(started.model, self._homes, pieces),
-            ends=_token_ids(config.eos_token_id),
-            sequence_tokens_max=spec.max_sequence_tokens,
-            dtype=dtype,
-            probe=probe_tokens(config.vocab_size, spec.max_sequence_tokens),
-            wanted=lambda tokens: model_logprobs(model, tokens),
-        )
+        # Some kernels say no more than at their first use, which is the engine's probe.
+        with its_reasons():
+            self._built = VllmEngine(
+                started,
+                ArenaWeights(started.model, self._homes, pieces),
+                ends=_token_ids(config.eos_token_id),
+                sequence_tokens_max=spec.max_sequence_tokens,
+                dtype=dtype,
+                probe=probe_tokens(config.vocab_size, spec.max_sequence_tokens),
+                wanted=lambda tokens: model_logprobs(model, tokens),
+            )
 
     def slices(self) -> tuple[StateSlice, ...]:
         """The parameters, each whole."""
@@ -119,17 +118,8 @@ class VllmRolloutBackend:
 
     def run(self, call: BackendCall) -> BackendResult:
         """Load a checkpoint's weights. Raises as `Backend.run`."""
-        if call.kind != OperationKind.LOAD_CHECKPOINT:
-            raise InvalidRequestError(f"{call.kind.value} is no operation of a rollout backend")
-        params: CheckpointParams = call.params
-        job = params.job or str(call.rank_params["job"])
-        found = load_hf_parameters(self._checkpoint_dir / job / params.name)
-        for name, home in self._homes.items():
-            if name not in found or found[name].shape != home.shape:
-                raise BatchShapeError(
-                    f"checkpoint {params.name!r} has no parameter {name!r} of shape "
-                    f"{list(home.shape)}: it is of another model"
-                )
+        shapes = {piece.key.name: piece.global_shape for piece in self._slices}
+        found = checkpoint_weights(call, self._checkpoint_dir, shapes)
         for name, home in self._homes.items():
             home.copy_(found[name])
         self.engine.weights_changed(call.seq)
@@ -137,18 +127,7 @@ class VllmRolloutBackend:
 
     def submit(self, call: BackendCall, emit: Emit | None) -> None:
         """Queue a generation. Raises `BatchShapeError`, `StaleWeightsError`."""
-        tokens, lengths = call.arrays["tokens"], call.arrays["lengths"]
-        ends = np.cumsum(lengths)[:-1]
-        self.engine.submit(
-            Generation(
-                name=call.operation,
-                prompts=[part.tolist() for part in np.split(tokens, ends)],
-                samples_per_prompt=call.params.samples_per_prompt,
-                sampling=call.params.sampling,
-                emit=emit,
-                weights_seq=call.seq,
-            )
-        )
+        self.engine.submit(generation_of(call, emit))
 
     def abort(self, operation: str) -> None:
         """End a generation with what it has."""
@@ -156,12 +135,13 @@ class VllmRolloutBackend:
 
     def step(self) -> list[tuple[str, BackendResult]]:
         """One token for every running sample."""
-        return [(generation.name, self._result(generation)) for generation in self.engine.step()]
+        ended = self.engine.step()
+        return [(generation.name, result_of(generation, self.stats())) for generation in ended]
 
     def interrupt(self, operation: str) -> BackendResult | None:
         """Take an operation out now; its result so far. None: unknown."""
         generation = self.engine.interrupt(operation)
-        return None if generation is None else self._result(generation)
+        return None if generation is None else result_of(generation, self.stats())
 
     def pause(self, *, recompute_kv: bool = True) -> None:
         """Stop at the token boundary. `recompute_kv` as `RolloutBackend.pause`."""
@@ -186,19 +166,6 @@ class VllmRolloutBackend:
         """What generates."""
         assert self._built is not None, "build comes first"
         return self._built
-
-    def _result(self, generation: Generation) -> BackendResult:
-        """`segments` lists `[row, start, weights_seq]` of rows that other versions drew."""
-        stats = self.engine.stats()
-        metrics = {
-            "preemptions": generation.preemptions,
-            "kv_cache_bytes": stats.kv_bytes_max,
-            "kv_cache_bytes_used_max": generation.blocks_max * stats.block_bytes,
-        }
-        result: dict[str, Any] = {"weights_seq": generation.weights_seq, "metrics": metrics}
-        if mixed := generation.mixed_segments():
-            result["segments"] = mixed
-        return BackendResult(result=result, arrays=generation.arrays())
 
     def _lay_out(
         self,

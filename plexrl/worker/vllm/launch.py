@@ -65,21 +65,27 @@ def start_engine(
     config.dtype = dtype
     with tempfile.TemporaryDirectory(prefix="plexrl-vllm-") as directory:
         config.save_pretrained(directory)
-        try:
-            with _weights_stay_as_they_are():
-                return _start(
-                    directory,
-                    dtype=str(dtype).removeprefix("torch."),
-                    max_model_len=sequence_tokens_max,
-                    max_num_seqs=slots,
-                    max_num_batched_tokens=max(STEP_TOKENS_MAX, slots),
-                    # vLLM sets one block aside that stands for none.
-                    kv_cache_memory_bytes=(blocks + 1) * block_bytes,
-                )
-        except (ValueError, NotImplementedError) as error:
-            raise InvalidRequestError(
-                f"vLLM cannot run this model: {error}: use backend 'torch'"
-            ) from error
+        with its_reasons(), _weights_stay_as_they_are():
+            return _start(
+                directory,
+                dtype=str(dtype).removeprefix("torch."),
+                max_model_len=sequence_tokens_max,
+                max_num_seqs=slots,
+                max_num_batched_tokens=max(STEP_TOKENS_MAX, slots),
+                # vLLM sets one block aside that stands for none.
+                kv_cache_memory_bytes=(blocks + 1) * block_bytes,
+            )
+
+
+@contextmanager
+def its_reasons() -> Iterator[None]:
+    """What vLLM raises over a model becomes an `InvalidRequestError`."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise InvalidRequestError(
+            f"vLLM cannot run this model: {error}: use backend 'torch'"
+        ) from error
 
 
 def _start(directory: str, **options: Any) -> StartedEngine:

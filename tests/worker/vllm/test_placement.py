@@ -15,7 +15,7 @@ from plexrl.worker.vllm.placement import Piece, watch_loading
 from plexrl.worker.vllm.probe import check_logprobs, probe_tokens
 from plexrl.worker.vllm.weights import ArenaWeights
 
-Loader = Callable[[nn.Module, dict[str, torch.Tensor]], None]
+Loader = Callable[[Any, dict[str, torch.Tensor]], None]
 WIDE = 16
 """Elements that end where the arena's next tensor begins."""
 
@@ -100,30 +100,30 @@ def test_what_the_arena_keeps_apart_is_copied_at_every_update() -> None:
     assert torch.equal(model.ab, torch.cat([weights["a"], torch.full((2, 3), 7.0)]))
 
 
-def _turned(model: nn.Module, named: dict[str, torch.Tensor]) -> None:
+def _turned(model: Any, named: dict[str, torch.Tensor]) -> None:
     model.ab.data.view(WIDE, 5)[:, :3].copy_(named["a"].t())
 
 
-def _scaled(model: nn.Module, named: dict[str, torch.Tensor]) -> None:
+def _scaled(model: Any, named: dict[str, torch.Tensor]) -> None:
     model.words.data[:6].copy_(named["words"] * 2)
 
 
-def _halved(model: nn.Module, named: dict[str, torch.Tensor]) -> None:
+def _halved(model: Any, named: dict[str, torch.Tensor]) -> None:
     model.ab.data[:1].copy_(named["a"][:1])
 
 
-def _forgetful(model: nn.Module, named: dict[str, torch.Tensor]) -> None:
+def _forgetful(model: Any, named: dict[str, torch.Tensor]) -> None:
     model.words.data[:6].copy_(named["words"])
     model.ab.data[:3].copy_(named["a"])
 
 
-def _gap(model: nn.Module, named: dict[str, torch.Tensor]) -> None:
+def _gap(model: Any, named: dict[str, torch.Tensor]) -> None:
     model.words.data[1:7].copy_(named["words"])
     model.ab.data[:3].copy_(named["a"])
     model.ab.data[3:].copy_(named["b"])
 
 
-def _unfilled(model: nn.Module, named: dict[str, torch.Tensor]) -> None:
+def _unfilled(model: Any, named: dict[str, torch.Tensor]) -> None:
     model.words.data[:6].copy_(named["words"])
 
 
@@ -151,7 +151,7 @@ def test_a_layer_that_computes_with_a_packed_copy_is_refused() -> None:
     layer.cpu_linear = torch.nn.functional.linear
     model.add_module("head", layer)
     arena.check()
-    layer.cpu_linear = lambda x, weight, bias: x
+    layer.cpu_linear = torch.nn.functional.bilinear
     with pytest.raises(StaleWeightsError, match="head computes with a packed copy"):
         arena.check()
 

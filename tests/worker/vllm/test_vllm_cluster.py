@@ -7,7 +7,6 @@ import pytest
 
 import plexrl
 from plexrl.cluster.embedded import start_embedded
-from plexrl.errors import OperationCancelledError
 from tests.worker.vllm.backends import MARKS, PROMPTS, VOCABULARY
 
 pytestmark = MARKS
@@ -97,12 +96,3 @@ def test_it_draws_what_the_torch_engine_draws(job: plexrl.Job) -> None:
         found = rollout.generate(PROMPTS, n=2, sampling=sampling).result(LIMIT_S)
         drawn.append([sample.tokens for samples in found.samples for sample in samples])
     assert drawn[0] == drawn[1]
-
-
-def test_what_vllm_cannot_run_ends_the_job_with_the_reason(cluster: plexrl.Cluster) -> None:
-    job = cluster.create_job("small")
-    # Heads of 16 are too small for vLLM's kernels on CPUs.
-    small = job.rollout_deployment("small", plexrl.tiny_qwen2(VOCABULARY), backend="vllm")
-    with pytest.raises(OperationCancelledError):
-        small.generate([[3]]).result(LIMIT_S)
-    assert "vLLM cannot run this model: " in job.explain()["summary"]
