@@ -42,6 +42,13 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         checkpoints_activations=True,
     ),
     BackendCapabilities(
+        backend="megatron",
+        kind="train",
+        axes=("dp", "tp", "pp"),
+        optimizers=("device",),
+        packs=False,
+    ),
+    BackendCapabilities(
         backend="torch",
         kind="forward",
         axes=("dp",),

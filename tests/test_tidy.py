@@ -20,6 +20,7 @@ SHELLS_IN_SCHEDULER = {
 OTHER_CORES = (
     "backend_capabilities.py",
     "deployment_spec.py",
+    "megatron_dimensions.py",
     "model_layout.py",
     "kv_cache.py",
     "parallelism.py",
@@ -59,6 +60,8 @@ OTHER_CORES = (
     "worker/engine/seating.py",
     "worker/engine/shards.py",
     "statemanager/windows.py",
+    "worker/training/megatron/boxes.py",
+    "worker/training/megatron/names.py",
 )
 BANNED_IN_CORES = {
     *("asyncio", "io", "logging", "os", "pathlib", "random", "secrets", "shutil", "signal"),

@@ -20,6 +20,7 @@ from plexrl.errors import (
     PermissionDeniedError,
 )
 from plexrl.kv_cache import check_cache_budget
+from plexrl.megatron_dimensions import check_cut, dimensions, megatron_bytes_per_parameter
 from plexrl.model_layout import check_tensor_parallel
 from plexrl.model_spec import (
     TRAIN_BYTES_PER_PARAMETER,
@@ -193,6 +194,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
             "leave the trace out"
         )
     parameters = parameter_count(model)
+    if capabilities.backend == "megatron":
+        check_cut(dimensions({"model_type": model.architecture, **model.config}), layout)
     spec = DeploymentSpec(
         model=model,
         kind=body.kind,
@@ -219,6 +222,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
 
 def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
     """Of all ranks together: a trainer's are shards, each rank of the others has all weights."""
+    if spec.backend == "megatron":
+        return parameters * megatron_bytes_per_parameter(spec.layout)
     if spec.kind == "train":
         return parameters * TRAIN_BYTES_PER_PARAMETER
     return parameters * WEIGHT_BYTES[spec.dtype] * spec.workers

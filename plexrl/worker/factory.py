@@ -1,5 +1,6 @@
 """Which backend a deployment's specification asks for."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from plexrl.deployment_spec import DeploymentSpec
@@ -11,8 +12,8 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
     """The backend of one rank; heavy libraries are imported here.
 
     Raises:
-        InvalidRequestError: there is no such backend for this kind of deployment, or its library
-            is not installed.
+        InvalidRequestError: there is no such backend for this kind of deployment, or its library is
+            not installed.
         LayoutError: the deployment's layout has not as many ranks as were started.
     """
     if spec.layout.world_size != world_size:
@@ -28,6 +29,8 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
 
         place = TrainingRank(spec=spec, rank=rank)
         return TrainingBackend(place, FsdpModel(place), checkpoint_dir)
+    if (spec.kind, spec.backend) == ("train", "megatron"):
+        return _megatron(spec, rank, checkpoint_dir)
     if (spec.kind, spec.backend) == ("rollout", "torch"):
         from plexrl.worker.engine import TorchRolloutBackend
 
@@ -44,6 +47,20 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
 
         return ForwardBackend(spec, rank, world_size, checkpoint_dir)
     raise InvalidRequestError(
-        f"there is no backend {spec.backend!r} for a {spec.kind} deployment: use fsdp for train, "
-        "torch for forward, torch or vllm for rollout"
+        f"there is no backend {spec.backend!r} for a {spec.kind} deployment: use fsdp or "
+        "megatron for train, torch for forward, torch or vllm for rollout"
     )
+
+
+def _megatron(spec: DeploymentSpec, rank: int, checkpoint_dir: Path) -> Backend:
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise InvalidRequestError(
+            "backend 'megatron' needs megatron-core, which this node does not have: "
+            "pip install 'plexrl[megatron]' there, or use backend fsdp"
+        )
+    from plexrl.worker.training.backend import TrainingBackend
+    from plexrl.worker.training.megatron.model import MegatronModel
+    from plexrl.worker.training.model import TrainingRank
+
+    place = TrainingRank(spec=spec, rank=rank)
+    return TrainingBackend(place, MegatronModel(place), checkpoint_dir)

@@ -7,7 +7,7 @@ import pytest
 from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedDtypeError
 from plexrl.model_spec import tiny_qwen2
 from plexrl.parallelism import Parallelism
-from plexrl.router.routes_jobs import check_deployment
+from plexrl.router.routes_jobs import check_deployment, state_bytes
 from plexrl.router.schemas import DeploymentRequest
 
 
@@ -44,6 +44,7 @@ def test_the_layout_and_the_number_of_workers_follow_from_one_another(
         ({"parallelism": {"dp": 2, "cp": 2}}, "cp", "'fsdp' does not run cp.*fsdp: dp, tp"),
         ({"parallelism": {"tp": 4}}, "tp", "num_key_value_heads is 2.*use 2"),
         ({"parallelism": {"pp": 2}}, "pp", "does not run pp"),
+        ({"backend": "megatron", "parallelism": {"pp": 3}}, "pp", "2 layers"),
     ],
 )
 def test_a_layout_that_cannot_run_is_refused_by_its_field(
@@ -52,6 +53,15 @@ def test_a_layout_that_cannot_run_is_refused_by_its_field(
     with pytest.raises(LayoutError, match=message) as refused:
         check_deployment(request(**fields))
     assert refused.value.details["field"] == field
+
+
+def test_state_counts_what_megatron_keeps_on_every_data_rank() -> None:
+    bytes_per_parameter = {}
+    for layout in ({"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2, "pp": 2}):
+        spec, count = check_deployment(request(backend="megatron", parallelism=layout))
+        bytes_per_parameter[spec.layout.describe()] = state_bytes(spec, count) // count
+    # Parameters and room to reduce in on both data ranks, gradients and moments once.
+    assert bytes_per_parameter == {"tp=2": 16, "dp=2": 28, "dp=2 tp=2 pp=2": 28}
 
 
 def test_a_trainer_may_compute_in_bf16_and_compute_activations_again() -> None:

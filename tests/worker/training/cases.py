@@ -14,7 +14,7 @@ from plexrl.parallelism import Parallelism
 VOCABULARY = "0123456789abcdefghij"
 """With three special tokens: a size that no even number of ranks divides."""
 
-QWEN2 = tiny_qwen2(VOCABULARY, seed=1, hidden=32)
+QWEN2 = tiny_qwen2(VOCABULARY, seed=1)
 """Tied embeddings, biases, two key-value heads for four."""
 
 
@@ -28,7 +28,7 @@ def resized(model: ModelSpec, architecture: str, **changes: Any) -> ModelSpec:
     )
 
 
-QWEN3 = resized(QWEN2, "qwen3", head_dim=8)
+QWEN3 = resized(QWEN2, "qwen3", head_dim=16)
 """Norms of queries and keys."""
 
 LLAMA = resized(QWEN2, "llama", tie_word_embeddings=False)
@@ -77,6 +77,11 @@ CASES = (
     WRITER,
     Case(backend="fsdp", layout=Parallelism(dp=2)),
     Case(backend="fsdp", layout=Parallelism(dp=2), options=(("optimizer", "host"),)),
+    Case(backend="megatron", layout=Parallelism(tp=2)),
+    Case(backend="megatron", layout=Parallelism(pp=2)),
+    Case(backend="megatron", layout=Parallelism(dp=2), is_slow=True),
+    Case(backend="megatron", layout=Parallelism(tp=2, pp=2), is_slow=True),
+    Case(backend="megatron", layout=Parallelism(dp=2, tp=2), model=LLAMA, is_slow=True),
     Case(backend="fsdp", layout=Parallelism(tp=2)),
     Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=LLAMA),
     Case(
