@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from plexrl.errors import BatchShapeError, InvalidRequestError
-from plexrl.model_spec import tiny_qwen2
+from plexrl.errors import BatchShapeError
 from plexrl.worker.engine import TorchRolloutBackend
 from tests.worker.vllm.backends import (
     MARKS,
     PROMPTS,
     SEQUENCE_MAX,
-    VOCABULARY,
     call,
     deployment,
     finish,
@@ -169,13 +167,3 @@ def test_many_requests_over_few_slots_and_blocks_draw_as_alone(make: Make) -> No
     )
     assert after.tokens_recomputed > before.tokens_recomputed
     assert (after.running, after.waiting, after.blocks_held) == (0, 0, 0)
-
-
-def test_what_vllm_cannot_run_is_refused_with_its_reason(make: Make) -> None:
-    # Heads of 16 are too small for its kernels on CPUs, and 512 positions too few for 513.
-    with pytest.raises(InvalidRequestError, match=r"(?s)vLLM cannot run this model: .*head_dim=16"):
-        make(model=tiny_qwen2(VOCABULARY))
-    with pytest.raises(InvalidRequestError, match=r"(?s)vLLM cannot run this model: .*513"):
-        make(max_sequence_tokens=513)
-    with pytest.raises(InvalidRequestError, match=r"holds 1 blocks of 32 tokens.*takes 2"):
-        make(kv_cache_bytes=32 * 1024)
