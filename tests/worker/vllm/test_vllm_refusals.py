@@ -5,6 +5,7 @@ import multiprocessing
 import re
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def refusal_of(spec_json: str, folder: str) -> str:
     ],
 )
 def test_what_vllm_cannot_run_is_refused_with_its_reason(
-    options: dict[str, object], reason: str, tmp_path: Path
+    options: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
