@@ -43,5 +43,20 @@ def check_tensor_parallel(model: ModelSpec, layout: Parallelism) -> None:
             )
 
 
+def check_equal_parts(model: ModelSpec, layout: Parallelism) -> None:
+    """For engines whose tensor ranks all compute the same shapes. After `check_tensor_parallel`.
+
+    Raises:
+        LayoutError: `tp` does not divide the MLP.
+    """
+    columns = int(model.config["intermediate_size"])
+    if columns % layout.tp:
+        raise LayoutError(
+            f"parallelism.tp is {layout.tp} and the model's intermediate_size is {columns}: a "
+            "rollout's ranks have parts of equal size, so tp must divide it; choose another",
+            field="tp",
+        )
+
+
 def _best(asked: int, heads: int, kv_heads: int) -> int:
     return max(n for n in range(1, asked + 1) if heads % n == 0 and kv_heads % n == 0)

@@ -20,6 +20,7 @@ SHELLS_IN_SCHEDULER = {
 OTHER_CORES = (
     "backend_capabilities.py",
     "deployment_spec.py",
+    "lora.py",
     "megatron_dimensions.py",
     "model_layout.py",
     "kv_cache.py",
@@ -27,6 +28,7 @@ OTHER_CORES = (
     "router/balance.py",
     "router/context_split.py",
     "router/dispatch.py",
+    "router/generate_plan.py",
     "router/micro_batches.py",
     "router/reductions.py",
     "router/stream_events.py",

@@ -9,7 +9,7 @@ from plexrl.errors import ExecutionError, PlexRLError
 from plexrl.ids import BlobRef
 from plexrl.router.blobs import RESULT_SUFFIX, BlobStore
 from plexrl.router.reductions import gather_metrics, gather_moves, state_moved
-from plexrl.router.run_parts import SPLIT_KINDS, RunParts, join, split
+from plexrl.router.run_parts import SPLIT_KINDS, RunParts, join, join_samples, split
 from plexrl.router.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
 from plexrl.scheduler.commands import CODEC, AbortOperation, DiscardBlobs, RunOperation
 from plexrl.wire.operations import MUTATING
@@ -114,16 +114,18 @@ class Executor:
 
     async def _ask_ranks(self, command: RunOperation, parts: RunParts) -> list[Answer | None]:
         """Every rank's answer; None for one that gave none after another had failed."""
-        header = {
-            "request": "run",
-            "command": CODEC.to_plain(command),
-            "rank_params": parts.rank_params,
-        }
+        plain = CODEC.to_plain(command)
+        asked = [(address, parts.rank_params) for address in command.addresses]
+        if (plan := parts.generation) is not None:
+            asked = [
+                (command.addresses[share.rank], {"first_row": plan.first_row(share)})
+                for share in plan.shares
+            ]
         name: RunName = (command.operation, command.token)
-        tasks = [
-            asyncio.create_task(self.link(address).run(name, header, payload))
-            for address, payload in zip(command.addresses, parts.payloads, strict=True)
-        ]
+        tasks = []
+        for (address, rank_params), payload in zip(asked, parts.payloads, strict=True):
+            header = {"request": "run", "command": plain, "rank_params": rank_params}
+            tasks.append(asyncio.create_task(self.link(address).run(name, header, payload)))
         try:
             pending = set(tasks)
             while pending:
@@ -161,6 +163,9 @@ class Executor:
             body = await join(parts.plan, [payload for _, payload in finished])
             counted = [results[rank] for rank in parts.plan.layout.output_ranks]
             result = gather_metrics(counted) if "sums" in counted[0] else {}
+        elif parts.generation is not None:
+            body = join_samples(parts.generation, [payload for _, payload in finished])
+            result = parts.generation.join_results(results)
         else:
             result = gather_moves(results)
             if finished[0][1]:

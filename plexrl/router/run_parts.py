@@ -16,12 +16,15 @@ from plexrl.backend_capabilities import backend_capabilities
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.router.blobs import INLINE_BYTES_MAX
 from plexrl.router.dispatch import DispatchPlan, plan_batch
+from plexrl.router.generate_plan import GeneratePlan, plan_generate
 from plexrl.router.reductions import loss_denominator
 from plexrl.scheduler.commands import RunOperation
-from plexrl.wire.operations import PARAMS_BY_KIND, OperationKind
+from plexrl.wire.operations import PARAMS_BY_KIND, GenerateParams, OperationKind
 from plexrl.wire.tensors import Body, decode_body, encode_parts
 
-SPLIT_KINDS = frozenset({OperationKind.FORWARD, OperationKind.FORWARD_BACKWARD})
+SPLIT_KINDS = frozenset(
+    {OperationKind.FORWARD, OperationKind.FORWARD_BACKWARD, OperationKind.GENERATE}
+)
 Plain = dict[str, Any]
 
 
@@ -34,6 +37,8 @@ class RunParts:
     rank_params: Plain
     plan: DispatchPlan | None
     """Of a batch whose rows are split; None of anything else."""
+    generation: GeneratePlan | None = None
+    """Of a generate: `payloads` are then by share, and no other ranks are asked."""
 
     @property
     def payload_bytes(self) -> int:
@@ -63,10 +68,23 @@ async def join(plan: DispatchPlan, payloads: Sequence[bytearray]) -> Sequence[Bo
     return await asyncio.to_thread(_join, plan, payloads)
 
 
+def join_samples(plan: GeneratePlan, payloads: Sequence[bytearray]) -> Sequence[Body]:
+    """The samples of all shares as a body in parts."""
+    if len(payloads) == 1:
+        return (payloads[0],)
+    return encode_parts({}, plan.join_arrays([decode_body(each)[1] for each in payloads]))
+
+
 def _split(command: RunOperation, body: Body, spec: DeploymentSpec) -> RunParts:
     ranks = len(command.addresses)
     _, arrays = decode_body(body)
     params: Any = msgspec.json.decode(command.params_json, type=PARAMS_BY_KIND[command.kind])
+    if isinstance(params, GenerateParams):
+        generation = plan_generate(spec.layout, len(arrays["lengths"]), params.samples_per_prompt)
+        if len(generation.shares) == 1:
+            return RunParts([(body,)], {}, None, generation)
+        shares = [encode_parts({}, share.inputs(arrays)) for share in generation.shares]
+        return RunParts(shares, {}, None, generation)
     plan = plan_batch(
         spec.layout,
         arrays["lengths"].tolist(),

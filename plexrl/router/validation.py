@@ -18,6 +18,7 @@ from plexrl.errors import (
     NonFiniteInputError,
     TokenRangeError,
 )
+from plexrl.lora import LoraSpec
 from plexrl.wire.operations import (
     LOSS_INPUTS,
     PARAMS_BY_KIND,
@@ -87,6 +88,20 @@ def check_operation(
     if arrays and not tokens:
         raise BatchShapeError(f"{kind.value} takes no arrays, {sorted(arrays)} were sent")
     return Checked(kind=kind, params=typed, tokens=tokens, has_batch=bool(arrays))
+
+
+def check_source(spec: DeploymentSpec, source: DeploymentSpec) -> None:
+    """Raises `InvalidRequestError` where a deployment cannot take over the other's weights."""
+    if spec.lora == source.lora:
+        return
+    raise InvalidRequestError(
+        f"the source has {_adapters(source.lora)} and this deployment {_adapters(spec.lora)}: what "
+        "the one publishes the other cannot use; make both with the same lora"
+    )
+
+
+def _adapters(lora: LoraSpec | None) -> str:
+    return "no adapters" if lora is None else f"adapters of rank {lora.rank} ({lora})"
 
 
 def _check_checkpoint(params: CheckpointParams) -> None:
@@ -207,6 +222,11 @@ def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays
     _at_least("top_k", sampling.top_k, 0)
     if sampling.seed is not None:
         _in_range("seed", sampling.seed, 0, 2**63 - 1)
+    if params.stream and spec.layout.dp > 1:
+        raise InvalidRequestError(
+            f"the deployment has {spec.layout.dp} replicas (dp), and a stream tells of one: leave "
+            "`stream` out, or make a deployment with dp=1"
+        )
     unknown = sorted(set(arrays) - {"tokens", "lengths"})
     if unknown:
         raise BatchShapeError(f"generate takes tokens and lengths; {unknown} were sent too")

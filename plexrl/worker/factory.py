@@ -33,8 +33,9 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
         return _megatron(spec, rank, checkpoint_dir)
     if (spec.kind, spec.backend) == ("rollout", "torch"):
         from plexrl.worker.engine import TorchRolloutBackend
+        from plexrl.worker.engine.tensor_parallel import rank_group
 
-        return TorchRolloutBackend(spec, checkpoint_dir)
+        return TorchRolloutBackend(spec, checkpoint_dir, rank_group(spec.layout, rank))
     if (spec.kind, spec.backend) == ("rollout", "vllm"):
         from plexrl.worker.vllm.installation import require_vllm
 

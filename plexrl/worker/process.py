@@ -96,7 +96,11 @@ class Worker:
             self._deferred.append(request)
             return
         self._listeners[name] = [request.connection]
+        self._admitted(name, kind)
         self._begin(name, kind, header, request.payload)
+
+    def _admitted(self, name: RunName, kind: OperationKind) -> None:
+        """A run is begun with the next call; for workers that have others do the same."""
 
     def _attach(self, name: RunName, connection: Connection) -> None:
         reply = self._replies.answer(name)
@@ -240,9 +244,10 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
 
     torch.set_num_threads(config.threads)
     spec = deployment_spec_from_json(config.spec_json)
-    if config.kind in ("train", "forward"):
+    if config.kind in ("train", "forward") or spec.layout.tp > 1:
         _join_process_group(config)
     from plexrl.worker.factory import make_backend
+    from plexrl.worker.team import make_worker
 
     backend = make_backend(spec, config.rank, config.world_size, Path(config.checkpoint_dir))
     client = StateManagerClient(
@@ -253,7 +258,8 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
         ticket=config.ticket,
     )
     server = Server(config.address)
-    worker = Worker(backend, StateMover(backend, client, config.group), server.requests)
+    mover = StateMover(backend, client, config.group)
+    worker = make_worker(backend, mover, server.requests)
     LOG.info("%s incarnation %d is ready", config.deployment, config.incarnation)
     ready()
     worker.run()

@@ -75,14 +75,22 @@ def test_a_trainer_may_compute_in_bf16_and_compute_activations_again() -> None:
         check_deployment(request("forward", activation_checkpointing=True))
 
 
-def test_a_rollout_deployment_has_one_copy_of_its_model() -> None:
-    spec, _ = check_deployment(request("rollout"))
+def test_a_rollout_deployment_runs_on_one_gpu_on_replicas_or_on_tensor_ranks() -> None:
+    spec, parameters = check_deployment(request("rollout"))
     assert (spec.backend, spec.workers, spec.layout) == ("torch", 1, Parallelism())
-    for fields in ({"workers": 2}, {"parallelism": {"dp": 2}}):
-        with pytest.raises(InvalidRequestError, match="make several rollout deployments"):
-            check_deployment(request("rollout", **fields))
-    with pytest.raises(LayoutError, match="torch: none"):
-        check_deployment(request("rollout", parallelism={"tp": 2}))
+    assert state_bytes(spec, parameters) == 4 * parameters
+    spec, _ = check_deployment(request("rollout", parallelism={"dp": 3, "tp": 2}))
+    assert spec.workers == 6
+    assert state_bytes(spec, parameters) == 3 * 4 * parameters
+    with pytest.raises(LayoutError, match="torch: dp, tp"):
+        check_deployment(request("rollout", parallelism={"pp": 2}))
+    with pytest.raises(LayoutError, match=r"tp is 4 .* num_key_value_heads is 2"):
+        check_deployment(request("rollout", parallelism={"tp": 4}))
+    # Each of two ranks caches one of the two heads.
+    budget = {"max_sequence_tokens": 100, "kv_cache_bytes": 256 * 112}
+    check_deployment(request("rollout", parallelism={"tp": 2}, **budget))
+    with pytest.raises(InvalidRequestError, match="takes 57344 bytes"):
+        check_deployment(request("rollout", **budget))
 
 
 def test_a_cache_holds_at_least_one_sequence() -> None:

@@ -1,6 +1,7 @@
 """What ranks are sent and how their answers are joined, small and large, split and whole."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,9 +12,14 @@ from plexrl.deployment_spec import DeploymentSpec
 from plexrl.model_spec import tiny_qwen2
 from plexrl.parallelism import Parallelism
 from plexrl.router.blobs import INLINE_BYTES_MAX
-from plexrl.router.run_parts import RunParts, join, split
+from plexrl.router.run_parts import RunParts, join, join_samples, split
 from plexrl.scheduler.commands import RunOperation
-from plexrl.wire.operations import ForwardBackwardParams, LossSpec, OperationKind
+from plexrl.wire.operations import (
+    ForwardBackwardParams,
+    GenerateParams,
+    LossSpec,
+    OperationKind,
+)
 from plexrl.wire.tensors import Arrays, decode_body, encode_body
 
 
@@ -97,5 +103,29 @@ def test_a_rank_that_leaves_tokens_out_is_found_out() -> None:
 def test_what_has_no_rows_goes_to_every_rank() -> None:
     barrier = command(2, OperationKind.BARRIER)
     assert asyncio.run(split(barrier, None, None)).payloads == [(), ()]
-    generate = command(2, OperationKind.GENERATE)
-    assert asyncio.run(split(generate, b"abc", None)).payloads == [(b"abc",), (b"abc",)]
+    step = command(2, OperationKind.OPTIM_STEP)
+    assert asyncio.run(split(step, b"abc", None)).payloads == [(b"abc",), (b"abc",)]
+
+
+def test_prompts_go_to_those_who_lead_a_replica_and_come_back_in_order() -> None:
+    params = msgspec.json.encode(GenerateParams()).decode()
+    spec = DeploymentSpec(
+        model=tiny_qwen2("01"),
+        kind="rollout",
+        backend="torch",
+        workers=4,
+        parallelism=Parallelism(dp=2, tp=2),
+    )
+    prompts = {name: array for name, array in batch_of(5).items() if name != "mask"}
+    body = encode_body({}, prompts)
+    asked = replace(command(4, OperationKind.GENERATE), params_json=params)
+    parts = asyncio.run(split(asked, body, spec))
+    assert parts.generation is not None
+    assert [share.rank for share in parts.generation.shares] == [0, 2]
+    sent = [bytearray(b"".join(payload)) for payload in parts.payloads]
+    joined = decode_body(b"".join(join_samples(parts.generation, sent)))[1]
+    assert {name: joined[name].tolist() for name in prompts} == {
+        name: array.tolist() for name, array in prompts.items()
+    }
+    alone = replace(spec, workers=2, parallelism=Parallelism(tp=2))
+    assert asyncio.run(split(asked, body, alone)).payloads == [(body,)], "as it came"

@@ -1,62 +1,68 @@
 """The engine as a rollout backend: weights in an arena, results as the wire wants them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
 
 from plexrl.deployment_spec import DeploymentSpec
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import BatchShapeError, InvalidRequestError
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.arena_tensors import ArenaLayout, view
 from plexrl.worker.backend import BackendCall, BackendResult, Emit
-from plexrl.worker.engine.calls import checkpoint_weights, generation_of, result_of
+from plexrl.worker.checkpoint import load_hf_parameters
 from plexrl.worker.engine.engine import Engine
 from plexrl.worker.engine.forward import probe
+from plexrl.worker.engine.generation import Generation
 from plexrl.worker.engine.joined_linear import arena_order
-from plexrl.worker.engine.protocol import EngineStats
+from plexrl.worker.engine.merged_adapters import MergedAdapters
+from plexrl.worker.engine.protocol import EngineStats, RolloutEngine
 from plexrl.worker.engine.shards import Box, box_of
+from plexrl.worker.engine.tensor_parallel import LeadingEngine, Orders, RankGroup
 from plexrl.worker.models import build_model, named_parameters
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from plexrl.statemanager.host_arena import HostArena
-    from plexrl.worker.engine.tensor_parallel import RankGroup
 
 ARENA_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """A deployment's dtype, as slices spell it."""
 
 
-class TorchRolloutBackend:
-    """One worker's engine."""
+Made = TypeVar("Made", bound=RolloutEngine)
+"""The kind of engine that a backend makes."""
+
+
+class EngineBackend(Generic[Made]):
+    """One worker's engine, of whatever kind; what makes it one of a kind is in `_arrange` and
+    `_start`."""
 
     def __init__(
-        self, spec: DeploymentSpec, checkpoint_dir: Path, ranks: "RankGroup | None" = None
+        self, spec: DeploymentSpec, checkpoint_dir: Path, ranks: RankGroup | None = None
     ) -> None:
-        """`ranks`: the tensor-parallel group that this worker is one of; absent: it is alone.
-
-        Raises:
-            InvalidRequestError: several workers without a group.
-        """
-        if ranks is None and spec.workers != 1:
-            raise InvalidRequestError(
-                f"the torch engine runs on 1 worker, {spec.workers} were asked for: make several "
-                "rollout deployments instead"
-            )
+        """`ranks`: the tensor-parallel group that this worker is one of; absent: it is alone."""
         self._spec = spec
         self._checkpoint_dir = checkpoint_dir
         self._ranks = ranks
-        self._built: Engine | None = None
+        self._built: Made | None = None
+        self.orders: Orders | None = None
+        """Of the group's leader: what the other ranks do is told by it."""
+        if ranks is not None and ranks.rank == 0:
+            self.orders = Orders(ranks)
         self._recompute_kv_on_pull = True
 
     def build(self) -> None:
         """Make the model with its weights in the arena, and the engine on it."""
         model = build_model(self._spec.model)
-        probed = probe(model)
         layout = ArenaLayout()
         self._boxes: dict[str, Box] = {}
         named = dict(named_parameters(model))
-        parameters = [(name, named[name]) for name in arena_order(named)]
+        places = self._arrange(model)
+        parameters = [(name, named[name]) for name in places]
         for name, parameter in parameters:
             shape = tuple(parameter.shape)
             self._boxes[name] = box = self._box(name, shape)
@@ -66,34 +72,44 @@ class TorchRolloutBackend:
                 offset=box.offset,
                 shape=box.shape,
                 dtype=ARENA_DTYPES[self._spec.dtype],
+                reserve=places[name],
             )
+        parameter_slices = tuple(layout.slices)
+        self._adapters: MergedAdapters | None = None
+        if self._spec.lora is not None:
+            shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+            dtype = ARENA_DTYPES[self._spec.dtype]
+            self._adapters = MergedAdapters(self._spec.lora, layout, shapes, dtype)
         self.arena = Arena(layout.nbytes)
         self.host_arena: HostArena | None = None
         self._slices = tuple(layout.slices)
+        self._pulled = self._slices if self._adapters is None else self._adapters.slices
         self._weights: dict[str, torch.Tensor] = {}
-        for (name, parameter), piece in zip(parameters, self._slices, strict=True):
+        for (name, parameter), piece in zip(parameters, parameter_slices, strict=True):
             home = view(self.arena, piece)
             home.copy_(parameter.data[self._boxes[name].index])
             # A tied weight is one parameter object, so its other uses follow.
             parameter.data = home
             parameter.requires_grad_(False)
             self._weights[name] = home
-        self._built = Engine(
-            model,
-            slots=self._spec.max_concurrent_samples,
-            sequence_tokens_max=self._spec.max_sequence_tokens,
-            kv_bytes_max=self._spec.kv_cache_bytes,
-            ranks=self._ranks,
-            probed=probed,
-        )
+        if self._adapters is not None:
+            self._adapters.move_in(self.arena, self._weights)
+        self._built = self._start(model)
+        self._lead: RolloutEngine = self._built
+        if self.orders is not None:
+            self._lead = LeadingEngine(self._built, self.orders)
 
     def slices(self) -> tuple[StateSlice, ...]:
         """The parameters."""
         return self._slices
 
+    def pulled_slices(self) -> tuple[StateSlice, ...]:
+        """What a weight sync brings: all, or the adapters that the rest is made of."""
+        return self._pulled
+
     def live_parts(self) -> frozenset[StatePart]:
-        """Weights are all there is; the cache is derived."""
-        return frozenset({StatePart.PARAMETER})
+        """Weights are all there is, and what adapters are added to; the cache is derived."""
+        return frozenset(piece.key.part for piece in self._slices)
 
     def before_offload(self) -> None:
         """Drop the KV cache; what a paused engine was generating waits and is computed anew."""
@@ -106,9 +122,11 @@ class TorchRolloutBackend:
 
     def after_pull(self) -> None:
         """The pulled weights draw from now on, for what a paused engine was generating too."""
+        if self._adapters is not None:
+            self._adapters.merge()
         # A sync raises the version of a deployment by one, as every operation that changes state.
         self.engine.weights_changed(
-            self.engine.weights_seq + 1, recompute_kv=self._recompute_kv_on_pull
+            self.engine.stats().weights_seq + 1, recompute_kv=self._recompute_kv_on_pull
         )
 
     def gather(self, value: str) -> list[str]:
@@ -122,30 +140,56 @@ class TorchRolloutBackend:
 
     def run(self, call: BackendCall) -> BackendResult:
         """Load a checkpoint's weights. Raises as `Backend.run`."""
-        shapes = {piece.key.name: piece.global_shape for piece in self._slices}
-        found = checkpoint_weights(call, self._checkpoint_dir, shapes)
-        for name, home in self._weights.items():
-            home.copy_(found[name][self._boxes[name].index])
+        if call.kind != OperationKind.LOAD_CHECKPOINT:
+            raise InvalidRequestError(f"{call.kind.value} is no operation of a rollout backend")
+        params: CheckpointParams = call.params
+        job = params.job or str(call.rank_params["job"])
+        found = load_hf_parameters(self._checkpoint_dir / job / params.name)
+        shapes = {piece.key.name: piece.global_shape for piece in self._pulled}
+        for name, shape in shapes.items():
+            if name not in found or tuple(found[name].shape) != shape:
+                raise BatchShapeError(
+                    f"checkpoint {params.name!r} has no parameter {name!r} of shape "
+                    f"{list(shape)}: it is of another model"
+                )
+        if self._adapters is None:
+            for name, home in self._weights.items():
+                home.copy_(found[name][self._boxes[name].index])
+        else:
+            for piece in self._pulled:
+                view(self.arena, piece).copy_(found[piece.key.name])
+            self._adapters.merge()
         self.engine.weights_changed(call.seq)
         return BackendResult()
 
     def submit(self, call: BackendCall, emit: Emit | None) -> None:
         """Queue a generation. Raises `BatchShapeError`."""
-        self.engine.submit(generation_of(call, emit))
+        tokens, lengths = call.arrays["tokens"], call.arrays["lengths"]
+        ends = np.cumsum(lengths)[:-1]
+        self._lead.submit(
+            Generation(
+                name=call.operation,
+                prompts=[part.tolist() for part in np.split(tokens, ends)],
+                samples_per_prompt=call.params.samples_per_prompt,
+                sampling=call.params.sampling,
+                emit=emit,
+                weights_seq=call.seq,
+                first_row=int(call.rank_params.get("first_row", 0)),
+            )
+        )
 
     def abort(self, operation: str) -> None:
         """End a generation with what it has."""
-        self.engine.abort(operation)
+        self._lead.abort(operation)
 
     def step(self) -> list[tuple[str, BackendResult]]:
         """One token for every running sample."""
-        ended = self.engine.step()
-        return [(generation.name, result_of(generation, self.stats())) for generation in ended]
+        return [(generation.name, self._result(generation)) for generation in self._lead.step()]
 
     def interrupt(self, operation: str) -> BackendResult | None:
         """Take an operation out now; its result so far. None: unknown."""
-        generation = self.engine.interrupt(operation)
-        return None if generation is None else result_of(generation, self.stats())
+        generation = self._lead.interrupt(operation)
+        return None if generation is None else self._result(generation)
 
     def pause(self, *, recompute_kv: bool = True) -> None:
         """Stop at the token boundary: weights may be pulled, or the state offloaded.
@@ -153,11 +197,11 @@ class TorchRolloutBackend:
         `recompute_kv` says what a pull does with the cache of samples under way.
         """
         self._recompute_kv_on_pull = recompute_kv
-        self.engine.pause()
+        self._lead.pause()
 
     def resume(self) -> None:
         """Go on, with whatever weights the arena holds."""
-        self.engine.resume()
+        self._lead.resume()
 
     def stats(self) -> EngineStats:
         """How the engine stands."""
@@ -168,13 +212,58 @@ class TorchRolloutBackend:
         """Some generation is unfinished, and not because the engine is paused."""
         return self._built is not None and self._built.has_work
 
+    def _arrange(self, model: "nn.Module") -> dict[str, int | None]:
+        """The model's parameters by name, in the arena's order; elements that are kept free for
+        one where that is more than it has."""
+        raise NotImplementedError
+
+    def _start(self, model: "nn.Module") -> Made:
+        """The engine, on a model whose weights are in the arena now."""
+        raise NotImplementedError
+
+    def _result(self, generation: Generation) -> BackendResult:
+        """`segments` lists `[row, start, weights_seq]` of rows that other versions drew."""
+        stats = self.engine.stats()
+        metrics = {
+            "preemptions": generation.preemptions,
+            "kv_cache_bytes": stats.kv_bytes_max,
+            "kv_cache_bytes_used_max": generation.blocks_max * stats.block_bytes,
+        }
+        result: dict[str, Any] = {"weights_seq": generation.weights_seq, "metrics": metrics}
+        if mixed := generation.mixed_segments():
+            result["segments"] = mixed
+        return BackendResult(result=result, arrays=generation.arrays())
+
     def _box(self, name: str, shape: tuple[int, ...]) -> Box:
         if self._ranks is None:
             return box_of(name, shape, 0, 1)
         return box_of(name, shape, self._ranks.rank, self._ranks.ranks)
 
     @property
-    def engine(self) -> Engine:
-        """What generates; ranks of a tensor-parallel group are kept in step through it."""
+    def ranks(self) -> RankGroup | None:
+        """The tensor-parallel group that this worker is one of; None: it is alone."""
+        return self._ranks
+
+    @property
+    def engine(self) -> Made:
+        """This rank's own part of what generates."""
         assert self._built is not None, "build comes first"
         return self._built
+
+
+class TorchRolloutBackend(EngineBackend[Engine]):
+    """The built-in engine."""
+
+    def _arrange(self, model: "nn.Module") -> dict[str, int | None]:
+        self._probed = probe(model)
+        return dict.fromkeys(arena_order(dict(named_parameters(model))))
+
+    def _start(self, model: "nn.Module") -> Engine:
+        return Engine(
+            model,
+            slots=self._spec.max_concurrent_samples,
+            sequence_tokens_max=self._spec.max_sequence_tokens,
+            kv_bytes_max=self._spec.kv_cache_bytes,
+            ranks=self._ranks,
+            probed=self._probed,
+        )

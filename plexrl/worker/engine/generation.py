@@ -40,6 +40,8 @@ class Generation:
     finish: list[int] = field(default_factory=list)
     segments: list[list[Segment]] = field(default_factory=list)
     unfinished: int = 0
+    first_row: int = 0
+    """Number of its first row in the call that it is a part of: random streams go by it."""
     preemptions: int = 0
     """Times that one of its samples gave its blocks up."""
     blocks_max: int = 0

@@ -225,7 +225,7 @@ class VllmEngine:
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=draw_arguments(sampling, row),
+            extra_args=draw_arguments(sampling, generation.first_row + row),
         )
         internal = self._llm.add_request(request, self._prompt(prompt), params)
         self._rows[request] = _Row(

@@ -85,13 +85,17 @@ def test_every_sync_brings_the_trainers_logprobs(
         assert largest_difference(actor, rollout, number) < tolerance
 
 
-def test_it_draws_what_the_torch_engine_draws(job: plexrl.Job) -> None:
+def test_replicas_draw_what_one_torch_engine_draws(job: plexrl.Job) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=4, hidden=128)
     sampling = plexrl.SamplingParams(max_tokens=10, seed=5, ignore_eos=True)
     drawn = []
-    for backend in ("torch", "vllm"):
+    for backend, replicas in (("torch", 1), ("vllm", 2)):
         rollout = job.rollout_deployment(
-            f"by-{backend}", model, backend=backend, max_sequence_tokens=40
+            f"by-{backend}",
+            model,
+            backend=backend,
+            max_sequence_tokens=40,
+            parallelism=plexrl.Parallelism(dp=replicas),
         )
         found = rollout.generate(PROMPTS, n=2, sampling=sampling).result(LIMIT_S)
         drawn.append([sample.tokens for samples in found.samples for sample in samples])

@@ -1,5 +1,6 @@
 """New weights in place: vLLM's logprobs are the trainer's after every one, or it refuses."""
 
+import copy
 import importlib
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from plexrl.errors import StaleWeightsError
+from plexrl.lora import LoraSpec, adapter_names
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.arena_tensors import view
 from plexrl.worker.backend import BackendCall
@@ -45,6 +47,25 @@ def test_after_every_update_logprobs_are_the_trainers(make: Make, family: str, d
         if former is not None:
             assert largest_error(found, former) > 10 * TOLERANCE[dtype]
         former = model
+
+
+def test_pulled_adapters_are_merged_into_what_vllm_computes_with(make: Make) -> None:
+    lora = LoraSpec(rank=4)
+    backend = make(lora=lora)
+    generator = torch.Generator().manual_seed(6)
+    adapters = {}
+    for piece in backend.pulled_slices():
+        adapters[piece.key.name] = torch.randn(piece.shape, generator=generator) * 0.2
+        view(backend.arena, piece).copy_(adapters[piece.key.name])
+    backend.after_pull()
+    merged = copy.deepcopy(OLD)
+    for name, module in merged.named_modules():
+        if name.rpartition(".")[2] in lora.targets:
+            down, up = (adapters[each] for each in adapter_names(name))
+            module.weight.data += lora.scale * (up @ down)
+    found = generate(backend, 0)
+    assert largest_error(found, merged) < 1e-4
+    assert largest_error(found, OLD) > 1e-2
 
 
 def test_no_weight_is_held_twice(make: Make) -> None:
