@@ -8,6 +8,8 @@ STAMP := $(VENV)/.plexrl-setup
 VLLM_STAMP := $(VENV)/.plexrl-vllm
 
 export OMP_NUM_THREADS ?= 1
+# DeepSpeed's kernels are compiled with the ninja that is installed there.
+export PATH := $(abspath $(BIN)):$(PATH)
 
 .PHONY: help setup demo test test-all bench lint format clean
 

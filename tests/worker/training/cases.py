@@ -31,7 +31,22 @@ def resized(model: ModelSpec, architecture: str, **changes: Any) -> ModelSpec:
 QWEN3 = resized(QWEN2, "qwen3", head_dim=16)
 """Norms of queries and keys."""
 
+QWEN3_MOE = resized(
+    QWEN3,
+    "qwen3_moe",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    norm_topk_prob=True,
+)
+
 LLAMA = resized(QWEN2, "llama", tie_word_embeddings=False)
+
+BIASED = resized(QWEN2, "llama", attention_bias=True, mlp_bias=True)
+"""Biases of what is cut by columns and of what is cut by rows."""
+
+NARROW = resized(QWEN2, "qwen3", head_dim=4)
+"""Over three ranks one has nothing of the norms of heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +63,8 @@ class Case:
     one of the same parameter."""
     is_slow: bool = False
     """Left to `make test-all`."""
+    compiles: bool = False
+    """A kernel, on first use on a machine; left to `make test-all` too."""
 
     @property
     def name(self) -> str:
@@ -77,9 +94,29 @@ CASES = (
     WRITER,
     Case(backend="fsdp", layout=Parallelism(dp=2)),
     Case(backend="fsdp", layout=Parallelism(dp=2), options=(("optimizer", "host"),)),
+    Case(backend="deepspeed"),
+    Case(backend="deepspeed", layout=Parallelism(dp=2)),
+    Case(
+        backend="deepspeed",
+        layout=Parallelism(dp=2),
+        options=(("compute_dtype", "bfloat16"), ("activation_checkpointing", True)),
+        tolerance=0.05,
+    ),
+    Case(backend="deepspeed", layout=Parallelism(dp=3), model=LLAMA, is_slow=True),
+    Case(
+        backend="deepspeed",
+        layout=Parallelism(dp=2),
+        options=(("optimizer", "host"),),
+        compiles=True,
+    ),
     Case(backend="megatron", layout=Parallelism(tp=2)),
     Case(backend="megatron", layout=Parallelism(pp=2)),
+    Case(backend="megatron", layout=Parallelism(cp=2), model=LLAMA),
+    Case(backend="megatron", layout=Parallelism(dp=2, ep=2), model=QWEN3_MOE),
     Case(backend="megatron", layout=Parallelism(dp=2), is_slow=True),
+    Case(backend="megatron", layout=Parallelism(tp=2), model=QWEN3, is_slow=True),
+    Case(backend="megatron", layout=Parallelism(tp=2, cp=2), is_slow=True),
+    Case(backend="megatron", layout=Parallelism(dp=2, cp=2, ep=2), model=QWEN3_MOE, is_slow=True),
     Case(backend="megatron", layout=Parallelism(tp=2, pp=2), is_slow=True),
     Case(backend="megatron", layout=Parallelism(dp=2, tp=2), model=LLAMA, is_slow=True),
     Case(backend="fsdp", layout=Parallelism(tp=2)),
@@ -91,7 +128,8 @@ CASES = (
         options=(("compute_dtype", "bfloat16"), ("activation_checkpointing", True)),
         tolerance=0.05,
     ),
-    Case(backend="fsdp", layout=Parallelism(dp=3), is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(dp=3), model=NARROW, is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(tp=2), model=BIASED, is_slow=True),
     Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=QWEN3, is_slow=True),
     Case(
         backend="fsdp",
