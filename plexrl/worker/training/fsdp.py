@@ -41,8 +41,11 @@ LAYERWISE_PARAMETERS = 50_000_000
 class FsdpModel:
     """A `TrainingModel`."""
 
-    def __init__(self, rank: TrainingRank) -> None:
+    def __init__(
+        self, rank: TrainingRank, *, layerwise_parameters: int = LAYERWISE_PARAMETERS
+    ) -> None:
         self._rank = rank
+        self._layerwise_parameters = layerwise_parameters
 
     @property
     def arena(self) -> Arena:
@@ -84,7 +87,7 @@ class FsdpModel:
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=getattr(torch, spec.compute_dtype), reduce_dtype=torch.float32
             )
-        if sum(p.numel() for p in model.parameters()) >= LAYERWISE_PARAMETERS:
+        if sum(p.numel() for p in model.parameters()) >= self._layerwise_parameters:
             for layer in layers:
                 fully_shard(layer, **options)
         fully_shard(model, **options)
@@ -99,6 +102,11 @@ class FsdpModel:
         )
         self._move_in(trained)
         self._freeze(frozen, {name: boxes[name] for name in frozen})
+
+    @property
+    def gathered_apart(self) -> list[nn.Module]:
+        """The modules whose parameters are gathered together, and apart from the others'."""
+        return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
 
     @property
     def frozen_base(self) -> FrozenBase | None:

@@ -33,6 +33,12 @@ QWEN3 = resized(QWEN2, "qwen3", head_dim=16)
 
 LLAMA = resized(QWEN2, "llama", tie_word_embeddings=False)
 
+BIASED = resized(QWEN2, "llama", attention_bias=True, mlp_bias=True)
+"""Biases of what is cut by columns and of what is cut by rows."""
+
+NARROW = resized(QWEN2, "qwen3", head_dim=4)
+"""Over three ranks one has nothing of the norms of heads."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -108,7 +114,8 @@ CASES = (
         options=(("compute_dtype", "bfloat16"), ("activation_checkpointing", True)),
         tolerance=0.05,
     ),
-    Case(backend="fsdp", layout=Parallelism(dp=3), is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(dp=3), model=NARROW, is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(tp=2), model=BIASED, is_slow=True),
     Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=QWEN3, is_slow=True),
     Case(
         backend="fsdp",
