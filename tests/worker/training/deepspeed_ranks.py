@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import cpp_extension
 
-from plexrl.errors import ExecutionError
+from plexrl.errors import InvalidRequestError
 from plexrl.worker.packing import micro_batches
 from plexrl.worker.training.deepspeed import DeepSpeedModel
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
@@ -31,7 +31,7 @@ def without_a_compiler(_rank: int, folder: str) -> None:
     said = ""
     try:
         DeepSpeedModel(TrainingRank(spec=host.spec, rank=0)).build()
-    except ExecutionError as error:
+    except InvalidRequestError as error:
         said = error.message
     assert "install a C++ compiler and ninja" in said, said
     # Gloo's threads now and then abort an interpreter that unwinds round them.

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from plexrl.errors import ExecutionError
+from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.host_transfer import Chunk
 
@@ -30,7 +30,7 @@ class CpuAdam:
 
     def __init__(self) -> None:
         """Raises:
-        ExecutionError: the kernel cannot be compiled or loaded.
+        InvalidRequestError: the kernel cannot be compiled or loaded.
         """
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -42,7 +42,7 @@ class CpuAdam:
             lacking = " and ".join(
                 name for name, found in TOOLS.items() if not any(map(shutil.which, found))
             )
-            raise ExecutionError(
+            raise InvalidRequestError(
                 "DeepSpeed's CPUAdam, which steps an optimizer in host memory, cannot be compiled "
                 f"on this node: install {lacking or 'what the log above asks for'}, or leave "
                 f"optimizer out ({error.__cause__ or error})"
