@@ -78,6 +78,15 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         adapter_axes=("dp",),
         dtypes=("float32", "bfloat16"),
     ),
+    BackendCapabilities(
+        backend="vllm",
+        kind="rollout",
+        axes=("dp",),
+        optimizers=(),
+        packs=False,
+        adapter_axes=("dp",),
+        dtypes=("float32", "bfloat16"),
+    ),
 )
 """The default of its kind first."""
 

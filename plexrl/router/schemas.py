@@ -120,6 +120,18 @@ class ParallelismRequest(_Strict):
     ep: Count = Field(1, description="parts of each layer's experts; divides dp times cp")
 
 
+class PauseRequest(_Strict):
+    """A pause of a rollout's generations."""
+
+    for_s: float = Field(
+        600.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="after which they go on by themselves; a pause of what is paused counts anew",
+    )
+
+
 class LoraRequest(_Strict):
     """Low-rank adapters; checked against the model when the deployment is made."""
 
@@ -148,7 +160,9 @@ class DeploymentRequest(_Strict):
         None, description="how the model lies over the workers; absent: dp over all of them"
     )
     exclusive: bool = Field(False, description="share the GPUs with nobody")
-    backend: str | None = Field(None, description="fsdp for train, torch for forward and rollout")
+    backend: str | None = Field(
+        None, description="fsdp for train; torch for forward; torch or vllm for rollout"
+    )
     optimizer: Literal["device", "host"] = Field(
         "device",
         description="train: where optimizer state lies; in host memory it stays over a switch",

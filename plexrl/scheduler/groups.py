@@ -15,6 +15,7 @@ from plexrl.scheduler.hrrs import Candidate
 from plexrl.scheduler.lifecycle import launch
 from plexrl.scheduler.operations import OWN_MARK, start
 from plexrl.scheduler.ordering import first
+from plexrl.scheduler.phases import switch_began
 from plexrl.scheduler.placement import owns_time
 from plexrl.scheduler.relocation import finish as finish_relocation
 from plexrl.scheduler.relocation import is_due, stops
@@ -312,6 +313,7 @@ def _grant(context: Context, group: Group, deployment: Deployment, now: float) -
 
 def load(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Start the load of the holder's last complete version."""
+    switch_began(deployment, now)
     deployment.residency = Residency.MOVING
     if group.prefetched == deployment.deployment:
         # Once it has left the GPUs again, its state may lie on NVMe again.
@@ -324,6 +326,7 @@ def _switch(
 ) -> None:
     """Offload the holder; its completion hands the lock to `rival`."""
     group.incoming = rival.deployment
+    switch_began(rival, now)
     _offload(context, group, holder, now)
 
 
@@ -348,13 +351,14 @@ def end_burst(holder: Deployment, now: float) -> None:
 
 
 def _dispatch(context: Context, group: Group, holder: Deployment, now: float) -> None:
-    """Start what the holder's order allows: one operation, or generates side by side."""
+    """Start what the holder's order allows: one operation, or generates side by side, and beside
+    those one sync that is to be in flight; what follows it waits for it."""
     while True:
         head = next_operation(context, holder)
         if head is None or now < holder.held_back_until:
             return
         if holder.running:
-            if head.kind != OperationKind.GENERATE:
+            if head.kind != OperationKind.GENERATE and not head.in_flight:
                 return
             if any(each.kind != OperationKind.GENERATE for each in holder.running.values()):
                 return

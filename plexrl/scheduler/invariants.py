@@ -2,7 +2,7 @@
 
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.state import Deployment, Residency, WpgState
-from plexrl.wire.operations import MUTATING, OperationState
+from plexrl.wire.operations import MUTATING, OperationKind, OperationState
 
 
 def check(context: Context) -> None:
@@ -27,6 +27,25 @@ def check(context: Context) -> None:
                 assert deployment.residency in (Residency.NONE, Residency.OFFLOADED), member
     for deployment in state.deployments.values():
         _check_deployment(context, deployment)
+    _check_in_flight(context)
+
+
+def _check_in_flight(context: Context) -> None:
+    """What bounds are kept by is what there is."""
+    state = context.state
+    counted: dict[str, list[int]] = {}
+    for operation in state.operations.values():
+        if operation.is_counted:
+            deployment = state.deployments[operation.deployment]
+            for name in (f"d:{deployment.deployment}", f"t:{state.jobs[deployment.job].tenant}"):
+                counted.setdefault(name, []).append(operation.payload_bytes)
+    kept = {f"t:{name}": in_flight for name, in_flight in state.in_flight.items()}
+    kept |= {f"d:{name}": each.in_flight for name, each in state.deployments.items()}
+    for name, in_flight in kept.items():
+        sizes = counted.pop(name, [])
+        found = (in_flight.operations, in_flight.payload_bytes)
+        assert found == (len(sizes), sum(sizes)), f"{name} counts {found}, there are {sizes}"
+    assert not counted, f"nothing is kept of {sorted(counted)}"
 
 
 def _check_deployment(context: Context, deployment: Deployment) -> None:
@@ -42,8 +61,15 @@ def _check_deployment(context: Context, deployment: Deployment) -> None:
     for running, command in deployment.running.items():
         if not command.replay:
             assert state.operations[running].state == OperationState.RUNNING, running
-    kinds = {command.kind.value for command in deployment.running.values()}
-    assert len(deployment.running) <= 1 or kinds == {"generate"}, f"{name} runs {kinds} at once"
+    others = [
+        state.operations[running]
+        for running, command in deployment.running.items()
+        if command.kind != OperationKind.GENERATE
+    ]
+    if len(deployment.running) > 1 and others:
+        kinds = sorted(other.kind.value for other in others)
+        assert len(others) == 1, f"{name} runs {kinds} at once"
+        assert others[0].in_flight, f"{name} runs {kinds} beside generations"
     assert deployment.durable_seq <= deployment.completed_seq, f"{name}: durable is ahead"
     seqs = [state.operations[logged].seq for logged in deployment.log]
     assert seqs == sorted(set(seqs)), f"{name}: the replay log is out of order: {seqs}"

@@ -235,7 +235,14 @@ class FakeCluster:
             )
         )
 
-    def submit(self, operation: str, deployment: str, kind: str, source: str | None = None) -> None:
+    def submit(
+        self,
+        operation: str,
+        deployment: str,
+        kind: str,
+        source: str | None = None,
+        **fields: object,
+    ) -> None:
         """Submit an operation."""
         self.send(
             ev.OperationSubmitted(
@@ -244,6 +251,7 @@ class FakeCluster:
                 kind=OperationKind(kind),
                 params_json="{}",
                 source=source,
+                **fields,
             )
         )
 
