@@ -93,9 +93,9 @@ def test_a_model_with_experts_trains_and_is_saved(cluster: plexrl.Cluster) -> No
 def test_switching_between_megatron_and_fsdp_changes_no_bit(cluster: plexrl.Cluster) -> None:
     layout = plexrl.Parallelism(pp=2)
 
-    def train(job: plexrl.Job, **options: bool) -> plexrl.TrainDeployment:
+    def train(job: plexrl.Job, *, exclusive: bool) -> plexrl.TrainDeployment:
         return job.train_deployment(
-            "actor", MODEL, backend="megatron", parallelism=layout, **options
+            "actor", MODEL, backend="megatron", parallelism=layout, exclusive=exclusive
         )
 
     with cluster.create_job("alone") as job:
@@ -103,7 +103,10 @@ def test_switching_between_megatron_and_fsdp_changes_no_bit(cluster: plexrl.Clus
         wanted = [step(alone, index) for index in range(4)]
         weights = checkpoint_weights(alone)
     with cluster.create_job("one") as first, cluster.create_job("two") as second:
-        actor, rival = train(first), second.train_deployment("actor", MODEL, workers=2)
+        actor, rival = (
+            train(first, exclusive=False),
+            second.train_deployment("actor", MODEL, workers=2),
+        )
         found = []
         for index in range(4):
             found.append(step(actor, index))
