@@ -39,8 +39,9 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
 
 def _end_deployment(context: Context, deployment: Deployment, job: Job, now: float) -> None:
     meter(context.state, deployment, now)
+    why = f": {job.reason}" if job.reason else ""
     error = OperationCancelledError(
-        f"the job {job.job!r} ended ({job.state.lower()}) before this operation did",
+        f"the job {job.job!r} ended ({job.state.lower()}) before this operation did{why}",
         job=job.job,
     )
     unfinished = [*deployment.running, *deployment.queue]

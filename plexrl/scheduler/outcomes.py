@@ -26,6 +26,9 @@ SNAPSHOT_BACK_OFF_S = 30.0
 LOST_CODES = frozenset({"state_lost", "corrupt_state"})
 """Errors of a load after which no restart can help."""
 
+REFUSED_CODE = "invalid_request"
+"""Of a load whose workers cannot build what was asked for: a library that is not installed."""
+
 
 def run_finished(context: Context, event: OperationFinished, now: float) -> None:
     """A run completed; a report of any but the run in flight is of the past and changes nothing."""
@@ -78,6 +81,10 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         if error.code in LOST_CODES:
             job = context.job(deployment.job)
             reason = f"the state of {deployment.deployment!r} cannot be had: {error.message}"
+            end_job(context, job, JobTrigger.FAILED, reason, now)
+        elif operation.kind == OperationKind.LOAD and error.code == REFUSED_CODE:
+            job = context.job(deployment.job)
+            reason = f"{deployment.deployment!r} cannot be built: {error.message}"
             end_job(context, job, JobTrigger.FAILED, reason, now)
         elif event.state_intact:
             _move_called_off(context, group, deployment, operation, now, error.message)

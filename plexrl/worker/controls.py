@@ -44,7 +44,8 @@ class Controls:
                 self._aborted[header["operation"]] = None
                 while len(self._aborted) > ABORTED_MAX:
                     self._aborted.popitem(last=False)
-                self._generator.abort(header["operation"])
+                if self._mover.is_resident:
+                    self._generator.abort(header["operation"])
             return True
         if kind not in ("engine_stats", "read_stream", "pause", "resume"):
             return False
