@@ -43,7 +43,7 @@ def payload(megabytes: int) -> bytes:
     """The body of an operation with as large a batch."""
     rows = megabytes * (1 << 20) // TOKEN_BYTES // ROW_TOKENS
     chance = np.random.default_rng(0)
-    tokens = [chance.integers(3, 90, ROW_TOKENS) for _ in range(rows)]
+    tokens = chance.integers(3, 90, (rows, ROW_TOKENS)).tolist()
     ones = [np.ones(ROW_TOKENS, dtype=np.float32)] * rows
     batch = plexrl.Batch(tokens, dict.fromkeys(("mask", "logprobs", "advantages"), ones))
     call = requests.forward_backward("job/actor", batch, plexrl.losses.grpo(), 16_384).call
