@@ -50,6 +50,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         axes=("dp", "tp", "pp", "cp", "ep"),
         optimizers=("device",),
         packs=True,
+        checkpoints_activations=True,
     ),
     BackendCapabilities(
         backend="deepspeed",

@@ -31,6 +31,22 @@ def up(
     blocks: Annotated[str, typer.Option(help="Where the nodes stand, likewise.")] = "",
     port: Annotated[int, typer.Option(help="Port of the API; 0 takes a free one.")] = 0,
     journal_bytes_max: Annotated[int | None, typer.Option(help="Bound of the journal.")] = None,
+    routers: Annotated[int, typer.Option(help="Routers, each with a port of its own.")] = 1,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Send operations there as OpenTelemetry spans.")
+    ] = None,
+    pending_operations_max: Annotated[
+        int | None, typer.Option(help="Operations that wait in one deployment's queue.")
+    ] = None,
+    tenant_operations_max: Annotated[
+        int | None, typer.Option(help="Unfinished operations of one tenant.")
+    ] = None,
+    deployment_payload_bytes_max: Annotated[
+        int | None, typer.Option(help="Bytes of the unfinished operations of one deployment.")
+    ] = None,
+    tenant_payload_bytes_max: Annotated[
+        int | None, typer.Option(help="Bytes of the unfinished operations of one tenant.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run a cluster of local processes until Ctrl-C."""
@@ -44,7 +60,7 @@ def up(
                 f"PlexRL is up. Ctrl-C ends it.\n\n"
                 f"  export PLEXRL_URL={endpoint.url}\n"
                 f"  export PLEXRL_API_KEY={endpoint.api_key}   # the operator's\n\n"
-                f"  API documentation: {endpoint.url}/docs\n"
+                f"  API documentation: {endpoint.url.partition(',')[0]}/docs\n"
                 f"  logs and state:    {endpoint.data_dir}\n"
             )
         sys.stdout.flush()
@@ -62,6 +78,12 @@ def up(
         blocks=_names(blocks),
         port=port,
         journal_bytes_max=journal_bytes_max,
+        routers=routers,
+        otlp_endpoint=otlp_endpoint,
+        pending_operations_max=pending_operations_max,
+        tenant_operations_max=tenant_operations_max,
+        deployment_payload_bytes_max=deployment_payload_bytes_max,
+        tenant_payload_bytes_max=tenant_payload_bytes_max,
     )
     run_cluster(options, ready)
 

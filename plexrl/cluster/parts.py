@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,16 @@ class Folders:
         shutil.rmtree(self.shared_memory, ignore_errors=True)
 
 
-def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int) -> list[Part]:
+BOUNDS = (
+    *("pending_operations_max", "tenant_operations_max"),
+    *("deployment_payload_bytes_max", "tenant_payload_bytes_max"),
+)
+"""Settings of the scheduler that are its own where none are given."""
+
+
+def parts(
+    options: ClusterOptions, folders: Folders, key_digest: str, ports: Sequence[int]
+) -> list[Part]:
     """All processes, in the order of their start; they end in the opposite order."""
     scheduler_socket = str(folders.run / "scheduler.sock")
     found = [
@@ -67,6 +77,7 @@ def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int)
                 "policy": options.policy,
                 "ordering": options.ordering,
                 "operator_key_digest": key_digest,
+                **{name: bound for name in BOUNDS if (bound := getattr(options, name)) is not None},
             },
         )
     ]
@@ -115,19 +126,21 @@ def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int)
                 },
             )
         )
-    found.append(
-        Part(
-            "router",
-            "plexrl.router",
-            {
-                "router": "router0",
-                "scheduler": scheduler_socket,
-                "host": options.host,
-                "port": port,
-                "data_dir": str(folders.data),
-            },
+    for index, port in enumerate(ports):
+        found.append(
+            Part(
+                "router" if index == 0 else f"router{index}",
+                "plexrl.router",
+                {
+                    "router": f"router{index}",
+                    "scheduler": scheduler_socket,
+                    "host": options.host,
+                    "port": port,
+                    "data_dir": str(folders.data),
+                    "otlp_endpoint": options.otlp_endpoint if index == 0 else None,
+                },
+            )
         )
-    )
     return found
 
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -37,6 +38,7 @@ class Endpoint:
     """How to reach a running cluster."""
 
     url: str
+    """Of all routers, with commas between."""
     api_key: str
     pid: int
     data_dir: str
@@ -76,12 +78,12 @@ class Supervisor:
         try:
             self._folders.make()
             key = _operator_key(self._folders.data)
-            port = self._options.port or _free_port(self._options.host)
+            ports = _ports(self._options)
             digest = hashlib.sha256(key.encode()).hexdigest()
-            found = parts(self._options, self._folders, digest, port)
+            found = parts(self._options, self._folders, digest, ports)
             for part in found:
                 await self._start(part)
-            url = f"http://{self._options.host}:{port}"
+            url = ",".join(f"http://{self._options.host}:{port}" for port in ports)
             endpoint = Endpoint(url, key, os.getpid(), str(self._folders.data))
             _write_private(endpoint_file, endpoint.to_json())
             watchers = [asyncio.create_task(self._watch(part)) for part in found]
@@ -234,8 +236,14 @@ def _write_private(path: Path, text: str) -> None:
     part.rename(path)
 
 
-def _free_port(host: str) -> int:
-    """A port that is free now; fixed from here on, so that a restarted router has the same."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def _ports(options: ClusterOptions) -> list[int]:
+    """The routers'; fixed from here on, so that a restarted one has the same."""
+    if options.port:
+        return [options.port + index for index in range(options.routers)]
+    with ExitStack() as probes:
+        found = []
+        for _ in range(options.routers):
+            probe = probes.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            probe.bind((options.host, 0))
+            found.append(int(probe.getsockname()[1]))
+        return found
