@@ -8,15 +8,17 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from plexrl.errors import PlexRLError, StateLostError, UnavailableError
-from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.pull import PullWay
-from plexrl.worker.backend import Backend
 from plexrl.worker.weight_sync import SplitVersionError, sync_weights
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.client import StateManagerClient
+    from plexrl.worker.backend import Backend
 
 COMMAND = {
     "params_json": '{"source": "a", "in_flight": true}',
