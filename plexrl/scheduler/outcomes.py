@@ -2,7 +2,7 @@
 
 import msgspec
 
-from plexrl.errors import ExecutionError, PlexRLError, from_wire
+from plexrl.errors import ExecutionError, InvalidRequestError, PlexRLError, from_wire
 from plexrl.ids import FencingToken, OperationId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationFailed, OperationFinished
@@ -25,9 +25,6 @@ SNAPSHOT_BACK_OFF_S = 30.0
 
 LOST_CODES = frozenset({"state_lost", "corrupt_state"})
 """Errors of a load after which no restart can help."""
-
-REFUSED_CODE = "invalid_request"
-"""Of a load whose workers cannot build what was asked for: a library that is not installed."""
 
 
 def run_finished(context: Context, event: OperationFinished, now: float) -> None:
@@ -82,7 +79,8 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
             job = context.job(deployment.job)
             reason = f"the state of {deployment.deployment!r} cannot be had: {error.message}"
             end_job(context, job, JobTrigger.FAILED, reason, now)
-        elif operation.kind == OperationKind.LOAD and error.code == REFUSED_CODE:
+        elif operation.kind == OperationKind.LOAD and isinstance(error, InvalidRequestError):
+            # A model or a layout that cannot be, or a library that is not installed.
             job = context.job(deployment.job)
             reason = f"{deployment.deployment!r} cannot be built: {error.message}"
             end_job(context, job, JobTrigger.FAILED, reason, now)
