@@ -39,6 +39,8 @@ SPLIT_KINDS = frozenset({OperationKind.FORWARD, OperationKind.FORWARD_BACKWARD})
 CHUNKS_MAX = 200_000
 STREAMS_MAX = 256
 Plain = dict[str, Any]
+_Grant = tuple[str, int, tuple[str, ...]]
+"""Group, token and workers that a run was admitted to."""
 
 
 @dataclass(slots=True)
@@ -72,7 +74,8 @@ class Executor:
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
         self._links: dict[str, WorkerLink] = {}
-        self._runs: dict[str, tuple[RunName, asyncio.Task[None]]] = {}
+        self._runs: dict[str, tuple[_Grant, asyncio.Task[None]]] = {}
+        """By operation."""
         self.streams: OrderedDict[str, Stream] = OrderedDict()
         self.scheduler: SchedulerLink | None = None
         self.specs: DeploymentSpecs | None = None
@@ -82,16 +85,17 @@ class Executor:
         del peer
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, RunOperation)
-        name: RunName = (command.operation, command.token)
+        # Each group counts its tokens from 1, and a WPG that has lost its node is in another group.
+        grant: _Grant = (command.group, command.token, command.addresses)
         current = self._runs.get(command.operation)
         if current is not None:
-            if current[0] == name and not current[1].done():
+            if current[0] == grant and not current[1].done():
                 return
             # The run of a former grant can have no answer any more.
             current[1].cancel()
         task = asyncio.create_task(self._execute(command))
-        self._runs[command.operation] = (name, task)
-        task.add_done_callback(lambda _: self._forget(name))
+        self._runs[command.operation] = (grant, task)
+        task.add_done_callback(lambda _: self._forget(command.operation, task))
 
     async def on_abort(self, peer: Peer, params: Plain) -> None:
         """The scheduler has a generation ended early."""
@@ -122,10 +126,10 @@ class Executor:
             self.streams.popitem(last=False)
         return found
 
-    def _forget(self, name: RunName) -> None:
-        current = self._runs.get(name[0])
-        if current is not None and current[0] == name:
-            del self._runs[name[0]]
+    def _forget(self, operation: str, task: "asyncio.Task[None]") -> None:
+        current = self._runs.get(operation)
+        if current is not None and current[1] is task:
+            del self._runs[operation]
 
     def _link(self, address: str) -> WorkerLink:
         return self._links.setdefault(address, WorkerLink(address))

@@ -1,0 +1,170 @@
+"""`plexrl up --ray` on a real Ray cluster of several nodes; a node of it is killed in training.
+
+The nodes are Ray's own emulation: each has its raylet, its processes and its resources, all on this
+machine.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+import plexrl
+from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
+from plexrl.cluster.parts import Folders
+from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch, wait_until
+
+ray = pytest.importorskip("ray", reason="needs plexrl[ray]")
+
+# Ray leaves sockets, files and child processes to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=6)
+STEPS = 4
+RESULT_TIMEOUT_S = 120.0
+STORE_BYTES = 80 << 20
+"""The least that Ray takes; nothing of ours lies there."""
+
+
+class RayMachines:
+    """A head without GPUs, and nodes that can be added and killed."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 1,
+                "num_gpus": 0,
+                "object_store_memory": STORE_BYTES,
+                "include_dashboard": False,
+            },
+        )
+        self._nodes: dict[str, Any] = {}
+        self.address: str = self._cluster.address
+
+    def add(self, name: str) -> None:
+        """Start a node with two GPUs, as far as Ray knows."""
+        self._nodes[name] = self._cluster.add_node(
+            num_cpus=1, num_gpus=2, object_store_memory=STORE_BYTES, node_name=name
+        )
+
+    def kill(self, name: str) -> None:
+        """Kill all processes of a node."""
+        self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
+
+    def close(self) -> None:
+        """End all."""
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[RayMachines]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patched.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        running = RayMachines()
+        try:
+            for name in ("one", "two"):
+                running.add(name)
+            ray.init(address=running.address, log_to_driver=False, configure_logging=False)
+            yield running
+        finally:
+            ray.shutdown()
+            running.close()
+
+
+@pytest.fixture(scope="module")
+def on_ray(
+    machines: RayMachines, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EmbeddedCluster]:
+    running = start_embedded(
+        tmp_path_factory.mktemp("ray"),
+        ray_address=machines.address,
+        ray_node_grace_s=0.2,
+        ray_node_replace_s=0.0,
+    )
+    yield running
+    running.close()
+
+
+def train(actor: plexrl.TrainDeployment, step: int) -> tuple[plexrl.Future[Any], ...]:
+    return (
+        actor.forward_backward(some_batch(step), plexrl.losses.grpo()),
+        actor.optim_step(learning_rate=1e-2),
+    )
+
+
+def losses(steps: list[tuple[plexrl.Future[Any], ...]]) -> list[float]:
+    return [step[0].result(RESULT_TIMEOUT_S).metrics["loss"] for step in steps]
+
+
+def groups() -> list[dict[str, Any]]:
+    """Ray's placement groups that have not been removed."""
+    table = ray.util.placement_group_table()
+    return [group for group in table.values() if group["state"] != "REMOVED"]
+
+
+def actors() -> list[dict[str, Any]]:
+    """Ray's actors that are not dead."""
+    return [actor for actor in ray._private.state.actors().values() if actor["State"] != "DEAD"]
+
+
+def test_rays_nodes_with_gpus_are_the_clusters_and_their_gpus_are_taken(
+    on_ray: EmbeddedCluster,
+) -> None:
+    with plexrl.connect(on_ray.url, on_ray.api_key) as cluster:
+        nodes = {node["node"]: node["gpus"] for node in cluster.nodes()}
+    assert nodes == {"one": 2, "two": 2}
+    assert ray.available_resources().get("GPU", 0) == 0
+    assert sorted(group["name"].rpartition("-")[2] for group in groups()) == ["one", "two"]
+
+
+def test_training_goes_on_elsewhere_when_its_node_is_killed(
+    on_ray: EmbeddedCluster, machines: RayMachines, cluster: plexrl.Cluster
+) -> None:
+    """The same steps on the embedded cluster, undisturbed, end with the same weights."""
+    with (
+        plexrl.connect(on_ray.url, on_ray.api_key) as far,
+        far.create_job("killed") as job,
+    ):
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        steps = [train(actor, step) for step in range(STEPS // 2)]
+        losses(steps)
+        doomed = actor.status()["ranks"][0]["node"]
+        steps += [train(actor, step) for step in range(STEPS // 2, STEPS)]
+        machines.kill(doomed)
+        with cluster.create_job("undisturbed") as other:
+            same = other.train_deployment("actor", MODEL, workers=2)
+            wanted_losses = losses([train(same, step) for step in range(STEPS)])
+            wanted = checkpoint_weights(same)
+        assert losses(steps) == wanted_losses
+        assert checkpoint_weights(actor) == wanted
+        assert {rank["node"] for rank in actor.status()["ranks"]} == {"one", "two"} - {doomed}
+        machines.add("three")
+        wait_until(
+            lambda: any(node["node"] == "three" and node["alive"] for node in far.nodes()),
+            "a node that joins the Ray cluster does not join ours",
+        )
+
+
+def test_a_cluster_that_ends_leaves_nothing_in_ray_or_on_the_machine(
+    on_ray: EmbeddedCluster,
+) -> None:
+    pids = [actor["Pid"] for actor in actors()]
+    started = [p for pid in pids for p in (psutil.Process(pid), *psutil.Process(pid).children())]
+    assert len(started) >= 2 * len(pids) > 0, "of each node an actor and its StateManager"
+    started.append(psutil.Process(on_ray.pid))
+    on_ray.close()
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert alive == []
+    assert actors() == []
+    assert groups() == []
+    folders = Folders.of(on_ray.data_dir)
+    assert not folders.run.exists()
+    assert not folders.shared_memory.exists()
