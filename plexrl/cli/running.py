@@ -46,6 +46,10 @@ def up(
         float,
         typer.Option(help="With --ray: seconds that jobs wait for a node of a lost one's name."),
     ] = 10.0,
+    rebuild_operations: Annotated[
+        int,
+        typer.Option(help="With --ray: operations kept to compute a model's lost state anew."),
+    ] = 1024,
     as_json: Json = False,
 ) -> None:
     """Run a cluster until Ctrl-C: of local processes, or on the nodes of a Ray cluster."""
@@ -87,7 +91,12 @@ def up(
     on_ray = (
         None
         if ray is None
-        else RayOptions(address=ray, places_per_node=gpus_per_node, node_replace_s=node_replace_s)
+        else RayOptions(
+            address=ray,
+            places_per_node=gpus_per_node,
+            node_replace_s=node_replace_s,
+            rebuild_operations=rebuild_operations,
+        )
     )
     run_cluster(options, ready, ray=on_ray)
 

@@ -30,7 +30,8 @@ def main() -> None:
     parser.add_argument("--pin-workers", type=lambda text: text == "True")
     for name in NUMBERS:
         parser.add_argument(f"--{name}", type=int)
-    for name, kind in (("address", str), ("node-grace-s", float), ("node-replace-s", float)):
+    kinds = {"address": str, "node-grace-s": float, "node-replace-s": float}
+    for name, kind in {**kinds, "rebuild-operations": int, "snapshot-operations": int}.items():
         parser.add_argument(f"--ray-{name}", type=kind)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
 

@@ -21,6 +21,12 @@ class RayOptions:
     node_replace_s: float = 10.0
     """How long the jobs of a lost node wait for one of its name. Short, for Ray says which nodes
     are dead, and a new one has a new name unless the operator gives names."""
+    snapshot_operations: int = 64
+    """After which a version of a deployment that no switch has offloaded is made: the most that is
+    repeated when a worker dies and its node does not."""
+    rebuild_operations: int = 1024
+    """Of each deployment, kept with their payloads to compute its state anew where the only copy is
+    lost with its node; more than that, and its job ends as FAILED when its node does. 0: none."""
 
     def __post_init__(self) -> None:
         if "://" in self.address or self.address in ("", "local"):
@@ -30,6 +36,10 @@ class RayOptions:
             )
         if self.places_per_node is not None and self.places_per_node < 1:
             raise InvalidRequestError("places_per_node must be at least 1")
+        if self.snapshot_operations < 1:
+            raise InvalidRequestError("snapshot_operations must be at least 1")
+        if self.rebuild_operations < 0:
+            raise InvalidRequestError("rebuild_operations must not be negative")
         for name in ("node_grace_s", "node_replace_s"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
@@ -37,4 +47,10 @@ class RayOptions:
 
     def scheduler_settings(self) -> dict[str, Any]:
         """Of the scheduler, over its defaults."""
-        return {"node_grace_s": self.node_grace_s, "node_replace_s": self.node_replace_s}
+        return {
+            "node_grace_s": self.node_grace_s,
+            "node_replace_s": self.node_replace_s,
+            "snapshot_operations": self.snapshot_operations,
+            "rebuild_operations": self.rebuild_operations,
+            "lost_nodes_return": False,
+        }

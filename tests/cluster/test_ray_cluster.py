@@ -5,6 +5,7 @@ machine.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -19,13 +20,15 @@ ray = pytest.importorskip("ray", reason="needs plexrl[ray]")
 
 # Ray leaves sockets, files and child processes to the garbage collector.
 pytestmark = [
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=6)
 STEPS = 4
-RESULT_TIMEOUT_S = 120.0
+RESULT_TIMEOUT_S = 300.0
+"""Ray starts each worker from nothing, and torch is loaded anew: minutes on a loaded machine."""
 STORE_BYTES = 80 << 20
 """The least that Ray takes; nothing of ours lies there."""
 
@@ -88,20 +91,56 @@ def on_ray(
         ray_address=machines.address,
         ray_node_grace_s=0.2,
         ray_node_replace_s=0.0,
+        # So that versions of the state are made within a few steps.
+        ray_snapshot_operations=3,
     )
     yield running
     running.close()
 
 
-def train(actor: plexrl.TrainDeployment, step: int) -> tuple[plexrl.Future[Any], ...]:
-    return (
-        actor.forward_backward(some_batch(step), plexrl.losses.grpo()),
-        actor.optim_step(learning_rate=1e-2),
-    )
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What a job saw, bit for bit."""
+
+    losses: list[float]
+    drawn: list[list[int]]
+    weights: bytes
 
 
-def losses(steps: list[tuple[plexrl.Future[Any], ...]]) -> list[float]:
-    return [step[0].result(RESULT_TIMEOUT_S).metrics["loss"] for step in steps]
+class Training:
+    """One controller's work, so far as it has asked for it."""
+
+    def __init__(self, job: plexrl.Job) -> None:
+        self.actor = job.train_deployment("actor", MODEL)
+        self.rollout = job.rollout_deployment("rollout", MODEL)
+        self._steps: list[plexrl.Future[Any]] = []
+
+    def step(self, count: int) -> None:
+        """Ask for so many steps more."""
+        for _ in range(count):
+            batch = some_batch(len(self._steps))
+            self._steps.append(self.actor.forward_backward(batch, plexrl.losses.grpo()))
+            self.actor.optim_step(learning_rate=1e-3)
+
+    def sync(self) -> None:
+        """Give the rollout the trainer's weights."""
+        self.rollout.sync_weights(self.actor).result(RESULT_TIMEOUT_S)
+
+    def draw(self) -> list[list[int]]:
+        """Completions by the rollout's weights."""
+        sampling = plexrl.SamplingParams(max_tokens=6, seed=2)
+        found = self.rollout.generate([[3, 4, 5]], n=4, sampling=sampling)
+        return [sample.tokens for sample in found.result(RESULT_TIMEOUT_S).samples[0]]
+
+    def nodes(self) -> set[str]:
+        """Where it runs."""
+        ranks = [*self.actor.status()["ranks"], *self.rollout.status()["ranks"]]
+        return {rank["node"] for rank in ranks}
+
+    def story(self) -> Story:
+        """How it went, in the end."""
+        losses = [step.result(RESULT_TIMEOUT_S).metrics["loss"] for step in self._steps]
+        return Story(losses, self.draw(), checkpoint_weights(self.actor))
 
 
 def groups() -> list[dict[str, Any]]:
@@ -128,24 +167,27 @@ def test_rays_nodes_with_gpus_are_the_clusters_and_their_gpus_are_taken(
 def test_training_goes_on_elsewhere_when_its_node_is_killed(
     on_ray: EmbeddedCluster, machines: RayMachines, cluster: plexrl.Cluster
 ) -> None:
-    """The same steps on the embedded cluster, undisturbed, end with the same weights."""
+    """The only version of its state and what it had published die with the node. The same calls to
+    the embedded cluster, undisturbed, end with the same losses, samples and weights."""
+    with cluster.create_job("undisturbed") as job:
+        undisturbed = Training(job)
+        undisturbed.step(STEPS)
+        undisturbed.sync()
+        undisturbed.step(2)
+        wanted = undisturbed.story()
     with (
         plexrl.connect(on_ray.url, on_ray.api_key) as far,
         far.create_job("killed") as job,
     ):
-        actor = job.train_deployment("actor", MODEL, workers=2)
-        steps = [train(actor, step) for step in range(STEPS // 2)]
-        losses(steps)
-        doomed = actor.status()["ranks"][0]["node"]
-        steps += [train(actor, step) for step in range(STEPS // 2, STEPS)]
+        killed = Training(job)
+        killed.step(STEPS)
+        killed.sync()
+        assert killed.actor.status()["durable_seq"] > 0, "no version of its state was made"
+        (doomed,) = killed.nodes()
         machines.kill(doomed)
-        with cluster.create_job("undisturbed") as other:
-            same = other.train_deployment("actor", MODEL, workers=2)
-            wanted_losses = losses([train(same, step) for step in range(STEPS)])
-            wanted = checkpoint_weights(same)
-        assert losses(steps) == wanted_losses
-        assert checkpoint_weights(actor) == wanted
-        assert {rank["node"] for rank in actor.status()["ranks"]} == {"one", "two"} - {doomed}
+        killed.step(2)
+        assert killed.story() == wanted
+        assert killed.nodes() == {"one", "two"} - {doomed}
         machines.add("three")
         wait_until(
             lambda: any(node["node"] == "three" and node["alive"] for node in far.nodes()),
