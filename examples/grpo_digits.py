@@ -2,6 +2,9 @@
 
     python examples/grpo_digits.py --task sort
     python examples/grpo_digits.py --task reverse --steps 50
+    python examples/grpo_digits.py --backend fsdp --layout dp=1,tp=2
+
+How the actor is trained and laid over its GPUs is one argument each; the code below is the same.
 
 Without PLEXRL_URL an embedded cluster is started for the run. A short supervised warm-up teaches
 the answer's format; after it the verifier's reward is the only signal.
@@ -79,7 +82,12 @@ class Controller:
         self.tokenizer = plexrl.Tokenizer.from_vocabulary(VOCABULARY)
         self.rng = random.Random(options.seed)
         self.actor = job.train_deployment(
-            "actor", model, workers=options.workers, exclusive=options.exclusive
+            "actor",
+            model,
+            workers=None if options.layout else options.workers,
+            parallelism=options.layout,
+            backend=options.backend,
+            exclusive=options.exclusive,
         )
         self.rollout = job.rollout_deployment("rollout", model, max_concurrent_samples=1024)
 
@@ -104,13 +112,14 @@ class Controller:
 
     def warm_up(self) -> None:
         """Supervised steps on right answers: the policy learns what an answer looks like."""
-        for _ in range(self.task.warm_up_steps):
+        steps = self.options.warm_up_steps
+        for _ in range(self.task.warm_up_steps if steps is None else steps):
             digits = draw_digits(self.task, 64, self.rng, held_out=False)
             answers = [[*self.tokenizer.encode(self.task.answer(d)), plexrl.EOS] for d in digits]
             batch = plexrl.Batch.from_completions([self.prompt(d) for d in digits], answers)
             self.actor.forward_backward(batch, plexrl.losses.cross_entropy())
-            last = self.actor.optim_step(learning_rate=3e-3, grad_clip_norm=1.0)
-        last.result()
+            self.actor.optim_step(learning_rate=3e-3, grad_clip_norm=1.0)
+        self.actor.barrier().result()
 
     def evaluate(self) -> float:
         """Mean reward of one sampled answer to each of 256 held-out prompts."""
@@ -155,7 +164,15 @@ def main() -> None:
     parser.add_argument("--task", choices=sorted(TASKS), default="sort")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--warm-up-steps", type=int, default=None, help="default: the task's")
     parser.add_argument("--workers", type=int, default=2, help="GPUs of the actor")
+    parser.add_argument("--backend", default=None, help="fsdp, megatron, …: the actor's")
+    parser.add_argument(
+        "--layout",
+        type=plexrl.Parallelism.from_text,
+        default=None,
+        help="the actor's, as dp=1,tp=2; default: dp over its workers",
+    )
     parser.add_argument(
         "--exclusive", action="store_true", help="share the actor's GPUs with nobody"
     )

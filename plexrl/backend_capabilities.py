@@ -15,7 +15,7 @@ class BackendCapabilities:
 
     backend: str
     kind: str
-    """`train` or `rollout`."""
+    """`train`, `forward` or `rollout`."""
     axes: tuple[Axis, ...]
     """That may be longer than 1."""
     optimizers: tuple[str, ...]
@@ -25,16 +25,41 @@ class BackendCapabilities:
     side and cutting them itself. Context parallelism needs it."""
     dtypes: tuple[str, ...] = ("float32",)
     """Of weights that it can compute from, its default first."""
+    compute_dtypes: tuple[str, ...] = ("float32",)
+    """Train: that it can compute in beside float32 parameters, its default first."""
+    checkpoints_activations: bool = False
+    """Train: it can compute activations again instead of keeping them."""
 
 
 BACKENDS: tuple[BackendCapabilities, ...] = (
     BackendCapabilities(
-        backend="fsdp", kind="train", axes=("dp",), optimizers=("device", "host"), packs=False
+        backend="fsdp",
+        kind="train",
+        axes=("dp", "tp"),
+        optimizers=("device", "host"),
+        packs=False,
+        compute_dtypes=("float32", "bfloat16"),
+        checkpoints_activations=True,
+    ),
+    BackendCapabilities(
+        backend="megatron",
+        kind="train",
+        axes=("dp", "tp", "pp"),
+        optimizers=("device",),
+        packs=False,
+    ),
+    BackendCapabilities(
+        backend="torch",
+        kind="forward",
+        axes=("dp",),
+        optimizers=(),
+        packs=False,
+        dtypes=("float32", "bfloat16"),
     ),
     BackendCapabilities(
         backend="torch",
         kind="rollout",
-        axes=(),
+        axes=("dp", "tp"),
         optimizers=(),
         packs=False,
         dtypes=("float32", "bfloat16"),
@@ -55,7 +80,7 @@ def backend_capabilities(kind: str, backend: str | None = None) -> BackendCapabi
             return each
     raise InvalidRequestError(
         f"there is no backend {backend!r} for a {kind} deployment: use "
-        + (", ".join(each.backend for each in known) or "the kinds train and rollout")
+        + (", ".join(each.backend for each in known) or "the kinds train, forward and rollout")
     )
 
 
@@ -66,6 +91,27 @@ def check_optimizer(capabilities: BackendCapabilities, optimizer: str) -> None:
             f"optimizer is {optimizer!r} and backend {capabilities.backend!r} of a "
             f"{capabilities.kind} deployment cannot keep its state there: leave it out, or use one "
             f"of {', '.join(b.backend for b in BACKENDS if optimizer in b.optimizers) or 'none'}"
+        )
+
+
+def check_computation(
+    capabilities: BackendCapabilities, compute_dtype: str, *, activation_checkpointing: bool
+) -> None:
+    """Raises `UnsupportedDtypeError` for a dtype that the backend cannot train in, and
+    `InvalidRequestError` where it has to keep all activations."""
+    if compute_dtype not in capabilities.compute_dtypes:
+        raise UnsupportedDtypeError(
+            f"backend {capabilities.backend!r} of a {capabilities.kind} deployment trains in "
+            f"{' or '.join(capabilities.compute_dtypes)}, not {compute_dtype}: choose one of these "
+            "as compute_dtype",
+            backend=capabilities.backend,
+            dtype=compute_dtype,
+        )
+    if activation_checkpointing and not capabilities.checkpoints_activations:
+        able = [each.backend for each in BACKENDS if each.checkpoints_activations]
+        raise InvalidRequestError(
+            f"backend {capabilities.backend!r} of a {capabilities.kind} deployment has no "
+            f"activation_checkpointing: leave it out, or train with {' or '.join(able)}"
         )
 
 

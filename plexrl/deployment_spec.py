@@ -14,9 +14,9 @@ class DeploymentSpec:
 
     model: ModelSpec
     kind: str
-    """`train` or `rollout`."""
+    """`train`, `forward` (weights only: a reference, a teacher, a reward model) or `rollout`."""
     backend: str
-    """`fsdp` (train) or `torch` (rollout)."""
+    """`fsdp` (train) or `torch` (forward, rollout)."""
     workers: int
     """Worker processes, one per GPU: `layout.world_size`."""
     parallelism: Parallelism | None = None
@@ -25,11 +25,22 @@ class DeploymentSpec:
     """Train: `device`, or `host` for optimizer state that stays in host memory, where the CPU steps
     it: a context switch then moves parameters only."""
     dtype: str = "float32"
-    """Of the weights that a rollout computes from; what a trainer has is cast on the way."""
+    """Of the weights that a forward or rollout deployment computes from; what a trainer has is cast
+    on the way."""
+    compute_dtype: str = "float32"
+    """Train: that a model computes in, `float32` or `bfloat16`. Its parameters are float32 either
+    way."""
+    activation_checkpointing: bool = False
+    """Train: compute the activations of a layer again in the backward pass instead of keeping
+    them."""
     max_sequence_tokens: int = 512
     """Longest row: prompt and completion together."""
     max_concurrent_samples: int = 256
     """Rollout: samples decoded together; more wait for a free slot."""
+    kv_cache_bytes: int | None = None
+    """Rollout: budget of each worker's cache of keys and values, in device memory beside the
+    weights. Samples that it has no room for wait, and are computed anew. Absent: the engine's own
+    default."""
 
     @property
     def layout(self) -> Parallelism:

@@ -7,7 +7,7 @@ process is started, whether a deployment fits.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,8 +16,8 @@ from plexrl.errors import InvalidRequestError
 TRAIN_BYTES_PER_PARAMETER = 16
 """fp32 parameter, gradient and the two AdamW moments."""
 
-ROLLOUT_BYTES_PER_PARAMETER = {"float32": 4, "bfloat16": 2}
-"""By the dtype of the weights."""
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of one parameter where weights are all there is, by their dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,10 @@ class ModelSpec:
     the special tokens `<pad>` (0), `<bos>` (1) and `<eos>` (2)."""
     seed: int = 0
     """Seed of a locally made model's initial weights: same seed, same bits."""
+    head: Literal["causal", "reward"] = "causal"
+    """What lies on the decoder: the language model's head, or one row (`score.weight`) that makes a
+    score of a row's last hidden state, as in `transformers`' `…ForSequenceClassification` with one
+    label."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -54,7 +58,14 @@ class ModelSpec:
             ) from error
 
 
-def tiny_qwen2(vocabulary: str, *, seed: int = 0, hidden: int = 64, layers: int = 2) -> ModelSpec:
+def tiny_qwen2(
+    vocabulary: str,
+    *,
+    seed: int = 0,
+    hidden: int = 64,
+    layers: int = 2,
+    head: Literal["causal", "reward"] = "causal",
+) -> ModelSpec:
     """A character-level Qwen2 of about 50 000·(hidden/64)²·layers parameters, made on the spot.
 
     Two layers of hidden size 64 learn to sort five digits on one CPU core in about a minute.
@@ -77,6 +88,7 @@ def tiny_qwen2(vocabulary: str, *, seed: int = 0, hidden: int = 64, layers: int 
         config_json=msgspec.json.encode(config).decode(),
         vocabulary=vocabulary,
         seed=seed,
+        head=head,
     )
 
 
@@ -115,5 +127,7 @@ def parameter_count(spec: ModelSpec) -> int:
     if config.get("mlp_bias", False) and architecture == "llama":
         per_layer += 2 * mlp + hidden
     embedding = vocabulary * hidden
+    if spec.head == "reward":
+        return layers * per_layer + hidden + embedding + hidden
     tied = bool(config.get("tie_word_embeddings", False))
     return layers * per_layer + hidden + embedding * (1 if tied else 2)

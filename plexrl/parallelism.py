@@ -70,6 +70,25 @@ class Parallelism:
                 field="ep",
             )
 
+    @classmethod
+    def from_text(cls, text: str) -> "Parallelism":
+        """A layout as a command line writes it: `dp=2,tp=2`; axes that are left out are 1 long.
+
+        Raises:
+            LayoutError: it is not written so, or cannot be.
+        """
+        sizes: dict[str, int] = {}
+        for part in text.replace(" ", ",").split(","):
+            axis, _, size = part.partition("=")
+            if axis not in ("dp", "tp", "pp", "cp", "ep") or axis in sizes or not size.isdecimal():
+                raise LayoutError(
+                    f"{part!r} in layout {text!r} is no axis with its size: write it as dp=2,tp=2, "
+                    "each of dp, tp, pp, cp, ep at most once",
+                    field="layout",
+                )
+            sizes[axis] = int(size)
+        return cls(**sizes)
+
     @property
     def world_size(self) -> int:
         """Ranks, which is workers."""

@@ -144,3 +144,21 @@ def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
     assert backend_capabilities("train").backend == "fsdp"
     with pytest.raises(InvalidRequestError, match="no backend 'torch' for a train deployment"):
         backend_capabilities("train", "torch")
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("dp=2", Parallelism(dp=2)),
+        ("dp=1,tp=2", Parallelism(tp=2)),
+        ("pp=3,cp=2 dp=2,ep=4", Parallelism(dp=2, pp=3, cp=2, ep=4)),
+    ],
+)
+def test_a_layout_is_written_as_axes_and_sizes(text: str, layout: Parallelism) -> None:
+    assert Parallelism.from_text(text) == layout
+
+
+@pytest.mark.parametrize("text", ["", "2", "dp=", "dp=x", "dp=-1", "ddp=2", "dp=2,dp=2", "dp=2,"])
+def test_a_layout_that_is_written_otherwise_is_refused(text: str) -> None:
+    with pytest.raises(LayoutError, match="write it as dp=2,tp=2"):
+        Parallelism.from_text(text)

@@ -20,12 +20,17 @@ SHELLS_IN_SCHEDULER = {
 OTHER_CORES = (
     "backend_capabilities.py",
     "deployment_spec.py",
+    "megatron_dimensions.py",
+    "model_layout.py",
+    "kv_cache.py",
     "parallelism.py",
     "router/balance.py",
     "router/context_split.py",
     "router/dispatch.py",
+    "router/generate_plan.py",
     "router/micro_batches.py",
     "router/reductions.py",
+    "router/stream_events.py",
     "router/validation.py",
     "statemanager/boxes.py",
     "statemanager/casts.py",
@@ -56,6 +61,8 @@ OTHER_CORES = (
     "worker/engine/seating.py",
     "worker/engine/shards.py",
     "statemanager/windows.py",
+    "worker/training/megatron/boxes.py",
+    "worker/training/megatron/names.py",
 )
 BANNED_IN_CORES = {
     *("asyncio", "io", "logging", "os", "pathlib", "random", "secrets", "shutil", "signal"),

@@ -2,11 +2,14 @@
 
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from plexrl.cli.context import DATA_DIR, DataDir, Json, Key, Output, Url, open_cluster
+
+if TYPE_CHECKING:
+    from plexrl.client.cluster import Cluster
 
 
 def jobs(
@@ -18,15 +21,16 @@ def jobs(
 ) -> None:
     """Jobs: who runs, who waits, where their models are."""
     with open_cluster(url, api_key, data_dir) as cluster:
-        found = (
-            cluster.jobs() if job is None else [cluster.attach_job(job, heartbeat=False).status()]
-        )
+        found = cluster.jobs() if job is None else [_with_engines(cluster, job)]
     output = Output(as_json)
     if job is not None:
         columns = ("deployment", "kind", "state", "residency", "group", "workers", "pending")
-        rows = [tuple(d[name] for name in columns) for d in found[0]["deployments"]]
+        rows = [
+            (*(d[name] for name in columns), "; ".join(map(_engine, d["engines"])))
+            for d in found[0]["deployments"]
+        ]
         title = f"{found[0]['name']} of {found[0]['tenant']}: {found[0]['state']}"
-        output.table(title, columns, rows, found[0])
+        output.table(title, (*columns, "engine"), rows, found[0])
         return
     summary = [
         (
@@ -65,3 +69,25 @@ def logs(
     for each in answer["logs"]:
         where = f"{each['deployment']} rank {each['rank']} on {each['node']}"
         sys.stdout.write(f"==> {where} <==\n{each['text']}\n")
+
+
+def _with_engines(cluster: "Cluster", job: str) -> dict[str, Any]:
+    """A job with how the engines of its rollouts stand."""
+    attached = cluster.attach_job(job, heartbeat=False)
+    found = attached.status()
+    for each in found["deployments"]:
+        rollout = each["kind"] == "rollout"
+        each["engines"] = (
+            attached.deployment_status(each["deployment"])["engines"] if rollout else []
+        )
+    return found
+
+
+def _engine(stats: dict[str, Any]) -> str:
+    """`3 run, 1 waits, cache 40 %, 2 preemptions`."""
+    used = 100 * stats["blocks_held"] / stats["blocks"]
+    paused = "paused, " if stats["paused"] else ""
+    return (
+        f"{paused}{stats['running']} run, {stats['waiting']} wait, cache {used:.0f} %, "
+        f"{stats['preemptions']} preemptions"
+    )

@@ -10,6 +10,7 @@ import typer
 from plexrl.cli.context import DATA_DIR, GIB, DataDir, Json, data_dir_option
 from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions
 from plexrl.errors import InvalidRequestError
+from plexrl.parallelism import Parallelism
 
 GPUS_PER_NODE = 4
 """Of a virtual node, where nothing else is said."""
@@ -106,6 +107,10 @@ def demo(
     steps: Annotated[int, typer.Option(help="RL steps of each job.")] = 150,
     seed: Annotated[int, typer.Option(help="Of models, data and sampling.")] = 1,
     workers: Annotated[int, typer.Option(help="Workers of a training group.")] = 2,
+    backend: Annotated[str | None, typer.Option(help="That trains; default: fsdp.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Of a training group, as dp=1,tp=2; default: dp=workers.")
+    ] = None,
     isolated: Annotated[bool, typer.Option(help="Measure the isolated baseline too.")] = True,
     as_json: Json = False,
 ) -> None:
@@ -115,7 +120,15 @@ def demo(
     from plexrl.demo.report import report_json
     from plexrl.demo.run import DemoOptions, run_demo
 
-    options = DemoOptions(out=out, steps=steps, seed=seed, workers=workers, isolated=isolated)
+    options = DemoOptions(
+        out=out,
+        steps=steps,
+        seed=seed,
+        workers=workers,
+        backend=backend,
+        layout=None if layout is None else Parallelism.from_text(layout),
+        isolated=isolated,
+    )
     result = run_demo(options, Console(stderr=as_json))
     if as_json:
         sys.stdout.write(json.dumps(report_json(result)) + "\n")

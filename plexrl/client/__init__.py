@@ -4,12 +4,19 @@ from plexrl.client.batch import Batch
 from plexrl.client.cluster import Cluster, connect
 from plexrl.client.demand import DemandTrace, Segment
 from plexrl.client.futures import AsyncFuture, Future
-from plexrl.client.job import Job, RolloutDeployment, TrainDeployment
+from plexrl.client.job import (
+    Job,
+    ReferenceDeployment,
+    RewardDeployment,
+    RolloutDeployment,
+    TrainDeployment,
+)
 from plexrl.client.results import (
     Chunk,
     ForwardResult,
     GenerateResult,
     Sample,
+    ScoreResult,
     StepResult,
     TrainResult,
 )
@@ -24,8 +31,11 @@ __all__ = [
     "Future",
     "GenerateResult",
     "Job",
+    "ReferenceDeployment",
+    "RewardDeployment",
     "RolloutDeployment",
     "Sample",
+    "ScoreResult",
     "Segment",
     "StepResult",
     "TrainDeployment",

@@ -14,9 +14,10 @@ from plexrl.client import requests
 from plexrl.client.checkpoints import AsyncCheckpointFuture
 from plexrl.client.cluster import PATIENCE_S, Cluster, connect
 from plexrl.client.futures import AsyncFuture
+from plexrl.client.generations import AsyncGenerateFuture
 from plexrl.client.job import MICRO_BATCH_TOKENS, Deployment, Job
 from plexrl.client.requests import Submission
-from plexrl.client.results import ForwardResult, GenerateResult, StepResult, TrainResult
+from plexrl.client.results import ForwardResult, ScoreResult, StepResult, TrainResult
 from plexrl.client.transport import AsyncTransport
 from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
 
@@ -54,9 +55,11 @@ class AsyncDeployment:
         return await asyncio.to_thread(self._sync.status)
 
     async def _submit(self, submission: Submission) -> AsyncFuture[Any]:
+        return AsyncFuture(self._transport, await self._post(submission), submission.decoder)
+
+    async def _post(self, submission: Submission) -> Plain:
         async with self._submitting:
-            view = (await self._transport.request(submission.call)).json()
-        return AsyncFuture(self._transport, view, submission.decoder)
+            return dict((await self._transport.request(submission.call)).json())
 
 
 class AsyncTrainDeployment(AsyncDeployment):
@@ -87,9 +90,40 @@ class AsyncTrainDeployment(AsyncDeployment):
     async def save_checkpoint(self, name: str, **options: Any) -> AsyncCheckpointFuture:
         """As `TrainDeployment.save_checkpoint`; the future waits until it is on the disk."""
         submission = requests.save_checkpoint(self.deployment, name, options)
-        async with self._submitting:
-            view = (await self._transport.request(submission.call)).json()
+        view = await self._post(submission)
         return AsyncCheckpointFuture(self._transport, view, submission.decoder)
+
+
+class AsyncReferenceDeployment(AsyncDeployment):
+    """A model that only says how likely tokens are."""
+
+    async def forward(
+        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> AsyncFuture[ForwardResult]:
+        """Logprobs of every token given those before it."""
+        return await self._submit(requests.forward(self.deployment, batch, micro_batch_tokens))
+
+    async def sync_weights(
+        self,
+        source: AsyncTrainDeployment,
+        *,
+        delta: bool | Literal["auto"] = "auto",
+        digest: bool = False,
+    ) -> AsyncFuture[Plain]:
+        """As `ReferenceDeployment.sync_weights`."""
+        return await self._submit(
+            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+        )
+
+
+class AsyncRewardDeployment(AsyncDeployment):
+    """A model that scores rows."""
+
+    async def score(
+        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> AsyncFuture[ScoreResult]:
+        """The score of every row."""
+        return await self._submit(requests.score(self.deployment, batch, micro_batch_tokens))
 
 
 class AsyncRolloutDeployment(AsyncDeployment):
@@ -101,13 +135,14 @@ class AsyncRolloutDeployment(AsyncDeployment):
         *,
         n: int = 1,
         sampling: SamplingParams | None = None,
-    ) -> AsyncFuture[GenerateResult]:
-        """`n` samples of every prompt."""
-        return await self._submit(
-            requests.generate(
-                self.deployment, prompts, n, sampling or SamplingParams(), stream=False
-            )
+        stream: bool = False,
+    ) -> AsyncGenerateFuture:
+        """As `RolloutDeployment.generate`."""
+        submission = requests.generate(
+            self.deployment, prompts, n, sampling or SamplingParams(), stream=stream
         )
+        view = await self._post(submission)
+        return AsyncGenerateFuture(self._transport, view, submission.decoder, n)
 
     async def sync_weights(
         self,
@@ -147,6 +182,20 @@ class AsyncJob:
         """As `Job.rollout_deployment`."""
         made = await asyncio.to_thread(self._sync.rollout_deployment, name, model, **options)
         return AsyncRolloutDeployment(self._transport, made)
+
+    async def reference_deployment(
+        self, name: str, model: "ModelSpec", **options: Any
+    ) -> AsyncReferenceDeployment:
+        """As `Job.reference_deployment`."""
+        made = await asyncio.to_thread(self._sync.reference_deployment, name, model, **options)
+        return AsyncReferenceDeployment(self._transport, made)
+
+    async def reward_deployment(
+        self, name: str, model: "ModelSpec", **options: Any
+    ) -> AsyncRewardDeployment:
+        """As `Job.reward_deployment`."""
+        made = await asyncio.to_thread(self._sync.reward_deployment, name, model, **options)
+        return AsyncRewardDeployment(self._transport, made)
 
     async def log(self, step: int, values: dict[str, float]) -> None:
         """Add a row to the job's metrics."""

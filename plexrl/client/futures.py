@@ -45,7 +45,8 @@ class Pending:
             return False, None
         from plexrl.wire.tensors import decode_body
 
-        params, arrays = decode_body(response.content)
+        # A copy of its own, so that the caller may write to the arrays.
+        params, arrays = decode_body(bytearray(response.content))
         self.view = params["operation"]
         return True, self.decoder(params["result"], arrays)
 

@@ -1,10 +1,9 @@
 """A job and its deployments, for a blocking controller."""
 
-import json
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -13,11 +12,13 @@ from plexrl.client import requests
 from plexrl.client.checkpoints import CheckpointFuture, list_call
 from plexrl.client.demand import DemandTrace, plain_trace
 from plexrl.client.futures import Future
+from plexrl.client.generations import GenerateFuture
 from plexrl.client.requests import Submission
 from plexrl.client.results import (
     Chunk,
     ForwardResult,
     GenerateResult,
+    ScoreResult,
     StepResult,
     TrainResult,
 )
@@ -55,7 +56,9 @@ class Deployment:
         return self._submit(requests.load_checkpoint(self.deployment, name, job))
 
     def status(self) -> Plain:
-        """Where it runs and where its state lies."""
+        """Where it runs and where its state lies; of a rollout its `engines` too, where they have
+        their weights on the device: samples that run and wait, blocks of the cache in use
+        (`blocks_held` of `blocks`), preemptions so far."""
         job, _, name = self.deployment.rpartition("/")
         path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}"
         return dict(self._transport.request(Call(method="GET", path=path)).json())
@@ -69,10 +72,12 @@ class Deployment:
         return Tokenizer(self._transport.request(Call(method="GET", path=path)).text)
 
     def _submit(self, submission: Submission) -> Future[Any]:
+        return Future(self._transport, self._post(submission), submission.decoder)
+
+    def _post(self, submission: Submission) -> Plain:
         # One at a time, so that the order of calls is the order of submissions.
         with self._submitting:
-            view = self._transport.request(submission.call).json()
-        return Future(self._transport, view, submission.decoder)
+            return dict(self._transport.request(submission.call).json())
 
 
 class TrainDeployment(Deployment):
@@ -109,9 +114,39 @@ class TrainDeployment(Deployment):
         `keep_last`, `keep_every`, `upload`.
         """
         submission = requests.save_checkpoint(self.deployment, name, options)
-        with self._submitting:
-            view = self._transport.request(submission.call).json()
-        return CheckpointFuture(self._transport, view, submission.decoder)
+        return CheckpointFuture(self._transport, self._post(submission), submission.decoder)
+
+
+class ReferenceDeployment(Deployment):
+    """A model that only says how likely tokens are: a reference policy, a teacher."""
+
+    def forward(
+        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> Future[ForwardResult]:
+        """Logprobs of every token given those before it."""
+        return self._submit(requests.forward(self.deployment, batch, micro_batch_tokens))
+
+    def sync_weights(
+        self,
+        source: TrainDeployment,
+        *,
+        delta: bool | Literal["auto"] = "auto",
+        digest: bool = False,
+    ) -> Future[Plain]:
+        """As `RolloutDeployment.sync_weights`: until the next one it is that old policy."""
+        return self._submit(
+            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+        )
+
+
+class RewardDeployment(Deployment):
+    """A model that scores rows."""
+
+    def score(
+        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> Future[ScoreResult]:
+        """The score of every row, as its last token has it."""
+        return self._submit(requests.score(self.deployment, batch, micro_batch_tokens))
 
 
 class RolloutDeployment(Deployment):
@@ -123,13 +158,13 @@ class RolloutDeployment(Deployment):
         *,
         n: int = 1,
         sampling: SamplingParams | None = None,
-    ) -> Future[GenerateResult]:
-        """`n` samples of every prompt."""
-        return self._submit(
-            requests.generate(
-                self.deployment, prompts, n, sampling or SamplingParams(), stream=False
-            )
+        stream: bool = False,
+    ) -> GenerateFuture:
+        """`n` samples of every prompt; with `stream` the future tells tokens as they are drawn."""
+        submission = requests.generate(
+            self.deployment, prompts, n, sampling or SamplingParams(), stream=stream
         )
+        return GenerateFuture(self._transport, self._post(submission), submission.decoder, n)
 
     def generate_stream(
         self,
@@ -142,25 +177,8 @@ class RolloutDeployment(Deployment):
 
         A router that goes away in between is waited for; no chunk is given twice.
         """
-        future = self._submit(
-            requests.generate(
-                self.deployment, prompts, n, sampling or SamplingParams(), stream=True
-            )
-        )
-        path = f"/v1/operations/{quote(future.operation, safe='')}/stream"
-        seen = 0
-        while not future.done():
-            call = Call(method="GET", path=path, query={"after": seen})
-            try:
-                for line in self._transport.lines(call):
-                    chunk = json.loads(line)
-                    if chunk.get("done"):
-                        break
-                    seen = chunk["index"] + 1
-                    prompt, sample = divmod(chunk["sample"], n)
-                    yield Chunk(prompt, sample, chunk["tokens"], chunk["logprobs"])
-            except ConnectionLostError as error:
-                LOG.info("the stream broke (%s); taking it up again", error)
+        future = self.generate(prompts, n=n, sampling=sampling, stream=True)
+        yield from future.stream()
         yield future.result()
 
     def sync_weights(
@@ -208,6 +226,8 @@ class Job:
         exclusive: bool = False,
         backend: str | None = None,
         optimizer: Literal["device", "host"] = "device",
+        compute_dtype: Literal["float32", "bfloat16"] = "float32",
+        activation_checkpointing: bool = False,
         max_sequence_tokens: int = 512,
         node_type: str = "",
         trace: DemandTrace | Mapping[str, Any] | None = None,
@@ -221,9 +241,14 @@ class Job:
         With `optimizer="host"` the optimizer's state stays in host memory and the CPU steps it, so
         a context switch moves parameters only; a step takes longer.
 
+        With `compute_dtype="bfloat16"` the model computes in that; its parameters, their gradients
+        and steps are float32 all the same. `activation_checkpointing` computes each layer's
+        activations again in the backward pass instead of keeping them: the same bits, less memory.
+
         Raises:
             ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
-            LayoutError: the backend does not run this layout; its message says which one does.
+            LayoutError: the backend does not run this layout, or the model cannot be cut so; its
+                message says what can.
         """
         options = {
             "workers": workers,
@@ -231,6 +256,8 @@ class Job:
             "exclusive": exclusive,
             "backend": backend,
             "optimizer": optimizer,
+            "compute_dtype": compute_dtype,
+            "activation_checkpointing": activation_checkpointing,
             "max_sequence_tokens": max_sequence_tokens,
             "node_type": node_type,
             "trace": plain_trace(trace),
@@ -246,9 +273,16 @@ class Job:
         dtype: str = "float32",
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
+        kv_cache_bytes: int | None = None,
+        parallelism: Parallelism | None = None,
         node_type: str = "",
     ) -> RolloutDeployment:
-        """Create (or take up again) a model that generates, on a GPU of its own.
+        """Create (or take up again) a model that generates, on GPUs of its own: one, or as
+        `parallelism` says. `tp` ranks share each matrix; `dp` replicas share the prompts of every
+        `generate`. What is drawn is the same.
+
+        `kv_cache_bytes` bounds each worker's cache, beside the weights: samples that find no room
+        in it wait and are computed anew, which results count as `metrics["preemptions"]`.
 
         It computes from weights in `dtype` (`float32`, `bfloat16`); what the trainer has is cast on
         the way, as torch casts it.
@@ -262,9 +296,70 @@ class Job:
             "dtype": dtype,
             "max_sequence_tokens": max_sequence_tokens,
             "max_concurrent_samples": max_concurrent_samples,
+            "kv_cache_bytes": kv_cache_bytes,
+            "parallelism": None if parallelism is None else asdict(parallelism),
             "node_type": node_type,
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))
+
+    def reference_deployment(
+        self,
+        name: str,
+        model: "ModelSpec",
+        *,
+        workers: int = 1,
+        dtype: str = "float32",
+        exclusive: bool = False,
+        max_sequence_tokens: int = 512,
+        node_type: str = "",
+        trace: DemandTrace | Mapping[str, Any] | None = None,
+    ) -> ReferenceDeployment:
+        """Create (or take up again) a model that only says how likely tokens are, without gradients
+        and optimizer: a reference policy, a teacher.
+
+        Each of `workers` GPUs has all its weights, in `dtype`, and gets other rows. It takes turns
+        on them with other jobs' deployments, and with this job's trainer.
+
+        Raises:
+            UnsupportedDtypeError: the backend cannot compute from weights in `dtype`.
+            ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
+        """
+        options = {
+            "workers": workers,
+            "dtype": dtype,
+            "exclusive": exclusive,
+            "max_sequence_tokens": max_sequence_tokens,
+            "node_type": node_type,
+            "trace": plain_trace(trace),
+        }
+        return ReferenceDeployment(self._transport, self._deploy(name, "forward", model, options))
+
+    def reward_deployment(
+        self,
+        name: str,
+        model: "ModelSpec",
+        *,
+        workers: int = 1,
+        dtype: str = "float32",
+        exclusive: bool = False,
+        max_sequence_tokens: int = 512,
+        node_type: str = "",
+        trace: DemandTrace | Mapping[str, Any] | None = None,
+    ) -> RewardDeployment:
+        """Create (or take up again) a model that scores rows: `model` with a head of one label, as
+        `transformers`' `AutoModelForSequenceClassification` has it. Otherwise as
+        `reference_deployment`.
+        """
+        options = {
+            "workers": workers,
+            "dtype": dtype,
+            "exclusive": exclusive,
+            "max_sequence_tokens": max_sequence_tokens,
+            "node_type": node_type,
+            "trace": plain_trace(trace),
+        }
+        scoring = replace(model, head="reward")
+        return RewardDeployment(self._transport, self._deploy(name, "forward", scoring, options))
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Add a row to the job's metrics."""
@@ -304,6 +399,12 @@ class Job:
     def status(self) -> Plain:
         """The job as the scheduler sees it."""
         return dict(self._transport.request(Call(method="GET", path=self._path)).json())
+
+    def deployment_status(self, deployment: str) -> Plain:
+        """As `Deployment.status`, by name (`<job>/<name>`, or the name alone)."""
+        name = quote(deployment.rpartition("/")[2])
+        call = Call(method="GET", path=f"{self._path}/deployments/{name}")
+        return dict(self._transport.request(call).json())
 
     def finish(self, outcome: str = "completed", reason: str = "") -> None:
         """End the job: `completed`, `failed` or `cancelled`. A job that ended stays as it is."""

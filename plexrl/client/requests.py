@@ -86,6 +86,17 @@ def forward(deployment: str, batch: "Batch", micro_batch_tokens: int) -> Submiss
     )
 
 
+def score(deployment: str, batch: "Batch", micro_batch_tokens: int) -> Submission:
+    """A reward model's score of every row."""
+    return submission(
+        deployment,
+        OperationKind.FORWARD,
+        ForwardParams(micro_batch_tokens=micro_batch_tokens),
+        results.decode_scores,
+        batch.arrays(()),
+    )
+
+
 def forward_backward(
     deployment: str, batch: "Batch", loss: LossSpec, micro_batch_tokens: int
 ) -> Submission:
@@ -128,7 +139,7 @@ def generate(
 def sync_weights(
     deployment: str, source: str, *, delta: bool | Literal["auto"], digest: bool
 ) -> Submission:
-    """Bring a rollout deployment to its trainer's weights."""
+    """Bring a rollout or reference deployment to its trainer's weights."""
     params = SyncWeightsParams(source=source, delta=delta, digest=digest)
     return submission(deployment, OperationKind.SYNC_WEIGHTS, params, results.decode_plain)
 

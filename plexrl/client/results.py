@@ -1,7 +1,7 @@
 """What operations answer."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from plexrl.client.batch import split_rows
@@ -25,6 +25,9 @@ class Sample:
     """Of each token under the model itself, before temperature and truncation."""
     finish_reason: str
     """`stop`, `length` or `abort`."""
+    weights: tuple[tuple[int, int], ...] = ()
+    """(index of the first token, version of the weights) of every stretch of tokens that one
+    version drew; more than one where weights were synchronised in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,10 @@ class GenerateResult:
     samples: list[list[Sample]]
     """`[prompts][samples]`."""
     weights_seq: int
-    """Version of the weights that drew them: mutations applied to the rollout deployment."""
+    """Version of the weights as it began: mutations applied to the rollout deployment."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the engine: `preemptions` (of these samples), `kv_cache_bytes` (each worker's budget) and
+    `kv_cache_bytes_used_max` (the most in use meanwhile, other generations' included)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,14 @@ class ForwardResult:
 
     logprobs: list[Any]
     """For each row float32 `[tokens]`; entry 0 is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """A reward model's scores."""
+
+    scores: "npt.NDArray[np.float32]"
+    """`[rows]`, in the batch's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +97,20 @@ def generate_decoder(samples_per_prompt: int) -> Decoder:
         lengths = arrays["lengths"].tolist()
         tokens = split_rows(arrays["tokens"], lengths)
         logprobs = split_rows(arrays["logprobs"], lengths)
+        weights_seq = int(result["weights_seq"])
+        drawn: dict[int, list[tuple[int, int]]] = {}
+        for row, start, seq in result.get("segments", ()):
+            drawn.setdefault(row, []).append((start, seq))
+        rows = zip(tokens, logprobs, arrays["finish"].tolist(), strict=True)
         flat = [
-            Sample(t.tolist(), p, FINISH_REASONS[code])
-            for t, p, code in zip(tokens, logprobs, arrays["finish"].tolist(), strict=True)
+            Sample(t.tolist(), p, FINISH_REASONS[code], tuple(drawn.get(row, [(0, weights_seq)])))
+            for row, (t, p, code) in enumerate(rows)
         ]
         groups = [
             flat[start : start + samples_per_prompt]
             for start in range(0, len(flat), samples_per_prompt)
         ]
-        return GenerateResult(groups, int(result["weights_seq"]))
+        return GenerateResult(groups, weights_seq, dict(result.get("metrics", {})))
 
     return decode
 
@@ -104,6 +123,12 @@ def forward_decoder(lengths: list[int]) -> Decoder:
         return ForwardResult(split_rows(arrays["logprobs"], lengths))
 
     return decode
+
+
+def decode_scores(result: Mapping[str, Any], arrays: "Arrays") -> ScoreResult:
+    """Decodes the `forward` of a reward model."""
+    del result
+    return ScoreResult(arrays["scores"])
 
 
 def train_decoder(lengths: list[int]) -> Decoder:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -99,10 +100,12 @@ class Transport:
             return _lost(self.url, error)
         return checked(response)
 
-    def lines(self, call: Call) -> Any:
+    def lines(self, call: Call) -> Iterator[str]:
         """The lines of a streamed answer, as they come. Raises as `request`, but tries once."""
         import httpx
 
+        if self.is_closed:
+            raise ConnectionLostError(f"the connection to {self.url} was closed: connect again")
         try:
             with self._client.stream(
                 call.method, call.path, params=call.query, timeout=_timeout(call)
@@ -151,6 +154,22 @@ class AsyncTransport:
             if not isinstance(response, PlexRLError):
                 return response
             await asyncio.sleep(patience.pause_s(response))
+
+    async def lines(self, call: Call) -> AsyncIterator[str]:
+        """As `Transport.lines`."""
+        import httpx
+
+        try:
+            async with self._client.stream(
+                call.method, call.path, params=call.query, timeout=_timeout(call)
+            ) as response:
+                if response.status_code >= 400:
+                    await response.aread()
+                    raise error_of(response)
+                async for line in response.aiter_lines():
+                    yield line
+        except httpx.TransportError as error:
+            raise _lost(self.url, error) from error
 
     async def close(self) -> None:
         """Close all connections."""

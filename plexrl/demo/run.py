@@ -3,7 +3,7 @@
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +16,7 @@ from plexrl.demo.measure import JobResult, PhaseResult, measure_phase
 from plexrl.demo.report import DemoResult, saving, write_report
 from plexrl.demo.view import DemoView, JobLine, Screen
 from plexrl.errors import ExecutionError
+from plexrl.parallelism import Parallelism
 
 if TYPE_CHECKING:
     from plexrl.client import Cluster
@@ -36,8 +37,17 @@ class DemoOptions:
     seed: int = 1
     workers: int = 2
     """Workers of a training group."""
+    backend: str | None = None
+    """That trains; absent: the default."""
+    layout: Parallelism | None = None
+    """Of a training group, over as many workers as it has; absent: dp over `workers`."""
     isolated: bool = True
     """Measure the isolated baseline too."""
+
+    @property
+    def group_workers(self) -> int:
+        """Workers of a training group."""
+        return self.workers if self.layout is None else self.layout.world_size
 
 
 def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult:
@@ -53,14 +63,16 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     options.out.mkdir(parents=True, exist_ok=True)
     console.print("Starting the cluster: router, scheduler, StateManager, node agent …")
     with TemporaryDirectory(prefix="plexrl-demo-") as scratch:
-        embedded = start_embedded(gpus_per_node=options.workers + len(TASKS), pin_workers=True)
+        embedded = start_embedded(
+            gpus_per_node=options.group_workers + len(TASKS), pin_workers=True
+        )
         try:
             with plexrl.connect(embedded.url, embedded.api_key) as cluster:
                 plans = [
                     ControllerPlan(task=task, tenant=tenant, api_key=cluster.create_tenant(tenant))
                     for task, tenant in TASKS
                 ]
-                _warm_up(cluster, options.workers)
+                _warm_up(cluster, options)
                 phases = _Phases(cluster, embedded.url, options, Path(scratch), console)
                 shared = phases.run("shared", [plans])
                 isolated = (
@@ -79,13 +91,19 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     return result
 
 
-def _warm_up(cluster: "Cluster", workers: int) -> None:
+def _warm_up(cluster: "Cluster", options: DemoOptions) -> None:
     """Have every library loaded before anything is measured, so that no phase pays for it."""
     import plexrl
 
     model = plexrl.tiny_qwen2("01")
     with cluster.create_job("warm-up") as job:
-        actor = job.train_deployment("actor", model, workers=workers)
+        actor = job.train_deployment(
+            "actor",
+            model,
+            workers=options.group_workers,
+            parallelism=options.layout,
+            backend=options.backend,
+        )
         rollout = job.rollout_deployment("rollout", model)
         for future in (actor.barrier(), rollout.barrier()):
             future.result()
@@ -139,6 +157,11 @@ class _Phases:
             *("--steps", str(options.steps), "--seed", str(options.seed)),
             *("--workers", str(options.workers), "--name", plan.task),
         ]
+        if options.backend is not None:
+            arguments += ["--backend", options.backend]
+        if options.layout is not None:
+            sizes = asdict(options.layout).items()
+            arguments += ["--layout", ",".join(f"{axis}={size}" for axis, size in sizes)]
         if phase == "isolated":
             arguments.append("--exclusive")
         return Controller(

@@ -19,6 +19,7 @@ from plexrl.router.metrics_log import MetricsLog
 from plexrl.router.routes_cluster import cluster_routes
 from plexrl.router.routes_jobs import deployment_routes, job_routes
 from plexrl.router.routes_operations import operation_routes
+from plexrl.router.routes_streams import stream_routes
 from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.schemas import ErrorResponse
 from plexrl.router.specs import DeploymentSpecs
@@ -63,7 +64,8 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
     app.add_exception_handler(PlexRLError, _typed)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(Exception, _unexpected)
-    for routes in (cluster_routes, job_routes, deployment_routes, operation_routes):
+    # An operation's id may have slashes, so what lies behind it comes first.
+    for routes in (cluster_routes, job_routes, deployment_routes, stream_routes, operation_routes):
         app.include_router(routes(gateway))
     return app, gateway
 

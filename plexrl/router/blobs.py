@@ -1,23 +1,50 @@
 """The blob store: payloads and results, each a file that is written once and then only read.
 
 A name is published by a rename, so whoever finds a blob finds it whole. Payloads outlive the router
-that took them in, which is what lets another one carry the operation out.
+that took them in, which is what lets another one carry the operation out. Large blobs are mapped,
+not read: what checks, plans and sends them works on the page cache's own bytes.
 """
 
 import asyncio
+import itertools
+import mmap
 import os
 import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from plexrl.errors import StorageError, UnknownOperationError
+import xxhash
+
+from plexrl.errors import PayloadTooLargeError, StorageError, UnknownOperationError
 from plexrl.ids import BlobRef
+from plexrl.wire.tensors import Body
 
 RESULT_SUFFIX = ".out"
 """Ends the name of every result."""
 
-INLINE_BYTES_MAX = 256 << 10
-"""Up to this size file calls are made on the event loop: a thread would cost more."""
+INLINE_BYTES_MAX = 2 << 20
+"""Up to this size a body is written, checked and split on the event loop, in about a millisecond:
+threads would cost an operation's latency more."""
+
+_NUMBERS = itertools.count()
+
+
+class Upload:
+    """A body that has arrived and has no name yet. `publish` or `drop` it."""
+
+    def __init__(self, body: Body, path: Path | None, digest: str) -> None:
+        self.body = body
+        """Of a large body a map of its file: it stays valid whatever becomes of the file."""
+        self.digest = digest
+        """Of its bytes, 32 hexadecimal digits."""
+        self.path = path
+        """Where a large one lies; absent: in memory alone."""
+
+    def drop(self) -> None:
+        """Give the file up; a published one stays."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 class BlobStore:
@@ -27,19 +54,19 @@ class BlobStore:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    async def write(self, ref: BlobRef, body: bytes) -> None:
-        """Store a blob; the same name again is stored again.
+    async def write(self, ref: BlobRef, *parts: Body) -> None:
+        """Store a blob, given in parts; the same name again is stored again.
 
         Raises:
             StorageError: the directory cannot be written.
         """
-        if len(body) <= INLINE_BYTES_MAX:
-            self._write(ref, body)
+        if sum(memoryview(part).nbytes for part in parts) <= INLINE_BYTES_MAX:
+            self._write(ref, parts)
         else:
-            await asyncio.to_thread(self._write, ref, body)
+            await asyncio.to_thread(self._write, ref, parts)
 
-    async def read(self, ref: BlobRef) -> bytes:
-        """A blob's bytes.
+    async def read(self, ref: BlobRef) -> Body:
+        """A blob's bytes, not to be changed.
 
         Raises:
             UnknownOperationError: it has been discarded.
@@ -48,36 +75,157 @@ class BlobStore:
         try:
             if path.stat().st_size <= INLINE_BYTES_MAX:
                 return path.read_bytes()
-            return await asyncio.to_thread(path.read_bytes)
+            return _map(path)
         except FileNotFoundError as error:
             raise UnknownOperationError(f"the result {ref!r} is no longer kept") from error
+
+    async def receive(self, chunks: AsyncIterator[bytes], bytes_max: int) -> Upload:
+        """Take a body in as it arrives; a large one goes to a file beside what still comes.
+
+        Raises:
+            PayloadTooLargeError: it is longer than `bytes_max`; nothing is kept.
+            StorageError: the directory cannot be written; nothing is kept.
+        """
+        digest = xxhash.xxh3_128()
+        waiting: list[bytes] = []
+        size = waiting_bytes = 0
+        arriving: _Arriving | None = None
+        try:
+            async for chunk in chunks:
+                size += len(chunk)
+                if size > bytes_max:
+                    raise PayloadTooLargeError(
+                        f"the body is over {bytes_max} bytes: split the batch",
+                        body_bytes_max=bytes_max,
+                    )
+                waiting.append(chunk)
+                waiting_bytes += len(chunk)
+                if waiting_bytes > INLINE_BYTES_MAX:
+                    arriving = arriving or _Arriving(self._part_path("upload"), digest)
+                    await arriving.append(waiting)
+                    waiting, waiting_bytes = [], 0
+            if arriving is None:
+                body = b"".join(waiting)
+                digest.update(body)
+                return Upload(body, None, digest.hexdigest())
+            await arriving.append(waiting)
+            return Upload(await arriving.finish(), arriving.path, digest.hexdigest())
+        except BaseException:
+            if arriving is not None:
+                await arriving.give_up()
+            raise
+
+    async def publish(self, upload: Upload, ref: BlobRef) -> None:
+        """Store what has arrived under a name. Raises as `write`."""
+        if upload.path is None:
+            await self.write(ref, upload.body)
+            return
+        try:
+            upload.path.rename(self._path(ref))
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def discard(self, ref: BlobRef) -> None:
         """Give a blob up; one that is gone already is no error."""
         self._path(ref).unlink(missing_ok=True)
 
     def discard_results(self, *, older_than_s: float) -> None:
-        """Give up results that were written longer ago than that; payloads are the scheduler's."""
+        """Give up results that were written longer ago than that, and what a killed router left
+        half-written; payloads are the scheduler's."""
         limit = time.time() - older_than_s
-        for path in self._directory.glob(f"*{RESULT_SUFFIX}"):
-            try:
-                if path.stat().st_mtime < limit:
-                    path.unlink()
-            except FileNotFoundError:
-                # Another router was quicker.
-                continue
+        for pattern in (f"*{RESULT_SUFFIX}", "*.part"):
+            for path in self._directory.glob(pattern):
+                try:
+                    if path.stat().st_mtime < limit:
+                        path.unlink()
+                except FileNotFoundError:
+                    # Another router was quicker.
+                    continue
 
-    def _write(self, ref: BlobRef, body: bytes) -> None:
+    def _write(self, ref: BlobRef, parts: Sequence[Body]) -> None:
         path = self._path(ref)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part = self._part_path(path.name)
         try:
-            part.write_bytes(body)
+            with part.open("wb", buffering=0) as file:
+                for each in parts:
+                    _write_all(file.fileno(), [each])
             part.rename(path)
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise StorageError(
-                f"the blob store {self._directory} cannot be written ({error}): free space there"
-            ) from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"the blob store {self._directory} cannot be written ({error}): free space there"
+        )
+
+    def _part_path(self, name: str) -> Path:
+        return self._directory / f"{name[:150]}.{os.getpid()}.{next(_NUMBERS)}.part"
 
     def _path(self, ref: BlobRef) -> Path:
         return self._directory / quote(ref, safe="")
+
+
+class _Arriving:
+    """The file of a body of which a part is there. One write at a time is under way, in a thread,
+    while the next part arrives."""
+
+    def __init__(self, path: Path, digest: "xxhash.xxh3_128") -> None:
+        self.path = path
+        self._digest = digest
+        self._writing: asyncio.Task[None] | None = None
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    async def append(self, chunks: list[bytes]) -> None:
+        """Add to the file, as soon as the former addition is done."""
+        await self._written()
+        self._writing = asyncio.create_task(asyncio.to_thread(self._append, chunks))
+
+    async def finish(self) -> Body:
+        """All bytes, mapped."""
+        await self._written()
+        os.close(self._fd)
+        self._fd = -1
+        return _map(self.path)
+
+    async def give_up(self) -> None:
+        """Remove the file. The thread that writes cannot be stopped and is waited for."""
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
+        if self._fd >= 0:
+            os.close(self._fd)
+        self.path.unlink(missing_ok=True)
+
+    async def _written(self) -> None:
+        if self._writing is not None:
+            # Shielded: a cancelled request must not leave the thread behind with a closed file.
+            await asyncio.shield(self._writing)
+
+    def _append(self, chunks: list[bytes]) -> None:
+        for chunk in chunks:
+            self._digest.update(chunk)
+        try:
+            _write_all(self._fd, chunks)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"the blob store {self.path.parent} cannot be written ({error}): free space there"
+        )
+
+
+def _write_all(fd: int, chunks: Sequence[Body]) -> None:
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        while view.nbytes:
+            view = view[os.write(fd, view) :]
+
+
+def _map(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    return memoryview(mapped)

@@ -61,6 +61,12 @@ class DispatchPlan:
         """Of the batch."""
         return int(self.lengths.sum())
 
+    @property
+    def is_whole(self) -> bool:
+        """Every rank with rows has all of them in their order, so it can be sent the batch as it
+        is, and its result is the batch's."""
+        return self.layout.dp == self.layout.cp == 1 and self.shards[0].micro_batch_rows is None
+
     def part_of(self, rank: int) -> int:
         """Which of `inputs` a rank is sent; ranks that replicate share one."""
         places = self.layout.coordinates(rank)
@@ -94,6 +100,16 @@ class DispatchPlan:
                 part = self._context_part(shard, places.cp)
                 predicts = part.targets >= 0
                 joined[part.targets[predicts]] = results[rank][predicts]
+        return joined
+
+    def join_rows(self, results: Mapping[int, Array]) -> Array:
+        """One result a row of the output ranks, by rank, in the batch's own order, float32 `[R]`.
+
+        Each rank gives them in the order of its rows; ranks that share rows give the same.
+        """
+        joined = np.zeros(len(self.lengths), dtype=np.float32)
+        for rank in self.layout.output_ranks:
+            joined[self.shards[self.layout.coordinates(rank).dp].rows] = results[rank]
         return joined
 
     def _whole_rows(self, arrays: Arrays, shard: Shard) -> Arrays:

@@ -3,69 +3,33 @@
 import asyncio
 import json
 import logging
-from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from plexrl.backend_capabilities import backend_capabilities
 from plexrl.errors import ExecutionError, PlexRLError
 from plexrl.ids import BlobRef
 from plexrl.router.blobs import RESULT_SUFFIX, BlobStore
-from plexrl.router.dispatch import DispatchPlan, plan_batch
-from plexrl.router.reductions import (
-    gather_metrics,
-    gather_moves,
-    loss_denominator,
-    state_moved,
-)
+from plexrl.router.reductions import gather_metrics, gather_moves, state_moved
+from plexrl.router.run_parts import SPLIT_KINDS, RunParts, join, join_samples, split
 from plexrl.router.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
 from plexrl.scheduler.commands import CODEC, AbortOperation, DiscardBlobs, RunOperation
-from plexrl.wire.operations import MUTATING, PARAMS_BY_KIND, OperationKind
+from plexrl.wire.operations import MUTATING
 from plexrl.wire.rpc import Peer
-from plexrl.wire.tensors import Arrays, decode_body, encode_body
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from plexrl.router.scheduler_link import SchedulerLink
     from plexrl.router.specs import DeploymentSpecs
+    from plexrl.wire.tensors import Body
 
 LOG = logging.getLogger(__name__)
 
 OTHER_RANKS_TIMEOUT_S = 5.0
 """How long the other ranks are waited for once one has failed: they may hang in a collective."""
 
-SPLIT_KINDS = frozenset({OperationKind.FORWARD, OperationKind.FORWARD_BACKWARD})
-CHUNKS_MAX = 200_000
-STREAMS_MAX = 256
 Plain = dict[str, Any]
 _Grant = tuple[str, int, tuple[str, ...]]
 """Group, token and workers that a run was admitted to."""
-
-
-@dataclass(slots=True)
-class Stream:
-    """Chunks of one streamed generation, and a bell for those who read them."""
-
-    chunks: list[Plain] = field(default_factory=list)
-    done: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def ring(self) -> None:
-        """Wake every reader."""
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """One run as its ranks see it."""
-
-    payloads: list[bytes]
-    """By rank; ranks that replicate share one."""
-    rank_params: Plain
-    plan: DispatchPlan | None
-    """Of a batch whose rows are split; None of anything else."""
 
 
 class Executor:
@@ -76,7 +40,6 @@ class Executor:
         self._links: dict[str, WorkerLink] = {}
         self._runs: dict[str, tuple[_Grant, asyncio.Task[None]]] = {}
         """By operation."""
-        self.streams: OrderedDict[str, Stream] = OrderedDict()
         self.scheduler: SchedulerLink | None = None
         self.specs: DeploymentSpecs | None = None
 
@@ -103,7 +66,7 @@ class Executor:
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, AbortOperation)
         for address in command.addresses:
-            await self._link(address).send({"request": "abort", "operation": command.operation})
+            await self.link(address).send({"request": "abort", "operation": command.operation})
 
     async def on_discard(self, peer: Peer, params: Plain) -> None:
         """The scheduler gives blobs up."""
@@ -119,19 +82,13 @@ class Executor:
             task.cancel()
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
-    def stream(self, operation: str) -> Stream:
-        """The stream of an operation, begun if need be."""
-        found = self.streams.setdefault(operation, Stream())
-        while len(self.streams) > STREAMS_MAX:
-            self.streams.popitem(last=False)
-        return found
-
     def _forget(self, operation: str, task: "asyncio.Task[None]") -> None:
         current = self._runs.get(operation)
         if current is not None and current[1] is task:
             del self._runs[operation]
 
-    def _link(self, address: str) -> WorkerLink:
+    def link(self, address: str) -> WorkerLink:
+        """The connection to a worker, made when it is first used."""
         return self._links.setdefault(address, WorkerLink(address))
 
     async def _execute(self, command: RunOperation) -> None:
@@ -151,52 +108,28 @@ class Executor:
             failure = ExecutionError("the router could not carry the operation out: see its log")
             self._report_failure(command, failure, state_intact=False)
 
-    async def _parts(self, command: RunOperation) -> _Parts:
-        ranks = len(command.addresses)
-        if command.payload is None:
-            return _Parts([b""] * ranks, {"job": command.job}, None)
-        body = await self._blobs.read(command.payload)
-        if command.kind not in SPLIT_KINDS:
-            return _Parts([body] * ranks, {}, None)
+    async def _parts(self, command: RunOperation) -> RunParts:
         assert self.specs is not None
-        spec = await self.specs.await_own(command.deployment)
-        _, arrays = decode_body(body)
-        params: Any = msgspec.json.decode(command.params_json, type=PARAMS_BY_KIND[command.kind])
-        plan = plan_batch(
-            spec.layout,
-            arrays["lengths"].tolist(),
-            micro_batch_tokens=params.micro_batch_tokens,
-            packs=backend_capabilities(spec.kind, spec.backend).packs,
-        )
-        rank_params: Plain = {"micro_batches": plan.micro_batches}
-        if command.kind == OperationKind.FORWARD_BACKWARD:
-            rank_params["denominator"] = loss_denominator(params.loss, arrays)
-        parts = [encode_body({}, part) for part in plan.inputs(arrays)]
-        return _Parts([parts[plan.part_of(rank)] for rank in range(ranks)], rank_params, plan)
+        spec = None
+        if command.kind in SPLIT_KINDS:
+            spec = await self.specs.await_own(command.deployment)
+        body = None if command.payload is None else await self._blobs.read(command.payload)
+        return await split(command, body, spec)
 
-    async def _ask_ranks(self, command: RunOperation, parts: _Parts) -> list[Answer | None]:
+    async def _ask_ranks(self, command: RunOperation, parts: RunParts) -> list[Answer | None]:
         """Every rank's answer; None for one that gave none after another had failed."""
-        header = {
-            "request": "run",
-            "command": CODEC.to_plain(command),
-            "rank_params": parts.rank_params,
-        }
+        plain = CODEC.to_plain(command)
+        asked = [(address, parts.rank_params) for address in command.addresses]
+        if (plan := parts.generation) is not None:
+            asked = [
+                (command.addresses[share.rank], {"first_row": plan.first_row(share)})
+                for share in plan.shares
+            ]
         name: RunName = (command.operation, command.token)
-        on_chunk = None
-        if command.kind == OperationKind.GENERATE:
-            stream = self.stream(command.operation)
-
-            def on_chunk(chunk: Plain) -> None:
-                # A worker that is asked again tells its chunks from the first one on.
-                if chunk["index"] == len(stream.chunks) and len(stream.chunks) < CHUNKS_MAX:
-                    keys = ("index", "sample", "tokens", "logprobs")
-                    stream.chunks.append({key: chunk[key] for key in keys})
-                    stream.ring()
-
-        tasks = [
-            asyncio.create_task(self._link(address).run(name, header, payload, on_chunk))
-            for address, payload in zip(command.addresses, parts.payloads, strict=True)
-        ]
+        tasks = []
+        for (address, rank_params), payload in zip(asked, parts.payloads, strict=True):
+            header = {"request": "run", "command": plain, "rank_params": rank_params}
+            tasks.append(asyncio.create_task(self.link(address).run(name, header, payload)))
         try:
             pending = set(tasks)
             while pending:
@@ -212,7 +145,7 @@ class Executor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _conclude(
-        self, command: RunOperation, parts: _Parts, answers: list[Answer | None]
+        self, command: RunOperation, parts: RunParts, answers: list[Answer | None]
     ) -> None:
         failed = [a[0] for a in answers if a is not None and a[0]["reply"] == "failed"]
         if failed:
@@ -227,23 +160,24 @@ class Executor:
         # An answer is only missing beside one that failed.
         finished = [answer for answer in answers if answer is not None]
         results = [header["result"] for header, _ in finished]
-        arrays: Arrays = {}
+        body: Sequence[Body] = ()
         if command.replay:
             result: Plain = {}
         elif parts.plan is not None:
-            ranks = parts.plan.layout.output_ranks
-            per_rank = {rank: decode_body(finished[rank][1])[1]["logprobs"] for rank in ranks}
-            arrays = {"logprobs": parts.plan.join(per_rank)}
-            counted = [results[rank] for rank in ranks]
+            body = await join(parts.plan, [payload for _, payload in finished])
+            counted = [results[rank] for rank in parts.plan.layout.output_ranks]
             result = gather_metrics(counted) if "sums" in counted[0] else {}
+        elif parts.generation is not None:
+            body = join_samples(parts.generation, [payload for _, payload in finished])
+            result = parts.generation.join_results(results)
         else:
             result = gather_moves(results)
             if finished[0][1]:
-                _, arrays = decode_body(finished[0][1])
+                body = (finished[0][1],)
         ref: BlobRef | None = None
-        if arrays:
+        if body:
             ref = BlobRef(f"{command.operation}{RESULT_SUFFIX}")
-            await self._blobs.write(ref, encode_body({}, arrays))
+            await self._blobs.write(ref, *body)
         self._report(
             "operation_finished",
             command,
@@ -268,7 +202,3 @@ class Executor:
         self.scheduler.report(
             method, {"operation": command.operation, "token": command.token, **fields}
         )
-        if command.kind == OperationKind.GENERATE:
-            stream = self.stream(command.operation)
-            stream.done = True
-            stream.ring()

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from plexrl.deployment_spec import DeploymentSpec
-from plexrl.errors import AuthenticationError, PayloadTooLargeError, PermissionDeniedError
-from plexrl.router.blobs import BlobStore
+from plexrl.errors import AuthenticationError, ConnectionLostError, PermissionDeniedError
+from plexrl.router.blobs import BlobStore, Upload
+from plexrl.router.engines import Engines
 from plexrl.router.executor import Executor
 from plexrl.router.metrics_log import MetricsLog
 from plexrl.router.scheduler_link import SchedulerLink
@@ -19,6 +21,8 @@ from plexrl.router.specs import DeploymentSpecs
 Plain = dict[str, Any]
 CACHE_S = 60.0
 CACHE_MAX = 10_000
+FINAL = ("finished", "failed", "cancelled")
+"""States that an operation does not leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class Gateway:
         self.body_bytes_max = body_bytes_max
         self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
         self._specs = specs
+        self.engines = Engines(executor)
 
     async def caller(self, request: Request) -> Caller:
         """Who sent the request.
@@ -94,23 +99,28 @@ class Gateway:
         """A deployment's specification. Raises `UnknownDeploymentError`."""
         return await self._specs.read(deployment, caller.scope)
 
-    async def body(self, request: Request) -> bytes:
+    async def operation(self, caller: Caller, operation: str, wait_s: float) -> Plain:
+        """An operation as the scheduler shows it, once it is final or `wait_s` have passed. Raises
+        `UnknownOperationError`."""
+        fields = {"operation": operation, **caller.claim, "timeout_s": wait_s}
+        return await self.scheduler.call("wait_operation", fields, timeout_s=wait_s + 30.0)
+
+    async def deployment(self, caller: Caller, deployment: str) -> Plain:
+        """A deployment as the scheduler shows it. Raises `UnknownDeploymentError`."""
+        fields = {"deployment": deployment, **caller.claim}
+        return await self.scheduler.call("get_deployment", fields)
+
+    async def body(self, request: Request) -> Upload:
         """The request's body, read only as far as the bound.
 
         Raises:
             PayloadTooLargeError: it is longer.
+            ConnectionLostError: the client went away before its end.
         """
-        chunks: list[bytes] = []
-        size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > self.body_bytes_max:
-                raise PayloadTooLargeError(
-                    f"the body is over {self.body_bytes_max} bytes: split the batch",
-                    body_bytes_max=self.body_bytes_max,
-                )
-            chunks.append(chunk)
-        return b"".join(chunks)
+        try:
+            return await self.blobs.receive(request.stream(), self.body_bytes_max)
+        except ClientDisconnect as error:
+            raise ConnectionLostError("the client went away before its request's end") from error
 
 
 def key_digest(key: str) -> str:

@@ -20,7 +20,8 @@ def loss_denominator(loss: LossSpec, arrays: Arrays) -> float:
     if reduction == "sum":
         return 1.0
     if reduction == "token_mean":
-        return max(float(_predicted(arrays["mask"], arrays["lengths"]).sum()), 1e-9)
+        predicted = _predicted(arrays["mask"], arrays["lengths"])
+        return max(float(predicted.sum(dtype=np.float64)), 1e-9)
     rows = row_masks(arrays["mask"], arrays["lengths"])
     return max(float((rows > 0).sum()), 1e-9)
 
@@ -28,13 +29,15 @@ def loss_denominator(loss: LossSpec, arrays: Arrays) -> float:
 def row_masks(mask: Array, lengths: Array) -> Array:
     """The mask's sum over the tokens of each row that are predicted, float64."""
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    sums: Array = np.add.reduceat(_predicted(mask, lengths), starts) if len(starts) else mask
+    if not len(starts):
+        return mask
+    sums: Array = np.add.reduceat(_predicted(mask, lengths), starts, dtype=np.float64)
     return sums
 
 
 def _predicted(mask: Array, lengths: Array) -> Array:
-    """The mask without the first token of each row, which none predicts, float64."""
-    found: Array = mask.astype(np.float64)
+    """The mask without the first token of each row, which none predicts."""
+    found: Array = mask.copy()
     found[np.cumsum(lengths, dtype=np.int64) - lengths] = 0.0
     return found
 

@@ -7,6 +7,7 @@ from fastapi.responses import PlainTextResponse
 
 from plexrl.backend_capabilities import (
     backend_capabilities,
+    check_computation,
     check_dtype,
     check_layout,
     check_optimizer,
@@ -18,9 +19,12 @@ from plexrl.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
+from plexrl.kv_cache import check_cache_budget
+from plexrl.megatron_dimensions import check_cut, dimensions, megatron_bytes_per_parameter
+from plexrl.model_layout import check_equal_parts, check_tensor_parallel
 from plexrl.model_spec import (
-    ROLLOUT_BYTES_PER_PARAMETER,
     TRAIN_BYTES_PER_PARAMETER,
+    WEIGHT_BYTES,
     ModelSpec,
     parameter_count,
 )
@@ -116,11 +120,6 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
         caller = await gateway.caller(request)
         check_name("deployment", body.name)
         spec, parameters = check_deployment(body)
-        per_parameter = (
-            TRAIN_BYTES_PER_PARAMETER
-            if spec.kind == "train"
-            else ROLLOUT_BYTES_PER_PARAMETER[spec.dtype]
-        )
         view = await gateway.scheduler.call(
             "create_deployment",
             {
@@ -129,7 +128,7 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
                 **caller.claim,
                 "kind": spec.kind,
                 "workers": spec.workers,
-                "state_bytes": parameters * per_parameter,
+                "state_bytes": state_bytes(spec, parameters),
                 "exclusive": body.exclusive,
                 "spec_json": spec.to_json(),
                 "node_type": body.node_type,
@@ -141,8 +140,8 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
     @routes.get("/{job}/deployments/{name}", summary="One deployment")
     async def deployment(request: Request, job: str, name: str) -> Plain:
         caller = await gateway.caller(request)
-        fields = {"deployment": f"{job}/{name}", **caller.claim}
-        return await gateway.scheduler.call("get_deployment", fields)
+        view = await gateway.deployment(caller, f"{job}/{name}")
+        return {**view, "engines": await gateway.engines.stats(view)}
 
     @routes.get(
         "/{job}/deployments/{name}/tokenizer",
@@ -169,20 +168,30 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         raise InvalidRequestError("a model has either a path or an architecture")
     capabilities = backend_capabilities(body.kind, body.backend or None)
     layout = _layout(body)
-    if body.kind == "rollout" and layout.dp != 1:
-        raise InvalidRequestError(
-            f"a rollout deployment has 1 copy of its model, {layout.dp} were asked for: make "
-            "several rollout deployments instead"
-        )
     check_layout(capabilities, layout)
     check_optimizer(capabilities, body.optimizer)
     check_dtype(capabilities, body.dtype)
+    check_computation(
+        capabilities,
+        body.compute_dtype,
+        activation_checkpointing=body.activation_checkpointing,
+    )
+    check_tensor_parallel(model, layout)
+    if body.kind == "rollout":
+        check_equal_parts(model, layout)
+    if model.head != "causal" and body.kind != "forward":
+        raise InvalidRequestError(
+            f"a model with head {model.head!r} only scores rows: make a reward deployment of it, "
+            f"not a {body.kind} deployment"
+        )
     if body.kind == "rollout" and body.trace is not None:
         raise InvalidRequestError(
             "a rollout deployment has its GPUs to itself, so a demand trace says nothing of it: "
             "leave the trace out"
         )
     parameters = parameter_count(model)
+    if capabilities.backend == "megatron":
+        check_cut(dimensions({"model_type": model.architecture, **model.config}), layout)
     spec = DeploymentSpec(
         model=model,
         kind=body.kind,
@@ -191,8 +200,11 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         parallelism=layout,
         optimizer=body.optimizer,
         dtype=body.dtype,
+        compute_dtype=body.compute_dtype,
+        activation_checkpointing=body.activation_checkpointing,
         max_sequence_tokens=body.max_sequence_tokens,
         max_concurrent_samples=body.max_concurrent_samples,
+        kv_cache_bytes=body.kv_cache_bytes,
     )
     positions = model.config.get("max_position_embeddings")
     if isinstance(positions, int) and spec.max_sequence_tokens > positions:
@@ -200,7 +212,17 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
             f"max_sequence_tokens is {spec.max_sequence_tokens}; the model has {positions} "
             "positions: lower it"
         )
+    check_cache_budget(spec)
     return spec, parameters
+
+
+def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
+    """Of all ranks: a trainer's are shards; of the others each data rank has all weights."""
+    if spec.backend == "megatron":
+        return parameters * megatron_bytes_per_parameter(spec.layout)
+    if spec.kind == "train":
+        return parameters * TRAIN_BYTES_PER_PARAMETER
+    return parameters * WEIGHT_BYTES[spec.dtype] * spec.layout.dp
 
 
 def _layout(body: DeploymentRequest) -> Parallelism:

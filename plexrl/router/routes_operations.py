@@ -1,9 +1,9 @@
-"""Routes about operations: submit, wait, stream, cancel, look back."""
+"""Routes about operations: submit, wait, cancel, look back."""
 
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +11,27 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import InvalidRequestError, from_wire
 from plexrl.ids import BlobRef
-from plexrl.router.gateway import Caller, Gateway
+from plexrl.router.blobs import INLINE_BYTES_MAX, Upload
+from plexrl.router.gateway import FINAL, Caller, Gateway
 from plexrl.router.validation import Checked, check_identifier, check_operation
 from plexrl.wire.operations import GenerateParams, SyncWeightsParams
-from plexrl.wire.tensors import MEDIA_TYPE, Arrays, decode_body, encode_body
+from plexrl.wire.tensors import (
+    MEDIA_TYPE,
+    Arrays,
+    Body,
+    decode_body,
+    encode_body,
+    with_params,
+)
 
 Plain = dict[str, Any]
 
 WAIT_S_MAX = 60.0
-FINAL = ("finished", "failed", "cancelled")
+SLICE_BYTES = 256 << 10
+"""Of a large result, handed to the server at a time."""
 BINARY = {
     "description": "safetensors; `params` are JSON in its metadata",
     "content": {MEDIA_TYPE: {}},
@@ -29,7 +39,7 @@ BINARY = {
 
 
 def operation_routes(gateway: Gateway) -> APIRouter:
-    """All routes about operations."""
+    """All routes about operations, but for streams."""
     routes = APIRouter(prefix="/v1", tags=["operations"])
 
     @routes.post(
@@ -52,21 +62,12 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         caller = await gateway.caller(request)
         check_identifier("operation", operation)
         spec = await gateway.spec(f"{job}/{name}", caller)
-        body = await gateway.body(request)
-        params, arrays = _decode(request, body)
-        checked = check_operation(spec, kind, params, arrays)
-        return await _submit(gateway, caller, f"{job}/{name}", operation, checked, body, arrays)
-
-    @routes.get(
-        "/operations/{operation:path}/stream",
-        summary="Tokens of a streamed generation, as JSON lines",
-        response_class=StreamingResponse,
-    )
-    async def stream(request: Request, operation: str, after: int = 0) -> StreamingResponse:
-        caller = await gateway.caller(request)
-        await _view(gateway, caller, operation, 0.0)
-        lines = _stream_lines(gateway, caller, operation, after)
-        return StreamingResponse(lines, media_type="application/x-ndjson")
+        upload = await gateway.body(request)
+        try:
+            checked = await _checked(request, spec, kind, upload)
+            return await _submit(gateway, caller, f"{job}/{name}", operation, checked, upload)
+        finally:
+            upload.drop()
 
     @routes.get(
         "/operations/{operation:path}",
@@ -78,17 +79,16 @@ def operation_routes(gateway: Gateway) -> APIRouter:
     )
     async def wait(request: Request, operation: str, wait_s: float = 25.0) -> Response:
         caller = await gateway.caller(request)
-        view = await _view(gateway, caller, operation, max(0.0, min(wait_s, WAIT_S_MAX)))
+        view = await gateway.operation(caller, operation, max(0.0, min(wait_s, WAIT_S_MAX)))
         if view["state"] not in FINAL:
             return JSONResponse(view, status_code=202)
         if view["state"] != "finished":
             raise from_wire(view["error"])
-        arrays: Arrays = {}
-        if view["result"] is not None:
-            _, arrays = decode_body(await gateway.blobs.read(BlobRef(view["result"])))
-        result = json.loads(view["result_json"])
-        content = encode_body({"operation": view, "result": result}, arrays)
-        return Response(content, media_type=MEDIA_TYPE)
+        params = {"operation": view, "result": json.loads(view["result_json"])}
+        if view["result"] is None:
+            return Response(encode_body(params), media_type=MEDIA_TYPE)
+        body = await gateway.blobs.read(BlobRef(view["result"]))
+        return _in_slices(with_params(body, params))
 
     @routes.delete(
         "/operations/{operation:path}",
@@ -110,16 +110,44 @@ def operation_routes(gateway: Gateway) -> APIRouter:
     return routes
 
 
-def _decode(request: Request, body: bytes) -> tuple[Plain, Arrays]:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip()
-    if kind == MEDIA_TYPE:
+def _in_slices(parts: Sequence[Body]) -> Response:
+    """A response that copies no more than a slice of a large body at a time."""
+    views = [memoryview(part).cast("B") for part in parts]
+    size = sum(view.nbytes for view in views)
+    if size <= INLINE_BYTES_MAX:
+        return Response(b"".join(views), media_type=MEDIA_TYPE)
+
+    async def slices() -> AsyncIterator[memoryview]:
+        for view in views:
+            for start in range(0, view.nbytes, SLICE_BYTES):
+                yield view[start : start + SLICE_BYTES]
+
+    headers = {"content-length": str(size)}
+    return StreamingResponse(slices(), headers=headers, media_type=MEDIA_TYPE)
+
+
+async def _checked(request: Request, spec: DeploymentSpec, kind: str, upload: Upload) -> Checked:
+    """The request, if it can be carried out. Looking over a large batch is a thread's work."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip()
+
+    def check() -> Checked:
+        params, arrays = _decode(media_type, upload.body)
+        return check_operation(spec, kind, params, arrays)
+
+    if memoryview(upload.body).nbytes <= INLINE_BYTES_MAX:
+        return check()
+    return await asyncio.to_thread(check)
+
+
+def _decode(media_type: str, body: Body) -> tuple[Plain, Arrays]:
+    if media_type == MEDIA_TYPE:
         return decode_body(body)
-    if kind in ("application/json", ""):
+    if media_type in ("application/json", ""):
         try:
             return msgspec.json.decode(body or b"{}", type=dict[str, Any]), {}
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"the body is no JSON object: {error}") from error
-    raise InvalidRequestError(f"content type {kind!r}: send {MEDIA_TYPE} or application/json")
+    raise InvalidRequestError(f"content type {media_type!r}: send {MEDIA_TYPE} or application/json")
 
 
 async def _submit(
@@ -128,8 +156,7 @@ async def _submit(
     deployment: str,
     operation: str,
     checked: Checked,
-    body: bytes,
-    arrays: Arrays,
+    upload: Upload,
 ) -> Plain:
     params = checked.params
     if isinstance(params, GenerateParams) and params.sampling.seed is None:
@@ -140,11 +167,10 @@ async def _submit(
         params = replace(params, sampling=replace(params.sampling, seed=seed))
     source = params.source if isinstance(params, SyncWeightsParams) else None
     payload: str | None = None
-    if arrays:
+    if checked.has_batch:
         # Named by its content too, so that another batch under the same id is a conflict.
-        digest = (await asyncio.to_thread(hashlib.sha256, body)).hexdigest()
-        payload = f"{operation}.{digest[:16]}.in"
-        await gateway.blobs.write(BlobRef(payload), body)
+        payload = f"{operation}.{upload.digest[:16]}.in"
+        await gateway.blobs.publish(upload, BlobRef(payload))
     return await gateway.scheduler.call(
         "submit_operation",
         {
@@ -158,35 +184,3 @@ async def _submit(
             "source": source,
         },
     )
-
-
-async def _view(gateway: Gateway, caller: Caller, operation: str, timeout_s: float) -> Plain:
-    return await gateway.scheduler.call(
-        "wait_operation",
-        {"operation": operation, **caller.claim, "timeout_s": timeout_s},
-        timeout_s=timeout_s + 30.0,
-    )
-
-
-async def _stream_lines(
-    gateway: Gateway, caller: Caller, operation: str, after: int
-) -> AsyncIterator[bytes]:
-    """Chunks as they come; the last line says that the result can be fetched."""
-    stream = gateway.executor.stream(operation)
-    sent = after
-    while True:
-        changed = stream.changed
-        while sent < len(stream.chunks):
-            yield json.dumps(stream.chunks[sent]).encode() + b"\n"
-            sent += 1
-        if stream.done:
-            break
-        try:
-            async with asyncio.timeout(1.0):
-                await changed.wait()
-        except TimeoutError:
-            # Another router may be carrying it out, or it ended before this one asked.
-            view = await _view(gateway, caller, operation, 0.0)
-            if view["state"] in FINAL:
-                break
-    yield b'{"done":true}\n'

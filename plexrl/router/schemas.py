@@ -87,6 +87,7 @@ class ModelRequest(_Strict):
     config_json: str = "{}"
     vocabulary: str = ""
     seed: int = 0
+    head: Literal["causal", "reward"] = "causal"
 
 
 class SegmentRequest(_Strict):
@@ -123,7 +124,7 @@ class DeploymentRequest(_Strict):
     """A deployment to create."""
 
     name: str
-    kind: Literal["train", "rollout"]
+    kind: Literal["train", "forward", "rollout"]
     model: ModelRequest
     workers: int | None = Field(
         None,
@@ -134,16 +135,30 @@ class DeploymentRequest(_Strict):
         None, description="how the model lies over the workers; absent: dp over all of them"
     )
     exclusive: bool = Field(False, description="share the GPUs with nobody")
-    backend: str | None = Field(None, description="fsdp for train, torch for rollout")
+    backend: str | None = Field(None, description="fsdp for train, torch for forward and rollout")
     optimizer: Literal["device", "host"] = Field(
         "device",
         description="train: where optimizer state lies; in host memory it stays over a switch",
     )
     dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = Field(
-        "float32", description="of a rollout's weights, cast as they are synchronised"
+        "float32",
+        description="of a forward or rollout deployment's weights, cast as they are synchronised",
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="train: to compute in; parameters and their steps are float32"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="train: compute activations again in the backward pass, to save memory"
     )
     max_sequence_tokens: int = Field(512, ge=2)
     max_concurrent_samples: int = Field(256, ge=1)
+    kv_cache_bytes: int | None = Field(
+        None,
+        strict=True,
+        ge=1,
+        lt=2**63,
+        description="rollout: budget of each worker's cache; absent: the engine's own default",
+    )
     node_type: str = Field("", max_length=100, description="of nodes; empty: any")
     trace: TraceRequest | None = Field(
         None, description="its demand by the user's word: it is placed by it at once"

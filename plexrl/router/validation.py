@@ -30,6 +30,7 @@ from plexrl.wire.operations import (
     LossSpec,
     OperationKind,
     SamplingParams,
+    SyncWeightsParams,
 )
 from plexrl.wire.tensors import Array, Arrays
 
@@ -47,6 +48,7 @@ class Checked:
     """An instance of `PARAMS_BY_KIND[kind]`."""
     tokens: int
     """Size of the work: tokens of the batch, or the most that can be drawn."""
+    has_batch: bool
 
 
 def check_operation(
@@ -77,9 +79,14 @@ def check_operation(
             _check_checkpoint(typed)
             if typed.job is not None:
                 check_identifier("job", typed.job)
+        case SyncWeightsParams() if spec.model.head != "causal":
+            raise InvalidRequestError(
+                f"the deployment's model has head {spec.model.head!r}, which no train deployment "
+                "publishes: load a checkpoint instead"
+            )
     if arrays and not tokens:
         raise BatchShapeError(f"{kind.value} takes no arrays, {sorted(arrays)} were sent")
-    return Checked(kind=kind, params=typed, tokens=tokens)
+    return Checked(kind=kind, params=typed, tokens=tokens, has_batch=bool(arrays))
 
 
 def _check_checkpoint(params: CheckpointParams) -> None:
@@ -200,6 +207,11 @@ def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays
     _at_least("top_k", sampling.top_k, 0)
     if sampling.seed is not None:
         _in_range("seed", sampling.seed, 0, 2**63 - 1)
+    if params.stream and spec.layout.dp > 1:
+        raise InvalidRequestError(
+            f"the deployment has {spec.layout.dp} replicas (dp), and a stream tells of one: leave "
+            "`stream` out, or make a deployment with dp=1"
+        )
     unknown = sorted(set(arrays) - {"tokens", "lengths"})
     if unknown:
         raise BatchShapeError(f"generate takes tokens and lengths; {unknown} were sent too")
@@ -246,8 +258,9 @@ def _check_rows(spec: DeploymentSpec, arrays: Arrays) -> Array:
             row=longest,
         )
     size = int(spec.model.config["vocab_size"])
-    wrong = np.flatnonzero((tokens < 0) | (tokens >= size))
-    if len(wrong):
+    # Two quick passes that allocate nothing; where is only looked for once something is wrong.
+    if int(tokens.min()) < 0 or int(tokens.max()) >= size:
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= size))
         row, position = _row_of(int(wrong[0]), lengths)
         raise TokenRangeError(
             f"row {row} has token {int(tokens[wrong[0]])} at position {position}; the vocabulary "
@@ -259,8 +272,8 @@ def _check_rows(spec: DeploymentSpec, arrays: Arrays) -> Array:
 
 
 def _check_finite(name: str, array: Array, lengths: Array) -> None:
-    wrong = np.flatnonzero(~np.isfinite(array))
-    if len(wrong):
+    if not np.isfinite((array.min(), array.max())).all():
+        wrong = np.flatnonzero(~np.isfinite(array))
         row, position = _row_of(int(wrong[0]), lengths)
         raise NonFiniteInputError(
             f"{name} is {array[wrong[0]]} in row {row} at position {position}: every value must "

@@ -2,18 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from plexrl.errors import ConnectionLostError, PlexRLError
-from plexrl.wire.framing import Header, read_frame, write_frame
+from plexrl.wire.frame_socket import FrameSocket
+from plexrl.wire.framing import Buffer, Header
 
 LOG = logging.getLogger(__name__)
 
 RECONNECT_S = 0.1
 RunName = tuple[str, int]
 """Operation and token."""
-Answer = tuple[Header, bytes]
-OnChunk = Callable[[Header], None]
+Answer = tuple[Header, bytearray]
 
 
 class WorkerGoneError(Exception):
@@ -29,14 +29,13 @@ class WorkerLink:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._writer: asyncio.StreamWriter | None = None
+        self._socket: FrameSocket | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._waiting: dict[RunName, tuple[asyncio.Future[Answer], OnChunk | None]] = {}
-        self._connecting = asyncio.Lock()
+        self._waiting: dict[RunName, asyncio.Future[Answer]] = {}
+        # Held over a whole frame: frames do not mix, and leave in the order of the calls.
+        self._sending = asyncio.Lock()
 
-    async def run(
-        self, name: RunName, header: Header, payload: bytes, on_chunk: OnChunk | None
-    ) -> Answer:
+    async def run(self, name: RunName, header: Header, payload: Sequence[Buffer]) -> Answer:
         """The worker's final answer to a run; asks until there is one.
 
         Raises:
@@ -44,7 +43,7 @@ class WorkerLink:
         """
         while True:
             future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-            self._waiting[name] = (future, on_chunk)
+            self._waiting[name] = future
             try:
                 await self.send(header, payload)
                 return await future
@@ -56,39 +55,50 @@ class WorkerLink:
             finally:
                 self._waiting.pop(name, None)
 
-    async def send(self, header: Header, payload: bytes = b"") -> None:
+    async def send(self, header: Header, payload: Sequence[Buffer] = ()) -> None:
         """Send one frame. Raises `ConnectionLostError` or `OSError`."""
-        async with self._connecting:
-            if self._writer is None:
-                reader, self._writer = await asyncio.open_unix_connection(self._address)
-                self._reading = asyncio.create_task(self._read(reader))
-            writer = self._writer
-        await write_frame(writer, header, payload)
+        async with self._sending:
+            if self._socket is None:
+                self._socket = connection = await FrameSocket.connect(self._address)
+                self._reading = asyncio.create_task(self._read(connection))
+                # Also where the task is cancelled before its first step.
+                self._reading.add_done_callback(lambda _: connection.close())
+            try:
+                await self._socket.send(header, payload)
+            except BaseException:
+                # Half a frame may have left, also where the run was cancelled.
+                self._hang_up()
+                raise
 
     async def close(self) -> None:
         """End the connection."""
+        reading = self._reading
+        self._hang_up()
+        if reading is not None:
+            await asyncio.gather(reading, return_exceptions=True)
+
+    def _hang_up(self) -> None:
+        """End the connection; the reading task wakes all who wait, and closes the socket."""
+        self._socket = None
         if self._reading is not None:
             self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+            self._reading = None
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self, connection: FrameSocket) -> None:
+        lost: PlexRLError = ConnectionLostError("the connection was given up")
         try:
             while True:
-                header, payload = await read_frame(reader)
-                found = self._waiting.get((header.get("operation", ""), header.get("token", -1)))
-                if found is None:
-                    continue
-                future, on_chunk = found
-                if header["reply"] == "chunk":
-                    if on_chunk is not None:
-                        on_chunk(header)
-                elif not future.done():
+                header, payload = await connection.receive()
+                future = self._waiting.get((header.get("operation", ""), header.get("token", -1)))
+                if future is not None and not future.done():
                     future.set_result((header, payload))
         except PlexRLError as error:
-            for future, _ in self._waiting.values():
-                if not future.done():
-                    future.set_exception(error)
+            lost = error
         finally:
-            if self._writer is not None:
-                self._writer.close()
-            self._writer = None
+            if self._socket is connection:
+                self._socket = self._reading = None
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(lost)
+                    # Whoever was cancelled does not ask.
+                    future.exception()

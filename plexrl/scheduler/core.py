@@ -295,7 +295,7 @@ class SchedulerCore:
             return
         if event.kind not in USER_KINDS or event.workers < 1:
             raise InvalidRequestError(
-                f"deployment {event.deployment!r}: kind is train or rollout, workers at least 1"
+                f"deployment {event.deployment!r}: use {' or '.join(USER_KINDS)}, 1 worker or more"
             )
         deployment = Deployment(
             deployment=event.deployment,

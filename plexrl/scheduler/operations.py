@@ -138,7 +138,7 @@ def start(
         operation.seq = seq
         operation.state = OperationState.RUNNING
         operation.started_at = now
-        if deployment.kind == "train" and operation.kind not in MOVES:
+        if deployment.kind != "rollout" and operation.kind not in MOVES:
             if next_began(deployment, now) is not None:
                 context.cycles_over[deployment.deployment] = None
             run_began(deployment, now)
@@ -200,7 +200,7 @@ def complete(
 ) -> None:
     """Record the success of a user operation or publish, and keep what a recovery would need."""
     operation.state = OperationState.FINISHED
-    if deployment.kind == "train":
+    if deployment.kind != "rollout":
         _note_run(context, deployment, operation, now)
     operation.result = result
     operation.result_json = result_json

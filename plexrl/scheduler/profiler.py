@@ -1,10 +1,11 @@
 """From a deployment's own runs to its demand trace (PlexRL §4.3.2, §5.2.1).
 
 A cycle runs from the first operation behind one publish (or, in jobs that publish nothing, behind
-one optimizer step) to the next. What the deployment waited for the group in between is taken out of
-its clock, so that a trace says what the job would do alone, whoever it shares with. The trace is
-the median of several cycles, warm-up dropped; the median of cycles that agree on the number of
-segments is left alone by a straggler, a checkpoint, an evaluation.
+one optimizer step; of a forward deployment, behind one `forward`) to the next. What the deployment
+waited for the group in between is taken out of its clock, so that a trace says what the job would
+do alone, whoever it shares with. The trace is the median of several cycles, warm-up dropped; the
+median of cycles that agree on the number of segments is left alone by a straggler, a checkpoint, an
+evaluation.
 """
 
 from collections import Counter
@@ -195,6 +196,9 @@ def _is_end(deployment: Deployment, kind: OperationKind) -> bool:
     if kind == OperationKind.PUBLISH:
         deployment.publishes = True
         return True
+    if deployment.kind == "forward":
+        # It has no steps: what it is asked once a step of its job is the nearest thing to one.
+        return kind == OperationKind.FORWARD
     return kind == OperationKind.OPTIM_STEP and not deployment.publishes
 
 

@@ -23,6 +23,8 @@ UNSEEN_BYTES_MAX = 64 << 20
 """Memory taken on the word of a length alone; beyond it, memory grows with what has arrived."""
 
 _LENGTHS = struct.Struct("<IQ")
+HEAD_BYTES = _LENGTHS.size
+"""Of the two lengths."""
 
 Header = dict[str, Any]
 Buffer = bytes | bytearray | memoryview
@@ -56,7 +58,7 @@ def recv_frame(
     body, payload_bytes = _recv_head(sock, payload_bytes_max)
     # The payload is taken whatever the header is, so that the stream stays in step.
     payload = _recv_exactly(sock, payload_bytes)
-    return _decode_header(body), payload
+    return decode_header(body), payload
 
 
 def recv_head(
@@ -67,7 +69,7 @@ def recv_head(
     Raises as `recv_frame`; after a malformed header the stream is no longer in step.
     """
     body, payload_bytes = _recv_head(sock, payload_bytes_max)
-    return _decode_header(body), payload_bytes
+    return decode_header(body), payload_bytes
 
 
 async def write_frame(
@@ -100,7 +102,7 @@ async def read_frame(
         payload = await reader.readexactly(payload_bytes) if payload_bytes else b""
     except (asyncio.IncompleteReadError, OSError) as error:
         raise ConnectionLostError("the peer closed the connection") from error
-    return _decode_header(body), payload
+    return decode_header(body), payload
 
 
 def _recv_head(sock: socket.socket, payload_bytes_max: int) -> tuple[bytearray, int]:
@@ -109,7 +111,15 @@ def _recv_head(sock: socket.socket, payload_bytes_max: int) -> tuple[bytearray, 
     return _recv_exactly(sock, header_bytes), payload_bytes
 
 
-def _decode_header(body: bytes | bytearray) -> Header:
+def decode_lengths(lengths: Buffer) -> tuple[int, int]:
+    """Bytes of header and payload, from a frame's first `HEAD_BYTES`. Raises as `recv_frame`."""
+    header_bytes, payload_bytes = _LENGTHS.unpack(lengths)
+    _check_lengths(header_bytes, payload_bytes)
+    return header_bytes, payload_bytes
+
+
+def decode_header(body: bytes | bytearray) -> Header:
+    """A frame's header. Raises `InvalidRequestError`."""
     try:
         header: Header = msgspec.msgpack.decode(body, type=dict[str, Any])
     except (ValueError, RecursionError) as error:

@@ -20,7 +20,7 @@ class OperationKind(StrEnum):
     SAVE_CHECKPOINT = "save_checkpoint"
     LOAD_CHECKPOINT = "load_checkpoint"
     SYNC_WEIGHTS = "sync_weights"
-    """On the rollout deployment: pull the version that the train deployment published for it."""
+    """On a rollout or forward deployment: pull what the train deployment published for it."""
     BARRIER = "barrier"
     """Does nothing, in its turn: finished means everything before it is."""
     PUBLISH = "publish"
@@ -52,6 +52,14 @@ USER_KINDS: dict[str, frozenset[OperationKind]] = {
             OperationKind.OPTIM_STEP,
             OperationKind.SAVE_CHECKPOINT,
             OperationKind.LOAD_CHECKPOINT,
+            OperationKind.BARRIER,
+        }
+    ),
+    "forward": frozenset(
+        {
+            OperationKind.FORWARD,
+            OperationKind.LOAD_CHECKPOINT,
+            OperationKind.SYNC_WEIGHTS,
             OperationKind.BARRIER,
         }
     ),

@@ -48,10 +48,15 @@ class BackendCall:
 class Backend(Protocol):
     """One rank of a deployment."""
 
-    arena: Arena
-    """Holds every tensor of `slices()` but what is in `host_arena`; allocated by `build`."""
-    host_arena: HostArena | None
-    """Holds what stays in host memory; absent where nothing does."""
+    @property
+    def arena(self) -> Arena:
+        """Holds every tensor of `slices()` but what is in `host_arena`; allocated by `build`."""
+        ...
+
+    @property
+    def host_arena(self) -> HostArena | None:
+        """Holds what stays in host memory; absent where nothing does."""
+        ...
 
     def build(self) -> None:
         """Make the model with its initial weights and move all its state into the arena.

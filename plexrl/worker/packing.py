@@ -54,6 +54,20 @@ def unpack(batches: list[MicroBatch], values: list[torch.Tensor], tokens: int) -
     return packed
 
 
+def unpack_rows(arrays: Arrays, values: list[torch.Tensor]) -> Array:
+    """One value `[B]` a row of each micro-batch as one float32 `[R]` array, in the rows' order.
+
+    `arrays` are those that `micro_batches` was given.
+    """
+    lengths = arrays.get("lengths", np.empty(0, dtype=np.int32)).astype(np.int64)
+    in_order = np.zeros(len(lengths), dtype=np.float32)
+    parts = np.array_split(np.argsort(lengths, kind="stable"), len(values))
+    for rows, value_B in zip(parts, values, strict=True):
+        # An empty micro-batch has a row of padding.
+        in_order[rows] = value_B.numpy()[: len(rows)]
+    return in_order
+
+
 def _micro_batch(
     tokens: Array | None, lengths: Array, starts: Array, per_token: Mapping[str, Array]
 ) -> MicroBatch:

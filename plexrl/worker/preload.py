@@ -8,8 +8,8 @@ import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2
 
 import plexrl.worker.engine
-import plexrl.worker.fsdp
 import plexrl.worker.process
+import plexrl.worker.training.fsdp
 from plexrl.cluster.lifeline import die_with_parent
 
 __all__ = ["plexrl", "torch", "transformers"]

@@ -23,15 +23,15 @@ from plexrl.wire.operations import MUTATING, PARAMS_BY_KIND, OperationKind
 from plexrl.wire.tensors import decode_body, encode_body
 from plexrl.worker.backend import Backend, BackendCall, BackendResult, RolloutBackend
 from plexrl.worker.config import WorkerConfig
+from plexrl.worker.controls import Controls
 from plexrl.worker.replies import Replies, Reply, RunName
 from plexrl.worker.residency import MOVES, StateMover
 from plexrl.worker.server import Connection, Request, Server
+from plexrl.worker.token_streams import TokenLog, TokenStreams
 
 LOG = logging.getLogger(__name__)
 
 NICENESS = 10
-CHUNKS_MAX = 100_000
-"""Stream chunks kept of one generation for routers that ask again."""
 
 
 class Worker:
@@ -45,9 +45,10 @@ class Worker:
         self._requests = requests
         self._replies = Replies()
         self._listeners: dict[RunName, list[Connection]] = {}
-        self._chunks: dict[RunName, list[dict[str, Any]]] = {}
         self._started: dict[str, tuple[RunName, float]] = {}
         self._deferred: deque[Request] = deque()
+        self._streams = TokenStreams()
+        self._controls = Controls(backend, mover, self._streams)
 
     def run(self) -> None:
         """Serve for ever."""
@@ -77,9 +78,7 @@ class Worker:
 
     def _take(self, request: Request) -> None:
         header = request.header
-        if header.get("request") == "abort":
-            if self._generator is not None:
-                self._generator.abort(header["operation"])
+        if self._controls.take(request):
             return
         if header.get("request") != "run":
             error = InvalidRequestError(f"unknown request {header.get('request')!r}")
@@ -97,11 +96,13 @@ class Worker:
             self._deferred.append(request)
             return
         self._listeners[name] = [request.connection]
+        self._admitted(name, kind)
         self._begin(name, kind, header, request.payload)
 
+    def _admitted(self, name: RunName, kind: OperationKind) -> None:
+        """A run is begun with the next call; for workers that have others do the same."""
+
     def _attach(self, name: RunName, connection: Connection) -> None:
-        for chunk in self._chunks.get(name, []):
-            connection.send(chunk)
         reply = self._replies.answer(name)
         if reply is None:
             self._listeners[name].append(connection)
@@ -149,30 +150,13 @@ class Worker:
 
     def _generate(self, name: RunName, call: BackendCall, started: float) -> None:
         assert self._generator is not None, "only rollout deployments are sent generates"
-        emit = None
-        if call.params.stream:
-            chunks = self._chunks.setdefault(name, [])
-
-            def emit(sample: int, tokens: list[int], logprobs: list[float]) -> None:
-                chunk = {
-                    "reply": "chunk",
-                    "operation": name[0],
-                    "token": name[1],
-                    "index": len(chunks),
-                    "sample": sample,
-                    "tokens": tokens,
-                    "logprobs": logprobs,
-                }
-                if len(chunks) < CHUNKS_MAX:
-                    chunks.append(chunk)
-                for connection in self._listeners[name]:
-                    connection.send(chunk)
-
+        log = self._streams.begin(call.operation, streamed=call.params.stream)
         self._started[call.operation] = (name, started)
         try:
-            self._generator.submit(call, emit)
+            self._generator.submit(call, None if log is None else log.append)
         except PlexRLError:
             del self._started[call.operation]
+            self._streams.end(call.operation)
             raise
 
     def _step(self, generator: RolloutBackend) -> None:
@@ -187,7 +171,8 @@ class Worker:
             raise SystemExit(1) from None
         for operation, result in finished:
             name, started = self._started.pop(operation)
-            self._finish(name, result, started)
+            self._finish(name, _with_order(result, self._streams.end(operation)), started)
+        self._streams.serve()
 
     def _finish(
         self, name: RunName, result: BackendResult, started: float, *, replay: bool = False
@@ -214,9 +199,18 @@ class Worker:
 
     def _answer(self, name: RunName, reply: Reply) -> None:
         self._replies.end(name, reply)
-        self._chunks.pop(name, None)
         for connection in self._listeners.pop(name, []):
             connection.send(reply.header, reply.payload)
+
+
+def _with_order(result: BackendResult, log: TokenLog | None) -> BackendResult:
+    """The result of a generation, and in which order it was streamed."""
+    if log is None:
+        return result
+    return BackendResult(
+        result={**result.result, "stream": log.name},
+        arrays={**result.arrays, "stream_order": log.order()},
+    )
 
 
 def _call(
@@ -250,9 +244,10 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
 
     torch.set_num_threads(config.threads)
     spec = deployment_spec_from_json(config.spec_json)
-    if config.kind == "train":
+    if config.kind in ("train", "forward") or spec.layout.tp > 1:
         _join_process_group(config)
     from plexrl.worker.factory import make_backend
+    from plexrl.worker.team import make_worker
 
     backend = make_backend(spec, config.rank, config.world_size, Path(config.checkpoint_dir))
     client = StateManagerClient(
@@ -263,7 +258,8 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
         ticket=config.ticket,
     )
     server = Server(config.address)
-    worker = Worker(backend, StateMover(backend, client, config.group), server.requests)
+    mover = StateMover(backend, client, config.group)
+    worker = make_worker(backend, mover, server.requests)
     LOG.info("%s incarnation %d is ready", config.deployment, config.incarnation)
     ready()
     worker.run()

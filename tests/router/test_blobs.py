@@ -3,13 +3,14 @@
 import asyncio
 import os
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from plexrl.errors import StorageError, UnknownOperationError
+from plexrl.errors import PayloadTooLargeError, StorageError, UnknownOperationError
 from plexrl.ids import BlobRef
-from plexrl.router.blobs import INLINE_BYTES_MAX, BlobStore
+from plexrl.router.blobs import INLINE_BYTES_MAX, BlobStore, Upload
 
 
 @pytest.mark.parametrize("size", [0, 10, INLINE_BYTES_MAX + 1])
@@ -18,7 +19,7 @@ def test_a_blob_comes_back_as_it_was_until_it_is_discarded(tmp_path: Path, size:
     ref = BlobRef("job:1/../x.out")
     body = os.urandom(size)
     asyncio.run(store.write(ref, body))
-    assert asyncio.run(store.read(ref)) == body
+    assert bytes(asyncio.run(store.read(ref))) == body
     assert [path.parent for path in tmp_path.iterdir()] == [tmp_path]
     store.discard(ref)
     store.discard(ref)
@@ -28,10 +29,10 @@ def test_a_blob_comes_back_as_it_was_until_it_is_discarded(tmp_path: Path, size:
 
 def test_old_results_go_and_payloads_and_new_results_stay(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
-    for name in ("old.out", "old.in", "new.out"):
+    for name in ("old.out", "old.in", "new.out", "killed.1.part"):
         asyncio.run(store.write(BlobRef(name), b"x"))
     long_ago = time.time() - 7200
-    for name in ("old.out", "old.in"):
+    for name in ("old.out", "old.in", "killed.1.part"):
         os.utime(tmp_path / name, (long_ago, long_ago))
     store.discard_results(older_than_s=3600)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.out", "old.in"]
@@ -42,3 +43,63 @@ def test_a_store_that_cannot_be_written_says_so_and_keeps_nothing_half(tmp_path:
     (tmp_path / "blobs").rmdir()
     with pytest.raises(StorageError, match="free space there"):
         asyncio.run(store.write(BlobRef("a"), b"x"))
+
+
+async def arriving(body: bytes, chunk_bytes: int = 100_000) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), chunk_bytes):
+        await asyncio.sleep(0)
+        yield body[start : start + chunk_bytes]
+
+
+def named(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.suffix != ".part"]
+
+
+@pytest.mark.parametrize("size", [0, 10, INLINE_BYTES_MAX, 3 * INLINE_BYTES_MAX + 17])
+def test_an_upload_has_no_name_until_it_is_published(tmp_path: Path, size: int) -> None:
+    store = BlobStore(tmp_path)
+    body = os.urandom(size)
+
+    async def run() -> Upload:
+        upload = await store.receive(arriving(body), size)
+        assert bytes(upload.body) == body
+        assert not named(tmp_path)
+        await store.publish(upload, BlobRef("a.in"))
+        upload.drop()
+        assert bytes(await store.read(BlobRef("a.in"))) == body
+        store.discard(BlobRef("a.in"))
+        return upload
+
+    upload = asyncio.run(run())
+    # What is being sent to a worker must not go with the file.
+    assert bytes(upload.body) == body
+    assert not list(tmp_path.iterdir())
+    again = asyncio.run(store.receive(arriving(body, 33_333), size))
+    assert again.digest == upload.digest
+    again.drop()
+
+
+@pytest.mark.parametrize("size", [11, 2 * INLINE_BYTES_MAX + 11])
+def test_a_body_beyond_the_bound_leaves_nothing(tmp_path: Path, size: int) -> None:
+    store = BlobStore(tmp_path)
+    with pytest.raises(PayloadTooLargeError, match=f"over {size - 1} bytes"):
+        asyncio.run(store.receive(arriving(bytes(size)), size - 1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_body_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        yield bytes(INLINE_BYTES_MAX + 1)
+        raise ConnectionError("the client is gone")
+
+    store = BlobStore(tmp_path)
+    with pytest.raises(ConnectionError):
+        asyncio.run(store.receive(broken(), 1 << 30))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_upload_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path / "blobs")
+    (tmp_path / "blobs").rmdir()
+    with pytest.raises(StorageError, match="free space there"):
+        asyncio.run(store.receive(arriving(bytes(2 * INLINE_BYTES_MAX)), 1 << 30))

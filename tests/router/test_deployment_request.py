@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedDtypeError
 from plexrl.model_spec import tiny_qwen2
 from plexrl.parallelism import Parallelism
-from plexrl.router.routes_jobs import check_deployment
+from plexrl.router.routes_jobs import check_deployment, state_bytes
 from plexrl.router.schemas import DeploymentRequest
 
 
@@ -41,8 +41,10 @@ def test_the_layout_and_the_number_of_workers_follow_from_one_another(
         ({"workers": 3, "parallelism": {"dp": 4}}, "workers", "3 workers .* dp=4 needs 4"),
         ({"parallelism": {"dp": 0}}, "dp", "parallelism.dp is 0"),
         ({"parallelism": {"dp": 2, "ep": 3}}, "ep", "ep must divide dp·cp"),
-        ({"parallelism": {"dp": 2, "tp": 2}}, "tp", "'fsdp' does not run tp.*fsdp: dp"),
+        ({"parallelism": {"dp": 2, "cp": 2}}, "cp", "'fsdp' does not run cp.*fsdp: dp, tp"),
+        ({"parallelism": {"tp": 4}}, "tp", "num_key_value_heads is 2.*use 2"),
         ({"parallelism": {"pp": 2}}, "pp", "does not run pp"),
+        ({"backend": "megatron", "parallelism": {"pp": 3}}, "pp", "2 layers"),
     ],
 )
 def test_a_layout_that_cannot_run_is_refused_by_its_field(
@@ -53,11 +55,53 @@ def test_a_layout_that_cannot_run_is_refused_by_its_field(
     assert refused.value.details["field"] == field
 
 
-def test_a_rollout_deployment_has_one_copy_of_its_model() -> None:
-    spec, _ = check_deployment(request("rollout"))
+def test_state_counts_what_megatron_keeps_on_every_data_rank() -> None:
+    bytes_per_parameter = {}
+    for layout in ({"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2, "pp": 2}):
+        spec, count = check_deployment(request(backend="megatron", parallelism=layout))
+        bytes_per_parameter[spec.layout.describe()] = state_bytes(spec, count) // count
+    # Parameters and room to reduce in on both data ranks, gradients and moments once.
+    assert bytes_per_parameter == {"tp=2": 16, "dp=2": 28, "dp=2 tp=2 pp=2": 28}
+
+
+def test_a_trainer_may_compute_in_bf16_and_compute_activations_again() -> None:
+    fields: dict[str, Any] = {"compute_dtype": "bfloat16", "activation_checkpointing": True}
+    spec, _ = check_deployment(request(parallelism={"dp": 2, "tp": 2}, **fields))
+    assert (spec.compute_dtype, spec.activation_checkpointing) == ("bfloat16", True)
+    assert spec.layout == Parallelism(dp=2, tp=2)
+    with pytest.raises(UnsupportedDtypeError, match="trains in float32, not bfloat16"):
+        check_deployment(request("rollout", compute_dtype="bfloat16"))
+    with pytest.raises(InvalidRequestError, match=r"has no activation_checkpointing.*fsdp"):
+        check_deployment(request("forward", activation_checkpointing=True))
+
+
+def test_a_rollout_deployment_runs_on_one_gpu_on_replicas_or_on_tensor_ranks() -> None:
+    spec, parameters = check_deployment(request("rollout"))
     assert (spec.backend, spec.workers, spec.layout) == ("torch", 1, Parallelism())
-    for fields in ({"workers": 2}, {"parallelism": {"dp": 2}}):
-        with pytest.raises(InvalidRequestError, match="make several rollout deployments"):
-            check_deployment(request("rollout", **fields))
-    with pytest.raises(LayoutError, match="torch: none"):
-        check_deployment(request("rollout", parallelism={"tp": 2}))
+    assert state_bytes(spec, parameters) == 4 * parameters
+    spec, _ = check_deployment(request("rollout", parallelism={"dp": 3, "tp": 2}))
+    assert spec.workers == 6
+    assert state_bytes(spec, parameters) == 3 * 4 * parameters
+    with pytest.raises(LayoutError, match="torch: dp, tp"):
+        check_deployment(request("rollout", parallelism={"pp": 2}))
+    with pytest.raises(LayoutError, match=r"tp is 4 .* num_key_value_heads is 2"):
+        check_deployment(request("rollout", parallelism={"tp": 4}))
+    # Each of two ranks caches one of the two heads.
+    budget = {"max_sequence_tokens": 100, "kv_cache_bytes": 256 * 112}
+    check_deployment(request("rollout", parallelism={"tp": 2}, **budget))
+    with pytest.raises(InvalidRequestError, match="takes 57344 bytes"):
+        check_deployment(request("rollout", **budget))
+
+
+def test_a_cache_holds_at_least_one_sequence() -> None:
+    # 2 layers, keys and values of 2 heads of 16 float32 numbers: 512 bytes a token.
+    least = 512 * 112
+    fields = {"max_sequence_tokens": 100, "kv_cache_bytes": least}
+    assert check_deployment(request("rollout", **fields))[0].kv_cache_bytes == least
+    half = {**fields, "dtype": "bfloat16", "kv_cache_bytes": least // 2}
+    assert check_deployment(request("rollout", **half))[0].kv_cache_bytes == least // 2
+    fields["kv_cache_bytes"] = least - 1
+    with pytest.raises(InvalidRequestError, match=rf"takes {least} bytes on each worker"):
+        check_deployment(request("rollout", **fields))
+    with pytest.raises(InvalidRequestError, match="keeps no cache"):
+        check_deployment(request(kv_cache_bytes=least))

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from safetensors.numpy import load, save
 
 from plexrl import errors
 from plexrl.scheduler import events as ev
 from plexrl.wire.codec import Codec
 from plexrl.wire.framing import recv_frame, send_frame
 from plexrl.wire.rpc import Handler, Peer
-from plexrl.wire.tensors import decode_body, encode_body
+from plexrl.wire.tensors import decode_body, encode_body, with_params
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
@@ -42,6 +43,27 @@ def test_a_body_comes_back_as_it_was(params: dict[str, object], arrays: dict[str
         assert got[name].dtype == array.dtype  # type: ignore[attr-defined]
         assert got[name].shape == array.shape  # type: ignore[attr-defined]
         assert got[name].tobytes() == array.tobytes()  # type: ignore[attr-defined]
+
+
+def test_other_writers_files_are_read_and_other_readers_read_ours() -> None:
+    arrays = {"a": np.arange(5, dtype=np.int16), "b": np.ones((2, 3)), "c": np.zeros(0, np.uint8)}
+    for name, array in decode_body(save(arrays, metadata={"plexrl": '{"x":1}'}))[1].items():
+        np.testing.assert_array_equal(array, arrays[name], strict=True)
+    for name, array in load(encode_body({"x": 1}, arrays)).items():
+        np.testing.assert_array_equal(array, arrays[name], strict=True)
+
+
+def test_arrays_are_views_of_their_body() -> None:
+    body = bytearray(encode_body({}, {"x": np.arange(4, dtype=np.int32)}))
+    decode_body(body)[1]["x"][2] = 7
+    assert decode_body(body)[1]["x"].tolist() == [0, 1, 7, 3]
+
+
+def test_a_body_gets_other_parameters_and_keeps_its_arrays() -> None:
+    body = encode_body({"old": 1}, {"x": np.arange(4, dtype=np.int32)})
+    params, arrays = decode_body(b"".join(with_params(body, {"new": 2})))
+    assert params == {"new": 2}
+    assert arrays["x"].tolist() == [0, 1, 2, 3]
 
 
 @given(st.binary(max_size=200))

@@ -12,7 +12,7 @@ from plexrl.model_spec import tiny_qwen2
 from plexrl.wire.operations import SamplingParams
 from plexrl.worker.arena_tensors import view
 from plexrl.worker.engine import Engine, Generation, RolloutEngine, TorchRolloutBackend
-from plexrl.worker.engine.tensor_parallel import LeadingEngine, RankGroup, follow
+from plexrl.worker.engine.tensor_parallel import LeadingEngine, Orders, RankGroup, follow
 from plexrl.worker.models import build_model, named_parameters
 
 VOCABULARY = "0123456789abcdefgh"
@@ -94,7 +94,7 @@ def run(rank: int, ranks: int, store: str, folder: str) -> None:
     if rank:
         follow(made.engine, group, lambda _: pull(made))
     else:
-        engine = LeadingEngine(made.engine, group)
+        engine = LeadingEngine(made.engine, Orders(group))
         found = drive(engine, lambda: pull(made))
         engine.close()
         parts = {

@@ -27,8 +27,10 @@ from plexrl.wire.tensors import Arrays
 from plexrl.worker.arena_tensors import view
 from plexrl.worker.backend import BackendCall
 from plexrl.worker.checkpointing import save_checkpoint
-from plexrl.worker.fsdp import FsdpBackend
 from plexrl.worker.models import named_parameters
+from plexrl.worker.training.backend import TrainingBackend
+from plexrl.worker.training.fsdp import FsdpModel
+from plexrl.worker.training.model import TrainingRank
 
 MODEL = tiny_qwen2("0123456789abcdefghi", seed=1)
 STEPS = 4
@@ -59,12 +61,13 @@ def part(arrays: Arrays, rank: int, ranks: int) -> Arrays:
     return {**found, "lengths": arrays["lengths"][rows]}
 
 
-def backend(rank: int, ranks: int, folder: Path, optimizer: str = "device") -> FsdpBackend:
+def backend(rank: int, ranks: int, folder: Path, optimizer: str = "device") -> TrainingBackend:
     """A built backend."""
     spec = DeploymentSpec(
         model=MODEL, kind="train", backend="fsdp", workers=ranks, optimizer=optimizer
     )
-    made = FsdpBackend(spec, rank, ranks, folder)
+    place = TrainingRank(spec=spec, rank=rank)
+    made = TrainingBackend(place, FsdpModel(place), folder)
     made.build()
     return made
 
@@ -76,7 +79,7 @@ def call(kind: OperationKind, params: Any, arrays: Arrays, **rank_params: Any) -
     )
 
 
-def backward(made: FsdpBackend, arrays: Arrays, loss: LossSpec, denominator: float) -> Any:
+def backward(made: TrainingBackend, arrays: Arrays, loss: LossSpec, denominator: float) -> Any:
     """Run a forward_backward in two micro-batches."""
     params = ForwardBackwardParams(loss=loss)
     return made.run(
@@ -90,7 +93,7 @@ def backward(made: FsdpBackend, arrays: Arrays, loss: LossSpec, denominator: flo
     )
 
 
-def step(made: FsdpBackend) -> float:
+def step(made: TrainingBackend) -> float:
     """Run an optim_step; returns the gradient norm."""
     params = AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)
     result = made.run(call(OperationKind.OPTIM_STEP, params, {})).result
@@ -99,10 +102,11 @@ def step(made: FsdpBackend) -> float:
     return float(result["metrics"]["grad_norm"])
 
 
-def full_parameters(made: FsdpBackend) -> dict[str, torch.Tensor]:
+def full_parameters(made: TrainingBackend) -> dict[str, torch.Tensor]:
     """All parameters whole, on every rank."""
     found: dict[str, torch.Tensor] = {}
-    for name, parameter in named_parameters(made._model):
+    assert isinstance(made.model, FsdpModel)
+    for name, parameter in named_parameters(made.model._model):
         assert isinstance(parameter.data, DTensor)
         found[name] = parameter.data.full_tensor()
     return found
@@ -166,7 +170,7 @@ def leave() -> None:
     os._exit(0)
 
 
-def through_the_store(made: FsdpBackend) -> None:
+def through_the_store(made: TrainingBackend) -> None:
     """What an offload and a load do: copy the live parts out, give all pages back, fill again."""
     parts = made.live_parts()
     kept = {
@@ -182,7 +186,7 @@ def through_the_store(made: FsdpBackend) -> None:
     made.after_load(parts)
 
 
-def refuse_infinite_gradients(made: FsdpBackend, rank: int, ranks: int) -> None:
+def refuse_infinite_gradients(made: TrainingBackend, rank: int, ranks: int) -> None:
     """An infinite gradient leaves the parameters alone, on every rank."""
     before = full_parameters(made)
     arrays = batch(5)
@@ -212,5 +216,6 @@ def resume(rank: int, ranks: int, store: str, folder: str, name: str) -> None:
     wanted = torch.load(f"{folder}/{name}.pt")["parameters"]
     found = full_parameters(made)
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-    assert float(view(made.arena, made._step_slice)) == STEPS
+    (count,) = (piece for piece in made.slices() if piece.key.name == "step")
+    assert float(view(made.arena, count)) == STEPS
     leave()

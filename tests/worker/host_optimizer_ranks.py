@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from plexrl.statemanager.client import StateManagerClient
+from plexrl.statemanager.host_requests import host_start
 from plexrl.statemanager.keys import StatePart
 from plexrl.statemanager.ticket_key import read_ticket_key
 from plexrl.statemanager.tickets import Claims, Role
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.checkpointing import save_checkpoint
-from plexrl.worker.fsdp import FsdpBackend
+from plexrl.worker.training.backend import TrainingBackend
 from tests.worker.fsdp_ranks import LOSS, backend, backward, batch, call, leave, part, step
 
 STEPS = 9
@@ -68,17 +69,17 @@ class Rank:
         return self.client.snapshot(seq=seq, keep_seq=seq - 1, token=1, parts=parts).bytes_moved
 
 
-def contents(made: FsdpBackend) -> dict[str, bytes]:
+def contents(made: TrainingBackend) -> dict[str, bytes]:
     """Every slice of parameters and optimizer state."""
     found = {}
     for piece in made.slices():
         if piece.key.part == StatePart.GRADIENT:
             continue
-        if piece.arena_offset < made._host_start:
+        if piece.arena_offset < host_start(made.arena.nbytes):
             data = made.arena.buffer[piece.arena_offset : piece.arena_offset + piece.nbytes]
         else:
             assert made.host_arena is not None
-            first = piece.arena_offset - made._host_start
+            first = piece.arena_offset - host_start(made.arena.nbytes)
             data = made.host_arena.buffer[first : first + piece.nbytes]
         found[f"{piece.key.part}/{piece.key.name}"] = bytes(data)
     return found

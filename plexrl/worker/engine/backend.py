@@ -17,15 +17,15 @@ from plexrl.worker.engine.engine import Engine
 from plexrl.worker.engine.forward import probe
 from plexrl.worker.engine.generation import Generation
 from plexrl.worker.engine.joined_linear import arena_order
-from plexrl.worker.engine.protocol import EngineStats
+from plexrl.worker.engine.protocol import EngineStats, RolloutEngine
 from plexrl.worker.engine.shards import Box, box_of
+from plexrl.worker.engine.tensor_parallel import LeadingEngine, Orders, RankGroup
 from plexrl.worker.models import build_model, named_parameters
 
 if TYPE_CHECKING:
     import torch
 
     from plexrl.statemanager.host_arena import HostArena
-    from plexrl.worker.engine.tensor_parallel import RankGroup
 
 ARENA_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """A deployment's dtype, as slices spell it."""
@@ -35,22 +35,17 @@ class TorchRolloutBackend:
     """One worker's engine."""
 
     def __init__(
-        self, spec: DeploymentSpec, checkpoint_dir: Path, ranks: "RankGroup | None" = None
+        self, spec: DeploymentSpec, checkpoint_dir: Path, ranks: RankGroup | None = None
     ) -> None:
-        """`ranks`: the tensor-parallel group that this worker is one of; absent: it is alone.
-
-        Raises:
-            InvalidRequestError: several workers without a group.
-        """
-        if ranks is None and spec.workers != 1:
-            raise InvalidRequestError(
-                f"the torch engine runs on 1 worker, {spec.workers} were asked for: make several "
-                "rollout deployments instead"
-            )
+        """`ranks`: the tensor-parallel group that this worker is one of; absent: it is alone."""
         self._spec = spec
         self._checkpoint_dir = checkpoint_dir
         self._ranks = ranks
         self._built: Engine | None = None
+        self.orders: Orders | None = None
+        """Of the group's leader: what the other ranks do is told by it."""
+        if ranks is not None and ranks.rank == 0:
+            self.orders = Orders(ranks)
         self._recompute_kv_on_pull = True
 
     def build(self) -> None:
@@ -86,9 +81,13 @@ class TorchRolloutBackend:
             model,
             slots=self._spec.max_concurrent_samples,
             sequence_tokens_max=self._spec.max_sequence_tokens,
+            kv_bytes_max=self._spec.kv_cache_bytes,
             ranks=self._ranks,
             probed=probed,
         )
+        self._lead: RolloutEngine = self._built
+        if self.orders is not None:
+            self._lead = LeadingEngine(self._built, self.orders)
 
     def slices(self) -> tuple[StateSlice, ...]:
         """The parameters."""
@@ -146,7 +145,7 @@ class TorchRolloutBackend:
         """Queue a generation. Raises `BatchShapeError`."""
         tokens, lengths = call.arrays["tokens"], call.arrays["lengths"]
         ends = np.cumsum(lengths)[:-1]
-        self.engine.submit(
+        self._lead.submit(
             Generation(
                 name=call.operation,
                 prompts=[part.tolist() for part in np.split(tokens, ends)],
@@ -154,21 +153,22 @@ class TorchRolloutBackend:
                 sampling=call.params.sampling,
                 emit=emit,
                 weights_seq=call.seq,
+                first_row=int(call.rank_params.get("first_row", 0)),
             )
         )
 
     def abort(self, operation: str) -> None:
         """End a generation with what it has."""
-        self.engine.abort(operation)
+        self._lead.abort(operation)
 
     def step(self) -> list[tuple[str, BackendResult]]:
         """One token for every running sample."""
-        return [(generation.name, _result(generation)) for generation in self.engine.step()]
+        return [(generation.name, self._result(generation)) for generation in self._lead.step()]
 
     def interrupt(self, operation: str) -> BackendResult | None:
         """Take an operation out now; its result so far. None: unknown."""
-        generation = self.engine.interrupt(operation)
-        return None if generation is None else _result(generation)
+        generation = self._lead.interrupt(operation)
+        return None if generation is None else self._result(generation)
 
     def pause(self, *, recompute_kv: bool = True) -> None:
         """Stop at the token boundary: weights may be pulled, or the state offloaded.
@@ -176,11 +176,11 @@ class TorchRolloutBackend:
         `recompute_kv` says what a pull does with the cache of samples under way.
         """
         self._recompute_kv_on_pull = recompute_kv
-        self.engine.pause()
+        self._lead.pause()
 
     def resume(self) -> None:
         """Go on, with whatever weights the arena holds."""
-        self.engine.resume()
+        self._lead.resume()
 
     def stats(self) -> EngineStats:
         """How the engine stands."""
@@ -191,21 +191,31 @@ class TorchRolloutBackend:
         """Some generation is unfinished, and not because the engine is paused."""
         return self._built is not None and self._built.has_work
 
+    def _result(self, generation: Generation) -> BackendResult:
+        """`segments` lists `[row, start, weights_seq]` of rows that other versions drew."""
+        stats = self.engine.stats()
+        metrics = {
+            "preemptions": generation.preemptions,
+            "kv_cache_bytes": stats.kv_bytes_max,
+            "kv_cache_bytes_used_max": generation.blocks_max * stats.block_bytes,
+        }
+        result: dict[str, Any] = {"weights_seq": generation.weights_seq, "metrics": metrics}
+        if mixed := generation.mixed_segments():
+            result["segments"] = mixed
+        return BackendResult(result=result, arrays=generation.arrays())
+
     def _box(self, name: str, shape: tuple[int, ...]) -> Box:
         if self._ranks is None:
             return box_of(name, shape, 0, 1)
         return box_of(name, shape, self._ranks.rank, self._ranks.ranks)
 
     @property
+    def ranks(self) -> RankGroup | None:
+        """The tensor-parallel group that this worker is one of; None: it is alone."""
+        return self._ranks
+
+    @property
     def engine(self) -> Engine:
-        """What generates; ranks of a tensor-parallel group are kept in step through it."""
+        """This rank's own part of what generates."""
         assert self._built is not None, "build comes first"
         return self._built
-
-
-def _result(generation: Generation) -> BackendResult:
-    """`segments` lists `[row, start, weights_seq]` of rows that several versions drew."""
-    result: dict[str, Any] = {"weights_seq": generation.weights_seq}
-    if mixed := generation.mixed_segments():
-        result["segments"] = mixed
-    return BackendResult(result=result, arrays=generation.arrays())

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from plexrl.errors import BatchShapeError, InvalidRequestError
+from plexrl.kv_cache import BLOCK_TOKENS
 from plexrl.worker.engine.blocks import BlockPool
 from plexrl.worker.engine.forward import (
     cache_shape,
@@ -34,7 +35,6 @@ from plexrl.worker.engine.sampling import RowSampling, draw
 from plexrl.worker.engine.seating import Seating
 from plexrl.worker.engine.step_batch import StepBatch, Work, advance, build_batch, order_work
 
-BLOCK_TOKENS = 16
 STEP_TOKENS_MAX = 2048
 """Most tokens run through the model in one pass: bounds how long a prompt holds up the others."""
 KV_BYTES = 1 << 30
@@ -212,6 +212,7 @@ class Engine:
             prefix_tokens_reused=seating.prefix_tokens_reused,
             preemptions=seating.preemptions,
             kv_bytes_max=self._blocks * self._block_bytes,
+            block_bytes=self._block_bytes,
             blocks=self._blocks,
             blocks_held=pool.held,
             blocks_kept=pool.kept,
@@ -269,6 +270,9 @@ class Engine:
         rows = self._rows
         self._kv.prepare()
         work, copies = self._seating.plan()
+        # Blocks are taken nowhere else, so this sees the most that are held at a time.
+        for generation in self._generations.values():
+            generation.blocks_max = max(generation.blocks_max, self._pool.held)
         assert len(work.slots), "somebody can always run"
         if copies:
             self._kv.copy([old for old, _ in copies], [new for _, new in copies])

@@ -40,6 +40,12 @@ class Generation:
     finish: list[int] = field(default_factory=list)
     segments: list[list[Segment]] = field(default_factory=list)
     unfinished: int = 0
+    first_row: int = 0
+    """Number of its first row in the call that it is a part of: random streams go by it."""
+    preemptions: int = 0
+    """Times that one of its samples gave its blocks up."""
+    blocks_max: int = 0
+    """Most blocks that samples held at a time while it ran, others' included."""
 
     def __post_init__(self) -> None:
         rows = len(self.prompts) * self.samples_per_prompt
@@ -60,11 +66,12 @@ class Generation:
         }
 
     def mixed_segments(self) -> list[list[int]]:
-        """`[row, start, weights_seq]` of every segment, of rows that several versions drew."""
+        """`[row, start, weights_seq]` of every segment, of rows that another version than that of
+        the generation drew, or several did."""
         return [
             [row, segment.start, segment.weights_seq]
             for row, segments in enumerate(self.segments)
-            if len(segments) > 1
+            if any(segment.weights_seq != self.weights_seq for segment in segments)
             for segment in segments
         ]
 

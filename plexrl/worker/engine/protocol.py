@@ -33,6 +33,7 @@ class EngineStats:
     """Times that a sample gave its blocks up for an older one."""
     kv_bytes_max: int
     """Budget of the cache."""
+    block_bytes: int
     blocks: int
     blocks_held: int
     """Blocks of samples now."""

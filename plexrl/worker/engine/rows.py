@@ -101,7 +101,7 @@ class Rows:
         self.top_p[slot] = sampling.top_p
         self.top_k[slot] = sampling.top_k
         if sample.tokens is None:
-            sample.stream = stream_of(sampling.seed or 0, sample.row)
+            sample.stream = stream_of(sampling.seed or 0, sample.generation.first_row + sample.row)
         self.stream[slot] = sample.stream
         return slot
 

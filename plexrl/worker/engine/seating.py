@@ -152,6 +152,7 @@ class Seating:
         victim = int(holders[np.argmax(rows.order[holders])])
         leaving = [victim, *rows.followers(victim).tolist()]
         self.preemptions += 1
+        rows.samples[victim].generation.preemptions += 1
         self.tokens_recomputed += int(rows.computed[victim])
         back = sorted((self.leave(slot) for slot in leaving), key=lambda sample: sample.order)
         self.waiting.extendleft(reversed(back))

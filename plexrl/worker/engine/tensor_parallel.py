@@ -8,14 +8,22 @@ Shapes: T tokens, X hidden, R wanted tokens, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from plexrl.parallelism import Parallelism
 from plexrl.worker.engine.engine import Engine
 from plexrl.worker.engine.generation import Generation
 from plexrl.worker.engine.protocol import EngineStats
+
+ORDERS_TIMEOUT = timedelta(days=365)
+"""Of ranks that wait for something to do."""
+
+Order = tuple[str, tuple[Any, ...]]
+"""A method of `Engine`, or what else the ranks have agreed on, and its arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +31,35 @@ class RankGroup:
     """The ranks that share one copy of the weights."""
 
     rank: int
+    """Among these; 0 leads."""
     ranks: int
     process_group: Any = None
-    """None: all processes."""
+    """For the sums of a pass. None: all processes."""
+    orders_group: Any = None
+    """For what the leader tells, which may be heard on a thread of its own, and waited for however
+    long nothing is to be done. None: all processes."""
+    leader: int = 0
+    """Its number among all processes."""
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place; bit-equal on every rank."""
         dist.all_reduce(partial, group=self.process_group)
         return partial
+
+    def tell(self, orders: list[Order]) -> None:
+        """Send orders to the other ranks; on the leader."""
+        dist.broadcast_object_list([orders], src=self.leader, group=self.orders_group)
+
+    def hear(self) -> list[Order]:
+        """The next orders, on the other ranks; waits for them.
+
+        Raises:
+            RuntimeError: the leader is gone.
+        """
+        received: list[Any] = [None]
+        dist.broadcast_object_list(received, src=self.leader, group=self.orders_group)
+        orders: list[Order] = received[0]
+        return orders
 
     def gather(self, value: str) -> list[str]:
         """Every rank's value, by rank."""
@@ -55,13 +84,30 @@ class RankGroup:
         return torch.cat(parts, dim=1)[:, :vocabulary]
 
 
+class Orders:
+    """What the leader has the other ranks do, in its order; kept until it is worth a message."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._kept: list[Order] = []
+
+    def add(self, name: str, *arguments: Any) -> None:
+        """To be told with the next message."""
+        self._kept.append((name, arguments))
+
+    def send(self, name: str, *arguments: Any) -> None:
+        """To be told now, behind all that was kept."""
+        self._kept.append((name, arguments))
+        self._group.tell(self._kept)
+        self._kept = []
+
+
 class LeadingEngine:
     """A `RolloutEngine` whose work the other ranks do too; on rank 0."""
 
-    def __init__(self, engine: Engine, group: RankGroup) -> None:
+    def __init__(self, engine: Engine, orders: Orders) -> None:
         self._engine = engine
-        self._group = group
-        self._orders: list[tuple[str, tuple[Any, ...]]] = []
+        self._orders = orders
 
     @property
     def has_work(self) -> bool:
@@ -71,45 +117,42 @@ class LeadingEngine:
     def submit(self, generation: Generation) -> None:
         """As `RolloutEngine`."""
         self._engine.submit(generation)
-        self._order("submit", _bare(generation))
+        self._orders.add("submit", _bare(generation))
 
     def step(self) -> list[Generation]:
         """As `RolloutEngine`."""
-        self._order("step")
-        self._send()
+        self._orders.send("step")
         return self._engine.step()
 
     def abort(self, name: str) -> None:
         """As `RolloutEngine`."""
         self._engine.abort(name)
-        self._order("abort", name)
+        self._orders.add("abort", name)
 
     def interrupt(self, name: str) -> Generation | None:
         """As `RolloutEngine`."""
-        self._order("interrupt", name)
+        self._orders.add("interrupt", name)
         return self._engine.interrupt(name)
 
     def pause(self) -> None:
         """As `RolloutEngine`. The other ranks are told now: they may pull weights meanwhile."""
         self._engine.pause()
-        self._order("pause")
-        self._send()
+        self._orders.send("pause")
 
     def resume(self) -> None:
         """As `RolloutEngine`."""
         self._engine.resume()
-        self._order("resume")
+        self._orders.add("resume")
 
     def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
         """As `RolloutEngine`; every other rank has its own part of the weights replaced first."""
         self._engine.weights_changed(weights_seq, recompute_kv=recompute_kv)
-        self._order("weights_changed", weights_seq, recompute_kv)
+        self._orders.add("weights_changed", weights_seq, recompute_kv)
 
     def drop_cache(self) -> None:
         """As `RolloutEngine`."""
         self._engine.drop_cache()
-        self._order("drop_cache")
-        self._send()
+        self._orders.send("drop_cache")
 
     def stats(self) -> EngineStats:
         """As `RolloutEngine`; bytes and blocks are each rank's."""
@@ -117,15 +160,30 @@ class LeadingEngine:
 
     def close(self) -> None:
         """Let the other ranks return from `follow`."""
-        self._order("close")
-        self._send()
+        self._orders.send("close")
 
-    def _order(self, name: str, *arguments: Any) -> None:
-        self._orders.append((name, arguments))
 
-    def _send(self) -> None:
-        dist.broadcast_object_list([self._orders], src=0, group=self._group.process_group)
-        self._orders = []
+def rank_group(layout: Parallelism, rank: int) -> RankGroup | None:
+    """The group that `rank` shares its copy of the weights with; None: it has one of its own.
+
+    All processes of the layout must come to this, and must have met.
+    """
+    if layout.tp == 1:
+        return None
+    found: RankGroup | None = None
+    for members in layout.groups("tp"):
+        # Every process takes part in the making of every group.
+        sums = dist.new_group(list(members))
+        orders = dist.new_group(list(members), timeout=ORDERS_TIMEOUT, backend="gloo")
+        if rank in members:
+            found = RankGroup(
+                rank=members.index(rank),
+                ranks=len(members),
+                process_group=sums,
+                orders_group=orders,
+                leader=members[0],
+            )
+    return found
 
 
 def follow(engine: Engine, group: RankGroup, pull: Callable[[int], None]) -> None:
@@ -135,9 +193,7 @@ def follow(engine: Engine, group: RankGroup, pull: Callable[[int], None]) -> Non
     goes on with them.
     """
     while True:
-        received: list[Any] = [None]
-        dist.broadcast_object_list(received, src=0, group=group.process_group)
-        for name, arguments in received[0]:
+        for name, arguments in group.hear():
             match name:
                 case "close":
                     return

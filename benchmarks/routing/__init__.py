@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/execution.py`: a router whose workers answer at once, and its clients."""

@@ -1,0 +1,52 @@
+"""A bare uvicorn endpoint: takes a body in, answers with a quarter of its bytes.
+
+python -m benchmarks.routing.bare_server
+"""
+
+import functools
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import uvicorn
+
+Plain = dict[str, Any]
+
+
+@functools.lru_cache
+def _answer(size: int) -> bytes:
+    return bytes(size)
+
+
+async def app(
+    scope: Plain, receive: Callable[[], Awaitable[Plain]], send: Callable[[Plain], Awaitable[None]]
+) -> None:
+    """The whole application; a body is kept whole, as one that is used for something must be."""
+    assert scope["type"] == "http"
+    chunks: list[bytes] = []
+    while True:
+        message = await receive()
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            break
+    body = b"".join(chunks)
+    answer = _answer(len(body) // 4)
+    headers = [(b"content-length", str(len(answer)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": answer})
+
+
+def main() -> None:
+    """Serve until killed; the first line of output is the port."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.bind(("127.0.0.1", 0))
+    sock.listen(1024)
+    sys.stdout.write(f"{sock.getsockname()[1]}\n")
+    sys.stdout.flush()
+    config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off")
+    uvicorn.Server(config).run(sockets=[sock])
+
+
+if __name__ == "__main__":
+    main()

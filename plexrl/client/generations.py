@@ -1,0 +1,128 @@
+"""Generations from a controller's side: their tokens as they are drawn."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+from urllib.parse import quote
+
+from plexrl.client.futures import AsyncFuture, Future, View
+from plexrl.client.results import Chunk, Decoder, GenerateResult
+from plexrl.client.transport import AsyncTransport, Call, Patience, Transport
+from plexrl.errors import ExecutionError, PlexRLError, from_wire
+
+LOG = logging.getLogger(__name__)
+
+BROKEN = frozenset({429, 502, 503, 504})
+"""Statuses of what may be asked again."""
+
+
+class StreamReading:
+    """Where a reader has got to, and what a line brings it. No I/O: both kinds of future use it."""
+
+    def __init__(self, operation: str, samples_per_prompt: int) -> None:
+        self._path = f"/v1/operations/{quote(operation, safe='')}/stream"
+        self._operation = operation
+        self._samples = samples_per_prompt
+        self._cursor = ""
+        self._given: dict[int, list[int]] = {}
+        # Tokens of each row that a generation begun anew has yet to repeat.
+        self._repeats: dict[int, list[int]] = {}
+        self.is_done = False
+
+    def call(self) -> Call:
+        """The request for what is yet to come."""
+        return Call(method="GET", path=self._path, query={"after": self._cursor})
+
+    def take(self, line: str) -> list[Chunk]:
+        """The chunks of one line.
+
+        Raises:
+            PlexRLError: the operation's own error.
+            ExecutionError: it was begun anew after a fault, and draws other tokens than before.
+        """
+        event: dict[str, Any] = json.loads(line) if line else {}
+        if "error" in event:
+            raise from_wire(event["error"])
+        if "restart" in event:
+            self._repeats = {row: list(tokens) for row, tokens in self._given.items()}
+            self._given = {}
+        self.is_done = "done" in event
+        if "rows" not in event:
+            return []
+        chunks = [self._chunk(**row) for row in event["rows"]]
+        self._cursor = event["cursor"]
+        return [chunk for chunk in chunks if chunk.tokens]
+
+    def _chunk(self, sample: int, tokens: list[int], logprobs: list[float]) -> Chunk:
+        expected = self._repeats.get(sample, [])
+        again = min(len(expected), len(tokens))
+        if tokens[:again] != expected[:again]:
+            raise ExecutionError(
+                f"operation {self._operation!r} was begun anew after a fault and draws other "
+                f"tokens of sample {sample} than before: drop the chunks and take the result"
+            )
+        del expected[:again]
+        self._given.setdefault(sample, []).extend(tokens)
+        prompt, which = divmod(sample, self._samples)
+        return Chunk(prompt, which, tokens[again:], logprobs[again:])
+
+
+class GenerateFuture(Future[GenerateResult]):
+    """The samples of a `generate`."""
+
+    def __init__(self, transport: Transport, view: View, decoder: Decoder, samples: int) -> None:
+        super().__init__(transport, view, decoder)
+        self._samples = samples
+
+    def stream(self) -> Iterator[Chunk]:
+        """Tokens as they are drawn, of a generation submitted with `stream=True`, from its start.
+
+        A connection that breaks is made again, with any router, and no token is given twice. To
+        stop reading changes nothing about the generation.
+
+        Raises:
+            PlexRLError: the operation failed; the error is its own.
+        """
+        reading = StreamReading(self.operation, self._samples)
+        patience = Patience(self._transport.timeout_s)
+        while not reading.is_done:
+            try:
+                for line in self._transport.lines(reading.call()):
+                    yield from reading.take(line)
+                    patience = Patience(self._transport.timeout_s)
+            except PlexRLError as error:
+                time.sleep(_pause_s(error, patience))
+
+
+class AsyncGenerateFuture(AsyncFuture[GenerateResult]):
+    """As `GenerateFuture`: `await` it."""
+
+    def __init__(
+        self, transport: AsyncTransport, view: View, decoder: Decoder, samples: int
+    ) -> None:
+        super().__init__(transport, view, decoder)
+        self._samples = samples
+
+    async def stream(self) -> AsyncIterator[Chunk]:
+        """As `GenerateFuture.stream`."""
+        reading = StreamReading(self.operation, self._samples)
+        patience = Patience(self._transport.timeout_s)
+        while not reading.is_done:
+            try:
+                async for line in self._transport.lines(reading.call()):
+                    for chunk in reading.take(line):
+                        yield chunk
+                    patience = Patience(self._transport.timeout_s)
+            except PlexRLError as error:
+                await asyncio.sleep(_pause_s(error, patience))
+
+
+def _pause_s(error: PlexRLError, patience: Patience) -> float:
+    """Before the stream is taken up again. Raises `error` where that is of no use."""
+    if error.status not in BROKEN or error.code == "deadline_exceeded":
+        raise error
+    LOG.info("the stream broke (%s); taking it up again", error)
+    return patience.pause_s(error)

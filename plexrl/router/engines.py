@@ -1,0 +1,75 @@
+"""Questions to the engines of a rollout deployment, one engine a replica of the model."""
+
+import asyncio
+import uuid
+from typing import Any
+
+from plexrl.deployment_spec import deployment_spec_from_json
+from plexrl.errors import PlexRLError, UnavailableError, from_wire
+from plexrl.router.executor import Executor
+from plexrl.router.worker_link import WorkerGoneError
+
+STATS_TIMEOUT_S = 2.0
+"""A worker that loads weights answers nobody meanwhile."""
+
+Plain = dict[str, Any]
+
+
+def engine_addresses(view: Plain) -> list[str]:
+    """The workers that lead a replica each, of a deployment as the scheduler shows it; none where
+    some worker is not there."""
+    layout = deployment_spec_from_json(view["spec_json"]).layout
+    addresses = [each["address"] for each in sorted(view["ranks"], key=lambda rank: rank["rank"])]
+    if len(addresses) != layout.world_size or None in addresses:
+        return []
+    return [addresses[rank] for rank in layout.output_ranks]
+
+
+class Engines:
+    """Of all rollout deployments, by way of the router's own connections to workers."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    async def ask(self, address: str, request: str, timeout_s: float, **fields: Any) -> Plain:
+        """One engine's answer.
+
+        Raises:
+            UnavailableError: there is none in time; `details["is_gone"]` is whether the worker is
+                gone, rather than busy.
+            PlexRLError: what the worker raised.
+        """
+        name = (f"ask-{uuid.uuid4().hex}", 0)
+        header = {"request": request, "ask": name[0], **fields}
+        link = self._executor.link(address)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer, _ = await link.run(name, header, ())
+        except (TimeoutError, WorkerGoneError) as error:
+            raise UnavailableError(
+                f"the deployment's worker at {address} did not answer {request!r}: it is busy "
+                "loading weights, or being restarted; ask again",
+                retry_after_s=0.5,
+                is_gone=isinstance(error, WorkerGoneError),
+            ) from error
+        if answer["reply"] == "failed":
+            raise from_wire(answer["error"])
+        found: Plain = answer["answer"]
+        return found
+
+    async def stats(self, view: Plain) -> list[Plain]:
+        """How the engines of a deployment stand; nothing of one that has no weights now or does
+        not answer."""
+        if view["kind"] != "rollout":
+            return []
+        asked = [
+            self.ask(address, "engine_stats", STATS_TIMEOUT_S) for address in engine_addresses(view)
+        ]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        found = []
+        for answer in answers:
+            if isinstance(answer, dict):
+                found.append(answer)
+            elif not isinstance(answer, PlexRLError):
+                raise answer
+        return found

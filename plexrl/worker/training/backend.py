@@ -1,0 +1,163 @@
+"""The backend of every training framework: operations, losses, clipping, checkpoints.
+
+What differs between frameworks is in their `TrainingModel`.
+"""
+
+import copy
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from plexrl.errors import InvalidRequestError, NonFiniteGradientError
+from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.host_arena import HostArena
+from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.wire.operations import AdamParams, CheckpointParams, OperationKind
+from plexrl.worker.backend import BackendCall, BackendResult
+from plexrl.worker.checkpoint import model_files
+from plexrl.worker.losses import compute_loss
+from plexrl.worker.packing import MicroBatch, micro_batches, unpack
+from plexrl.worker.training.loading import fill_state
+from plexrl.worker.training.model import TrainingModel, TrainingRank
+
+LOSS_ARRAYS = ("mask", "weights", "logprobs", "advantages", "ref_logprobs")
+
+
+class TrainingBackend:
+    """One rank. The default process group must exist before `build`."""
+
+    def __init__(self, rank: TrainingRank, model: TrainingModel, checkpoint_dir: Path) -> None:
+        self._rank = rank
+        self.model = model
+        self._checkpoint_dir = checkpoint_dir
+        self._gradients_pending = False
+
+    @property
+    def arena(self) -> Arena:
+        """The model's."""
+        return self.model.arena
+
+    @property
+    def host_arena(self) -> HostArena | None:
+        """The model's."""
+        return self.model.host_arena
+
+    def build(self) -> None:
+        """As `TrainingModel.build`."""
+        self.model.build()
+
+    def slices(self) -> tuple[StateSlice, ...]:
+        """As `TrainingModel.slices`."""
+        return self.model.slices()
+
+    def live_parts(self) -> frozenset[StatePart]:
+        """Gradients count only while they wait for a step."""
+        parts = {piece.key.part for piece in self.model.slices()}
+        if not self._gradients_pending:
+            parts.discard(StatePart.GRADIENT)
+        return frozenset(parts)
+
+    def before_offload(self) -> None:
+        """As `TrainingModel.before_offload`."""
+        self.model.before_offload()
+
+    def after_load(self, parts: frozenset[StatePart]) -> None:
+        """Gradients that were not stored are zero, as given-back memory is."""
+        self._gradients_pending = StatePart.GRADIENT in parts
+        self.model.after_load(gradients_loaded=self._gradients_pending)
+
+    def after_pull(self) -> None:
+        """Training parameters are never pulled."""
+        raise InvalidRequestError("a train deployment publishes weights; it does not pull them")
+
+    def gather(self, value: str) -> list[str]:
+        """Over the process group."""
+        found = [""] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
+
+    def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
+        """Configuration and tokenizer."""
+        config = copy.deepcopy(self.model.config)
+        config.dtype = getattr(torch, dtype or "float32")
+        return model_files(self._rank.spec.model, config, self.model.generation_config)
+
+    def run(self, call: BackendCall) -> BackendResult:
+        """Carry out one operation. Raises as `Backend.run`."""
+        match call.kind:
+            case OperationKind.FORWARD:
+                return self._forward(call)
+            case OperationKind.FORWARD_BACKWARD:
+                return self._forward_backward(call)
+            case OperationKind.OPTIM_STEP:
+                return self._optim_step(call.params)
+            case OperationKind.LOAD_CHECKPOINT:
+                return self._load(call.params, str(call.rank_params["job"]))
+            case _:
+                raise InvalidRequestError(f"{call.kind.value} is no operation of a train backend")
+
+    def _forward(self, call: BackendCall) -> BackendResult:
+        batches = micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
+        values = self.model.forward(batches)
+        return BackendResult(arrays={"logprobs": unpack(batches, values, _tokens(call))})
+
+    def _forward_backward(self, call: BackendCall) -> BackendResult:
+        batches = micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
+        denominator = float(call.rank_params["denominator"])
+        sums: dict[str, float] = {"loss": 0.0}
+
+        def loss(logprobs_BL: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+            found = compute_loss(call.params.loss, logprobs_BL, _inputs(batch), denominator)
+            sums["loss"] += float(found.loss.detach())
+            for name, value in found.sums.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+            return found.loss
+
+        values = self.model.forward_backward(batches, loss)
+        self._gradients_pending = True
+        return BackendResult(
+            result={"sums": sums, "maxes": {}},
+            arrays={"logprobs": unpack(batches, values, _tokens(call))},
+        )
+
+    def _optim_step(self, params: AdamParams) -> BackendResult:
+        norm = self.model.gradient_norm()
+        if not math.isfinite(norm):
+            self._drop_gradients()
+            # Dropping gradients is a mutation like any other: it must be replayed in its place, so
+            # the operation finishes, and its answer is the error.
+            refusal = NonFiniteGradientError(
+                f"the gradient norm is {norm}: the gradients were dropped and the parameters are "
+                "as before; look for extreme advantages, logprobs or learning rates"
+            )
+            return BackendResult(result={"error": refusal.to_wire()})
+        if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
+            self.model.scale_gradients(params.grad_clip_norm / norm)
+        self.model.step(params)
+        self._drop_gradients()
+        return BackendResult(
+            result={"metrics": {"grad_norm": norm, "learning_rate": params.learning_rate}}
+        )
+
+    def _load(self, params: CheckpointParams, job: str) -> BackendResult:
+        path = self._checkpoint_dir / (params.job or job) / params.name
+        fill_state(self.model, path, optimizer=params.optimizer, gather=self.gather)
+        self._gradients_pending = False
+        self.model.after_load(gradients_loaded=False)
+        return BackendResult(result={})
+
+    def _drop_gradients(self) -> None:
+        self.model.zero_gradients()
+        self._gradients_pending = False
+
+
+def _inputs(batch: MicroBatch) -> dict[str, torch.Tensor]:
+    if batch.per_token_BL:
+        return batch.per_token_BL
+    return dict.fromkeys(LOSS_ARRAYS, torch.zeros(batch.tokens_BL.shape))
+
+
+def _tokens(call: BackendCall) -> int:
+    return len(call.arrays["tokens"]) if "tokens" in call.arrays else 0

@@ -1,0 +1,171 @@
+"""A rank's training state as flat float32 regions, with an AdamW that steps them.
+
+The arena has a region for each kind of state (parameters, gradients, first and second moments),
+laid out alike, and the optimizer's step count behind them. With a host optimizer the moments and
+the count are in host memory instead (`plexrl.worker.host_optimizer`). AdamW is elementwise, so each
+rank steps its own region as one flat tensor, whatever parameter a byte belongs to; the padding
+between parameters stays zero under it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.host_arena import HostArena
+from plexrl.statemanager.host_requests import host_start
+from plexrl.statemanager.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
+from plexrl.wire.operations import AdamParams
+from plexrl.worker.arena_tensors import ArenaLayout, span, view
+from plexrl.worker.host_optimizer import HostAdamW
+from plexrl.worker.host_transfer import Run
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardBox:
+    """What this rank holds of one parameter."""
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Empty where it holds nothing."""
+    reserve: int
+    """Elements that its framework keeps for it on the device, padding included."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """One kind of state of all parameters, in parameter order."""
+
+    start: int
+    """Bytes into the arena."""
+    elements: int
+    slices: dict[str, StateSlice]
+
+
+class FlatState:
+    """The arenas of one rank, and its optimizer. Parameters are as zero until they are moved in."""
+
+    def __init__(self, boxes: Mapping[str, ShardBox], *, optimizer: str) -> None:
+        """`optimizer` is where its state lies: `device` or `host`."""
+        self._layout = ArenaLayout()
+        self._regions: dict[str, _Region] = {}
+        for region, part in (("param", StatePart.PARAMETER), ("grad", StatePart.GRADIENT)):
+            self._add_region(self._layout, region, part, boxes)
+        in_host = optimizer == "host"
+        layout = ArenaLayout(host_start(self._layout.nbytes)) if in_host else self._layout
+        for moment in MOMENTS:
+            self._add_region(layout, moment, StatePart.OPTIMIZER, boxes)
+        self.step_slice = layout.add(
+            StateKey(part=StatePart.OPTIMIZER, name="step"), global_shape=(), offset=(), shape=()
+        )
+        self.arena = Arena(self._layout.nbytes)
+        self._host_start = host_start(self._layout.nbytes)
+        self._host_slices = layout.slices if in_host else []
+        self.host_arena = HostArena(layout.nbytes - self._host_start) if in_host else None
+        self._flat = {
+            name: span(self.arena, region.start, region.elements)
+            for name, region in self._regions.items()
+            if region.start < self._host_start
+        }
+        if self.host_arena is None:
+            self._optimizer = self._make_optimizer()
+        else:
+            self._host_optimizer = self._make_host_optimizer(self.host_arena)
+
+    @property
+    def slices(self) -> tuple[StateSlice, ...]:
+        """All state, in arena order."""
+        return (*self._layout.slices, *self._host_slices)
+
+    @property
+    def gradients(self) -> torch.Tensor:
+        """Of all parameters, end to end with their padding. Float32."""
+        return self._flat["grad"]
+
+    def parameter(self, name: str, elements: int) -> torch.Tensor:
+        """The memory of a parameter's shard, flat, padding included where `elements` are more."""
+        return span(self.arena, self._regions["param"].slices[name].arena_offset, elements)
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """The gradient of a parameter's shard, in its shape."""
+        return view(self.arena, self._regions["grad"].slices[name])
+
+    def step(self, params: AdamParams) -> None:
+        """One AdamW step of all parameters. Raises as `TrainingModel.step`."""
+        if self.host_arena is not None:
+            self._host_optimizer.step(params)
+            return
+        group = self._optimizer.param_groups[0]
+        group["lr"] = params.learning_rate
+        group["betas"] = (params.beta1, params.beta2)
+        group["eps"] = params.eps
+        group["weight_decay"] = params.weight_decay
+        self._optimizer.step()
+
+    def _add_region(
+        self, layout: ArenaLayout, region: str, part: StatePart, boxes: Mapping[str, ShardBox]
+    ) -> None:
+        start = layout.nbytes
+        suffix = f"/{region}" if part == StatePart.OPTIMIZER else ""
+        placed = {
+            name: layout.add(
+                StateKey(part=part, name=name + suffix),
+                global_shape=box.global_shape,
+                offset=box.offset,
+                shape=box.shape,
+                # Padding has no moments, so that host memory is one extent of a version.
+                reserve=box.reserve if layout is self._layout else None,
+            )
+            for name, box in boxes.items()
+        }
+        self._regions[region] = _Region(start, (layout.nbytes - start) // 4, placed)
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        flat = nn.Parameter(self._flat["param"])
+        flat.grad = self._flat["grad"]
+        optimizer = torch.optim.AdamW([flat], fused=True)
+        step = view(self.arena, self.step_slice)
+        optimizer.state[flat] = {"step": step, **{name: self._flat[name] for name in MOMENTS}}
+        return optimizer
+
+    def _make_host_optimizer(self, host: HostArena) -> HostAdamW:
+        first, second = (self._regions[name] for name in MOMENTS)
+        return HostAdamW(
+            host,
+            self._runs(first),
+            moments=(self._in_host(first.start), self._in_host(second.start)),
+            step=self._in_host(self.step_slice.arena_offset),
+        )
+
+    def _runs(self, moment: _Region) -> list[Run]:
+        """What of the parameters lies in a row among the moments too."""
+        found: list[tuple[int, int, int]] = []
+        for name, piece in self._regions["param"].slices.items():
+            first = (piece.arena_offset - self._regions["param"].start) // 4
+            kept = moment.slices[name]
+            place = (kept.arena_offset - moment.start) // 4
+            count = -(-kept.nbytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT // 4
+            if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == (
+                first,
+                place,
+            ):
+                first, place, count = (*found[-1][:2], found.pop()[2] + count)
+            if count:
+                found.append((first, place, count))
+        return [
+            Run(
+                self._flat["param"][first : first + count],
+                self._flat["grad"][first : first + count],
+                place,
+            )
+            for first, place, count in found
+        ]
+
+    def _in_host(self, place: int) -> int:
+        """In elements of host memory."""
+        return (place - self._host_start) // 4

@@ -1,0 +1,62 @@
+"""A checkpoint into a training model's arenas, whatever layout wrote it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from plexrl.statemanager.host_arena import HostArena
+from plexrl.statemanager.host_requests import host_start
+from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.worker.arena_tensors import view
+from plexrl.worker.checkpoint import fill_from_checkpoint
+from plexrl.worker.host_optimizer import floats
+from plexrl.worker.training.model import TrainingModel
+
+
+def fill_state(
+    model: TrainingModel, path: Path, *, optimizer: bool, gather: Callable[[str], list[str]]
+) -> None:
+    """Replace parameters, and optimizer state if `optimizer`; otherwise that begins anew, at zero.
+
+    Gradients and what is derived from the arenas are left to `TrainingModel.after_load`. Raises as
+    `fill_from_checkpoint`, with everything as it was.
+    """
+    held = [piece for piece in model.slices() if piece.key.part != StatePart.GRADIENT]
+    wants = [piece for piece in held if optimizer or piece.key.part != StatePart.OPTIMIZER]
+    dropped = [piece for piece in held if not optimizer and piece.key.part == StatePart.OPTIMIZER]
+
+    def in_arena(piece: StateSlice) -> memoryview:
+        return model.arena.buffer[piece.arena_offset : piece.arena_offset + piece.nbytes]
+
+    if model.host_arena is None:
+        fill_from_checkpoint(path, wants, in_arena, gather)
+        for piece in dropped:
+            view(model.arena, piece).zero_()
+        return
+    _fill_with_host(model.host_arena, host_start(model.arena.nbytes), path, wants, in_arena, gather)
+
+
+def _fill_with_host(
+    host: HostArena,
+    start: int,
+    path: Path,
+    wants: list[StateSlice],
+    in_arena: Callable[[StateSlice], memoryview],
+    gather: Callable[[str], list[str]],
+) -> None:
+    with host.writing() as at:
+        whole = floats(at.target, host.nbytes).view(torch.uint8).numpy()
+        if at.copies:
+            # What lies between slices is zero too, and stays so under every step.
+            whole.fill(0)
+
+        def memory(piece: StateSlice) -> memoryview:
+            if piece.arena_offset < start:
+                return in_arena(piece)
+            first = piece.arena_offset - start
+            return memoryview(whole.data)[first : first + piece.nbytes]
+
+        fill_from_checkpoint(path, wants, memory, gather)
+        if all(piece.key.part != StatePart.OPTIMIZER for piece in wants):
+            whole.fill(0)

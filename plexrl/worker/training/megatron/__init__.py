@@ -1,0 +1,1 @@
+"""The `megatron` training framework; its modules import megatron-core."""

@@ -1,0 +1,202 @@
+"""The `megatron` training backend: a GPT model of megatron-core with all its state in one arena.
+
+Tensor, pipeline, data and expert parallelism are Megatron's; so are its reductions of gradients and
+its gathering of stepped parameters.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+
+from plexrl.megatron_dimensions import check_cut, dimensions
+from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.keys import StateSlice
+from plexrl.wire.operations import AdamParams
+from plexrl.worker.models import build_model
+from plexrl.worker.packing import MicroBatch
+from plexrl.worker.training.megatron.boxes import Piece
+from plexrl.worker.training.megatron.cpu_shim import install_cpu_shim
+from plexrl.worker.training.megatron.groups import join_groups
+from plexrl.worker.training.megatron.names import is_replicated, pieces_by_parameter
+from plexrl.worker.training.megatron.network import make_network
+from plexrl.worker.training.megatron.pipeline import Pipeline
+from plexrl.worker.training.megatron.state import BufferPlan, MegatronState, Tenant
+from plexrl.worker.training.model import LossOfBatch, TrainingRank
+
+PADDED_FROM_RANKS = 8
+"""Data ranks above which Megatron's usual padding would cut shares off the arena's alignment."""
+
+
+class MegatronModel:
+    """A `TrainingModel`."""
+
+    host_arena = None
+
+    def __init__(self, rank: TrainingRank) -> None:
+        self._rank = rank
+
+    @property
+    def arena(self) -> Arena:
+        """As `TrainingModel.arena`."""
+        return self._state.arena
+
+    @property
+    def config(self) -> Any:
+        """As `TrainingModel.config`."""
+        return self._config
+
+    @property
+    def generation_config(self) -> Any:
+        """As `TrainingModel.generation_config`."""
+        return self._generation_config
+
+    def build(self) -> None:
+        """As `TrainingModel.build`.
+
+        Raises:
+            InvalidRequestError: Megatron cannot run the model.
+            LayoutError: the layout cannot cut it.
+        """
+        layout, place = self._rank.layout, self._rank.place
+        model: Any = build_model(self._rank.spec.model)
+        self._config = model.config
+        self._generation_config = getattr(model, "generation_config", None)
+        sizes = dimensions(model.config.to_dict())
+        check_cut(sizes, layout)
+        install_cpu_shim()
+        join_groups(layout)
+        network = make_network(sizes, layout, place, model.model.rotary_emb)
+        self._chunk = DistributedDataParallel(
+            network.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=True,
+                pad_buckets_for_high_nccl_busbw=layout.dp * layout.cp > PADDED_FROM_RANKS,
+            ),
+            network,
+        )
+        self._buffers = [*self._chunk.buffers, *self._chunk.expert_parallel_buffers]
+        pieces = pieces_by_parameter(sizes, layout, place)
+        names = {parameter: name for name, parameter in network.named_parameters()}
+        self._state = MegatronState(
+            [self._plan(buffer, pieces, names) for buffer in self._buffers],
+            reduces=layout.dp * layout.cp > 1
+            or (layout.pp > 1 and sizes.is_tied)
+            or (layout.tp > 1 and sizes.has_qk_norm),
+        )
+        self._move_in()
+        _copy_in(network, pieces, dict(model.named_parameters()))
+        self._pipeline = Pipeline(
+            self._chunk, vocabulary=sizes.vocabulary, is_last=place.pp == layout.pp - 1
+        )
+
+    def slices(self) -> tuple[StateSlice, ...]:
+        """As `TrainingModel.slices`."""
+        return self._state.slices
+
+    def before_offload(self) -> None:
+        """Nothing is derived from the arena."""
+
+    def after_load(self, *, gradients_loaded: bool) -> None:
+        """As `TrainingModel.after_load`."""
+        self._state.clear_padding()
+        if not gradients_loaded:
+            self.zero_gradients()
+
+    def forward(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """As `TrainingModel.forward`."""
+        return self._pipeline.run(batches, None)
+
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], loss: LossOfBatch
+    ) -> list[torch.Tensor]:
+        """As `TrainingModel.forward_backward`."""
+        self._state.start_backward()
+        found = self._pipeline.run(batches, loss)
+        finalize_model_grads([self._chunk])
+        self._state.take_reduced()
+        return found
+
+    def gradient_norm(self) -> float:
+        """As `TrainingModel.gradient_norm`."""
+        squared = self._state.squared_gradients()
+        dist.all_reduce(squared)
+        return float(squared.sqrt())
+
+    def scale_gradients(self, factor: float) -> None:
+        """As `TrainingModel.scale_gradients`."""
+        for flat in self._state.gradients:
+            flat.mul_(factor)
+
+    def step(self, params: AdamParams) -> None:
+        """As `TrainingModel.step`."""
+        self._state.step(params)
+        for group in (*self._chunk.bucket_groups, *self._chunk.expert_parallel_bucket_groups):
+            group.start_param_sync(force_sync=True)
+
+    def zero_gradients(self) -> None:
+        """As `TrainingModel.zero_gradients`."""
+        for flat in self._state.gradients:
+            flat.zero_()
+
+    def _plan(
+        self, buffer: Any, pieces: dict[str, tuple[Piece, ...]], names: dict[Any, str]
+    ) -> BufferPlan:
+        tenants = [
+            Tenant(
+                pieces=pieces[names[parameter]],
+                first=first,
+                last=last,
+                is_counted=self._counts(parameter, pieces[names[parameter]]),
+            )
+            for parameter, (first, last, _) in buffer.param_index_map.items()
+        ]
+        group = buffer.data_parallel_group
+        shares = []
+        for bucket in buffer.buckets:
+            size = bucket.grad_data.numel() // group.size()
+            first = bucket.offset + group.rank() * size
+            shares.append((first, first + size))
+        tenants.sort(key=lambda tenant: tenant.first)
+        return BufferPlan(elements=buffer.numel, tenants=tuple(tenants), shares=tuple(shares))
+
+    def _counts(self, parameter: Any, pieces: tuple[Piece, ...]) -> bool:
+        """Of several ranks with the same elements the first counts them."""
+        if getattr(parameter, "shared", False):
+            # The last stage's copy of a tied embedding.
+            return False
+        return self._rank.place.tp == 0 or not is_replicated(pieces)
+
+    def _move_in(self) -> None:
+        """Point Megatron's buffers, and all that looks into them, at the arena."""
+        for index, buffer in enumerate(self._buffers):
+            buffer.param_data = self._state.parameters[index]
+            buffer.grad_data = self._state.scratch[index]
+            for parameter, (first, last, _) in buffer.param_index_map.items():
+                parameter.data = buffer.param_data[first:last].view(parameter.shape)
+                parameter.main_grad = buffer.grad_data[first:last].view(parameter.shape)
+            for bucket in buffer.buckets:
+                end = bucket.offset + bucket.grad_data.numel()
+                bucket.param_data = buffer.param_data[bucket.offset : end]
+                bucket.grad_data = buffer.grad_data[bucket.offset : end]
+
+
+def _copy_in(network: Any, pieces: dict[str, tuple[Piece, ...]], source: dict[str, Any]) -> None:
+    """Give a rank's parameters the bits of the Hugging Face model."""
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            flat = parameter.data.view(-1)
+            for piece in pieces[name]:
+                box = tuple(
+                    slice(first, first + size)
+                    for first, size in zip(piece.offset, piece.shape, strict=True)
+                )
+                home = flat[piece.start : piece.start + piece.elements]
+                home.copy_(source[piece.name][box].reshape(-1))

@@ -1,0 +1,77 @@
+"""Micro-batches through Megatron's pipeline schedules, with token logprobs at the last stage.
+
+Shapes: B rows, L tokens of the longest; T tokens of all rows; V words that a tensor rank has.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+from plexrl.worker.packing import MicroBatch
+from plexrl.worker.training.megatron.packed_rows import PackedRows, pack_rows
+from plexrl.worker.training.model import LossOfBatch
+
+
+class Pipeline:
+    """One stage, with one tensor rank's words."""
+
+    def __init__(self, chunk: Any, *, vocabulary: int, is_last: bool) -> None:
+        """`chunk` is Megatron's DistributedDataParallel; `vocabulary` counts no padding."""
+        self._chunk = chunk
+        self._vocabulary = vocabulary
+        self._is_last = is_last
+        self._run = get_forward_backward_func()
+
+    def run(self, batches: Sequence[MicroBatch], loss: LossOfBatch | None) -> list[torch.Tensor]:
+        """Logprobs `[B, L]` of every micro-batch, on the CPU; zeros before the last stage.
+
+        With `loss` every parameter's `main_grad` gets its gradient added.
+        """
+        found: list[torch.Tensor] = []
+
+        def step(rows: Iterator[tuple[MicroBatch, PackedRows]], chunk: Any) -> Any:
+            batch, packed = next(rows)
+            output = chunk(
+                input_ids=packed.tokens_T[None],
+                position_ids=packed.positions_T[None],
+                attention_mask=packed.row_map,
+            )
+            if not self._is_last:
+                return output, None
+
+            def finish(logits_1TV: torch.Tensor) -> tuple[Any, torch.Tensor, None]:
+                logprobs_BL = packed.unpacked(self._logprobs(logits_1TV[0], packed.targets_T))
+                found.append(logprobs_BL.detach().cpu())
+                value = logprobs_BL if loss is None else loss(logprobs_BL, batch)
+                return value, torch.zeros((), dtype=torch.int), None
+
+            return output, finish
+
+        # The schedules take one step function for a whole batch, and an iterator of its parts.
+        with torch.set_grad_enabled(loss is not None):
+            self._run(
+                forward_step_func=step,
+                data_iterator=((batch, pack_rows(batch)) for batch in batches),
+                model=[self._chunk],
+                num_microbatches=len(batches),
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=loss is None,
+            )
+        return found or [torch.zeros(batch.tokens_BL.shape) for batch in batches]
+
+    def _logprobs(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+        first = parallel_state.get_tensor_model_parallel_rank() * logits_TV.shape[1]
+        words = self._vocabulary - first
+        if words < logits_TV.shape[1]:
+            # Padding of the vocabulary is no word: it takes no part of the probability.
+            padding_V = torch.arange(logits_TV.shape[1], device=logits_TV.device) >= words
+            logits_TV = logits_TV.masked_fill(padding_V, float("-inf"))
+        losses_1T: torch.Tensor = vocab_parallel_cross_entropy(
+            logits_TV[None].float(), targets_T[None]
+        )
+        return -losses_1T[0]

@@ -1,0 +1,115 @@
+"""A worker answers readers when there is something, and keeps nothing for them."""
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from plexrl.errors import InvalidRequestError
+from plexrl.wire.framing import recv_frame
+from plexrl.worker import token_streams
+from plexrl.worker.server import Connection
+from plexrl.worker.token_streams import TokenStreams
+
+
+class Reader:
+    """A router's end of a connection."""
+
+    def __init__(self) -> None:
+        self._socket, there = socket.socketpair()
+        self._socket.setblocking(False)
+        self._there = there
+        self.connection = Connection(there)
+
+    def question(self, reader: str, after: int = 0, stream: str = "") -> dict[str, Any]:
+        return {
+            "operation": "op",
+            "ask": f"ask-{reader}-{after}",
+            "reader": reader,
+            "stream": stream,
+            "after": after,
+        }
+
+    def answer(self) -> dict[str, Any] | None:
+        """The next answer with the question's id; None where there is none yet."""
+        try:
+            header, _ = recv_frame(self._socket)
+        except BlockingIOError:
+            return None
+        return {**header["answer"], "ask": header["operation"]}
+
+    def close(self) -> None:
+        self._socket.close()
+        self._there.close()
+
+
+@pytest.fixture
+def router() -> Iterator[Reader]:
+    made = Reader()
+    yield made
+    made.close()
+
+
+def test_a_reader_may_come_before_the_generation_and_finds_all_that_was_drawn_since(
+    router: Reader,
+) -> None:
+    streams = TokenStreams()
+    streams.read(router.connection, router.question("slow"))
+    log = streams.begin("op", streamed=True)
+    assert log is not None
+    streams.serve()
+    assert router.answer() is None
+    log.append(1, [7], [-0.5])
+    streams.serve()
+    first = router.answer()
+    assert first is not None
+    assert (first["rows"], first["next"]) == ([[1, [7], [-0.5]]], 1)
+    # It was not heard of for three steps; nobody waits for it, and nothing is lost.
+    for token in (8, 9, 10):
+        log.append(token % 2, [token], [-1.0])
+        streams.serve()
+    assert router.answer() is None
+    streams.read(router.connection, router.question("slow", 1, log.name))
+    second = router.answer()
+    assert second is not None
+    assert second["rows"] == [[0, [8, 10], [-1.0, -1.0]], [1, [9], [-1.0]]]
+
+
+def test_a_place_in_another_run_begins_at_the_start(router: Reader) -> None:
+    streams = TokenStreams()
+    log = streams.begin("op", streamed=True)
+    assert log is not None
+    log.append(0, [7], [0.0])
+    streams.read(router.connection, router.question("one", 5, "former"))
+    found = router.answer()
+    assert found is not None
+    assert (found["stream"], found["next"]) == (log.name, 1)
+
+
+def test_readers_are_told_of_the_end_and_ask_once_at_a_time(router: Reader) -> None:
+    streams = TokenStreams()
+    log = streams.begin("op", streamed=True)
+    streams.read(router.connection, router.question("one"))
+    streams.read(router.connection, router.question("one", 0, "again"))
+    assert streams.end("op") is log
+    found = router.answer()
+    assert found is not None
+    assert found["ended"]
+    assert router.answer() is None, "the former question of the same reader is void"
+
+
+def test_readers_are_bounded(router: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_streams, "READERS_MAX", 2)
+    streams = TokenStreams()
+    for name in ("a", "b", "c"):
+        streams.read(router.connection, router.question(name))
+    found = router.answer()
+    assert found == {"nothing": True, "ask": "ask-a-0"}
+
+
+def test_what_is_not_streamed_cannot_be_read(router: Reader) -> None:
+    streams = TokenStreams()
+    streams.begin("op", streamed=False)
+    with pytest.raises(InvalidRequestError, match="was not submitted with `stream`"):
+        streams.read(router.connection, router.question("one"))

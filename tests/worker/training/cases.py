@@ -1,0 +1,102 @@
+"""The table of training backends and layouts that have to agree. A new backend adds rows here.
+
+Every case runs all of `test_conformance.py` on real gloo ranks of its own.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from plexrl.deployment_spec import DeploymentSpec
+from plexrl.model_spec import ModelSpec, tiny_qwen2
+from plexrl.parallelism import Parallelism
+
+VOCABULARY = "0123456789abcdefghij"
+"""With three special tokens: a size that no even number of ranks divides."""
+
+QWEN2 = tiny_qwen2(VOCABULARY, seed=1)
+"""Tied embeddings, biases, two key-value heads for four."""
+
+
+def resized(model: ModelSpec, architecture: str, **changes: Any) -> ModelSpec:
+    """A model of another architecture, or other sizes."""
+    return ModelSpec(
+        architecture=architecture,
+        config_json=json.dumps({**model.config, **changes}),
+        vocabulary=model.vocabulary,
+        seed=model.seed,
+    )
+
+
+QWEN3 = resized(QWEN2, "qwen3", head_dim=16)
+"""Norms of queries and keys."""
+
+LLAMA = resized(QWEN2, "llama", tie_word_embeddings=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One backend under one layout."""
+
+    backend: str
+    layout: Parallelism = Parallelism()
+    model: ModelSpec = QWEN2
+    options: tuple[tuple[str, Any], ...] = ()
+    """Further fields of the `DeploymentSpec`."""
+    tolerance: float = 1e-5
+    """Largest difference of logprobs from the reference, and of gradients relative to the largest
+    one of the same parameter."""
+    is_slow: bool = False
+    """Left to `make test-all`."""
+
+    @property
+    def name(self) -> str:
+        """Of the test, its deployment and its checkpoint."""
+        words = [self.backend, *self.layout.describe().split()]
+        words += [] if self.model == QWEN2 else [str(self.model.architecture)]
+        words += [f"{name}-{value}" for name, value in self.options]
+        return "_".join(words).replace("=", "")
+
+    @property
+    def spec(self) -> DeploymentSpec:
+        """What a worker of it is started with."""
+        return DeploymentSpec(
+            model=self.model,
+            kind="train",
+            backend=self.backend,
+            workers=self.layout.world_size,
+            parallelism=self.layout,
+            **dict(self.options),
+        )
+
+
+WRITER = Case(backend="fsdp")
+"""Every case loads its checkpoint: `WRITER.model` or, for another model, that case's own only."""
+
+CASES = (
+    WRITER,
+    Case(backend="fsdp", layout=Parallelism(dp=2)),
+    Case(backend="fsdp", layout=Parallelism(dp=2), options=(("optimizer", "host"),)),
+    Case(backend="megatron", layout=Parallelism(tp=2)),
+    Case(backend="megatron", layout=Parallelism(pp=2)),
+    Case(backend="megatron", layout=Parallelism(dp=2), is_slow=True),
+    Case(backend="megatron", layout=Parallelism(tp=2, pp=2), is_slow=True),
+    Case(backend="megatron", layout=Parallelism(dp=2, tp=2), model=LLAMA, is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(tp=2)),
+    Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=LLAMA),
+    Case(
+        backend="fsdp",
+        layout=Parallelism(tp=2),
+        model=QWEN3,
+        options=(("compute_dtype", "bfloat16"), ("activation_checkpointing", True)),
+        tolerance=0.05,
+    ),
+    Case(backend="fsdp", layout=Parallelism(dp=3), is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=QWEN3, is_slow=True),
+    Case(
+        backend="fsdp",
+        layout=Parallelism(dp=2, tp=2),
+        options=(("optimizer", "host"), ("activation_checkpointing", True)),
+        is_slow=True,
+    ),
+)

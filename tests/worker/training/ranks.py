@@ -1,0 +1,310 @@
+"""What the ranks of a conformance case run, and what they write down of it."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import plexrl
+from plexrl.backend_capabilities import backend_capabilities
+from plexrl.router.dispatch import DispatchPlan, plan_batch
+from plexrl.router.reductions import loss_denominator
+from plexrl.statemanager.client import StateManagerClient
+from plexrl.statemanager.host_requests import host_start
+from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.statemanager.ticket_key import read_ticket_key
+from plexrl.statemanager.tickets import Claims, Role
+from plexrl.wire.operations import (
+    AdamParams,
+    CheckpointParams,
+    ForwardBackwardParams,
+    ForwardParams,
+    LossSpec,
+    OperationKind,
+)
+from plexrl.wire.tensors import Array, Arrays
+from plexrl.worker.arena_tensors import TORCH_DTYPES
+from plexrl.worker.backend import Backend, BackendCall, BackendResult
+from plexrl.worker.checkpointing import save_checkpoint
+from plexrl.worker.factory import make_backend
+from tests.worker.training.cases import WRITER, Case
+
+LOSS = plexrl.losses.grpo(kl_coef=0.1)
+ADAM = AdamParams(learning_rate=1e-2, grad_clip_norm=0.05, weight_decay=0.1)
+"""Clips: the gradients of these batches are larger."""
+MICRO_BATCH_TOKENS = 24
+
+Kept = dict[StateSlice, bytes]
+"""A rank's state, slice by slice."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One optimizer step as a rank saw it."""
+
+    before: Kept
+    """Parameters and optimizer state."""
+    logprobs: list[Array] = field(default_factory=list)
+    """By batch, float32 `[T]` of this rank's tokens."""
+    sums: list[dict[str, Any]] = field(default_factory=list)
+    """By batch."""
+    gradients: Kept = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    after: Kept = field(default_factory=dict)
+
+
+def batches(step: int) -> tuple[Arrays, Arrays]:
+    """What a step accumulates over: several micro-batches, and fewer rows than ranks."""
+    return batch(10 * step), batch(10 * step + 1, rows=1)
+
+
+def batch(seed: int, rows: int = 9) -> Arrays:
+    """A packed batch for a policy loss with a reference."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(3, 9, rows).astype(np.int32)
+    total = int(lengths.sum())
+    return {
+        "tokens": rng.integers(3, 23, total).astype(np.int32),
+        "lengths": lengths,
+        "mask": (rng.random(total) < 0.8).astype(np.float32),
+        "logprobs": rng.normal(-3, 0.2, total).astype(np.float32),
+        "advantages": rng.normal(0, 1, total).astype(np.float32),
+        "ref_logprobs": rng.normal(-3, 0.2, total).astype(np.float32),
+    }
+
+
+def plan_of(case: Case, arrays: Arrays) -> DispatchPlan:
+    """How the router lays a batch over the ranks of a case."""
+    return plan_batch(
+        case.layout,
+        arrays["lengths"].tolist(),
+        micro_batch_tokens=MICRO_BATCH_TOKENS,
+        packs=backend_capabilities("train", case.backend).packs,
+    )
+
+
+def launch(case: Case, folder: Path, statemanager: str) -> None:
+    """Run a case on all of its ranks; they leave `<rank>.pt` in `folder`."""
+    mp.set_forkserver_preload(["plexrl.worker.preload"])
+    mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+        conform,
+        args=(case, str(folder), statemanager),
+        nprocs=case.layout.world_size,
+        start_method="forkserver",
+    )
+
+
+def conform(rank: int, case: Case, folder: str, statemanager: str) -> None:
+    """All of one rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", case.layout.world_size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=case.layout.world_size,
+    )
+    run = _Run(case, rank, statemanager)
+    steps = [run.step(0), run.step(1)]
+    forward = run.forward(batch(99))
+    refusal = run.refuse_infinite_gradients()
+    run.write_and_load()
+    loaded = run.load(WRITER.name, optimizer=True) if case.model == WRITER.model else {}
+    fresh = run.load(case.name, optimizer=False)
+    torch.save(
+        {
+            "steps": steps,
+            "forward": forward,
+            "refusal": refusal,
+            "loaded": loaded,
+            "fresh": fresh,
+            "config": run.backend.checkpoint_extras(None)["config.json"],
+        },
+        f"{folder}/{rank}.pt",
+    )
+    run.client.close()
+    dist.barrier()
+    # Gloo's threads now and then abort an interpreter that unwinds round them.
+    os._exit(0)
+
+
+class _Run:
+    """A backend and its StateManager, as a worker process has them."""
+
+    def __init__(self, case: Case, rank: int, statemanager: str) -> None:
+        self.case, self.rank = case, rank
+        root = Path(statemanager).parent
+        self.backend: Backend = make_backend(case.spec, rank, case.layout.world_size, root)
+        self.backend.build()
+        claims = Claims(
+            role=Role.WORKER,
+            job="j",
+            deployment=f"j/{case.name}",
+            rank=rank,
+            world_size=case.layout.world_size,
+            group=case.name,
+        )
+        self.client = StateManagerClient(
+            statemanager,
+            deployment=f"j/{case.name}",
+            rank=rank,
+            world_size=case.layout.world_size,
+            ticket=read_ticket_key(root / "nvme" / "ticket.key").mint(claims),
+            timeout_s=120.0,
+        )
+        self.seq = 0
+        self._register()
+
+    def step(self, index: int) -> Step:
+        """Accumulate over calls, with a switch between and behind; then step."""
+        found = Step(before=self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER))
+        for arrays in batches(index):
+            result = self._forward_backward(arrays, LOSS)
+            found.logprobs.append(result.arrays["logprobs"])
+            found.sums.append(result.result["sums"])
+            self._switch()
+        found.gradients = self._contents(StatePart.GRADIENT)
+        found.metrics = self._run(OperationKind.OPTIM_STEP, ADAM, {}).result["metrics"]
+        found.after = self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
+        assert not any(any(data) for data in self._contents(StatePart.GRADIENT).values())
+        self._switch()
+        return found
+
+    def forward(self, arrays: Arrays) -> Array:
+        """Logprobs, which a switch does not change by one bit."""
+        first = self._forward(arrays)
+        self._switch()
+        assert np.array_equal(first, self._forward(arrays))
+        return first
+
+    def refuse_infinite_gradients(self) -> Any:
+        """The error of a step by gradients that are not finite; nothing has changed by it."""
+        before = self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
+        arrays = batch(5)
+        weights = np.full(len(arrays["tokens"]), 3e38, dtype=np.float32)
+        poisoned = {"tokens": arrays["tokens"], "lengths": arrays["lengths"], "weights": weights}
+        self._forward_backward(poisoned, plexrl.losses.custom())
+        refusal = self._run(OperationKind.OPTIM_STEP, ADAM, {}).result["error"]
+        assert self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER) == before
+        assert not any(any(data) for data in self._contents(StatePart.GRADIENT).values())
+        return refusal
+
+    def write_and_load(self) -> None:
+        """A checkpoint, and the same state out of it after a further step."""
+        wanted = self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
+        params = CheckpointParams(name=self.case.name)
+        save_checkpoint(
+            self.backend,
+            self.client,
+            params,
+            operation="o",
+            seq=self.seq,
+            keep_seq=self.seq - 1,
+            token=1,
+        )
+        self._forward_backward(batch(7), LOSS)
+        self._run(OperationKind.OPTIM_STEP, ADAM, {})
+        assert self._contents(StatePart.PARAMETER) != wanted
+        assert self.load(self.case.name, optimizer=True) == wanted
+
+    def load(self, name: str, *, optimizer: bool) -> Kept:
+        """What a rank has once a checkpoint is loaded."""
+        params = CheckpointParams(name=name, job="j", optimizer=optimizer)
+        self.seq += 1
+        self._run(OperationKind.LOAD_CHECKPOINT, params, {})
+        return self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
+
+    def _forward(self, arrays: Arrays) -> Array:
+        return self._split(OperationKind.FORWARD, ForwardParams(), arrays).arrays["logprobs"]
+
+    def _forward_backward(self, arrays: Arrays, loss: LossSpec) -> BackendResult:
+        params = ForwardBackwardParams(loss=loss)
+        denominator = loss_denominator(loss, arrays)
+        return self._split(OperationKind.FORWARD_BACKWARD, params, arrays, denominator=denominator)
+
+    def _split(
+        self, kind: OperationKind, params: Any, arrays: Arrays, **rank_params: Any
+    ) -> BackendResult:
+        plan = plan_of(self.case, arrays)
+        part = plan.inputs(arrays)[plan.part_of(self.rank)]
+        return self._run(kind, params, part, micro_batches=plan.micro_batches, **rank_params)
+
+    def _run(
+        self, kind: OperationKind, params: Any, arrays: Arrays, **rank_params: Any
+    ) -> BackendResult:
+        call = BackendCall(
+            operation="o",
+            kind=kind,
+            params=params,
+            rank_params={"job": "j", **rank_params},
+            arrays=arrays,
+            seq=self.seq,
+        )
+        return self.backend.run(call)
+
+    def _register(self) -> None:
+        self.client.register(
+            self.backend.arena,
+            self.backend.slices(),
+            group=self.case.name,
+            token=1,
+            host=self.backend.host_arena,
+        )
+
+    def _switch(self) -> None:
+        """Out to the StateManager and in again: every live bit comes back."""
+        before = self._contents(*self.backend.live_parts())
+        self.seq += 1
+        self.backend.before_offload()
+        parts = self.backend.live_parts()
+        self.client.offload(seq=self.seq, keep_seq=self.seq - 1, token=1, parts=parts)
+        if self.backend.host_arena is not None:
+            self._register()
+        self.backend.after_load(self.client.load(seq=self.seq, token=1).parts)
+        assert self._contents(*parts) == before
+
+    def _contents(self, *parts: StatePart) -> Kept:
+        arena, host = self.backend.arena, self.backend.host_arena
+        found: Kept = {}
+        for piece in self.backend.slices():
+            if piece.key.part not in parts:
+                continue
+            start = piece.arena_offset
+            memory = arena.buffer
+            if start >= host_start(arena.nbytes):
+                assert host is not None
+                start -= host_start(arena.nbytes)
+                memory = host.buffer
+            found[piece] = bytes(memory[start : start + piece.nbytes])
+        return found
+
+
+def assembled(ranks: list[Kept], part: StatePart) -> dict[str, torch.Tensor]:
+    """Whole tensors out of every rank's slices: none missing, and equal where ranks overlap."""
+    found: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor] = {}
+    for kept in ranks:
+        for piece, data in kept.items():
+            if piece.key.part != part:
+                continue
+            name, shape = piece.key.name, piece.global_shape
+            whole = found.setdefault(name, torch.zeros(shape, dtype=TORCH_DTYPES[piece.dtype]))
+            assert whole.shape == shape, name
+            known = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+            if not data:
+                continue
+            box = tuple(
+                slice(at, at + extent) for at, extent in zip(piece.offset, piece.shape, strict=True)
+            )
+            value = torch.frombuffer(bytearray(data), dtype=whole.dtype).view(piece.shape)
+            assert torch.equal(whole[box][known[box]], value[known[box]]), (
+                f"{name}: replicas differ"
+            )
+            whole[box], known[box] = value, True
+    missing = [name for name, known in seen.items() if not known.all()]
+    assert not missing, f"no rank holds all of {missing}"
+    return found

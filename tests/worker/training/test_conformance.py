@@ -1,0 +1,214 @@
+"""Every training backend under every layout does what plain torch does in one process."""
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from plexrl.errors import NonFiniteGradientError, from_wire
+from plexrl.router.reductions import gather_metrics
+from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.keys import StatePart
+from plexrl.wire.tensors import Array, Arrays
+from plexrl.worker.models import build_model, named_parameters
+from tests.statemanager.conftest import Daemon
+from tests.worker.training import reference
+from tests.worker.training.cases import CASES, WRITER, Case
+from tests.worker.training.ranks import (
+    ADAM,
+    LOSS,
+    Kept,
+    Step,
+    assembled,
+    batch,
+    batches,
+    launch,
+    plan_of,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Records = list[dict[str, Any]]
+"""By rank."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], Records]]:
+    """Runs a case when it is first asked for."""
+    folder = tmp_path_factory.mktemp("conformance")
+    daemon = Daemon(
+        StateManagerConfig(
+            node="n",
+            listen=str(folder / "sm.sock"),
+            host_dir=tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm"),
+            host_bytes=256 << 20,
+            nvme_dir=str(folder / "nvme"),
+            nvme_bytes=256 << 20,
+            checkpoint_dir=str(folder),
+        )
+    )
+    daemon.start()
+
+    @functools.cache
+    def run(case: Case) -> Records:
+        if case.name != WRITER.name:
+            run(WRITER)
+        own = folder / "ranks" / case.name
+        own.mkdir(parents=True)
+        launch(case, own, daemon.config.listen)
+        found = range(case.layout.world_size)
+        records = [torch.load(own / f"{rank}.pt", weights_only=False) for rank in found]
+        for record in records:
+            record["checkpoint"] = folder / "j" / case.name
+        return records
+
+    yield run
+    daemon.clean_up()
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.is_slow else [])
+        for case in CASES
+    ]
+)
+def case(request: pytest.FixtureRequest) -> Case:
+    found = request.param
+    assert isinstance(found, Case)
+    return found
+
+
+@pytest.fixture
+def records(case: Case, results: Callable[[Case], Records]) -> Records:
+    return results(case)
+
+
+def test_the_model_begins_with_the_same_bits_as_transformers_gives_it(
+    case: Case, records: Records
+) -> None:
+    found = whole(records, 0, "before", StatePart.PARAMETER)
+    wanted = dict(named_parameters(build_model(case.model)))
+    assert set(found) == set(wanted)
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_logprobs_losses_and_accumulated_gradients_are_those_of_plain_torch(
+    case: Case, records: Records, step: int
+) -> None:
+    parameters = whole(records, step, "before", StatePart.PARAMETER)
+    logprobs, losses, gradients = reference.gradients_of(
+        case.model, parameters, batches(step), LOSS
+    )
+    steps = [record["steps"][step] for record in records]
+    for index, arrays in enumerate(batches(step)):
+        near(joined(case, arrays, [s.logprobs[index] for s in steps]), logprobs[index], case)
+        counted = [{"sums": steps[rank].sums[index]} for rank in case.layout.output_ranks]
+        loss = gather_metrics(counted)["metrics"]["loss"]
+        assert loss == pytest.approx(losses[index], rel=10 * case.tolerance, abs=case.tolerance)
+    found = whole(records, step, "gradients", StatePart.GRADIENT)
+    assert set(found) == set(gradients)
+    for name, wanted in gradients.items():
+        error = float((found[name] - wanted).abs().max())
+        assert error <= case.tolerance * max(float(wanted.abs().max()), 1e-3), name
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_step_is_adamw_by_clipped_gradients(records: Records, step: int) -> None:
+    before = whole(records, step, "before", StatePart.PARAMETER)
+    state = whole(records, step, "before", StatePart.OPTIMIZER)
+    gradients = whole(records, step, "gradients", StatePart.GRADIENT)
+    norm = reference.global_norm(gradients)
+    assert norm > ADAM.grad_clip_norm, "nothing would be clipped"
+    for record in records:
+        assert record["steps"][step].metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    wanted = reference.adamw(before, gradients, state, ADAM)
+    found = whole(records, step, "after", StatePart.PARAMETER)
+    found |= whole(records, step, "after", StatePart.OPTIMIZER)
+    assert set(found) == set(wanted)
+    for name, value in wanted.items():
+        assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-6), name
+    assert float(found["step"]) == step + 1
+
+
+def test_forward_gives_logprobs_in_the_order_of_the_batch(case: Case, records: Records) -> None:
+    parameters = whole(records, 1, "after", StatePart.PARAMETER)
+    reference.set_parameters(case.model, parameters)
+    with torch.no_grad():
+        _, wanted = reference.logprobs_of(case.model, batch(99))
+    near(joined(case, batch(99), [record["forward"] for record in records]), wanted, case)
+
+
+def test_a_model_that_computes_in_bf16_rounds_and_one_in_float32_does_not(
+    case: Case, records: Records
+) -> None:
+    parameters = whole(records, 1, "after", StatePart.PARAMETER)
+    reference.set_parameters(case.model, parameters)
+    with torch.no_grad():
+        _, wanted = reference.logprobs_of(case.model, batch(99))
+    found = joined(case, batch(99), [record["forward"] for record in records])
+    rounds = float(np.abs(found - wanted).max()) > 1e-4
+    assert rounds == (case.spec.compute_dtype == "bfloat16")
+
+
+def test_gradients_that_are_not_finite_are_dropped_with_a_typed_error(records: Records) -> None:
+    for record in records:
+        assert isinstance(from_wire(record["refusal"]), NonFiniteGradientError)
+
+
+def test_transformers_loads_the_checkpoint_as_it_is(records: Records) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path: Path = records[0]["checkpoint"]
+    assert json.loads((path / "config.json").read_text()) == json.loads(records[0]["config"])
+    model = AutoModelForCausalLM.from_pretrained(path)
+    wanted = whole(records, 1, "after", StatePart.PARAMETER)
+    found = dict(named_parameters(model))
+    assert set(found) == set(wanted)
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+def test_a_checkpoint_of_another_backend_and_layout_loads_bit_for_bit(
+    case: Case, records: Records, results: Callable[[Case], Records]
+) -> None:
+    written = records if case.model != WRITER.model else results(WRITER)
+    key = "fresh" if case.model != WRITER.model else "loaded"
+    for part in (StatePart.PARAMETER, StatePart.OPTIMIZER):
+        if key == "fresh" and part == StatePart.OPTIMIZER:
+            continue
+        wanted = whole(written, 1, "after", part)
+        found = assembled([record[key] for record in records], part)
+        assert set(found) == set(wanted)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_without_its_optimizer_a_checkpoint_brings_parameters_only(records: Records) -> None:
+    fresh: list[Kept] = [record["fresh"] for record in records]
+    wanted = whole(records, 1, "after", StatePart.PARAMETER)
+    found = assembled(fresh, StatePart.PARAMETER)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert not any(bool(value.any()) for value in assembled(fresh, StatePart.OPTIMIZER).values())
+
+
+def whole(records: Records, step: int, moment: str, part: StatePart) -> dict[str, torch.Tensor]:
+    """Tensors at a moment of a step, put together from what every rank kept."""
+    steps: list[Step] = [record["steps"][step] for record in records]
+    return assembled([getattr(each, moment) for each in steps], part)
+
+
+def joined(case: Case, arrays: Arrays, by_rank: list[Array]) -> Array:
+    """Per-token results as the router gives them to a controller."""
+    return plan_of(case, arrays).join(dict(enumerate(by_rank)))
+
+
+def near(found: Array, wanted: Array, case: Case) -> None:
+    """Within the case's tolerance."""
+    assert found.shape == wanted.shape
+    assert float(np.abs(found - wanted).max()) <= case.tolerance
