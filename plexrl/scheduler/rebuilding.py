@@ -7,7 +7,7 @@ publishes again, and the rollout then has the trainer's present weights, which m
 """
 
 from plexrl.errors import PlexRLError
-from plexrl.ids import OperationId
+from plexrl.ids import FencingToken, OperationId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.operations import OWN_MARK, enqueue_publish
 from plexrl.scheduler.state import Deployment, Operation
@@ -55,6 +55,10 @@ def is_republished(
         name = OperationId(f"{name}'")
     operation.after = name
     enqueue_publish(context, trainer, name, operation.operation, now)
+    group = context.group_of(deployment)
+    assert group is not None, f"{deployment.deployment} runs without a group"
+    # Under the same token the workers would give the answer that they gave.
+    group.token = FencingToken(group.token + 1)
     return True
 
 

@@ -111,6 +111,7 @@ class Training:
     """One controller's work, so far as it has asked for it."""
 
     def __init__(self, job: plexrl.Job) -> None:
+        self._drawn: list[list[int]] = []
         self.actor = job.train_deployment("actor", MODEL)
         self.rollout = job.rollout_deployment("rollout", MODEL)
         self._steps: list[plexrl.Future[Any]] = []
@@ -126,11 +127,11 @@ class Training:
         """Give the rollout the trainer's weights."""
         self.rollout.sync_weights(self.actor).result(RESULT_TIMEOUT_S)
 
-    def draw(self) -> list[list[int]]:
-        """Completions by the rollout's weights."""
+    def draw(self) -> None:
+        """Have completions drawn by the weights that the rollout has."""
         sampling = plexrl.SamplingParams(max_tokens=6, seed=2)
         found = self.rollout.generate([[3, 4, 5]], n=4, sampling=sampling)
-        return [sample.tokens for sample in found.result(RESULT_TIMEOUT_S).samples[0]]
+        self._drawn += [sample.tokens for sample in found.result(RESULT_TIMEOUT_S).samples[0]]
 
     def nodes(self) -> set[str]:
         """Where it runs."""
@@ -140,7 +141,7 @@ class Training:
     def story(self) -> Story:
         """How it went, in the end."""
         losses = [step.result(RESULT_TIMEOUT_S).metrics["loss"] for step in self._steps]
-        return Story(losses, self.draw(), checkpoint_weights(self.actor))
+        return Story(losses, self._drawn, checkpoint_weights(self.actor))
 
 
 def groups() -> list[dict[str, Any]]:
@@ -173,6 +174,7 @@ def test_training_goes_on_elsewhere_when_its_node_is_killed(
         undisturbed = Training(job)
         undisturbed.step(STEPS)
         undisturbed.sync()
+        undisturbed.draw()
         undisturbed.step(2)
         wanted = undisturbed.story()
     with (
@@ -185,6 +187,7 @@ def test_training_goes_on_elsewhere_when_its_node_is_killed(
         assert killed.actor.status()["durable_seq"] > 0, "no version of its state was made"
         (doomed,) = killed.nodes()
         machines.kill(doomed)
+        killed.draw()
         killed.step(2)
         assert killed.story() == wanted
         assert killed.nodes() == {"one", "two"} - {doomed}

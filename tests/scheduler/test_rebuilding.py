@@ -197,6 +197,8 @@ def test_a_rollout_whose_trainer_lost_what_it_published_has_it_publish_again() -
     cluster.execute(publish)
     (again,) = cluster.runs
     assert (again.operation, again.replay) == ("sync", True)
+    assert again.token > replayed.token, "workers answer a run that they know as before"
+    assert again.source_seq == publish.seq
     cluster.settle()
     assert cluster.wpgs["a/rollout"].device == ["sync"]
     assert cluster.state_of("draw") == "finished"
