@@ -7,6 +7,8 @@ OUT ?= out/demo
 STAMP := $(VENV)/.plexrl-setup
 
 export OMP_NUM_THREADS ?= 1
+# DeepSpeed's kernels are compiled with the ninja that is installed there.
+export PATH := $(abspath $(BIN)):$(PATH)
 
 .PHONY: help setup demo test test-all bench lint format clean
 

@@ -27,6 +27,7 @@ from plexrl.client import (
 )
 from plexrl.client.aio import AsyncCluster, AsyncJob, connect_async
 from plexrl.errors import PlexRLError
+from plexrl.lora import LoraSpec
 from plexrl.model_spec import ModelSpec, tiny_qwen2
 from plexrl.parallelism import Parallelism
 from plexrl.tokenizer import BOS, EOS, PAD, Tokenizer
@@ -48,6 +49,7 @@ __all__ = [
     "Future",
     "GenerateResult",
     "Job",
+    "LoraSpec",
     "LossSpec",
     "ModelSpec",
     "Parallelism",

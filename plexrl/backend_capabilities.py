@@ -25,6 +25,8 @@ class BackendCapabilities:
     side and cutting them itself. Context parallelism needs it."""
     dtypes: tuple[str, ...] = ("float32",)
     """Of weights that it can compute from, its default first."""
+    adapter_axes: tuple[Axis, ...] | None = None
+    """That may be longer than 1 with low-rank adapters; absent: it has none."""
     compute_dtypes: tuple[str, ...] = ("float32",)
     """Train: that it can compute in beside float32 parameters, its default first."""
     checkpoints_activations: bool = False
@@ -40,6 +42,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         packs=False,
         compute_dtypes=("float32", "bfloat16"),
         checkpoints_activations=True,
+        adapter_axes=("dp",),
     ),
     BackendCapabilities(
         backend="megatron",
@@ -47,6 +50,15 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         axes=("dp", "tp", "pp"),
         optimizers=("device",),
         packs=False,
+    ),
+    BackendCapabilities(
+        backend="deepspeed",
+        kind="train",
+        axes=("dp",),
+        optimizers=("device", "host"),
+        packs=False,
+        compute_dtypes=("float32", "bfloat16"),
+        checkpoints_activations=True,
     ),
     BackendCapabilities(
         backend="torch",
@@ -62,6 +74,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         axes=("dp", "tp"),
         optimizers=(),
         packs=False,
+        adapter_axes=("dp",),
         dtypes=("float32", "bfloat16"),
     ),
 )
@@ -92,6 +105,27 @@ def check_optimizer(capabilities: BackendCapabilities, optimizer: str) -> None:
             f"{capabilities.kind} deployment cannot keep its state there: leave it out, or use one "
             f"of {', '.join(b.backend for b in BACKENDS if optimizer in b.optimizers) or 'none'}"
         )
+
+
+def check_adapters(capabilities: BackendCapabilities, layout: Parallelism) -> None:
+    """Raises `InvalidRequestError` where the backend has no low-rank adapters, and `LayoutError`
+    where it has none on this layout."""
+    rivals = [b for b in BACKENDS if b.kind == capabilities.kind and b.adapter_axes is not None]
+    able = "; ".join(f"{b.backend}: {', '.join(b.adapter_axes or ()) or 'none'}" for b in rivals)
+    if capabilities.adapter_axes is None:
+        raise InvalidRequestError(
+            f"backend {capabilities.backend!r} of a {capabilities.kind} deployment has no low-rank "
+            f"adapters: leave lora out, or use one that has (axes by backend: {able or 'none'})"
+        )
+    for axis in layout.axes_used():
+        if axis not in capabilities.adapter_axes:
+            raise LayoutError(
+                f"parallelism.{axis} is {layout.size(axis)} and backend {capabilities.backend!r} "
+                f"has low-rank adapters without {axis} only: leave it at 1 (axes by backend: "
+                f"{able})",
+                field=axis,
+                backend=capabilities.backend,
+            )
 
 
 def check_computation(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from plexrl.lora import LoraSpec
 from plexrl.model_spec import ModelSpec
 from plexrl.parallelism import Parallelism
 
@@ -16,7 +17,7 @@ class DeploymentSpec:
     kind: str
     """`train`, `forward` (weights only: a reference, a teacher, a reward model) or `rollout`."""
     backend: str
-    """`fsdp` (train) or `torch` (forward, rollout)."""
+    """`fsdp`, `deepspeed` or `megatron` (train), or `torch` (forward, rollout)."""
     workers: int
     """Worker processes, one per GPU: `layout.world_size`."""
     parallelism: Parallelism | None = None
@@ -41,6 +42,10 @@ class DeploymentSpec:
     """Rollout: budget of each worker's cache of keys and values, in device memory beside the
     weights. Samples that it has no room for wait, and are computed anew. Absent: the engine's own
     default."""
+
+    lora: LoraSpec | None = None
+    """Train: only adapters are trained, the model itself is frozen. Rollout: what the adapters of a
+    train deployment are merged into is the model. Absent: all parameters are trained."""
 
     @property
     def layout(self) -> Parallelism:

@@ -20,6 +20,7 @@ SHELLS_IN_SCHEDULER = {
 OTHER_CORES = (
     "backend_capabilities.py",
     "deployment_spec.py",
+    "lora.py",
     "megatron_dimensions.py",
     "model_layout.py",
     "kv_cache.py",

@@ -29,6 +29,7 @@ from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
 
 if TYPE_CHECKING:
     from plexrl.client.batch import Batch
+    from plexrl.lora import LoraSpec
     from plexrl.model_spec import ModelSpec
     from plexrl.tokenizer import Tokenizer
 
@@ -226,6 +227,7 @@ class Job:
         exclusive: bool = False,
         backend: str | None = None,
         optimizer: Literal["device", "host"] = "device",
+        lora: "LoraSpec | None" = None,
         compute_dtype: Literal["float32", "bfloat16"] = "float32",
         activation_checkpointing: bool = False,
         max_sequence_tokens: int = 512,
@@ -240,6 +242,9 @@ class Job:
 
         With `optimizer="host"` the optimizer's state stays in host memory and the CPU steps it, so
         a context switch moves parameters only; a step takes longer.
+
+        With `lora` the model is frozen and adapters on it are trained; they are all its state that
+        moves. Deployments of the same model on the same GPUs share the frozen weights.
 
         With `compute_dtype="bfloat16"` the model computes in that; its parameters, their gradients
         and steps are float32 all the same. `activation_checkpointing` computes each layer's
@@ -256,6 +261,7 @@ class Job:
             "exclusive": exclusive,
             "backend": backend,
             "optimizer": optimizer,
+            "lora": None if lora is None else asdict(lora),
             "compute_dtype": compute_dtype,
             "activation_checkpointing": activation_checkpointing,
             "max_sequence_tokens": max_sequence_tokens,
@@ -274,6 +280,7 @@ class Job:
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
         kv_cache_bytes: int | None = None,
+        lora: "LoraSpec | None" = None,
         parallelism: Parallelism | None = None,
         node_type: str = "",
     ) -> RolloutDeployment:
@@ -287,6 +294,8 @@ class Job:
         It computes from weights in `dtype` (`float32`, `bfloat16`); what the trainer has is cast on
         the way, as torch casts it.
 
+        With `lora`, its trainer's: a sync brings adapters only, which are merged into the model.
+
         Raises:
             UnsupportedDtypeError: the backend cannot compute from weights in `dtype`.
             ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
@@ -294,6 +303,7 @@ class Job:
         options = {
             "backend": backend,
             "dtype": dtype,
+            "lora": None if lora is None else asdict(lora),
             "max_sequence_tokens": max_sequence_tokens,
             "max_concurrent_samples": max_concurrent_samples,
             "kv_cache_bytes": kv_cache_bytes,

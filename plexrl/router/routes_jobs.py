@@ -7,6 +7,7 @@ from fastapi.responses import PlainTextResponse
 
 from plexrl.backend_capabilities import (
     backend_capabilities,
+    check_adapters,
     check_computation,
     check_dtype,
     check_layout,
@@ -20,6 +21,7 @@ from plexrl.errors import (
     PermissionDeniedError,
 )
 from plexrl.kv_cache import check_cache_budget
+from plexrl.lora import LoraSpec, adapter_parameter_count
 from plexrl.megatron_dimensions import check_cut, dimensions, megatron_bytes_per_parameter
 from plexrl.model_layout import check_equal_parts, check_tensor_parallel
 from plexrl.model_spec import (
@@ -34,6 +36,7 @@ from plexrl.router.schemas import (
     DeploymentRequest,
     FinishRequest,
     JobRequest,
+    LoraRequest,
     MetricsRequest,
 )
 from plexrl.router.validation import check_identifier, check_name
@@ -190,6 +193,11 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
             "leave the trace out"
         )
     parameters = parameter_count(model)
+    lora = None
+    if body.lora is not None:
+        check_adapters(capabilities, layout)
+        lora = LoraSpec(**_lora_fields(body.lora))
+        adapter_parameter_count(model, lora)
     if capabilities.backend == "megatron":
         check_cut(dimensions({"model_type": model.architecture, **model.config}), layout)
     spec = DeploymentSpec(
@@ -200,6 +208,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         parallelism=layout,
         optimizer=body.optimizer,
         dtype=body.dtype,
+        lora=lora,
         compute_dtype=body.compute_dtype,
         activation_checkpointing=body.activation_checkpointing,
         max_sequence_tokens=body.max_sequence_tokens,
@@ -218,11 +227,25 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
 
 def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
     """Of all ranks: a trainer's are shards; of the others each data rank has all weights."""
+    adapters = adapter_parameter_count(spec.model, spec.lora) if spec.lora is not None else 0
+    if spec.kind == "train" and spec.lora is not None:
+        # The frozen weights are on the device too, if only once for all that lie on them.
+        return parameters * WEIGHT_BYTES["float32"] + adapters * TRAIN_BYTES_PER_PARAMETER
     if spec.backend == "megatron":
         return parameters * megatron_bytes_per_parameter(spec.layout)
     if spec.kind == "train":
         return parameters * TRAIN_BYTES_PER_PARAMETER
-    return parameters * WEIGHT_BYTES[spec.dtype] * spec.layout.dp
+    # What adapters are added to is kept beside what comes of it.
+    copies = 2 if spec.lora is not None else 1
+    weights = parameters * WEIGHT_BYTES[spec.dtype] * copies
+    return (weights + adapters * WEIGHT_BYTES["float32"]) * spec.layout.dp
+
+
+def _lora_fields(body: LoraRequest) -> Plain:
+    fields = body.model_dump(exclude_none=True)
+    if "targets" in fields:
+        fields["targets"] = tuple(fields["targets"])
+    return fields
 
 
 def _layout(body: DeploymentRequest) -> Parallelism:

@@ -16,7 +16,12 @@ from plexrl.errors import InvalidRequestError, from_wire
 from plexrl.ids import BlobRef
 from plexrl.router.blobs import INLINE_BYTES_MAX, Upload
 from plexrl.router.gateway import FINAL, Caller, Gateway
-from plexrl.router.validation import Checked, check_identifier, check_operation
+from plexrl.router.validation import (
+    Checked,
+    check_identifier,
+    check_operation,
+    check_source,
+)
 from plexrl.wire.operations import GenerateParams, SyncWeightsParams
 from plexrl.wire.tensors import (
     MEDIA_TYPE,
@@ -65,6 +70,9 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         upload = await gateway.body(request)
         try:
             checked = await _checked(request, spec, kind, upload)
+            if isinstance(checked.params, SyncWeightsParams):
+                source = await gateway.spec(checked.params.source, caller)
+                check_source(spec, source)
             return await _submit(gateway, caller, f"{job}/{name}", operation, checked, upload)
         finally:
             upload.drop()

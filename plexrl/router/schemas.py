@@ -120,6 +120,19 @@ class ParallelismRequest(_Strict):
     ep: Count = Field(1, description="parts of each layer's experts; divides dp times cp")
 
 
+class LoraRequest(_Strict):
+    """Low-rank adapters; checked against the model when the deployment is made."""
+
+    rank: int = Field(strict=True, ge=1, description="rows of A, columns of B")
+    alpha: float = Field(
+        16.0, gt=0, allow_inf_nan=False, description="what B A is multiplied with, times the rank"
+    )
+    targets: list[str] | None = Field(
+        None, max_length=100, description="linear layers that get adapters; absent: all of a layer"
+    )
+    seed: int = Field(0, ge=0, description="of A's first values")
+
+
 class DeploymentRequest(_Strict):
     """A deployment to create."""
 
@@ -158,6 +171,9 @@ class DeploymentRequest(_Strict):
         ge=1,
         lt=2**63,
         description="rollout: budget of each worker's cache; absent: the engine's own default",
+    )
+    lora: LoraRequest | None = Field(
+        None, description="train: adapters on a frozen model; rollout: which a trainer has"
     )
     node_type: str = Field("", max_length=100, description="of nodes; empty: any")
     trace: TraceRequest | None = Field(

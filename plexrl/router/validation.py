@@ -18,6 +18,7 @@ from plexrl.errors import (
     NonFiniteInputError,
     TokenRangeError,
 )
+from plexrl.lora import LoraSpec
 from plexrl.wire.operations import (
     LOSS_INPUTS,
     PARAMS_BY_KIND,
@@ -87,6 +88,20 @@ def check_operation(
     if arrays and not tokens:
         raise BatchShapeError(f"{kind.value} takes no arrays, {sorted(arrays)} were sent")
     return Checked(kind=kind, params=typed, tokens=tokens, has_batch=bool(arrays))
+
+
+def check_source(spec: DeploymentSpec, source: DeploymentSpec) -> None:
+    """Raises `InvalidRequestError` where a deployment cannot take over the other's weights."""
+    if spec.lora == source.lora:
+        return
+    raise InvalidRequestError(
+        f"the source has {_adapters(source.lora)} and this deployment {_adapters(spec.lora)}: what "
+        "the one publishes the other cannot use; make both with the same lora"
+    )
+
+
+def _adapters(lora: LoraSpec | None) -> str:
+    return "no adapters" if lora is None else f"adapters of rank {lora.rank} ({lora})"
 
 
 def _check_checkpoint(params: CheckpointParams) -> None:

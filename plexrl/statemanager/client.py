@@ -7,7 +7,7 @@ client and only once it knows that the version is whole.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol import (
     Adopt,
     Answer,
+    BorrowBase,
     Load,
     Ping,
     Prefetch,
@@ -160,6 +161,25 @@ class StateManagerClient:
         if host is not None:
             host.lender = HostLink(self._link)
         self._registered = registration.slices
+
+    def borrow_base(
+        self, base: WorkerArena, *, content: str, token: int, fill: Callable[[], None]
+    ) -> int:
+        """Have a base behind `base` until the next offload: memory that arenas with the same
+        `content` share, of deployments of this tenant. Where the daemon has none, `fill` writes it,
+        once for all; else it can only be read. Returns the bytes that were filled.
+
+        Raises:
+            DeviceMemoryFullError: others have too much of the device. What is on the device of
+                this rank has been given back, unsaved.
+        """
+        request = BorrowBase(token=token, content=content, nbytes=base.nbytes)
+        try:
+            return self._link.borrow_base(base, request, fill)
+        except BaseException:
+            self._link.give_back()
+            self._held = None
+            raise
 
     def offload(
         self,

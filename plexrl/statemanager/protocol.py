@@ -101,6 +101,29 @@ class Attach(Request, frozen=True, kw_only=True):
     token: int
 
 
+class BorrowBase(Request, frozen=True, kw_only=True):
+    """Lend memory that others of the tenant may have already, whose `content` is the same; the
+    answer says whether it `is_whole`, and `segment_bytes`, and descriptors come along."""
+
+    token: int
+    content: str
+    nbytes: int
+
+
+class BaseIsWhole(Request, frozen=True, kw_only=True):
+    """What was lent empty for `BorrowBase` is filled: others may read it."""
+
+    is_answered_plainly: ClassVar[bool] = True
+    content: str
+    nbytes: int
+
+
+class ReturnBase(Request, frozen=True, kw_only=True):
+    """Any base that this connection borrowed is unmapped."""
+
+    is_answered_plainly: ClassVar[bool] = True
+
+
 class Detach(Request, frozen=True, kw_only=True):
     """The arena's memory is unmapped, so others may have it."""
 

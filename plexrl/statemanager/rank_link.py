@@ -4,7 +4,7 @@ A connection that is lost is made again, and whoever is on its other end is told
 daemon that was restarted is handed the segments that the arena still has, to be adopted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
@@ -17,16 +17,19 @@ from plexrl.statemanager.host_requests import BorrowHost, Returned, ReturnHost
 from plexrl.statemanager.protocol import (
     Answer,
     Attach,
+    BaseIsWhole,
+    BorrowBase,
     Detach,
     Load,
     Publish,
     Register,
     Request,
+    ReturnBase,
     Save,
 )
 
 _Received = tuple[Answer, list[int]]
-_WITH_TOKEN = (Save, Load, Publish, Attach)
+_WITH_TOKEN = (Save, Load, Publish, Attach, BorrowBase)
 
 
 class RankLink:
@@ -46,6 +49,8 @@ class RankLink:
         """Absent before the first registration."""
         self.host: HostArena | None = None
         """Absent where all state is on the device."""
+        self._base: WorkerArena | None = None
+        """Has a base behind it that others may read too."""
 
     @property
     def token(self) -> int:
@@ -121,8 +126,32 @@ class RankLink:
             raise ConnectionLostError(f"{len(fds)} descriptors of host memory came, not 2")
         return Borrowed(reader=fds[0], writer=fds[1], holds=answer["holds"])
 
+    def borrow_base(self, base: WorkerArena, request: BorrowBase, fill: Callable[[], None]) -> int:
+        """Put a base behind `base`, made by `fill` if the daemon has none; returns the bytes that
+        were filled. With a failure nothing is behind it.
+
+        Raises:
+            DeviceMemoryFullError: others have too much of the device.
+        """
+        answer, fds = self._exchange(request)
+        sizes = answer["segment_bytes"]
+        segments = [Segment(fd=fd, nbytes=n) for fd, n in zip(fds, sizes, strict=True)]
+        whole = bool(answer["is_whole"])
+        self._base = base
+        try:
+            base.attach(segments, keep_contents=False, read_only=whole)
+            if whole:
+                return 0
+            fill()
+            self._exchange(BaseIsWhole(content=request.content, nbytes=request.nbytes))
+        except BaseException:
+            self._return_base()
+            raise
+        return request.nbytes
+
     def give_back(self) -> None:
-        """Unmap the arena's memory and let others have it."""
+        """Unmap the arena's memory and let others have it; a base too."""
+        self._return_base()
         if self.host is not None:
             self.host.detach()
         if self.arena is not None:
@@ -209,6 +238,18 @@ class RankLink:
             close_all(fds)
             raise ConnectionLostError(f"{len(fds)} descriptors of host memory came, not 1 or 2")
         host.attach(fds[0], fds[1] if len(fds) == 2 else None)
+
+    def _return_base(self) -> None:
+        """As `_return_memory`, of a base."""
+        if self._base is None:
+            return
+        self._base.detach()
+        self._base = None
+        if self._channel is not None and self._is_registered:
+            try:
+                exchange(self._channel, ReturnBase())
+            except (ConnectionLostError, OSError):
+                self.close()
 
     def _return_memory(self) -> None:
         """Tell the daemon that the memory is unmapped. One that cannot be told knows of no loan: it

@@ -31,6 +31,7 @@ from plexrl.statemanager.registry import Registry
 from plexrl.statemanager.relay import Relays
 from plexrl.statemanager.relayout_load import Relayouter
 from plexrl.statemanager.session import Session
+from plexrl.statemanager.shared_bases import SharedBases
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.tally import Tally
 from plexrl.statemanager.ticket_key import make_ticket_key
@@ -73,6 +74,7 @@ class Server:
             tally=Tally(),
             life=uuid.uuid4().hex,
             amaxes=Amaxes(),
+            bases=SharedBases(devices),
             relays=Relays(store, key, config.published_versions),
         )
         self._drainer = Drainer(store, config.host_bytes) if config.drain else None

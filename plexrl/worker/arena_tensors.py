@@ -51,11 +51,14 @@ class ArenaLayout:
             shape=shape,
             arena_offset=self.nbytes,
         )
-        elements = max(math.prod(shape), reserve or 0)
-        nbytes = elements * DTYPE_BYTES[dtype]
-        self.nbytes += -(-nbytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
+        self.leave(max(math.prod(shape), reserve or 0), dtype)
         self.slices.append(piece)
         return piece
+
+    def leave(self, elements: int, dtype: str = "F32") -> None:
+        """Have nothing lie in so many elements."""
+        nbytes = elements * DTYPE_BYTES[dtype]
+        self.nbytes += -(-nbytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
 
 
 def view(arena: WorkerArena, piece: StateSlice) -> torch.Tensor:

@@ -106,8 +106,6 @@ def agree(gather: Callable[[str], list[str]], attempt: Callable[[], str]) -> lis
 
 def model_files(spec: ModelSpec, config: Any, generation_config: Any) -> dict[str, bytes]:
     """What `transformers` wants beside a model's tensors."""
-    from plexrl.tokenizer import char_tokenizer_json
-
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         config.save_pretrained(folder)
@@ -116,6 +114,14 @@ def model_files(spec: ModelSpec, config: Any, generation_config: Any) -> dict[st
             with suppress(ValueError):
                 generation_config.save_pretrained(folder)
         found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    return found | tokenizer_files(spec)
+
+
+def tokenizer_files(spec: ModelSpec) -> dict[str, bytes]:
+    """A tokenizer's files, by name, as the model's directory has them."""
+    from plexrl.tokenizer import char_tokenizer_json
+
+    found: dict[str, bytes] = {}
     if spec.path is not None:
         for pattern in TOKENIZER_FILES:
             for file in Path(spec.path).glob(pattern):

@@ -29,6 +29,8 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
 
         place = TrainingRank(spec=spec, rank=rank)
         return TrainingBackend(place, FsdpModel(place), checkpoint_dir)
+    if (spec.kind, spec.backend) == ("train", "deepspeed"):
+        return _deepspeed(spec, rank, checkpoint_dir)
     if (spec.kind, spec.backend) == ("train", "megatron"):
         return _megatron(spec, rank, checkpoint_dir)
     if (spec.kind, spec.backend) == ("rollout", "torch"):
@@ -41,8 +43,8 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
 
         return ForwardBackend(spec, rank, world_size, checkpoint_dir)
     raise InvalidRequestError(
-        f"there is no backend {spec.backend!r} for a {spec.kind} deployment: use fsdp or "
-        "megatron for train, torch for forward and rollout"
+        f"there is no backend {spec.backend!r} for a {spec.kind} deployment: use fsdp, "
+        "deepspeed or megatron for train, torch for forward and rollout"
     )
 
 
@@ -58,3 +60,12 @@ def _megatron(spec: DeploymentSpec, rank: int, checkpoint_dir: Path) -> Backend:
 
     place = TrainingRank(spec=spec, rank=rank)
     return TrainingBackend(place, MegatronModel(place), checkpoint_dir)
+
+
+def _deepspeed(spec: DeploymentSpec, rank: int, checkpoint_dir: Path) -> Backend:
+    from plexrl.worker.training.backend import TrainingBackend
+    from plexrl.worker.training.deepspeed import DeepSpeedModel
+    from plexrl.worker.training.model import TrainingRank
+
+    place = TrainingRank(spec=spec, rank=rank)
+    return TrainingBackend(place, DeepSpeedModel(place), checkpoint_dir)

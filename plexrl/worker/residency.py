@@ -102,8 +102,23 @@ class StateMover:
             measured = _plain(report)
         else:
             self._register(token)
+        base_bytes = self._borrow_base(token)
+        if base_bytes is not None:
+            measured["base_bytes_filled"] = base_bytes
         self.is_resident = True
         return measured
+
+    def _borrow_base(self, token: int) -> int | None:
+        """Have the frozen weights on the device too, if there are some; returns the bytes that were
+        not there already. Raises as `StateManagerClient.borrow_base`."""
+        base = getattr(self._backend, "frozen_base", None)
+        if base is None:
+            return None
+        filled = self._client.borrow_base(
+            base.arena, content=base.content, token=token, fill=base.fill
+        )
+        base.forget_built()
+        return filled
 
     def _load_version(self, seq: int, token: int) -> LoadReport:
         """Load into the arena, which is registered once for the process's life; with host memory

@@ -1,6 +1,6 @@
 """A rollout's weights, brought to what its trainer published."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -12,6 +12,9 @@ from plexrl.wire.operations import SyncWeightsParams
 from plexrl.worker.arena_tensors import whole
 from plexrl.worker.backend import Backend
 
+if TYPE_CHECKING:
+    from plexrl.statemanager.keys import StateSlice
+
 Plain = dict[str, Any]
 
 
@@ -22,7 +25,9 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: Plain) -
         PlexRLError: as `StateManagerClient.pull`.
     """
     params = msgspec.json.decode(command["params_json"], type=SyncWeightsParams)
-    slices = backend.slices()
+    # Of a rollout with adapters, these alone; the rest is made of them.
+    pulled = getattr(backend, "pulled_slices", backend.slices)
+    slices: tuple[StateSlice, ...] = pulled()
     report = client.pull(
         sources=command["sources"],
         source=command["source"],

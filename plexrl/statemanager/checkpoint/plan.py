@@ -1,7 +1,8 @@
 """Which files a checkpoint has and which tensors they hold, before a byte is read. Pure.
 
     config.json, tokenizer.json, …                      given by whoever asks
-    model.safetensors                                    or shards of it, and their index
+    model.safetensors                                    or shards of it, and their index;
+                                                         adapters: adapter_model.safetensors
     training/optimizer.safetensors                       likewise
     training/parameter.safetensors                       only where the model's are of another dtype
     checkpoint.json                                      the manifest (`record.py`)
@@ -17,6 +18,7 @@ from enum import StrEnum
 import msgspec
 
 from plexrl.errors import InvalidRequestError
+from plexrl.lora import are_adapters
 from plexrl.statemanager.checkpoint.safetensors_format import encode_head
 from plexrl.statemanager.checkpoint.tensors import WholeTensor
 from plexrl.statemanager.keys import DTYPE_BYTES, StatePart
@@ -114,7 +116,9 @@ def plan_checkpoint(
     files: list[PlannedFile] = []
     texts: tuple[tuple[str, str], ...] = ()
     if checkpoint_format != CheckpointFormat.TRAINING:
-        files = _cut("model", model, shard_bytes_max)
+        # By these names `transformers` and PEFT find them.
+        stem = "adapter_model" if are_adapters(t.source.key.name for t in model) else "model"
+        files = _cut(stem, model, shard_bytes_max)
         texts = _index(files)
     if checkpoint_format != CheckpointFormat.HF:
         is_written = bool(files) and all(t.dtype == t.source.dtype for t in model)

@@ -52,8 +52,11 @@ class Loan(DeviceMemory, Protocol):
         """Make the bytes from `offset` on read as zero. Raises as `read`."""
         ...
 
-    def descriptors(self) -> list[int]:
-        """One for each segment, to send to the worker; the caller closes them."""
+    def descriptors(self, *, read_only: bool = False) -> list[int]:
+        """One for each segment, to send to the worker; the caller closes them.
+
+        `read_only`: they let it read only, where the device can forbid the rest.
+        """
         ...
 
 
@@ -154,11 +157,14 @@ class WorkerArena(Protocol):
         """What is attached, with the arena's own descriptors: a restarted daemon adopts these."""
         ...
 
-    def attach(self, segments: Sequence[Segment], *, keep_contents: bool) -> None:
+    def attach(
+        self, segments: Sequence[Segment], *, keep_contents: bool, read_only: bool = False
+    ) -> None:
         """Map segments, which take over the descriptors; they must be at least `nbytes` together.
 
         `keep_contents`: what was written while nothing was attached (where the device allows that)
-        is carried over; otherwise the arena holds what the segments hold.
+        is carried over; otherwise the arena holds what the segments hold. `read_only`: they must
+        not be written to, as their descriptors do not allow it.
 
         Raises:
             InvalidRequestError: they do not fit; the descriptors are closed.

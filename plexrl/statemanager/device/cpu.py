@@ -79,9 +79,12 @@ class CpuLoan:
         for address, count in self._table.split(offset, nbytes):
             set_zero(address, count)
 
-    def descriptors(self) -> list[int]:
+    def descriptors(self, *, read_only: bool = False) -> list[int]:
         """As `Loan.descriptors`."""
         self._check()
+        if read_only:
+            flags = os.O_RDONLY | os.O_CLOEXEC
+            return [os.open(f"/proc/self/fd/{segment.fd}", flags) for segment in self._segments]
         # Whoever has them may write at any time from now on.
         self._dirty()
         return [os.dup(segment.fd) for segment in self._segments]

@@ -1,6 +1,7 @@
 """A worker's arena on a CPU node."""
 
 import ctypes
+import mmap
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,9 @@ class CpuArena:
         """As `WorkerArena.is_attached`."""
         return bool(self.segments)
 
-    def attach(self, segments: Sequence[Segment], *, keep_contents: bool) -> None:
+    def attach(
+        self, segments: Sequence[Segment], *, keep_contents: bool, read_only: bool = False
+    ) -> None:
         """As `WorkerArena.attach`."""
         taken = tuple(segments)
         try:
@@ -46,7 +49,7 @@ class CpuArena:
                     f"segments of {[s.nbytes for s in taken]} bytes do not fit an arena of "
                     f"{self._reserved_bytes} that has {len(self.segments)} attached"
                 )
-            self._map(taken, keep_contents=keep_contents)
+            self._map(taken, keep_contents=keep_contents, read_only=read_only)
         except BaseException:
             _close(taken)
             raise
@@ -67,16 +70,17 @@ class CpuArena:
         """As `WorkerArena.close`."""
         self.detach()
 
-    def _map(self, segments: Sequence[Segment], *, keep_contents: bool) -> None:
+    def _map(self, segments: Sequence[Segment], *, keep_contents: bool, read_only: bool) -> None:
         # Mapped a second time meanwhile, so that contents can be carried over, and back.
         spare: list[int] = []
+        protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
         address = self.address
         try:
             for segment in segments:
                 if keep_contents:
                     spare.append(map_file(segment.fd, segment.nbytes))
                     move(spare[-1], address, segment.nbytes)
-                map_file(segment.fd, segment.nbytes, address)
+                map_file(segment.fd, segment.nbytes, address, protection=protection)
                 address += segment.nbytes
         except OSError as error:
             map_zero(address - self.address, self.address)

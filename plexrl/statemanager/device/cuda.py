@@ -105,8 +105,8 @@ class CudaLoan:
         if nbytes:
             self._carry_out(begin, stream)
 
-    def descriptors(self) -> list[int]:
-        """As `Loan.descriptors`."""
+    def descriptors(self, *, read_only: bool = False) -> list[int]:  # noqa: ARG002
+        """As `Loan.descriptors`; to the driver all are alike."""
         self._check(0, 0)
         self._driver.enter(self._device)
         found: list[int] = []

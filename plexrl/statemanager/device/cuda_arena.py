@@ -35,7 +35,13 @@ class CudaArena:
         """As `WorkerArena.is_attached`."""
         return bool(self.segments)
 
-    def attach(self, segments: Sequence[Segment], *, keep_contents: bool) -> None:  # noqa: ARG002
+    def attach(
+        self,
+        segments: Sequence[Segment],
+        *,
+        keep_contents: bool,  # noqa: ARG002
+        read_only: bool = False,  # noqa: ARG002
+    ) -> None:
         """As `WorkerArena.attach`; nothing can have been written before, so nothing is kept."""
         taken = tuple(segments)
         try:

@@ -19,6 +19,7 @@ from plexrl.statemanager.registry import Registration, Registry
 from plexrl.statemanager.relay import Relays
 from plexrl.statemanager.relayout_load import Relayouter
 from plexrl.statemanager.residency import TierName
+from plexrl.statemanager.shared_bases import SharedBases
 from plexrl.statemanager.store import Store, StoredVersion
 from plexrl.statemanager.tally import Tally
 from plexrl.statemanager.tickets import Claims, Role, TicketKey
@@ -49,6 +50,7 @@ class Services:
     tally: Tally
     relays: Relays
     amaxes: Amaxes
+    bases: SharedBases
     life: str
     """Differs between two runs of a daemon."""
 
@@ -68,6 +70,8 @@ class Caller:
     """Versions that it asked to be held in place."""
     leases: ExitStack = field(default_factory=ExitStack)
     """Versions held in place for this client, until it goes."""
+    base_user: object = field(default_factory=object)
+    """What this connection is called among the users of a base."""
 
     def registered(self) -> Registration:
         """The rank whose state this client may move.
@@ -120,6 +124,7 @@ class Caller:
     def close(self) -> None:
         """The client is gone: forget its arena and let go of what it reads."""
         self.leases.close()
+        self.services.bases.forget(self.base_user)
         if self.own is not None:
             self.services.registry.remove(self.own)
 

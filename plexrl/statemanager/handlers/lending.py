@@ -2,21 +2,29 @@
 
 from collections.abc import Sequence
 
-from plexrl.errors import ConflictError
+from plexrl.errors import ConflictError, DeviceMemoryFullError
 from plexrl.statemanager.device.backend import Loan
 from plexrl.statemanager.device.lending import Fill, lend
 from plexrl.statemanager.handlers.caller import WORKERS, Caller, Reply, handles
 from plexrl.statemanager.protocol import Answer, Attach, Detach
 from plexrl.statemanager.registry import Registration
+from plexrl.statemanager.shared_bases import SharedBases
 
 
-def lend_to(own: Registration, fill: Fill | None = None) -> Reply:
-    """Lend the rank's arena memory, filled; what the worker needs to map it.
+def lend_to(own: Registration, bases: SharedBases, fill: Fill | None = None) -> Reply:
+    """Lend the rank's arena memory, filled; what the worker needs to map it. Idle bases give way.
 
     Raises:
         DeviceMemoryFullError: others have too much of it; nothing has changed.
     """
-    loan = lend(own.devices, own.arena_bytes, device=own.device, uid=own.uid, fill=fill)
+    while True:
+        try:
+            loan = lend(own.devices, own.arena_bytes, device=own.device, uid=own.uid, fill=fill)
+            break
+        except DeviceMemoryFullError:
+            # Raised before anything is filled.
+            if not bases.make_room(own.device):
+                raise
     try:
         fds = loan.descriptors()
     except BaseException:
@@ -37,7 +45,7 @@ def _attach(caller: Caller, request: Attach, _: Sequence[int]) -> Reply:
         caller.services.fencing.admit(own.group, request.token)
         if own.loan is not None:
             raise ConflictError(f"rank {own.rank} of {own.deployment!r} has its memory already")
-        lent = lend_to(own)
+        lent = lend_to(own, caller.services.bases)
     expect_offload(caller)
     return lent
 

@@ -80,7 +80,7 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
 
         lent = Reply({})
         if own.loan is None:
-            lent = lend_to(own, fill)
+            lent = lend_to(own, caller.services.bases, fill)
             expect_offload(caller)
         else:
             fill(own.loan)

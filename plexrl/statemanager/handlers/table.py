@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from plexrl.statemanager.handlers import (
+    bases,
     checkpoints,
     fetching,
     greeting,
@@ -21,6 +22,7 @@ _ENTRIES = (
     *greeting.ENTRIES,
     *registration.ENTRIES,
     *lending.ENTRIES,
+    *bases.ENTRIES,
     *host_memory.ENTRIES,
     *moves.ENTRIES,
     *sharing.ENTRIES,

@@ -17,6 +17,7 @@ from plexrl.worker.engine.engine import Engine
 from plexrl.worker.engine.forward import probe
 from plexrl.worker.engine.generation import Generation
 from plexrl.worker.engine.joined_linear import arena_order
+from plexrl.worker.engine.merged_adapters import MergedAdapters
 from plexrl.worker.engine.protocol import EngineStats, RolloutEngine
 from plexrl.worker.engine.shards import Box, box_of
 from plexrl.worker.engine.tensor_parallel import LeadingEngine, Orders, RankGroup
@@ -66,17 +67,26 @@ class TorchRolloutBackend:
                 shape=box.shape,
                 dtype=ARENA_DTYPES[self._spec.dtype],
             )
+        parameter_slices = tuple(layout.slices)
+        self._adapters: MergedAdapters | None = None
+        if self._spec.lora is not None:
+            shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+            dtype = ARENA_DTYPES[self._spec.dtype]
+            self._adapters = MergedAdapters(self._spec.lora, layout, shapes, dtype)
         self.arena = Arena(layout.nbytes)
         self.host_arena: HostArena | None = None
         self._slices = tuple(layout.slices)
+        self._pulled = self._slices if self._adapters is None else self._adapters.slices
         self._weights: dict[str, torch.Tensor] = {}
-        for (name, parameter), piece in zip(parameters, self._slices, strict=True):
+        for (name, parameter), piece in zip(parameters, parameter_slices, strict=True):
             home = view(self.arena, piece)
             home.copy_(parameter.data[self._boxes[name].index])
             # A tied weight is one parameter object, so its other uses follow.
             parameter.data = home
             parameter.requires_grad_(False)
             self._weights[name] = home
+        if self._adapters is not None:
+            self._adapters.move_in(self.arena, self._weights)
         self._built = Engine(
             model,
             slots=self._spec.max_concurrent_samples,
@@ -93,9 +103,13 @@ class TorchRolloutBackend:
         """The parameters."""
         return self._slices
 
+    def pulled_slices(self) -> tuple[StateSlice, ...]:
+        """What a weight sync brings: all, or the adapters that the rest is made of."""
+        return self._pulled
+
     def live_parts(self) -> frozenset[StatePart]:
-        """Weights are all there is; the cache is derived."""
-        return frozenset({StatePart.PARAMETER})
+        """Weights are all there is, and what adapters are added to; the cache is derived."""
+        return frozenset(piece.key.part for piece in self._slices)
 
     def before_offload(self) -> None:
         """Drop the KV cache; what a paused engine was generating waits and is computed anew."""
@@ -108,6 +122,8 @@ class TorchRolloutBackend:
 
     def after_pull(self) -> None:
         """The pulled weights draw from now on, for what a paused engine was generating too."""
+        if self._adapters is not None:
+            self._adapters.merge()
         # A sync raises the version of a deployment by one, as every operation that changes state.
         self.engine.weights_changed(
             self.engine.weights_seq + 1, recompute_kv=self._recompute_kv_on_pull
@@ -129,15 +145,20 @@ class TorchRolloutBackend:
         params: CheckpointParams = call.params
         job = params.job or str(call.rank_params["job"])
         found = load_hf_parameters(self._checkpoint_dir / job / params.name)
-        shapes = {piece.key.name: piece.global_shape for piece in self._slices}
+        shapes = {piece.key.name: piece.global_shape for piece in self._pulled}
         for name, shape in shapes.items():
             if name not in found or tuple(found[name].shape) != shape:
                 raise BatchShapeError(
                     f"checkpoint {params.name!r} has no parameter {name!r} of shape "
                     f"{list(shape)}: it is of another model"
                 )
-        for name, home in self._weights.items():
-            home.copy_(found[name][self._boxes[name].index])
+        if self._adapters is None:
+            for name, home in self._weights.items():
+                home.copy_(found[name][self._boxes[name].index])
+        else:
+            for piece in self._pulled:
+                view(self.arena, piece).copy_(found[piece.key.name])
+            self._adapters.merge()
         self.engine.weights_changed(call.seq)
         return BackendResult()
 

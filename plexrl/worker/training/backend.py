@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 
 from plexrl.errors import InvalidRequestError, NonFiniteGradientError
+from plexrl.lora import adapter_config
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.host_arena import HostArena
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.wire.operations import AdamParams, CheckpointParams, OperationKind
 from plexrl.worker.backend import BackendCall, BackendResult
-from plexrl.worker.checkpoint import model_files
+from plexrl.worker.checkpoint import model_files, tokenizer_files
 from plexrl.worker.losses import compute_loss
 from plexrl.worker.packing import MicroBatch, micro_batches, unpack
+from plexrl.worker.training.frozen_base import FrozenBase
 from plexrl.worker.training.loading import fill_state
 from plexrl.worker.training.model import TrainingModel, TrainingRank
 
@@ -43,6 +45,13 @@ class TrainingBackend:
     def host_arena(self) -> HostArena | None:
         """The model's."""
         return self.model.host_arena
+
+    @property
+    def frozen_base(self) -> FrozenBase | None:
+        """Weights that are not trained, and shared; absent where all are trained."""
+        found = getattr(self.model, "frozen_base", None)
+        assert found is None or isinstance(found, FrozenBase)
+        return found
 
     def build(self) -> None:
         """As `TrainingModel.build`."""
@@ -79,10 +88,14 @@ class TrainingBackend:
         return found
 
     def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
-        """Configuration and tokenizer."""
+        """Configuration and tokenizer; of adapters, what PEFT loads them by."""
+        spec = self._rank.spec
+        if spec.lora is not None:
+            files = tokenizer_files(spec.model)
+            return {**files, "adapter_config.json": adapter_config(spec.model, spec.lora)}
         config = copy.deepcopy(self.model.config)
         config.dtype = getattr(torch, dtype or "float32")
-        return model_files(self._rank.spec.model, config, self.model.generation_config)
+        return model_files(spec.model, config, self.model.generation_config)
 
     def run(self, call: BackendCall) -> BackendResult:
         """Carry out one operation. Raises as `Backend.run`."""

@@ -19,7 +19,7 @@ from plexrl.statemanager.host_requests import host_start
 from plexrl.statemanager.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.arena_tensors import ArenaLayout, span, view
-from plexrl.worker.host_optimizer import HostAdamW
+from plexrl.worker.host_optimizer import AdamKernel, HostAdamW, adam_of_torch
 from plexrl.worker.host_transfer import Run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -50,8 +50,18 @@ class _Region:
 class FlatState:
     """The arenas of one rank, and its optimizer. Parameters are as zero until they are moved in."""
 
-    def __init__(self, boxes: Mapping[str, ShardBox], *, optimizer: str) -> None:
-        """`optimizer` is where its state lies: `device` or `host`."""
+    def __init__(
+        self,
+        boxes: Mapping[str, ShardBox],
+        *,
+        optimizer: str,
+        lead: int = 0,
+        kernel: AdamKernel = adam_of_torch,
+    ) -> None:
+        """`optimizer` is where its state lies: `device`, or `host`, where `kernel` steps it; `lead`
+        elements before the first parameter are its framework's padding too."""
+        self._lead = lead
+        self._kernel = kernel
         self._layout = ArenaLayout()
         self._regions: dict[str, _Region] = {}
         for region, part in (("param", StatePart.PARAMETER), ("grad", StatePart.GRADIENT)):
@@ -83,6 +93,11 @@ class FlatState:
         return (*self._layout.slices, *self._host_slices)
 
     @property
+    def parameters(self) -> torch.Tensor:
+        """All parameters, end to end with their padding. Float32."""
+        return self._flat["param"]
+
+    @property
     def gradients(self) -> torch.Tensor:
         """Of all parameters, end to end with their padding. Float32."""
         return self._flat["grad"]
@@ -111,6 +126,8 @@ class FlatState:
         self, layout: ArenaLayout, region: str, part: StatePart, boxes: Mapping[str, ShardBox]
     ) -> None:
         start = layout.nbytes
+        if layout is self._layout:
+            layout.leave(self._lead)
         suffix = f"/{region}" if part == StatePart.OPTIMIZER else ""
         placed = {
             name: layout.add(
@@ -140,6 +157,7 @@ class FlatState:
             self._runs(first),
             moments=(self._in_host(first.start), self._in_host(second.start)),
             step=self._in_host(self.step_slice.arena_offset),
+            kernel=self._kernel,
         )
 
     def _runs(self, moment: _Region) -> list[Run]:

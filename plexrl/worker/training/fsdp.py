@@ -27,7 +27,9 @@ from plexrl.wire.operations import AdamParams
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.packing import MicroBatch
 from plexrl.worker.training.activation_checkpointing import checkpoint_activations
+from plexrl.worker.training.adapters import add_adapters, state_name
 from plexrl.worker.training.flat_state import FlatState, ShardBox
+from plexrl.worker.training.frozen_base import FrozenBase
 from plexrl.worker.training.fsdp_tensor_parallel import cut_parameters, local_box, parallelize
 from plexrl.worker.training.logprobs import token_logprobs, token_logprobs_of_parts
 from plexrl.worker.training.model import LossOfBatch, TrainingRank
@@ -39,8 +41,11 @@ LAYERWISE_PARAMETERS = 50_000_000
 class FsdpModel:
     """A `TrainingModel`."""
 
-    def __init__(self, rank: TrainingRank) -> None:
+    def __init__(
+        self, rank: TrainingRank, *, layerwise_parameters: int = LAYERWISE_PARAMETERS
+    ) -> None:
         self._rank = rank
+        self._layerwise_parameters = layerwise_parameters
 
     @property
     def arena(self) -> Arena:
@@ -66,10 +71,13 @@ class FsdpModel:
         """As `TrainingModel.build`."""
         spec = self._rank.spec
         model = build_model(spec.model)
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
+        if spec.lora is None:
+            for parameter in model.parameters():
+                parameter.requires_grad_(True)
+        else:
+            add_adapters(model, spec.lora)
         mesh = self._cut_by_tensor_ranks(model)
-        boxes = {name: local_box(parameter) for name, parameter in named_parameters(model)}
+        cuts = {name: local_box(parameter) for name, parameter in named_parameters(model)}
         self._cut = cut_parameters(model)
         layers: Any = model.model.layers  # type: ignore[union-attr]
         if spec.activation_checkpointing:
@@ -79,18 +87,31 @@ class FsdpModel:
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=getattr(torch, spec.compute_dtype), reduce_dtype=torch.float32
             )
-        if sum(p.numel() for p in model.parameters()) >= LAYERWISE_PARAMETERS:
+        if sum(p.numel() for p in model.parameters()) >= self._layerwise_parameters:
             for layer in layers:
                 fully_shard(layer, **options)
         fully_shard(model, **options)
         assert isinstance(model, FSDPModule)
         self._model = model
         shards = {name: _fsdp_param(model, p) for name, p in named_parameters(model)}
+        boxes = {name: self._box(shard, cuts[name]) for name, shard in shards.items()}
+        frozen = {n: shard for n, shard in shards.items() if not shard.sharded_param.requires_grad}
+        trained = {n: shard for n, shard in shards.items() if n not in frozen}
         self._state = FlatState(
-            {name: self._box(shard, boxes[name]) for name, shard in shards.items()},
-            optimizer=spec.optimizer,
+            {state_name(name): boxes[name] for name in trained}, optimizer=spec.optimizer
         )
-        self._move_in(shards)
+        self._move_in(trained)
+        self._freeze(frozen, {name: boxes[name] for name in frozen})
+
+    @property
+    def gathered_apart(self) -> list[nn.Module]:
+        """The modules whose parameters are gathered together, and apart from the others'."""
+        return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+
+    @property
+    def frozen_base(self) -> FrozenBase | None:
+        """The frozen weights, where only adapters are trained; not among the slices."""
+        return self._base
 
     def slices(self) -> tuple[StateSlice, ...]:
         """As `TrainingModel.slices`."""
@@ -191,13 +212,40 @@ class FsdpModel:
         with torch.no_grad():
             for name, shard in shards.items():
                 padded = shard.padded_sharded_param_size
-                home = self._state.parameter(name, math.prod(padded))
+                home = self._state.parameter(state_name(name), math.prod(padded))
                 home.copy_(shard._sharded_param_data)
                 shard._sharded_param_data = home
-                gradient = self._state.gradient(name)
+                gradient = self._state.gradient(state_name(name))
                 parameter = shard.sharded_param
                 parameter._local_tensor = home.view(padded).narrow(0, 0, gradient.shape[0])
                 parameter.grad = shard.to_sharded_dtensor(gradient)
+
+    def _freeze(self, shards: dict[str, Any], boxes: dict[str, ShardBox]) -> None:
+        """Have FSDP gather what is not trained from memory that others read too."""
+        self._base: FrozenBase | None = None
+        if not shards:
+            return
+        self._base = FrozenBase(self._rank.spec.model, boxes, lambda: self._built_anew(boxes))
+        built: dict[str, torch.Tensor] = {}
+        for name, shard in shards.items():
+            padded, rows = shard.padded_sharded_param_size, boxes[name].shape[0]
+            built[name] = shard._sharded_param_data.view(padded).narrow(0, 0, rows)
+            home = self._base.home(name)
+            shard._sharded_param_data = home
+            shard.sharded_param._local_tensor = home.view(padded).narrow(0, 0, rows)
+        self._base.keep_built(built)
+
+    def _built_anew(self, boxes: dict[str, ShardBox]) -> dict[str, torch.Tensor]:
+        named = dict(named_parameters(build_model(self._rank.spec.model)))
+        return {
+            name: named[name].data[
+                tuple(
+                    slice(start, start + count)
+                    for start, count in zip(box.offset, box.shape, strict=True)
+                )
+            ]
+            for name, box in boxes.items()
+        }
 
 
 def _fsdp_param(model: nn.Module, parameter: nn.Parameter) -> Any:

@@ -33,6 +33,12 @@ QWEN3 = resized(QWEN2, "qwen3", head_dim=16)
 
 LLAMA = resized(QWEN2, "llama", tie_word_embeddings=False)
 
+BIASED = resized(QWEN2, "llama", attention_bias=True, mlp_bias=True)
+"""Biases of what is cut by columns and of what is cut by rows."""
+
+NARROW = resized(QWEN2, "qwen3", head_dim=4)
+"""Over three ranks one has nothing of the norms of heads."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -48,6 +54,8 @@ class Case:
     one of the same parameter."""
     is_slow: bool = False
     """Left to `make test-all`."""
+    compiles: bool = False
+    """A kernel, on first use on a machine; left to `make test-all` too."""
 
     @property
     def name(self) -> str:
@@ -77,6 +85,21 @@ CASES = (
     WRITER,
     Case(backend="fsdp", layout=Parallelism(dp=2)),
     Case(backend="fsdp", layout=Parallelism(dp=2), options=(("optimizer", "host"),)),
+    Case(backend="deepspeed"),
+    Case(backend="deepspeed", layout=Parallelism(dp=2)),
+    Case(
+        backend="deepspeed",
+        layout=Parallelism(dp=2),
+        options=(("compute_dtype", "bfloat16"), ("activation_checkpointing", True)),
+        tolerance=0.05,
+    ),
+    Case(backend="deepspeed", layout=Parallelism(dp=3), model=LLAMA, is_slow=True),
+    Case(
+        backend="deepspeed",
+        layout=Parallelism(dp=2),
+        options=(("optimizer", "host"),),
+        compiles=True,
+    ),
     Case(backend="megatron", layout=Parallelism(tp=2)),
     Case(backend="megatron", layout=Parallelism(pp=2)),
     Case(backend="megatron", layout=Parallelism(dp=2), is_slow=True),
@@ -91,7 +114,8 @@ CASES = (
         options=(("compute_dtype", "bfloat16"), ("activation_checkpointing", True)),
         tolerance=0.05,
     ),
-    Case(backend="fsdp", layout=Parallelism(dp=3), is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(dp=3), model=NARROW, is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(tp=2), model=BIASED, is_slow=True),
     Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=QWEN3, is_slow=True),
     Case(
         backend="fsdp",

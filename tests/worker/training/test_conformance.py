@@ -19,6 +19,7 @@ from plexrl.worker.models import build_model, named_parameters
 from tests.statemanager.conftest import Daemon
 from tests.worker.training import reference
 from tests.worker.training.cases import CASES, WRITER, Case
+from tests.worker.training.compiling import COMPILING
 from tests.worker.training.ranks import (
     ADAM,
     LOSS,
@@ -55,8 +56,20 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case
     )
     daemon.start()
 
+    failures: dict[str, BaseException] = {}
+
     @functools.cache
     def run(case: Case) -> Records:
+        if case.name in failures:
+            raise failures[case.name]
+        try:
+            return run_once(case)
+        except Exception as error:
+            # Every test of the case says the same, and none runs it again.
+            failures[case.name] = error
+            raise
+
+    def run_once(case: Case) -> Records:
         if case.name != WRITER.name:
             run(WRITER)
         own = folder / "ranks" / case.name
@@ -72,12 +85,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case
     daemon.clean_up()
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.is_slow else [])
-        for case in CASES
-    ]
-)
+def marks_of(case: Case) -> tuple[pytest.MarkDecorator, ...]:
+    if case.compiles:
+        return COMPILING
+    return (pytest.mark.slow,) if case.is_slow else ()
+
+
+@pytest.fixture(params=[pytest.param(case, id=case.name, marks=marks_of(case)) for case in CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     found = request.param
     assert isinstance(found, Case)

@@ -1,0 +1,41 @@
+"""Bases that adapters lie on, lent to several ranks at once."""
+
+from collections.abc import Sequence
+
+from plexrl.errors import ConflictError
+from plexrl.statemanager.handlers.caller import WORKERS, Caller, Reply, handles
+from plexrl.statemanager.handlers.lending import segments_answer
+from plexrl.statemanager.protocol import BaseIsWhole, BorrowBase, ReturnBase
+from plexrl.statemanager.shared_bases import BaseKey
+
+
+def _borrow(caller: Caller, request: BorrowBase, _: Sequence[int]) -> Reply:
+    own = caller.registered()
+    with own.in_turn():
+        caller.services.fencing.admit(own.group, request.token)
+        key = _key(caller, request)
+        fds, loan, is_whole = caller.services.bases.borrow(key, caller.base_user)
+        return Reply({**segments_answer(loan), "is_whole": is_whole}, fds)
+
+
+def _is_whole(caller: Caller, request: BaseIsWhole, _: Sequence[int]) -> Reply:
+    if not caller.services.bases.is_whole(_key(caller, request), caller.base_user):
+        raise ConflictError("this connection was lent no such base to fill: borrow it again")
+    return Reply({})
+
+
+def _give_back(caller: Caller, _: ReturnBase, __: Sequence[int]) -> Reply:
+    caller.services.bases.give_back(caller.base_user)
+    return Reply({})
+
+
+ENTRIES = (
+    handles(BorrowBase, _borrow, WORKERS),
+    handles(BaseIsWhole, _is_whole, WORKERS),
+    handles(ReturnBase, _give_back, WORKERS),
+)
+
+
+def _key(caller: Caller, request: BorrowBase | BaseIsWhole) -> BaseKey:
+    own = caller.registered()
+    return BaseKey(caller.claims.tenant, own.uid, own.device, request.content, request.nbytes)

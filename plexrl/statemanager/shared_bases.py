@@ -1,0 +1,177 @@
+"""Memory of a device that several arenas read: the frozen weights that many adapters lie on.
+
+A base is named by what it holds (a key that its users make of the model and its layout), within one
+tenant, one user and one device. Its first user is lent empty memory, fills it and says that it is
+whole; later ones are lent the same memory to read. It is lent, and counted, once.
+
+Laws:
+- A base has users only while they have it mapped: an offload gives it back, a load borrows it.
+- One without users stays, whole, for as long as some process that used it lives, or until memory is
+  wanted that there is not; then the one that was used longest ago goes first. What is gone is
+  filled again by its next user.
+- A base whose filler left before it was whole is nobody's: the next user fills a new one.
+- A user that left without giving back may still have it mapped, so such memory is let go of in the
+  end, and not lent again.
+"""
+
+import logging
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from plexrl.errors import DeviceError, DeviceMemoryFullError, OverloadedError
+from plexrl.statemanager.device.backend import DeviceBackend, Loan
+
+LOG = logging.getLogger(__name__)
+
+FILL_TIMEOUT_S = 600.0
+"""A user waits so long for another one to have filled what both want."""
+
+
+class BaseKey(NamedTuple):
+    """What two users must have in common to share a base."""
+
+    tenant: str
+    uid: int
+    device: int
+    content: str
+    """Made by the users, of whatever decides about the bytes."""
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Base:
+    key: BaseKey
+    loan: Loan
+    filler: Hashable | None
+    """Who is to fill it; absent: it is whole."""
+    users: set[Hashable] = field(default_factory=set)
+    """Who have it mapped."""
+    known: set[Hashable] = field(default_factory=set)
+    """Who have had it and live."""
+    used_at: int = 0
+    was_left: bool = False
+    """A user went without a word."""
+
+
+class SharedBases:
+    """Thread-safe. Users are named by whatever the caller likes."""
+
+    def __init__(self, devices: DeviceBackend) -> None:
+        self._devices = devices
+        self._lock = threading.Lock()
+        self._filled = threading.Condition(self._lock)
+        self._bases: dict[BaseKey, _Base] = {}
+        self._turn = 0
+
+    def borrow(self, key: BaseKey, user: Hashable) -> tuple[list[int], Loan, bool]:
+        """Descriptors for `user`, the loan that they are of, and whether it is whole; if it is not,
+        the user fills it and says so (`is_whole`). The caller closes the descriptors.
+
+        Raises:
+            DeviceMemoryFullError: there is no room, though no base is idle any more.
+            OverloadedError: another user fills it and takes too long.
+        """
+        with self._lock:
+            if not self._filled.wait_for(lambda: self._may_borrow(key, user), FILL_TIMEOUT_S):
+                raise OverloadedError(
+                    f"a base of {key.nbytes} bytes is still being filled by another worker after "
+                    f"{FILL_TIMEOUT_S:g} s: try again",
+                    retry_after_s=1.0,
+                )
+            base = self._bases.get(key)
+            if base is None or base.filler == user:
+                self._drop(base)
+                base = self._bases[key] = _Base(key, self._allocate(key), filler=user)
+            whole = base.filler is None
+            fds = base.loan.descriptors(read_only=whole)
+            base.users.add(user)
+            base.known.add(user)
+            self._turn += 1
+            base.used_at = self._turn
+            return fds, base.loan, whole
+
+    def is_whole(self, key: BaseKey, user: Hashable) -> bool:
+        """`user` has filled it: others may read it. False: it was not the one to fill it."""
+        with self._lock:
+            base = self._bases.get(key)
+            if base is None or base.filler != user:
+                return False
+            base.filler = None
+            self._filled.notify_all()
+            return True
+
+    def give_back(self, user: Hashable) -> None:
+        """`user` has unmapped whatever it had."""
+        self._forget(user, left=False)
+
+    def forget(self, user: Hashable) -> None:
+        """`user` is gone, and nobody knows what it has mapped."""
+        self._forget(user, left=True)
+
+    def make_room(self, device: int) -> bool:
+        """Drop the base of a device that has been idle for longest. False: none is idle."""
+        with self._lock:
+            return self._drop_idle(device)
+
+    def usage(self) -> tuple[int, int]:
+        """How many bases there are, and their bytes."""
+        with self._lock:
+            return len(self._bases), sum(base.loan.nbytes for base in self._bases.values())
+
+    def _may_borrow(self, key: BaseKey, user: Hashable) -> bool:
+        base = self._bases.get(key)
+        return base is None or base.filler in (None, user)
+
+    def _allocate(self, key: BaseKey) -> Loan:
+        while True:
+            try:
+                return self._clean(key)
+            except DeviceMemoryFullError:
+                if not self._drop_idle(key.device):
+                    raise
+
+    def _clean(self, key: BaseKey) -> Loan:
+        loan = self._devices.allocate(key.nbytes, device=key.device, uid=key.uid)
+        try:
+            if not loan.is_clean:
+                loan.clear(0, loan.nbytes)
+        except BaseException:
+            self._devices.recycle(loan)
+            raise
+        return loan
+
+    def _forget(self, user: Hashable, *, left: bool) -> None:
+        with self._lock:
+            for base in list(self._bases.values()):
+                if user not in base.known:
+                    continue
+                if left:
+                    base.known.discard(user)
+                    base.was_left |= user in base.users
+                base.users.discard(user)
+                if base.filler == user or not base.known:
+                    self._drop(base)
+                    self._filled.notify_all()
+
+    def _drop_idle(self, device: int) -> bool:
+        idle = [b for b in self._bases.values() if b.key.device == device and not b.users]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda base: base.used_at)
+        LOG.info("a base of %d bytes gives way", oldest.loan.nbytes)
+        self._drop(oldest)
+        return True
+
+    def _drop(self, base: _Base | None) -> None:
+        if base is None:
+            return
+        del self._bases[base.key]
+        try:
+            if base.was_left or base.users:
+                self._devices.free(base.loan)
+            else:
+                self._devices.recycle(base.loan)
+        except DeviceError:
+            LOG.exception("a base could not be given back to its device")
