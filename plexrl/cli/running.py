@@ -46,7 +46,7 @@ def up(
     node_replace_s: Annotated[
         float,
         typer.Option(help="With --ray: seconds that jobs wait for a node of a lost one's name."),
-    ] = 10.0,
+    ] = 60.0,
     rebuild_operations: Annotated[
         int,
         typer.Option(help="With --ray: operations kept to compute a model's lost state anew."),

@@ -62,7 +62,9 @@ class RayNodes:
         if not nodes:
             raise none_usable(self._ray.places_per_node)
         firsts = [self._keep(node) for node in nodes]
-        await asyncio.gather(*firsts)
+        for outcome in await asyncio.gather(*firsts, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
         self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
@@ -89,6 +91,8 @@ class RayNodes:
                     self._keep(node).add_done_callback(_retrieve)
 
     async def _serve_again_and_again(self, node: RayNode, first: "asyncio.Future[None]") -> None:
+        from ray.exceptions import RayError
+
         loop = asyncio.get_running_loop()
         pause_s = AGAIN_S
         while True:
@@ -99,10 +103,10 @@ class RayNodes:
                 if not first.done():
                     first.set_result(None)
                 reason = await served.ended()
-            except PlexRLError as error:
-                reason = error.message
+            except (PlexRLError, RayError) as error:
+                reason = " ".join(str(error).split())
                 if not first.done():
-                    first.set_exception(error)
+                    first.set_exception(UnavailableError(reason))
             finally:
                 await served.stop()
             alive = await asyncio.to_thread(usable_nodes, self._ray.places_per_node)

@@ -18,9 +18,9 @@ class RayOptions:
     GPUs that Ray counts."""
     node_grace_s: float = 5.0
     """Silence of a node's agent after which the node counts as lost."""
-    node_replace_s: float = 10.0
-    """How long the jobs of a lost node wait for one of its name. Short, for Ray says which nodes
-    are dead, and a new one has a new name unless the operator gives names."""
+    node_replace_s: float = 60.0
+    """How long the jobs of a lost node wait for one of its name: after a restart of all, the time
+    that the slowest node has to be there again."""
     snapshot_operations: int = 64
     """After which a version of a deployment that no switch has offloaded is made: the most that is
     repeated when a worker dies and its node does not."""

@@ -10,6 +10,7 @@ from plexrl.errors import PlexRLError
 from plexrl.ids import FencingToken, OperationId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.operations import OWN_MARK, enqueue_publish
+from plexrl.scheduler.placement import shares
 from plexrl.scheduler.state import Deployment, Operation
 from plexrl.wire.operations import OperationKind
 
@@ -44,6 +45,9 @@ def is_republished(
     """Whether the trainer was asked to publish again for a sync that could not be repeated; it is
     repeated after that. False: another publish would not help."""
     if operation.source is None or error.code not in OUT_OF_REACH:
+        return False
+    if shares(deployment):
+        # It would keep the group while it waits, and the trainer may be another member.
         return False
     if deployment.failures >= context.config.launch_attempts:
         return False

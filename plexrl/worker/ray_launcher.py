@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import tempfile
+import weakref
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,6 +101,7 @@ class RayWorker:
         except EOFError as error:
             raise OSError("its process died at once") from error
         self._pidfd = os.pidfd_open(self.pid)
+        weakref.finalize(self, os.close, self._pidfd)
 
     @property
     def sentinel(self) -> int:

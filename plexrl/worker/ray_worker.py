@@ -2,9 +2,12 @@
 
 import os
 import socket
+import traceback
 from multiprocessing.connection import Connection
 
 from plexrl.worker.config import WorkerConfig
+
+EXIT_FAILED = 1
 
 
 class RayWorkerActor:
@@ -19,4 +22,10 @@ class RayWorkerActor:
         sock.connect(launcher)
         connection = Connection(sock.detach())
         connection.send(os.getpid())
-        run_worker(config, lambda: connection.send(True))
+        try:
+            run_worker(config, lambda: connection.send(True))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            # An actor outlives a call that fails; a worker has nothing more to do.
+            os._exit(EXIT_FAILED)

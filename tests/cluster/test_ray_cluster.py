@@ -4,8 +4,10 @@ The nodes are Ray's own emulation: each has its raylet, its processes and its re
 machine.
 """
 
+import select
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,6 +16,9 @@ import pytest
 import plexrl
 from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
 from plexrl.cluster.parts import Folders
+from plexrl.deployment_spec import DeploymentSpec
+from plexrl.worker.config import WorkerConfig
+from plexrl.worker.ray_launcher import RayLauncher, RayWorker
 from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch, wait_until
 
 ray = pytest.importorskip("ray", reason="needs plexrl[ray]")
@@ -111,7 +116,6 @@ class Training:
     """One controller's work, so far as it has asked for it."""
 
     def __init__(self, job: plexrl.Job) -> None:
-        self._drawn: list[list[int]] = []
         self.actor = job.train_deployment("actor", MODEL)
         self.rollout = job.rollout_deployment("rollout", MODEL)
         self._steps: list[plexrl.Future[Any]] = []
@@ -128,10 +132,13 @@ class Training:
         self.rollout.sync_weights(self.actor).result(RESULT_TIMEOUT_S)
 
     def draw(self) -> None:
-        """Have completions drawn by the weights that the rollout has."""
-        sampling = plexrl.SamplingParams(max_tokens=6, seed=2)
-        found = self.rollout.generate([[3, 4, 5]], n=4, sampling=sampling)
-        self._drawn += [sample.tokens for sample in found.result(RESULT_TIMEOUT_S).samples[0]]
+        """Ask for completions by the weights that the rollout has."""
+        sampling = plexrl.SamplingParams(max_tokens=200, seed=2)
+        self._drawing = self.rollout.generate([[3, 4, 5]], n=4, sampling=sampling)
+
+    def drawn(self) -> list[list[int]]:
+        """The completions."""
+        return [sample.tokens for sample in self._drawing.result(RESULT_TIMEOUT_S).samples[0]]
 
     def nodes(self) -> set[str]:
         """Where it runs."""
@@ -141,7 +148,7 @@ class Training:
     def story(self) -> Story:
         """How it went, in the end."""
         losses = [step.result(RESULT_TIMEOUT_S).metrics["loss"] for step in self._steps]
-        return Story(losses, self._drawn, checkpoint_weights(self.actor))
+        return Story(losses, self.drawn(), checkpoint_weights(self.actor))
 
 
 def groups() -> list[dict[str, Any]]:
@@ -153,6 +160,63 @@ def groups() -> list[dict[str, Any]]:
 def actors() -> list[dict[str, Any]]:
     """Ray's actors that are not dead."""
     return [actor for actor in ray._private.state.actors().values() if actor["State"] != "DEAD"]
+
+
+@pytest.fixture
+def launcher(machines: RayMachines, tmp_path: Path) -> Iterator[RayLauncher]:
+    """On CPUs of a node that nobody else uses."""
+    del machines
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    group = placement_group([{"CPU": 0.5}] * 2, strategy="STRICT_PACK")
+    assert group.wait(60)
+    yield RayLauncher(group, "CPU", tmp_path)
+    remove_placement_group(group)
+
+
+def worker_config(tmp_path: Path, spec_json: str) -> WorkerConfig:
+    return WorkerConfig(
+        deployment="j/actor",
+        job="j",
+        kind="train",
+        incarnation=1,
+        rank=0,
+        # The other rank never comes, so that this one waits for it.
+        world_size=2,
+        group="g1",
+        address=str(tmp_path / "w.sock"),
+        rendezvous=str(tmp_path / "r"),
+        statemanager=str(tmp_path / "sm.sock"),
+        ticket=b"",
+        checkpoint_dir=str(tmp_path),
+        spec_json=spec_json,
+        log_path=str(tmp_path / "0.log"),
+        threads=1,
+        gpu=1,
+    )
+
+
+def has_ended(worker: RayWorker, timeout_s: float) -> bool:
+    return bool(select.select([worker.sentinel], [], [], timeout_s)[0])
+
+
+def test_a_worker_that_cannot_serve_ends_and_says_why(
+    launcher: RayLauncher, tmp_path: Path
+) -> None:
+    worker = launcher.start(worker_config(tmp_path, "{}"))
+    assert has_ended(worker, RESULT_TIMEOUT_S)
+    with pytest.raises(EOFError):
+        worker.ready.recv()
+    assert "ValidationError" in worker.exit_reason()
+
+
+def test_a_worker_runs_until_it_is_stopped(launcher: RayLauncher, tmp_path: Path) -> None:
+    spec = DeploymentSpec(model=MODEL, kind="train", backend="fsdp", workers=2)
+    worker = launcher.start(worker_config(tmp_path, spec.to_json()))
+    assert not has_ended(worker, 0)
+    worker.stop()
+    assert has_ended(worker, 0)
+    assert "actor" in worker.exit_reason()
 
 
 def test_rays_nodes_with_gpus_are_the_clusters_and_their_gpus_are_taken(
@@ -186,8 +250,12 @@ def test_training_goes_on_elsewhere_when_its_node_is_killed(
         killed.sync()
         assert killed.actor.status()["durable_seq"] > 0, "no version of its state was made"
         (doomed,) = killed.nodes()
-        machines.kill(doomed)
         killed.draw()
+        asked = killed.actor.forward(some_batch(0, rows=12))
+        machines.kill(doomed)
+        assert len(asked.result(RESULT_TIMEOUT_S).logprobs) == 12
+        # What the trainer publishes again is as old as what was lost.
+        killed.drawn()
         killed.step(2)
         assert killed.story() == wanted
         assert killed.nodes() == {"one", "two"} - {doomed}
@@ -201,7 +269,8 @@ def test_training_goes_on_elsewhere_when_its_node_is_killed(
 def test_a_cluster_that_ends_leaves_nothing_in_ray_or_on_the_machine(
     on_ray: EmbeddedCluster,
 ) -> None:
-    pids = [actor["Pid"] for actor in actors()]
+    of_nodes = [actor for actor in actors() if actor["ActorClassName"] == "RayNodeActor"]
+    pids = [actor["Pid"] for actor in of_nodes]
     started = [p for pid in pids for p in (psutil.Process(pid), *psutil.Process(pid).children())]
     assert len(started) >= 2 * len(pids) > 0, "of each node an actor and its StateManager"
     started.append(psutil.Process(on_ray.pid))
