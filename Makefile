@@ -4,6 +4,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 OUT ?= out/demo
+# Tests wait for processes more than they compute, so two at a time go well on two cores.
+TESTS_AT_ONCE ?= 2
 STAMP := $(VENV)/.plexrl-setup
 
 export OMP_NUM_THREADS ?= 1
@@ -36,7 +38,7 @@ demo: setup
 	$(BIN)/plexrl demo --out $(OUT)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile -m "not slow and not gpu"
 
 test-all: setup
 	$(BIN)/python -m pytest

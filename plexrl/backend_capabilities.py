@@ -47,9 +47,9 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
     BackendCapabilities(
         backend="megatron",
         kind="train",
-        axes=("dp", "tp", "pp"),
+        axes=("dp", "tp", "pp", "cp", "ep"),
         optimizers=("device",),
-        packs=False,
+        packs=True,
     ),
     BackendCapabilities(
         backend="deepspeed",
@@ -79,6 +79,9 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
     ),
 )
 """The default of its kind first."""
+
+EXPERT_ARCHITECTURES = ("qwen3_moe",)
+"""Model types whose layers have experts."""
 
 
 def backend_capabilities(kind: str, backend: str | None = None) -> BackendCapabilities:
@@ -162,6 +165,16 @@ def check_layout(capabilities: BackendCapabilities, layout: Parallelism) -> None
             f"{capabilities.kind} backend: {able})",
             field=axis,
             backend=capabilities.backend,
+        )
+
+
+def check_experts(capabilities: BackendCapabilities, architecture: str | None) -> None:
+    """Raises `InvalidRequestError` for a Mixture-of-Experts that the backend does not run."""
+    if architecture in EXPERT_ARCHITECTURES and "ep" not in capabilities.axes:
+        able = [each.backend for each in BACKENDS if "ep" in each.axes]
+        raise InvalidRequestError(
+            f"backend {capabilities.backend!r} of a {capabilities.kind} deployment does not run "
+            f"{architecture}, whose layers have experts: use {', '.join(able)} for train"
         )
 
 

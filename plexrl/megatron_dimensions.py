@@ -112,15 +112,17 @@ def check_cut(sizes: Dimensions, layout: Parallelism) -> None:
             )
 
 
-def megatron_bytes_per_parameter(layout: Parallelism) -> int:
-    """Of all ranks together, for each parameter of a dense model.
+def megatron_state_bytes(sizes: Dimensions, layout: Parallelism, parameters: int) -> int:
+    """Of all ranks together, of a model with so many parameters.
 
-    Every data rank has the parameters whole, and room to reduce their gradients in; the gradients
-    themselves and the two moments are shared out.
+    Every replica has its parameters whole, and room to reduce their gradients in; the gradients
+    themselves and the two moments are shared out over the replicas.
     """
+    of_experts = sizes.layers * sizes.experts * 3 * sizes.hidden * sizes.mlp
     replicas = layout.dp * layout.cp
-    reduces = replicas > 1 or layout.pp > 1
-    return 4 * replicas * (2 if reduces else 1) + 12
+    of_replica = 8 if replicas > 1 or layout.pp > 1 else 4
+    copies = (parameters - of_experts) * replicas + of_experts * layout.expert_dp
+    return of_replica * copies + 12 * parameters
 
 
 def padded_vocabulary(sizes: Dimensions, layout: Parallelism) -> int:

@@ -93,7 +93,8 @@ def tiny_qwen2(
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Parameters of a dense decoder of the Llama family (`llama`, `qwen2`, `qwen3`, `mistral`).
+    """Parameters of a decoder of the Llama family (`llama`, `qwen2`, `qwen3`, `mistral`), or of one
+    with experts (`qwen3_moe`).
 
     Exact for these; the tests compare it with `transformers`.
 
@@ -102,16 +103,21 @@ def parameter_count(spec: ModelSpec) -> int:
     """
     config = spec.config
     architecture = config.get("model_type", spec.architecture)
-    if architecture not in ("llama", "qwen2", "qwen3", "mistral"):
+    if architecture not in ("llama", "qwen2", "qwen3", "mistral", "qwen3_moe"):
         raise InvalidRequestError(
-            f"architecture {architecture!r} is not supported: use llama, qwen2, qwen3 or mistral"
+            f"architecture {architecture!r} is not supported: use llama, qwen2, qwen3, mistral or "
+            "qwen3_moe"
         )
     try:
         hidden = int(config["hidden_size"])
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
-        mlp = int(config["intermediate_size"])
+        if architecture == "qwen3_moe":
+            experts = int(config.get("num_experts") or config["num_local_experts"])
+            mlp = int(config["moe_intermediate_size"])
+        else:
+            experts, mlp = 0, int(config["intermediate_size"])
         layers = int(config["num_hidden_layers"])
         vocabulary = int(config["vocab_size"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -119,11 +125,11 @@ def parameter_count(spec: ModelSpec) -> int:
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     if architecture == "qwen2":
         attention += head_dim * (heads + 2 * kv_heads)
-    elif architecture == "qwen3":
+    elif architecture in ("qwen3", "qwen3_moe"):
         attention += 2 * head_dim
     elif config.get("attention_bias", False):
         attention += head_dim * (heads + 2 * kv_heads) + hidden
-    per_layer = attention + 3 * hidden * mlp + 2 * hidden
+    per_layer = attention + 3 * hidden * mlp * max(1, experts) + hidden * experts + 2 * hidden
     if config.get("mlp_bias", False) and architecture == "llama":
         per_layer += 2 * mlp + hidden
     embedding = vocabulary * hidden

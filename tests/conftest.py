@@ -5,6 +5,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says nothing on a machine that others use too.
+settings.register_profile("plexrl", deadline=None)
+settings.load_profile("plexrl")
 
 # Two torch threads beside any other work slow both up to tenfold; set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -11,7 +11,7 @@ from plexrl.model_spec import ModelSpec, parameter_count, tiny_qwen2
 
 
 @given(
-    architecture=st.sampled_from(("llama", "qwen2", "qwen3", "mistral")),
+    architecture=st.sampled_from(("llama", "qwen2", "qwen3", "mistral", "qwen3_moe")),
     heads=st.sampled_from((2, 4)),
     layers=st.integers(1, 3),
     head_dim=st.sampled_from((8, 16)),
@@ -33,6 +33,8 @@ def test_the_count_is_exact(
         "num_key_value_heads": heads // 2,
         "tie_word_embeddings": tied,
     }
+    if architecture == "qwen3_moe":
+        config |= {"num_experts": 6, "moe_intermediate_size": 24}
     spec = ModelSpec(architecture=architecture, config_json=msgspec.json.encode(config).decode())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config))

@@ -4,6 +4,7 @@ from plexrl.client.batch import Batch
 from plexrl.client.cluster import Cluster, connect
 from plexrl.client.demand import DemandTrace, Segment
 from plexrl.client.futures import AsyncFuture, Future
+from plexrl.client.generations import GenerateFuture
 from plexrl.client.job import (
     Job,
     ReferenceDeployment,
@@ -29,6 +30,7 @@ __all__ = [
     "DemandTrace",
     "ForwardResult",
     "Future",
+    "GenerateFuture",
     "GenerateResult",
     "Job",
     "ReferenceDeployment",

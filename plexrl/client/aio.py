@@ -150,11 +150,30 @@ class AsyncRolloutDeployment(AsyncDeployment):
         *,
         delta: bool | Literal["auto"] = "auto",
         digest: bool = False,
+        in_flight: bool = False,
+        recompute_kv: bool = True,
     ) -> AsyncFuture[Plain]:
         """As `RolloutDeployment.sync_weights`."""
         return await self._submit(
-            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+            requests.sync_weights(
+                self.deployment,
+                source.deployment,
+                delta=delta,
+                digest=digest,
+                in_flight=in_flight,
+                recompute_kv=recompute_kv,
+            )
         )
+
+    async def pause(self, *, for_s: float = 600.0) -> list[Plain]:
+        """As `RolloutDeployment.pause`."""
+        call = requests.engine_order(self.deployment, "pause", {"for_s": for_s})
+        return list((await self._transport.request(call)).json()["engines"])
+
+    async def resume(self) -> list[Plain]:
+        """As `RolloutDeployment.resume`."""
+        call = requests.engine_order(self.deployment, "resume")
+        return list((await self._transport.request(call)).json()["engines"])
 
 
 class AsyncJob:

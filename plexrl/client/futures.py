@@ -30,6 +30,11 @@ def poll_call(operation: str, wait_s: float) -> Call:
     )
 
 
+def cancel_call(operation: str) -> Call:
+    """The request that takes an operation back, or ends it early."""
+    return Call(method="DELETE", path=f"/v1/operations/{quote(operation, safe='')}")
+
+
 class Pending:
     """One operation's last known view; shared by both kinds of future."""
 
@@ -98,8 +103,7 @@ class Future(Generic[ResultT]):
         Raises:
             ConflictError: it is running and cannot be ended.
         """
-        path = f"/v1/operations/{quote(self.operation, safe='')}"
-        self._pending.view = self._transport.request(Call(method="DELETE", path=path)).json()
+        self._pending.view = self._transport.request(cancel_call(self.operation)).json()
 
     def explain(self) -> str:
         """Why it was not finished when last asked, and until when by estimate."""
@@ -141,6 +145,10 @@ class AsyncFuture(Generic[ResultT]):
             is_finished, result = self._pending.take(response)
             if is_finished:
                 return result  # type: ignore[no-any-return]
+
+    async def cancel(self) -> None:
+        """As `Future.cancel`."""
+        self._pending.view = (await self._transport.request(cancel_call(self.operation))).json()
 
     def explain(self) -> str:
         """Why it was not finished when last asked, and until when by estimate."""

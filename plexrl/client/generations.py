@@ -77,6 +77,17 @@ class GenerateFuture(Future[GenerateResult]):
         super().__init__(transport, view, decoder)
         self._samples = samples
 
+    def interrupt(self, timeout_s: float | None = None) -> GenerateResult:
+        """End it now; returns what it has. Samples that were under way, or had not begun, have the
+        finish reason `abort` and the tokens drawn so far; a generation that is over stays as it is.
+
+        Raises:
+            OperationCancelledError: it had not begun, and will not.
+            DeadlineExceededError: no answer after `timeout_s` seconds; it ends all the same.
+        """
+        self.cancel()
+        return self.result(timeout_s)
+
     def stream(self) -> Iterator[Chunk]:
         """Tokens as they are drawn, of a generation submitted with `stream=True`, from its start.
 
@@ -105,6 +116,11 @@ class AsyncGenerateFuture(AsyncFuture[GenerateResult]):
     ) -> None:
         super().__init__(transport, view, decoder)
         self._samples = samples
+
+    async def interrupt(self) -> GenerateResult:
+        """As `GenerateFuture.interrupt`."""
+        await self.cancel()
+        return await self.result()
 
     async def stream(self) -> AsyncIterator[Chunk]:
         """As `GenerateFuture.stream`."""

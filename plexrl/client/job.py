@@ -188,6 +188,8 @@ class RolloutDeployment(Deployment):
         *,
         delta: bool | Literal["auto"] = "auto",
         digest: bool = False,
+        in_flight: bool = False,
+        recompute_kv: bool = True,
     ) -> Future[Plain]:
         """Take over the trainer's weights as they are after what was submitted to it before.
 
@@ -196,10 +198,39 @@ class RolloutDeployment(Deployment):
         also within a machine, where comparing takes longer than copying. The result says
         `bytes_wanted`, `bytes_moved`, `fraction` of the two, the `way` (`full`, `delta`), `sources`
         (bytes by transport), and with `digest` that of the weights as they are then.
+
+        It waits for the generations that were submitted before it; `in_flight`, they stop between
+        two tokens and go on with the new weights, and each sample's `weights` says which versions
+        drew it. What they have cached is computed anew, unless `recompute_kv` is False.
         """
         return self._submit(
-            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+            requests.sync_weights(
+                self.deployment,
+                source.deployment,
+                delta=delta,
+                digest=digest,
+                in_flight=in_flight,
+                recompute_kv=recompute_kv,
+            )
         )
+
+    def pause(self, *, for_s: float = 600.0) -> list[Plain]:
+        """Have what it generates stop between two tokens, until `resume`, or for `for_s` seconds
+        (at most an hour) if nobody says so; returns how its engines stand.
+
+        What runs keeps its place and its GPUs, and can be interrupted or given other weights
+        meanwhile; what is submitted meanwhile waits. To pause what is paused begins the time anew.
+
+        Raises:
+            ConflictError: it has no workers now, or their weights are not on the device.
+        """
+        call = requests.engine_order(self.deployment, "pause", {"for_s": for_s})
+        return list(self._transport.request(call).json()["engines"])
+
+    def resume(self) -> list[Plain]:
+        """Let what it generates go on; no harm where it was not paused. Raises as `pause`."""
+        call = requests.engine_order(self.deployment, "resume")
+        return list(self._transport.request(call).json()["engines"])
 
 
 class Job:

@@ -137,11 +137,26 @@ def generate(
 
 
 def sync_weights(
-    deployment: str, source: str, *, delta: bool | Literal["auto"], digest: bool
+    deployment: str,
+    source: str,
+    *,
+    delta: bool | Literal["auto"],
+    digest: bool,
+    in_flight: bool = False,
+    recompute_kv: bool = True,
 ) -> Submission:
     """Bring a rollout or reference deployment to its trainer's weights."""
-    params = SyncWeightsParams(source=source, delta=delta, digest=digest)
+    params = SyncWeightsParams(
+        source=source, delta=delta, digest=digest, in_flight=in_flight, recompute_kv=recompute_kv
+    )
     return submission(deployment, OperationKind.SYNC_WEIGHTS, params, results.decode_plain)
+
+
+def engine_order(deployment: str, order: str, body: dict[str, Any] | None = None) -> Call:
+    """`pause` or `resume` what a rollout generates."""
+    job, _, name = deployment.rpartition("/")
+    path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/{order}"
+    return Call(method="POST", path=path, json=body)
 
 
 def save_checkpoint(deployment: str, name: str, fields: Mapping[str, Any]) -> Submission:

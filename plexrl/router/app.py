@@ -19,6 +19,7 @@ from plexrl.router.metrics_log import MetricsLog
 from plexrl.router.routes_cluster import cluster_routes
 from plexrl.router.routes_jobs import deployment_routes, job_routes
 from plexrl.router.routes_operations import operation_routes
+from plexrl.router.routes_rollouts import rollout_routes
 from plexrl.router.routes_streams import stream_routes
 from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.schemas import ErrorResponse
@@ -65,7 +66,10 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(Exception, _unexpected)
     # An operation's id may have slashes, so what lies behind it comes first.
-    for routes in (cluster_routes, job_routes, deployment_routes, stream_routes, operation_routes):
+    for routes in (
+        *(cluster_routes, job_routes, deployment_routes, rollout_routes),
+        *(stream_routes, operation_routes),
+    ):
         app.include_router(routes(gateway))
     return app, gateway
 

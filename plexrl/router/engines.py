@@ -5,10 +5,17 @@ import uuid
 from typing import Any
 
 from plexrl.deployment_spec import deployment_spec_from_json
-from plexrl.errors import PlexRLError, UnavailableError, from_wire
+from plexrl.errors import (
+    ConflictError,
+    InvalidRequestError,
+    PlexRLError,
+    UnavailableError,
+    from_wire,
+)
 from plexrl.router.executor import Executor
 from plexrl.router.worker_link import WorkerGoneError
 
+ORDER_TIMEOUT_S = 20.0
 STATS_TIMEOUT_S = 2.0
 """A worker that loads weights answers nobody meanwhile."""
 
@@ -56,6 +63,27 @@ class Engines:
             raise from_wire(answer["error"])
         found: Plain = answer["answer"]
         return found
+
+    async def order(self, view: Plain, request: str, **fields: Any) -> list[Plain]:
+        """Have every engine of a deployment do something; how each stands then.
+
+        Raises:
+            InvalidRequestError: it is no rollout deployment.
+            ConflictError: it has no workers now, or no weights on its device.
+            UnavailableError: an engine did not answer; the order may be given again.
+        """
+        if view["kind"] != "rollout":
+            raise InvalidRequestError(
+                f"{view['deployment']!r} is a {view['kind']} deployment: it generates nothing"
+            )
+        addresses = engine_addresses(view)
+        if not addresses:
+            raise ConflictError(
+                f"{view['deployment']!r} has no workers now ({view['state']}), so nothing of it "
+                f"runs that one could {request}: see `plexrl explain`"
+            )
+        asked = [self.ask(address, request, ORDER_TIMEOUT_S, **fields) for address in addresses]
+        return list(await asyncio.gather(*asked))
 
     async def stats(self, view: Plain) -> list[Plain]:
         """How the engines of a deployment stand; nothing of one that has no weights now or does

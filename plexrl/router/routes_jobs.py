@@ -10,6 +10,7 @@ from plexrl.backend_capabilities import (
     check_adapters,
     check_computation,
     check_dtype,
+    check_experts,
     check_layout,
     check_optimizer,
 )
@@ -22,7 +23,7 @@ from plexrl.errors import (
 )
 from plexrl.kv_cache import check_cache_budget
 from plexrl.lora import LoraSpec, adapter_parameter_count
-from plexrl.megatron_dimensions import check_cut, dimensions, megatron_bytes_per_parameter
+from plexrl.megatron_dimensions import Dimensions, check_cut, dimensions, megatron_state_bytes
 from plexrl.model_layout import check_equal_parts, check_tensor_parallel
 from plexrl.model_spec import (
     TRAIN_BYTES_PER_PARAMETER,
@@ -198,8 +199,9 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         check_adapters(capabilities, layout)
         lora = LoraSpec(**_lora_fields(body.lora))
         adapter_parameter_count(model, lora)
+    check_experts(capabilities, model.config.get("model_type", model.architecture))
     if capabilities.backend == "megatron":
-        check_cut(dimensions({"model_type": model.architecture, **model.config}), layout)
+        check_cut(_dimensions(model), layout)
     spec = DeploymentSpec(
         model=model,
         kind=body.kind,
@@ -232,7 +234,7 @@ def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
         # The frozen weights are on the device too, if only once for all that lie on them.
         return parameters * WEIGHT_BYTES["float32"] + adapters * TRAIN_BYTES_PER_PARAMETER
     if spec.backend == "megatron":
-        return parameters * megatron_bytes_per_parameter(spec.layout)
+        return megatron_state_bytes(_dimensions(spec.model), spec.layout, parameters)
     if spec.kind == "train":
         return parameters * TRAIN_BYTES_PER_PARAMETER
     # What adapters are added to is kept beside what comes of it.
@@ -246,6 +248,10 @@ def _lora_fields(body: LoraRequest) -> Plain:
     if "targets" in fields:
         fields["targets"] = tuple(fields["targets"])
     return fields
+
+
+def _dimensions(model: ModelSpec) -> Dimensions:
+    return dimensions({"model_type": model.architecture, **model.config})
 
 
 def _layout(body: DeploymentRequest) -> Parallelism:

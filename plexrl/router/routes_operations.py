@@ -190,5 +190,6 @@ async def _submit(
             "payload": payload,
             "tokens": checked.tokens,
             "source": source,
+            "in_flight": isinstance(params, SyncWeightsParams) and params.in_flight,
         },
     )

@@ -120,6 +120,18 @@ class ParallelismRequest(_Strict):
     ep: Count = Field(1, description="parts of each layer's experts; divides dp times cp")
 
 
+class PauseRequest(_Strict):
+    """A pause of a rollout's generations."""
+
+    for_s: float = Field(
+        600.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="after which they go on by themselves; a pause of what is paused counts anew",
+    )
+
+
 class LoraRequest(_Strict):
     """Low-rank adapters; checked against the model when the deployment is made."""
 

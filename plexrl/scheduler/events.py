@@ -242,6 +242,8 @@ class OperationSubmitted(Event):
     """Size of the work, for estimates: tokens of the batch, or most tokens to draw."""
     source: DeploymentId | None = None
     """For `sync_weights`: the train deployment to pull from."""
+    in_flight: bool = False
+    """For `sync_weights`: beside generations that run, instead of after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

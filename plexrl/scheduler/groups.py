@@ -349,13 +349,14 @@ def end_burst(holder: Deployment, now: float) -> None:
 
 
 def _dispatch(context: Context, group: Group, holder: Deployment, now: float) -> None:
-    """Start what the holder's order allows: one operation, or generates side by side."""
+    """Start what the holder's order allows: one operation, or generates side by side, and beside
+    those one sync that is to be in flight; what follows it waits for it."""
     while True:
         head = next_operation(context, holder)
         if head is None or now < holder.held_back_until:
             return
         if holder.running:
-            if head.kind != OperationKind.GENERATE:
+            if head.kind != OperationKind.GENERATE and not head.in_flight:
                 return
             if any(each.kind != OperationKind.GENERATE for each in holder.running.values()):
                 return

@@ -2,7 +2,7 @@
 
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.state import Deployment, Residency, WpgState
-from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationState
+from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
 
 def check(context: Context) -> None:
@@ -42,8 +42,15 @@ def _check_deployment(context: Context, deployment: Deployment) -> None:
     for running, command in deployment.running.items():
         if not command.replay:
             assert state.operations[running].state == OperationState.RUNNING, running
-    kinds = {command.kind.value for command in deployment.running.values()}
-    assert len(deployment.running) <= 1 or kinds == {"generate"}, f"{name} runs {kinds} at once"
+    others = [
+        state.operations[running]
+        for running, command in deployment.running.items()
+        if command.kind != OperationKind.GENERATE
+    ]
+    if len(deployment.running) > 1 and others:
+        kinds = sorted(other.kind.value for other in others)
+        assert len(others) == 1, f"{name} runs {kinds} at once"
+        assert others[0].in_flight, f"{name} runs {kinds} beside generations"
     assert deployment.durable_seq <= deployment.completed_seq, f"{name}: durable is ahead"
     seqs = [state.operations[logged].seq for logged in deployment.log]
     assert seqs == sorted(set(seqs)), f"{name}: the replay log is out of order: {seqs}"

@@ -42,6 +42,8 @@ def check_source(
         )
     if (event.kind == OperationKind.SYNC_WEIGHTS) != (source is not None):
         raise InvalidRequestError("sync_weights, and only it, names a source deployment")
+    if event.in_flight and source is None:
+        raise InvalidRequestError(f"a {event.kind.value} cannot run in flight: only a sync can")
     if source is not None and (source.job != deployment.job or source.kind != "train"):
         raise InvalidRequestError(
             f"{event.source!r} is no train deployment of job {deployment.job!r}: weights are "
@@ -83,6 +85,7 @@ def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
         source=event.source,
         submitted_at=now,
         after=after,
+        in_flight=event.in_flight,
     )
     _queue(context, deployment, event.operation, now)
 

@@ -180,6 +180,8 @@ class Operation:
     """Its early end has been asked for."""
     source_seq: int = 0
     """Of a sync: the version that was published for it."""
+    in_flight: bool = False
+    """Of a sync: it may run beside generations."""
     result: BlobRef | None = None
     result_json: str = "{}"
     error_json: str | None = None

@@ -393,6 +393,11 @@ class StateManagerClient:
         """Of the stored version `seq`, where the arena is known to equal it."""
         return self._held[1] if self._held is not None and self._held[0] == seq else None
 
+    @property
+    def is_torn(self) -> bool:
+        """A pull was cut, so the arena is of no version."""
+        return self._puller.is_torn
+
     def _is_own(self, wants: Sequence[StateSlice]) -> bool:
         """Whether the daemon knows of every wanted slice, by this rank's registration."""
         return wants is self._registered or set(wants) <= set(self._registered)

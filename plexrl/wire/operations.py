@@ -245,6 +245,12 @@ class SyncWeightsParams:
     sooner than they are compared."""
     digest: bool = False
     """Have the result say the digest of the weights as they are then."""
+    in_flight: bool = False
+    """Do not wait for generations under way: they stop between two tokens, and go on with the new
+    weights."""
+    recompute_kv: bool = True
+    """In flight: what such generations have cached is computed anew with the new weights. Otherwise
+    they go on with it, which is quicker and further off the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,7 +125,8 @@ def tokenizer_files(spec: ModelSpec) -> dict[str, bytes]:
     if spec.path is not None:
         for pattern in TOKENIZER_FILES:
             for file in Path(spec.path).glob(pattern):
-                found[file.name] = file.read_bytes()
+                if file.is_file():
+                    found[file.name] = file.read_bytes()
     elif spec.vocabulary:
         found["tokenizer.json"] = char_tokenizer_json(spec.vocabulary).encode()
     return found
@@ -138,6 +139,8 @@ TOKENIZER_FILES = (
     "vocab.*",
     "merges.txt",
     "chat_template.*",
+    "*.tiktoken",
+    "*.model",
 )
 
 

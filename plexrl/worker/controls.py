@@ -2,6 +2,8 @@
 tokens, whatever runs, and no scheduler has to admit them.
 """
 
+import logging
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +12,8 @@ from plexrl.worker.backend import Backend, RolloutBackend
 from plexrl.worker.residency import StateMover
 from plexrl.worker.server import Request
 from plexrl.worker.token_streams import TokenStreams
+
+LOG = logging.getLogger(__name__)
 
 Plain = dict[str, Any]
 
@@ -23,6 +27,8 @@ class Controls:
             self._generator = backend  # type: ignore[assignment]
         self._mover = mover
         self._streams = streams
+        self._resume_at: float | None = None
+        """On the process's clock; absent: not paused."""
 
     def take(self, request: Request) -> bool:
         """Answer `request`, if it is one of these."""
@@ -32,18 +38,39 @@ class Controls:
             if self._generator is not None:
                 self._generator.abort(header["operation"])
             return True
-        if kind not in ("engine_stats", "read_stream"):
+        if kind not in ("engine_stats", "read_stream", "pause", "resume"):
             return False
         reply: Plain = {"operation": header["ask"], "token": 0}
         try:
             if kind == "read_stream":
                 self._streams.read(request.connection, header)
             else:
-                answer = asdict(self._engine().stats())
+                answer = self._answer(kind, header)
                 request.connection.send({**reply, "reply": "answer", "answer": answer})
         except PlexRLError as error:
             request.connection.send({**reply, "reply": "failed", "error": error.to_wire()})
         return True
+
+    def paused_for_s(self) -> float | None:
+        """Until generations go on by themselves; None: nobody has paused them."""
+        return None if self._resume_at is None else max(0.0, self._resume_at - time.monotonic())
+
+    def resume_if_due(self) -> None:
+        """Let paused generations go on once their time is over."""
+        if self._generator is not None and self.paused_for_s() == 0.0:
+            LOG.info("the pause is over")
+            self._resume_at = None
+            self._generator.resume()
+
+    def _answer(self, kind: str, header: Plain) -> Plain:
+        engine = self._engine()
+        if kind == "pause":
+            engine.pause()
+            self._resume_at = time.monotonic() + header["for_s"]
+        elif kind == "resume":
+            engine.resume()
+            self._resume_at = None
+        return asdict(engine.stats())
 
     def _engine(self) -> RolloutBackend:
         if self._generator is None:

@@ -37,7 +37,8 @@ def compute_loss(
 ) -> LossResult:
     """The loss of `spec` on one micro-batch.
 
-    `inputs` holds float32 `[B, L]` tensors by the names that `LOSS_INPUTS` lists.
+    `inputs` holds float32 `[B, L]` tensors by the names that `LOSS_INPUTS` lists; where several
+    ranks share rows, also `row_mask` `[B]`, the mask's sum over each row on all of them.
     """
     if spec.name == "custom":
         weights_BL = _without_first(inputs["weights"])
@@ -52,7 +53,8 @@ def compute_loss(
         terms_BL = _policy_terms(spec, logprobs_BL, inputs, mask_BL, sums)
     weights_BL = mask_BL
     if (spec.reduction or DEFAULT_REDUCTION[spec.name]) == "sequence_mean":
-        weights_BL = mask_BL / mask_BL.sum(dim=1, keepdim=True).clamp(min=1e-9)
+        of_row_B = inputs.get("row_mask", mask_BL.sum(dim=1))
+        weights_BL = mask_BL / of_row_B[:, None].clamp(min=1e-9)
     return LossResult(loss=(weights_BL * terms_BL).sum() / denominator, sums=sums)
 
 

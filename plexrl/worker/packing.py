@@ -24,6 +24,12 @@ class MicroBatch:
     """float32, 0 at padding."""
     places_BL: Array
     """int64: index of each token in the packed order; -1 at padding."""
+    targets_BL: torch.Tensor | None = None
+    """int64: the token that each place predicts, whose result is a column further; -1 where there
+    is none. Absent where rows are whole: it is the token of the next column."""
+    row_mask_B: torch.Tensor | None = None
+    """float32: the mask's sum over each row's tokens, of all ranks that share the row. Absent where
+    rows are whole, or nothing is masked."""
 
     @property
     def rows(self) -> int:
@@ -40,7 +46,7 @@ def micro_batches(arrays: Arrays, count: int) -> list[MicroBatch]:
     order = np.argsort(lengths, kind="stable")
     per_token = {name: array for name, array in arrays.items() if name not in ("tokens", "lengths")}
     return [
-        _micro_batch(arrays.get("tokens"), lengths[rows], starts[rows], per_token)
+        padded_rows(arrays.get("tokens"), lengths[rows], starts[rows], per_token)
         for rows in np.array_split(order, count)
     ]
 
@@ -68,9 +74,10 @@ def unpack_rows(arrays: Arrays, values: list[torch.Tensor]) -> Array:
     return in_order
 
 
-def _micro_batch(
+def padded_rows(
     tokens: Array | None, lengths: Array, starts: Array, per_token: Mapping[str, Array]
 ) -> MicroBatch:
+    """A micro-batch of the rows that begin at `starts` of the packed order; `lengths` are int64."""
     longest = max(2, int(lengths.max()) if len(lengths) else 0)
     rows = max(1, len(lengths))
     columns = np.arange(longest)

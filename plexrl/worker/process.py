@@ -19,7 +19,7 @@ from plexrl.cluster.lifeline import die_with_parent
 from plexrl.deployment_spec import deployment_spec_from_json
 from plexrl.errors import ConflictError, ExecutionError, InvalidRequestError, PlexRLError
 from plexrl.statemanager.client import StateManagerClient
-from plexrl.wire.operations import MUTATING, PARAMS_BY_KIND, OperationKind
+from plexrl.wire.operations import MUTATING, PARAMS_BY_KIND, OperationKind, SyncWeightsParams
 from plexrl.wire.tensors import decode_body, encode_body
 from plexrl.worker.backend import Backend, BackendCall, BackendResult, RolloutBackend
 from plexrl.worker.config import WorkerConfig
@@ -64,11 +64,13 @@ class Worker:
                 self._take(request)
             return
         try:
-            self._take(self._requests.get(block=block and not generating))
+            waits = block and not generating
+            self._take(self._requests.get(block=waits, timeout=self._controls.paused_for_s()))
             while True:
                 self._take(self._requests.get_nowait())
         except queue.Empty:
             pass
+        self._controls.resume_if_due()
         if self._generator is not None and self._generator.has_work:
             self._step(self._generator)
 
@@ -91,7 +93,7 @@ class Worker:
             return
         kind = OperationKind(command["kind"])
         busy = self._generator is not None and self._generator.has_work
-        if (busy and kind != OperationKind.GENERATE) or self._deferred:
+        if (busy and not _runs_beside(kind, command)) or self._deferred:
             # Nothing overtakes what waits for the running generations.
             self._deferred.append(request)
             return
@@ -139,7 +141,7 @@ class Worker:
                 self._replies.applied_seq = int(command["seq"])
             self._finish(name, result, started, replay=bool(command["replay"]))
         except PlexRLError as error:
-            self._fail(name, error, state_intact=True)
+            self._fail(name, error, state_intact=not self._mover.is_torn)
         except Exception:
             LOG.exception("%s failed", name[0])
             failure = ExecutionError(
@@ -201,6 +203,13 @@ class Worker:
         self._replies.end(name, reply)
         for connection in self._listeners.pop(name, []):
             connection.send(reply.header, reply.payload)
+
+
+def _runs_beside(kind: OperationKind, command: dict[str, Any]) -> bool:
+    """Whether it is done between two tokens of the generations under way, not after them."""
+    if kind == OperationKind.SYNC_WEIGHTS:
+        return msgspec.json.decode(command["params_json"], type=SyncWeightsParams).in_flight
+    return kind == OperationKind.GENERATE
 
 
 def _with_order(result: BackendResult, log: TokenLog | None) -> BackendResult:

@@ -72,6 +72,11 @@ class StateMover:
             case _:
                 return sync_weights(self._backend, self._client, command)
 
+    @property
+    def is_torn(self) -> bool:
+        """A weight sync was cut, so what is on the device is of no version."""
+        return self._client.is_torn
+
     def written(self) -> None:
         """An operation other than a move has written to the state."""
         self._client.forget_pulled()

@@ -1,5 +1,7 @@
 """A rollout's weights, brought to what its trainer published."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,7 +12,7 @@ from plexrl.statemanager.state_digest import digest_of_slices
 from plexrl.statemanager.transport.ways import transport_of
 from plexrl.wire.operations import SyncWeightsParams
 from plexrl.worker.arena_tensors import whole
-from plexrl.worker.backend import Backend
+from plexrl.worker.backend import Backend, RolloutBackend
 
 if TYPE_CHECKING:
     from plexrl.statemanager.keys import StateSlice
@@ -28,14 +30,15 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: Plain) -
     # Of a rollout with adapters, these alone; the rest is made of them.
     pulled = getattr(backend, "pulled_slices", backend.slices)
     slices: tuple[StateSlice, ...] = pulled()
-    report = client.pull(
-        sources=command["sources"],
-        source=command["source"],
-        seq=int(command["source_seq"]),
-        wants=slices,
-        delta=policy_of(params),
-    )
-    backend.after_pull()
+    with _standing_still(backend, client, params):
+        report = client.pull(
+            sources=command["sources"],
+            source=command["source"],
+            seq=int(command["source_seq"]),
+            wants=slices,
+            delta=policy_of(params),
+        )
+        backend.after_pull()
     sources: dict[str, int] = {}
     for address, nbytes in report.bytes_by_source.items():
         # Addresses are the cluster's own affair.
@@ -55,6 +58,27 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: Plain) -
         memory = whole(backend.arena).cpu().numpy()
         result["digest"] = digest_of_slices(slices, memory)
     return result
+
+
+@contextmanager
+def _standing_still(
+    backend: Backend, client: StateManagerClient, params: SyncWeightsParams
+) -> Iterator[None]:
+    """Where generations may be under way: they are paused, and go on afterwards if they did
+    before. They do not where the weights are of no version."""
+    generator: RolloutBackend | None = None
+    if params.in_flight and hasattr(backend, "step"):
+        generator = backend  # type: ignore[assignment]
+    if generator is None:
+        yield
+        return
+    was_paused = generator.stats().paused
+    generator.pause(recompute_kv=params.recompute_kv)
+    try:
+        yield
+    finally:
+        if not was_paused and not client.is_torn:
+            generator.resume()
 
 
 def policy_of(params: SyncWeightsParams) -> DeltaPolicy | None:

@@ -47,7 +47,7 @@ def test_the_controller_runs_on_it_by_one_argument(
     ended = subprocess.run(
         [
             *(sys.executable, str(EXAMPLE), "--task", "reverse", "--name", name),
-            *("--steps", "2", "--warm-up-steps", "4", "--seed", "2"),
+            *("--steps", "1", "--warm-up-steps", "2", "--seed", "2"),
             *("--backend", backend, "--layout", layout),
         ],
         env={
@@ -62,7 +62,7 @@ def test_the_controller_runs_on_it_by_one_argument(
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert "after 2 steps" in ended.stdout
+    assert "after 1 steps" in ended.stdout
     (job,) = (job for job in cluster.jobs() if job["name"] == name)
     assert job["state"].lower() == "completed"
     trained = cluster.attach_job(job["job"], heartbeat=False).deployment_status("actor")

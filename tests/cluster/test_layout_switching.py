@@ -77,8 +77,7 @@ def test_layouts_that_trade_a_group_compute_the_same_bits_as_alone(
 
 def test_a_rollout_pulls_from_tensor_ranks_and_agrees_with_them(cluster: plexrl.Cluster) -> None:
     with cluster.create_job("sync") as job:
-        layout = Parallelism(dp=2, tp=2)
-        actor = job.train_deployment("actor", MODEL, parallelism=layout)
+        actor = job.train_deployment("actor", MODEL, parallelism=Parallelism(tp=2))
         rollout = job.rollout_deployment("rollout", MODEL)
         outcome = Outcome()
         for index in range(2):

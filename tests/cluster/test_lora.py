@@ -14,7 +14,7 @@ from plexrl.errors import InvalidRequestError, LayoutError
 from plexrl.lora import adapter_parameter_count
 from plexrl.model_spec import parameter_count
 from plexrl.worker.models import build_model
-from tests.cluster.tools import VOCABULARY, some_batch
+from tests.cluster.tools import VOCABULARY, kill_worker, some_batch
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=9, hidden=128)
 LORA = plexrl.LoraSpec(rank=4, alpha=16.0, seed=3)
@@ -84,6 +84,18 @@ def test_a_switch_between_adapters_of_one_model_moves_adapters_only(
     assert most < parameter_count(MODEL)
     assert [each["base_bytes_filled"] > 0 for each in loads].count(True) == 1
     assert all(each.get("bytes_moved", 0) <= most for each in loads)
+
+
+def test_a_killed_worker_finds_base_and_adapters_again(job: plexrl.Job) -> None:
+    calm, killed = (
+        job.train_deployment(name, MODEL, workers=2, lora=LORA) for name in ("calm", "killed")
+    )
+    norms = []
+    for turn in range(3):
+        norms.append((step(calm, turn), step(killed, turn)))
+        if turn == 1:
+            kill_worker(killed, 1)
+    assert all(one == other for one, other in norms)
 
 
 def test_a_checkpoint_of_adapters_is_one_that_peft_loads(job: plexrl.Job) -> None:

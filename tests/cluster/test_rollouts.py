@@ -1,14 +1,29 @@
 """What a controller can ask of a rollout's engine while it runs."""
 
+import asyncio
 import json
 from typing import Any
 
+import numpy as np
+import pytest
 from typer.testing import CliRunner
 
 import plexrl
 from plexrl.cli.app import app
 from plexrl.cluster.embedded import EmbeddedCluster
-from tests.cluster.tools import VOCABULARY
+from plexrl.errors import ConflictError, InvalidRequestError, OperationCancelledError
+from tests.cluster.tools import VOCABULARY, process_of, some_batch, wait_until
+
+MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
+LONG = plexrl.SamplingParams(max_tokens=300, seed=3, ignore_eos=True)
+LAYOUTS = pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(plexrl.Parallelism(), id="one rank"),
+        pytest.param(plexrl.Parallelism(tp=2), id="tp=2"),
+        pytest.param(plexrl.Parallelism(dp=2), id="dp=2", marks=pytest.mark.slow),
+    ],
+)
 
 BLOCK_BYTES = 16 * 512
 """Of a cache of `tiny_qwen2`, in float32."""
@@ -41,3 +56,159 @@ def test_a_cache_within_its_budget_draws_the_same_and_says_what_it_cost(
     engines = {each["deployment"]: each["engines"] for each in shown["deployments"]}
     assert engines[short.deployment] == [engine]
     assert "preemptions" in CliRunner().invoke(app, arguments, env={"COLUMNS": "200"}).stdout
+
+
+def stepped(actor: plexrl.TrainDeployment) -> None:
+    """Other weights on the trainer."""
+    actor.forward_backward(some_batch(1), plexrl.losses.grpo())
+    actor.optim_step(learning_rate=1e-2)
+
+
+def paused(rollout: plexrl.RolloutDeployment, replicas: int = 1) -> plexrl.GenerateFuture:
+    """A generation that is stopped in its middle, on each of the replicas."""
+
+    def drawn() -> list[int]:
+        return [each["tokens_drawn"] for each in rollout.status()["engines"]]
+
+    before = drawn() or [0] * replicas
+    future = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG)
+
+    def under_way() -> bool:
+        counts = zip(drawn() or before, before, strict=True)
+        return all(now >= then + 8 for now, then in counts)
+
+    wait_until(under_way, "nothing is drawn")
+    assert all(engine["paused"] for engine in rollout.pause())
+    assert not future.done()
+    return future
+
+
+def samples_of(result: plexrl.GenerateResult) -> list[plexrl.Sample]:
+    return [sample for samples in result.samples for sample in samples]
+
+
+def tokens_of(result: plexrl.GenerateResult) -> list[list[int]]:
+    return [sample.tokens for sample in samples_of(result)]
+
+
+@LAYOUTS
+def test_a_pause_stops_every_engine_and_changes_no_token(
+    embedded: EmbeddedCluster, job: plexrl.Job, layout: plexrl.Parallelism
+) -> None:
+    rollout = job.rollout_deployment("rollout", MODEL, parallelism=layout)
+    wanted = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(60)
+    future = paused(rollout, layout.dp)
+    process_of(embedded, "plexrl.router").kill()
+    stopped = [each["steps"] for each in rollout.pause()]
+    later = rollout.generate([[8]], sampling=LONG)
+    assert [each["steps"] for each in rollout.status()["engines"]] == stopped
+    rollout.resume()
+    assert not any(each["paused"] for each in rollout.resume()), "once more is no harm"
+    assert tokens_of(future.result(60)) == tokens_of(wanted)
+    assert later.result(60).samples[0][0].finish_reason == "length"
+
+
+def test_a_pause_that_nobody_ends_ends_by_itself(job: plexrl.Job) -> None:
+    rollout = job.rollout_deployment("rollout", MODEL)
+    future = paused(rollout)
+    rollout.pause(for_s=0.2)
+    assert future.result(60).samples[0][0].finish_reason == "length"
+
+
+@LAYOUTS
+def test_an_interrupted_generation_returns_what_it_has(
+    job: plexrl.Job, layout: plexrl.Parallelism
+) -> None:
+    rollout = job.rollout_deployment("rollout", MODEL, parallelism=layout)
+    whole = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(60)
+    future = paused(rollout, layout.dp)
+    found = future.interrupt(60)
+    rollout.resume()
+    assert future.interrupt() is found, "what is over stays as it is"
+    for sample, complete in zip(samples_of(found), samples_of(whole), strict=True):
+        assert sample.finish_reason == "abort"
+        assert 0 < len(sample.tokens) < LONG.max_tokens
+        assert sample.tokens == complete.tokens[: len(sample.tokens)]
+        assert np.array_equal(sample.logprobs, complete.logprobs[: len(sample.tokens)])
+    again = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(60)
+    assert tokens_of(again) == tokens_of(whole), "nothing of it is left in the engine"
+
+
+def test_what_waits_behind_another_is_taken_back_by_an_interrupt(job: plexrl.Job) -> None:
+    rollout = job.rollout_deployment("rollout", MODEL)
+    first = paused(rollout)
+    rollout.barrier()
+    behind = rollout.generate([[3]], sampling=LONG)
+    with pytest.raises(OperationCancelledError):
+        behind.interrupt(60)
+    assert first.interrupt(60).samples[0][0].finish_reason == "abort"
+
+
+@LAYOUTS
+@pytest.mark.parametrize("recompute_kv", [True, False])
+def test_weights_change_in_flight_and_samples_say_which_drew_them(
+    job: plexrl.Job, layout: plexrl.Parallelism, recompute_kv: bool
+) -> None:
+    rollout = job.rollout_deployment("rollout", MODEL, parallelism=layout)
+    actor = job.train_deployment("actor", MODEL)
+    old = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(60)
+    future = paused(rollout, layout.dp)
+    stepped(actor)
+    sync = rollout.sync_weights(actor, in_flight=True, recompute_kv=recompute_kv)
+    assert sync.result(60)["way"] == "full"
+    assert all(each["paused"] for each in rollout.status()["engines"]), "as it was before"
+    rollout.resume()
+    mixed = future.result(60)
+    rows, cuts = [], []
+    prompts = [[3, 4, 5], [6, 7]]
+    for prompt, samples, before in zip(prompts, mixed.samples, old.samples, strict=True):
+        for sample, former in zip(samples, before, strict=True):
+            (start, first), (cut, second) = sample.weights
+            assert (start, first, second) == (0, old.weights_seq, old.weights_seq + 1)
+            assert sample.tokens[:cut] == former.tokens[:cut]
+            assert sample.tokens != former.tokens
+            rows.append([*prompt, *sample.tokens])
+            cuts.append(len(prompt) + cut)
+    trained = actor.forward(plexrl.Batch(rows)).result(60).logprobs
+    whole = zip(rows, cuts, trained, samples_of(mixed), strict=True)
+    for row, cut, logprobs, sample in whole:
+        drawn = len(row) - cut
+        worst = np.abs(logprobs[cut:] - sample.logprobs[-drawn:]).max()
+        # With the former cache they are neither the old policy's nor the new one's.
+        assert worst < 1e-4 if recompute_kv else worst > 1e-4
+    new = rollout.generate([[3, 4, 5]], sampling=LONG).result(60)
+    assert new.weights_seq == old.weights_seq + 1
+    assert new.samples[0][0].weights == ((0, new.weights_seq),)
+
+
+def test_async_controllers_pause_and_interrupt_too(
+    embedded: EmbeddedCluster, job: plexrl.Job
+) -> None:
+    rollout = job.rollout_deployment("rollout", MODEL)
+    paused(rollout).interrupt(60)
+
+    async def control() -> None:
+        async with await plexrl.connect_async(embedded.url, embedded.api_key) as cluster:
+            mine = await (await cluster.attach_job(job.job)).rollout_deployment("rollout", MODEL)
+            future = await mine.generate([[3]], sampling=LONG)
+            assert (await mine.resume())[0]["paused"] is False
+            assert (await mine.pause())[0]["paused"] is True
+            assert (await future.interrupt()).samples[0][0].finish_reason in ("abort", "length")
+            await mine.resume()
+
+    asyncio.run(control())
+
+
+def test_there_must_be_something_to_pause(job: plexrl.Job) -> None:
+    rollout = job.rollout_deployment("rollout", MODEL)
+    with pytest.raises(ConflictError, match=r"no workers now|not on the device"):
+        rollout.pause()
+    rollout.barrier().result(60)
+    assert rollout.pause()[0]["paused"], "an engine that does nothing can be paused as well"
+    rollout.resume()
+    with pytest.raises(InvalidRequestError, match="for_s"):
+        rollout.pause(for_s=1e9)
+    actor = job.train_deployment("actor", MODEL)
+    wrong = plexrl.RolloutDeployment(actor._transport, actor.deployment)
+    with pytest.raises(InvalidRequestError, match="generates nothing"):
+        wrong.pause()

@@ -86,6 +86,8 @@ def test_a_rollout_deployment_runs_on_one_gpu_on_replicas_or_on_tensor_ranks() -
         check_deployment(request("rollout", parallelism={"pp": 2}))
     with pytest.raises(LayoutError, match=r"tp is 4 .* num_key_value_heads is 2"):
         check_deployment(request("rollout", parallelism={"tp": 4}))
+    with pytest.raises(LayoutError, match="adapters without tp only"):
+        check_deployment(request("rollout", parallelism={"tp": 2}, lora={"rank": 2}))
     # Each of two ranks caches one of the two heads.
     budget = {"max_sequence_tokens": 100, "kv_cache_bytes": 256 * 112}
     check_deployment(request("rollout", parallelism={"tp": 2}, **budget))

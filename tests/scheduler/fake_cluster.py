@@ -235,7 +235,15 @@ class FakeCluster:
             )
         )
 
-    def submit(self, operation: str, deployment: str, kind: str, source: str | None = None) -> None:
+    def submit(
+        self,
+        operation: str,
+        deployment: str,
+        kind: str,
+        source: str | None = None,
+        *,
+        in_flight: bool = False,
+    ) -> None:
         """Submit an operation."""
         self.send(
             ev.OperationSubmitted(
@@ -244,6 +252,7 @@ class FakeCluster:
                 kind=OperationKind(kind),
                 params_json="{}",
                 source=source,
+                in_flight=in_flight,
             )
         )
 

@@ -138,6 +138,44 @@ def test_generates_overlap_and_a_sync_waits_for_them(cluster: FakeCluster) -> No
     assert [run.operation for run in cluster.runs] == ["a:3"]
 
 
+def test_a_sync_in_flight_runs_beside_generates_and_what_follows_waits_for_it(
+    cluster: FakeCluster,
+) -> None:
+    cluster.job("a")
+    cluster.deploy("a/actor")
+    cluster.deploy("a/rollout", "rollout", workers=1)
+    cluster.settle()
+    cluster.submit("a:0", "a/rollout", "barrier")
+    cluster.settle()
+    cluster.submit("a:1", "a/rollout", "generate")
+    cluster.submit("a:2", "a/rollout", "sync_weights", "a/actor", in_flight=True)
+    cluster.submit("a:3", "a/rollout", "sync_weights", "a/actor", in_flight=True)
+    cluster.submit("a:4", "a/rollout", "generate")
+    while len(cluster.runs) < 2 or cluster.runs[1].operation != "a:2":
+        # The trainer is loaded, and publishes.
+        cluster.execute(cluster.runs[1])
+    first, sync = cluster.runs
+    assert (first.operation, sync.operation, sync.seq) == ("a:1", "a:2", 1)
+    cluster.execute(sync)
+    assert [run.operation for run in cluster.runs] == ["a:1", "a:3"]
+    cluster.execute(cluster.runs[1])
+    assert [(run.operation, run.seq) for run in cluster.runs] == [("a:1", 0), ("a:4", 2)]
+    # What a dead worker interrupted is drawn again, with the weights of the last sync.
+    cluster.kill("a/rollout")
+    cluster.launch(cluster.launches[0])
+    seen = []
+    while cluster.runs:
+        seen.append((cluster.runs[0].operation, cluster.runs[0].seq))
+        cluster.execute(cluster.runs[0])
+    assert seen[1:] == [("a:3", 2), ("a:1", 2), ("a:4", 2)]
+
+
+def test_only_a_sync_can_be_in_flight(cluster: FakeCluster) -> None:
+    with_jobs(cluster, "a")
+    with pytest.raises(errors.InvalidRequestError, match="only a sync can"):
+        cluster.submit("a:1", "a/actor", "barrier", in_flight=True)
+
+
 def test_a_dead_worker_costs_a_load_and_a_replay_and_not_a_step(cluster: FakeCluster) -> None:
     with_jobs(cluster, "a")
     for index in range(2):

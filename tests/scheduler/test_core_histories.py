@@ -37,11 +37,12 @@ class History(RuleBasedStateMachine):
         if kind in MUTATIONS:
             self.submitted[name].append(operation)
 
-    @rule(kind=st.sampled_from(("generate", "sync_weights", "barrier")))
-    def submit_rollout(self, kind: str) -> None:
+    @rule(kind=st.sampled_from(("generate", "sync_weights", "barrier")), in_flight=st.booleans())
+    def submit_rollout(self, kind: str, in_flight: bool) -> None:
         operation = self._new(ROLLOUT)
-        source = "a/actor" if kind == "sync_weights" else None
-        self.cluster.submit(operation, ROLLOUT, kind, source)
+        is_sync = kind == "sync_weights"
+        source = "a/actor" if is_sync else None
+        self.cluster.submit(operation, ROLLOUT, kind, source, in_flight=in_flight and is_sync)
         if kind == "sync_weights":
             self.submitted[ROLLOUT].append(operation)
 

@@ -15,7 +15,16 @@ from plexrl.statemanager.tickets import Claims, Role
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.checkpointing import save_checkpoint
 from plexrl.worker.training.backend import TrainingBackend
-from tests.worker.fsdp_ranks import LOSS, backend, backward, batch, call, leave, part, step
+from tests.worker.host_optimizer_batches import (
+    LOSS,
+    backend,
+    backward,
+    batch,
+    call,
+    leave,
+    part,
+    step,
+)
 
 STEPS = 9
 

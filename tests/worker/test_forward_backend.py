@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import BatchShapeError, CheckpointNotFoundError, InvalidRequestError
@@ -129,3 +130,13 @@ def test_weights_of_another_head_are_refused_and_change_nothing(tmp_path: Path) 
     assert np.array_equal(forward(backend, batch())["scores"], before)
     with pytest.raises(InvalidRequestError, match=r"lacks 1 .*score\.weight"):
         build_model(ModelSpec(path=str(tmp_path / "j" / "causal"), head="reward"))
+
+
+def test_a_directory_in_shards_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
+    build_model(CAUSAL).save_pretrained(tmp_path, max_shard_size="40KB")  # type: ignore[operator]
+    for shard in tmp_path.glob("model-*.safetensors"):
+        tensors = load_file(shard)
+        if tensors.pop("model.norm.weight", None) is not None:
+            save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(InvalidRequestError, match=r"lacks 1 .*model\.norm\.weight"):
+        build_model(ModelSpec(path=str(tmp_path)))

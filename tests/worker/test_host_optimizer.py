@@ -36,8 +36,12 @@ def test_host_and_device_agree_bit_for_bit_over_switches_and_checkpoints(
 ) -> None:
     arguments = (str(tmp_path), daemon.config.listen)
     for work in (ranks.train_alike, ranks.restore):
-        mp.spawn(  # type: ignore[no-untyped-call, attr-defined]
-            work, args=(count, str(tmp_path / work.__name__), *arguments), nprocs=count
+        mp.set_forkserver_preload(["plexrl.worker.preload"])
+        mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+            work,
+            args=(count, str(tmp_path / work.__name__), *arguments),
+            nprocs=count,
+            start_method="forkserver",
         )
         # A clean exit finishes the checkpoint; what was stored is there again.
         daemon.terminate()

@@ -20,6 +20,7 @@ from plexrl.worker.backend import BackendCall, BackendResult
 from plexrl.worker.checkpoint import model_files, tokenizer_files
 from plexrl.worker.losses import compute_loss
 from plexrl.worker.packing import MicroBatch, micro_batches, unpack
+from plexrl.worker.told_batches import told_micro_batches
 from plexrl.worker.training.frozen_base import FrozenBase
 from plexrl.worker.training.loading import fill_state
 from plexrl.worker.training.model import TrainingModel, TrainingRank
@@ -112,12 +113,12 @@ class TrainingBackend:
                 raise InvalidRequestError(f"{call.kind.value} is no operation of a train backend")
 
     def _forward(self, call: BackendCall) -> BackendResult:
-        batches = micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
+        batches = self._micro_batches(call)
         values = self.model.forward(batches)
         return BackendResult(arrays={"logprobs": unpack(batches, values, _tokens(call))})
 
     def _forward_backward(self, call: BackendCall) -> BackendResult:
-        batches = micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
+        batches = self._micro_batches(call)
         denominator = float(call.rank_params["denominator"])
         sums: dict[str, float] = {"loss": 0.0}
 
@@ -134,6 +135,11 @@ class TrainingBackend:
             result={"sums": sums, "maxes": {}},
             arrays={"logprobs": unpack(batches, values, _tokens(call))},
         )
+
+    def _micro_batches(self, call: BackendCall) -> list[MicroBatch]:
+        if "micro_batch_rows" in call.arrays:
+            return told_micro_batches(call.arrays, self._rank.layout.cp)
+        return micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
 
     def _optim_step(self, params: AdamParams) -> BackendResult:
         norm = self.model.gradient_norm()
@@ -168,7 +174,8 @@ class TrainingBackend:
 
 def _inputs(batch: MicroBatch) -> dict[str, torch.Tensor]:
     if batch.per_token_BL:
-        return batch.per_token_BL
+        whole_rows = {} if batch.row_mask_B is None else {"row_mask": batch.row_mask_B}
+        return batch.per_token_BL | whole_rows
     return dict.fromkeys(LOSS_ARRAYS, torch.zeros(batch.tokens_BL.shape))
 
 

@@ -31,6 +31,15 @@ def resized(model: ModelSpec, architecture: str, **changes: Any) -> ModelSpec:
 QWEN3 = resized(QWEN2, "qwen3", head_dim=16)
 """Norms of queries and keys."""
 
+QWEN3_MOE = resized(
+    QWEN3,
+    "qwen3_moe",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    norm_topk_prob=True,
+)
+
 LLAMA = resized(QWEN2, "llama", tie_word_embeddings=False)
 
 BIASED = resized(QWEN2, "llama", attention_bias=True, mlp_bias=True)
@@ -102,21 +111,34 @@ CASES = (
     ),
     Case(backend="megatron", layout=Parallelism(tp=2)),
     Case(backend="megatron", layout=Parallelism(pp=2)),
+    Case(backend="megatron", layout=Parallelism(cp=2), model=LLAMA),
+    Case(backend="megatron", layout=Parallelism(dp=2, ep=2), model=QWEN3_MOE),
     Case(backend="megatron", layout=Parallelism(dp=2), is_slow=True),
+    Case(backend="megatron", layout=Parallelism(tp=2), model=QWEN3, is_slow=True),
+    Case(backend="megatron", layout=Parallelism(tp=2, cp=2), is_slow=True),
+    Case(backend="megatron", layout=Parallelism(dp=2, cp=2, ep=2), model=QWEN3_MOE, is_slow=True),
     Case(backend="megatron", layout=Parallelism(tp=2, pp=2), is_slow=True),
     Case(backend="megatron", layout=Parallelism(dp=2, tp=2), model=LLAMA, is_slow=True),
-    Case(backend="fsdp", layout=Parallelism(tp=2)),
-    Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=LLAMA),
+    Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=QWEN3),
+    Case(
+        backend="fsdp",
+        layout=Parallelism(dp=2),
+        model=QWEN3,
+        options=(("compute_dtype", "bfloat16"), ("activation_checkpointing", True)),
+        tolerance=0.05,
+    ),
+    Case(backend="fsdp", layout=Parallelism(tp=2), is_slow=True),
+    Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=LLAMA, is_slow=True),
     Case(
         backend="fsdp",
         layout=Parallelism(tp=2),
-        model=QWEN3,
+        model=LLAMA,
+        is_slow=True,
         options=(("compute_dtype", "bfloat16"), ("activation_checkpointing", True)),
         tolerance=0.05,
     ),
     Case(backend="fsdp", layout=Parallelism(dp=3), model=NARROW, is_slow=True),
     Case(backend="fsdp", layout=Parallelism(tp=2), model=BIASED, is_slow=True),
-    Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=QWEN3, is_slow=True),
     Case(
         backend="fsdp",
         layout=Parallelism(dp=2, tp=2),

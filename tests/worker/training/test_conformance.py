@@ -178,7 +178,7 @@ def test_gradients_that_are_not_finite_are_dropped_with_a_typed_error(records: R
 
 
 def test_transformers_loads_the_checkpoint_as_it_is(records: Records) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     path: Path = records[0]["checkpoint"]
     assert json.loads((path / "config.json").read_text()) == json.loads(records[0]["config"])
@@ -187,6 +187,8 @@ def test_transformers_loads_the_checkpoint_as_it_is(records: Records) -> None:
     found = dict(named_parameters(model))
     assert set(found) == set(wanted)
     assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+    assert tokenizer.decode(tokenizer.encode("0a9"), skip_special_tokens=True) == "0a9"
 
 
 def test_a_checkpoint_of_another_backend_and_layout_loads_bit_for_bit(

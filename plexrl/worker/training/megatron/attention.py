@@ -8,22 +8,13 @@ Shapes: T tokens of all rows on this rank, H query heads, G key heads, D their w
 ranks.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch.nn.functional import scaled_dot_product_attention
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowMap:
-    """Where rows lie among the tokens of a micro-batch. Rides in Megatron's `attention_mask`."""
-
-    lengths: tuple[int, ...]
-    """Tokens of each row on this rank, and on every other context rank; none is 0."""
-    positions_CT: torch.Tensor | None
-    """int64: position in its row of every context rank's tokens; None for whole rows in order."""
+from plexrl.worker.training.megatron.packed_rows import RowMap
 
 
 class PackedAttention(torch.nn.Module):

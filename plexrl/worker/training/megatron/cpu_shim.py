@@ -18,9 +18,14 @@ def install_cpu_shim() -> None:
         return
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
     torch.cuda.current_device = _cpu  # type: ignore[assignment]
     torch.cuda.synchronize = _no_effect
+    # Experts' token counts are copied from the GPU on a stream of their own.
+    torch.cuda.current_stream = _stream  # type: ignore[assignment]
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _stream()
+    token_dispatcher.maybe_move_tensor_to_cpu = _counts
     random._CUDA_RNG_STATE_TRACKER = _NoRandomStates()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     schedules.torch = _TorchOnCpu()
@@ -36,6 +41,22 @@ class _NoRandomStates:
         return {}
 
 
+class _NoStream:
+    """Stands for a stream, and for an event on it: all is done when it was asked for."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NoStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def record_event(self) -> "_NoStream":
+        return self
+
+    def synchronize(self) -> None:
+        return
+
+
 class _TorchOnCpu:
     """`torch` for the pipeline schedules, which count tokens in a tensor on device `cuda`."""
 
@@ -49,8 +70,19 @@ class _TorchOnCpu:
         return found
 
 
+def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Token counts as they come from a GPU: as numpy where sizes of an exchange are wanted."""
+    del record_stream
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def _cpu() -> torch.device:
     return torch.device("cpu")
+
+
+def _stream(device: object = None) -> _NoStream:
+    del device
+    return _NoStream()
 
 
 def _no_effect(device: object = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from plexrl.errors import InvalidRequestError
@@ -48,6 +49,9 @@ def make_network(
             f"the megatron backend does not run a rotary embedding of type {rotary.rope_type!r}: "
             "use default, linear or llama3, or backend fsdp"
         )
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # megatron-core 0.16 asks whether it is None, and without Transformer Engine never says so.
+        moe_utils.te_general_gemm = None
     spec = get_gpt_layer_local_spec(
         num_experts=sizes.experts or None,
         qk_layernorm=sizes.has_qk_norm,

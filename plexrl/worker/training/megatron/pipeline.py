@@ -24,6 +24,8 @@ class Pipeline:
         self._chunk = chunk
         self._vocabulary = vocabulary
         self._is_last = is_last
+        self._context_rank = parallel_state.get_context_parallel_rank()
+        self._context_ranks = parallel_state.get_context_parallel_world_size()
         self._run = get_forward_backward_func()
 
     def run(self, batches: Sequence[MicroBatch], loss: LossOfBatch | None) -> list[torch.Tensor]:
@@ -34,28 +36,32 @@ class Pipeline:
         found: list[torch.Tensor] = []
 
         def step(rows: Iterator[tuple[MicroBatch, PackedRows]], chunk: Any) -> Any:
-            batch, packed = next(rows)
+            batch, places = next(rows)
             output = chunk(
-                input_ids=packed.tokens_T[None],
-                position_ids=packed.positions_T[None],
-                attention_mask=packed.row_map,
+                input_ids=places.tokens_T[None],
+                position_ids=places.positions_T[None],
+                attention_mask=places.row_map,
             )
             if not self._is_last:
                 return output, None
 
             def finish(logits_1TV: torch.Tensor) -> tuple[Any, torch.Tensor, None]:
-                logprobs_BL = packed.unpacked(self._logprobs(logits_1TV[0], packed.targets_T))
+                logprobs_BL = places.unpacked(self._logprobs(logits_1TV[0], places.targets_T))
                 found.append(logprobs_BL.detach().cpu())
                 value = logprobs_BL if loss is None else loss(logprobs_BL, batch)
                 return value, torch.zeros((), dtype=torch.int), None
 
             return output, finish
 
+        def packed() -> Iterator[tuple[MicroBatch, PackedRows]]:
+            for batch in batches:
+                yield batch, pack_rows(batch, self._context_rank, self._context_ranks)
+
         # The schedules take one step function for a whole batch, and an iterator of its parts.
         with torch.set_grad_enabled(loss is not None):
             self._run(
                 forward_step_func=step,
-                data_iterator=((batch, pack_rows(batch)) for batch in batches),
+                data_iterator=packed(),
                 model=[self._chunk],
                 num_microbatches=len(batches),
                 seq_length=1,
