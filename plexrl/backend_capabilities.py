@@ -50,6 +50,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         axes=("dp", "tp", "pp", "cp", "ep"),
         optimizers=("device",),
         packs=True,
+        checkpoints_activations=True,
     ),
     BackendCapabilities(
         backend="deepspeed",
@@ -72,6 +73,15 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         backend="torch",
         kind="rollout",
         axes=("dp", "tp"),
+        optimizers=(),
+        packs=False,
+        adapter_axes=("dp",),
+        dtypes=("float32", "bfloat16"),
+    ),
+    BackendCapabilities(
+        backend="vllm",
+        kind="rollout",
+        axes=("dp",),
         optimizers=(),
         packs=False,
         adapter_axes=("dp",),

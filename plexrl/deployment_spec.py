@@ -17,7 +17,7 @@ class DeploymentSpec:
     kind: str
     """`train`, `forward` (weights only: a reference, a teacher, a reward model) or `rollout`."""
     backend: str
-    """`fsdp`, `deepspeed` or `megatron` (train), or `torch` (forward, rollout)."""
+    """`fsdp`, `deepspeed` or `megatron` (train), `torch` (forward, rollout) or `vllm` (rollout)."""
     workers: int
     """Worker processes, one per GPU: `layout.world_size`."""
     parallelism: Parallelism | None = None

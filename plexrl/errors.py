@@ -26,7 +26,8 @@
     ├── OverloadedError                429  overloaded        (retry after `retry_after_s`)
     ├── OperationCancelledError        499  operation_cancelled
     ├── ExecutionError                 500  execution_failed
-    │   └── WorkerLostError            500  worker_lost
+    │   ├── WorkerLostError            500  worker_lost
+    │   └── StaleWeightsError          500  stale_weights     (an engine missed an update)
     ├── ConnectionLostError            503  connection_lost   (the client met no server)
     ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
     │   └── LeaseHeldError             503  lease_held        (another scheduler leads)
@@ -186,6 +187,12 @@ class ExecutionError(PlexRLError):
 
 class WorkerLostError(ExecutionError):
     code = "worker_lost"
+
+
+class StaleWeightsError(ExecutionError):
+    """An engine computes with other weights than it was given last, and refuses to generate."""
+
+    code = "stale_weights"
 
 
 class ConnectionLostError(PlexRLError):

@@ -24,6 +24,7 @@ OTHER_CORES = (
     "megatron_dimensions.py",
     "model_layout.py",
     "kv_cache.py",
+    "operation_phases.py",
     "parallelism.py",
     "router/balance.py",
     "router/context_split.py",

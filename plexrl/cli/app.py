@@ -11,6 +11,7 @@ from plexrl.cli.explain import explain
 from plexrl.cli.jobs import jobs, logs
 from plexrl.cli.node import statemanager, statemanager_status
 from plexrl.cli.nodes import groups, nodes_app, status
+from plexrl.cli.operations import operations, trace
 from plexrl.cli.running import demo, up
 from plexrl.cli.tenants import tenants_app
 from plexrl.cli.usage import usage
@@ -25,7 +26,7 @@ app = typer.Typer(
 )
 for command in (
     *(up, status, jobs, explain, groups, logs, usage, demo),
-    *(statemanager, statemanager_status),
+    *(statemanager, statemanager_status, operations, trace),
 ):
     app.command()(command)
 app.add_typer(nodes_app, name="nodes")

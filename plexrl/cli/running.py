@@ -51,6 +51,22 @@ def up(
         int,
         typer.Option(help="With --ray: operations kept to compute a model's lost state anew."),
     ] = 1024,
+    routers: Annotated[int, typer.Option(help="Routers, each with a port of its own.")] = 1,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Send operations there as OpenTelemetry spans.")
+    ] = None,
+    pending_operations_max: Annotated[
+        int | None, typer.Option(help="Operations that wait in one deployment's queue.")
+    ] = None,
+    tenant_operations_max: Annotated[
+        int | None, typer.Option(help="Unfinished operations of one tenant.")
+    ] = None,
+    deployment_payload_bytes_max: Annotated[
+        int | None, typer.Option(help="Bytes of the unfinished operations of one deployment.")
+    ] = None,
+    tenant_payload_bytes_max: Annotated[
+        int | None, typer.Option(help="Bytes of the unfinished operations of one tenant.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run a cluster until Ctrl-C: of local processes, or on the nodes of a Ray cluster."""
@@ -70,7 +86,7 @@ def up(
                 f"PlexRL is up. Ctrl-C ends it.\n\n"
                 f"  export PLEXRL_URL={endpoint.url}\n"
                 f"  export PLEXRL_API_KEY={endpoint.api_key}   # the operator's\n\n"
-                f"  API documentation: {endpoint.url}/docs\n"
+                f"  API documentation: {endpoint.url.partition(',')[0]}/docs\n"
                 f"  logs and state:    {endpoint.data_dir}\n"
             )
         sys.stdout.flush()
@@ -88,6 +104,12 @@ def up(
         blocks=_names(blocks),
         port=port,
         journal_bytes_max=journal_bytes_max,
+        routers=routers,
+        otlp_endpoint=otlp_endpoint,
+        pending_operations_max=pending_operations_max,
+        tenant_operations_max=tenant_operations_max,
+        deployment_payload_bytes_max=deployment_payload_bytes_max,
+        tenant_payload_bytes_max=tenant_payload_bytes_max,
     )
     on_ray = (
         None

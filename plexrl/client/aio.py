@@ -7,15 +7,17 @@ thread.
 
 import asyncio
 from collections.abc import Sequence
+from copy import copy
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from plexrl.client import requests
 from plexrl.client.checkpoints import AsyncCheckpointFuture
 from plexrl.client.cluster import PATIENCE_S, Cluster, connect
+from plexrl.client.deployment import Deployment
 from plexrl.client.futures import AsyncFuture
 from plexrl.client.generations import AsyncGenerateFuture
-from plexrl.client.job import MICRO_BATCH_TOKENS, Deployment, Job
+from plexrl.client.job import MICRO_BATCH_TOKENS, Job
 from plexrl.client.requests import Submission
 from plexrl.client.results import ForwardResult, ScoreResult, StepResult, TrainResult
 from plexrl.client.transport import AsyncTransport
@@ -36,6 +38,13 @@ class AsyncDeployment:
         self._sync = deployment
         # asyncio locks are fair, so whoever called first submits first.
         self._submitting = asyncio.Lock()
+        self._deadline_s: float | None = None
+
+    def within(self, deadline_s: float) -> Self:
+        """As `Deployment.within`."""
+        limited = copy(self)
+        limited._deadline_s = deadline_s
+        return limited
 
     @property
     def deployment(self) -> str:
@@ -59,7 +68,8 @@ class AsyncDeployment:
 
     async def _post(self, submission: Submission) -> Plain:
         async with self._submitting:
-            return dict((await self._transport.request(submission.call)).json())
+            call = submission.call.within(self._deadline_s)
+            return dict((await self._transport.request(call)).json())
 
 
 class AsyncTrainDeployment(AsyncDeployment):
@@ -224,6 +234,10 @@ class AsyncJob:
         """The job as the scheduler sees it."""
         return await asyncio.to_thread(self._sync.status)
 
+    async def operations(self, after: int = 0, limit: int = 1000) -> list[Plain]:
+        """As `Job.operations`."""
+        return await asyncio.to_thread(self._sync.operations, after, limit)
+
     async def checkpoints(self) -> list[Plain]:
         """As `Job.checkpoints`."""
         return await asyncio.to_thread(self._sync.checkpoints)
@@ -310,7 +324,10 @@ class AsyncCluster:
 
 
 async def connect_async(
-    url: str | None = None, api_key: str | None = None, *, timeout_s: float = PATIENCE_S
+    url: str | Sequence[str] | None = None,
+    api_key: str | None = None,
+    *,
+    timeout_s: float = PATIENCE_S,
 ) -> AsyncCluster:
     """As `connect`, for `async` controllers."""
     cluster = await asyncio.to_thread(connect, url, api_key, timeout_s=timeout_s)

@@ -1,6 +1,7 @@
 """A connection to a cluster."""
 
 import os
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -101,12 +102,19 @@ class Cluster:
         return self._get("/v1/status")
 
     def operations(
-        self, *, job: str | None = None, after: int = 0, limit: int = 1000
+        self,
+        *,
+        job: str | None = None,
+        deployment: str | None = None,
+        kind: str | None = None,
+        after: int = 0,
+        limit: int = 1000,
     ) -> list[Plain]:
-        """Finished operations behind index `after`, oldest first, the cluster's own included."""
+        """Finished operations behind index `after`, oldest first, the cluster's own included, with
+        where their time went: `queue_s`, `switch_s`, `transfer_s`, `compute_s`."""
+        wanted = {"job": job, "deployment": deployment, "kind": kind}
         query: Plain = {"after": after, "limit": limit}
-        if job is not None:
-            query["job"] = job
+        query |= {name: value for name, value in wanted.items() if value is not None}
         call = Call(method="GET", path="/v1/operations", query=query)
         return list(self._transport.request(call).json()["operations"])
 
@@ -180,9 +188,15 @@ class Cluster:
 
 
 def connect(
-    url: str | None = None, api_key: str | None = None, *, timeout_s: float = PATIENCE_S
+    url: str | Sequence[str] | None = None,
+    api_key: str | None = None,
+    *,
+    timeout_s: float = PATIENCE_S,
 ) -> Cluster:
     """Connect to a cluster: to `url`, else to `PLEXRL_URL`, else to an embedded one started now.
+
+    Where several routers serve the cluster, `url` names them all, in a list or with commas between:
+    one that does not answer is left for the next.
 
     The key is `api_key`, else `PLEXRL_API_KEY`. An embedded cluster ends with the connection.
 

@@ -11,9 +11,9 @@ from urllib.parse import quote
 from plexrl.client import requests
 from plexrl.client.checkpoints import CheckpointFuture, list_call
 from plexrl.client.demand import DemandTrace, plain_trace
+from plexrl.client.deployment import Deployment
 from plexrl.client.futures import Future
 from plexrl.client.generations import GenerateFuture
-from plexrl.client.requests import Submission
 from plexrl.client.results import (
     Chunk,
     ForwardResult,
@@ -31,54 +31,11 @@ if TYPE_CHECKING:
     from plexrl.client.batch import Batch
     from plexrl.lora import LoraSpec
     from plexrl.model_spec import ModelSpec
-    from plexrl.tokenizer import Tokenizer
 
 LOG = logging.getLogger(__name__)
 
 MICRO_BATCH_TOKENS = 16_384
 Plain = dict[str, Any]
-
-
-class Deployment:
-    """One logical model of a job; its operations run in the order of submission."""
-
-    def __init__(self, transport: Transport, deployment: str) -> None:
-        self._transport = transport
-        self.deployment = deployment
-        """`<job>/<name>`."""
-        self._submitting = threading.Lock()
-
-    def barrier(self) -> Future[Plain]:
-        """Finished when everything submitted before it is."""
-        return self._submit(requests.barrier(self.deployment))
-
-    def load_checkpoint(self, name: str, *, job: str | None = None) -> Future[Plain]:
-        """Restore a checkpoint of this job, or of another one of the tenant's."""
-        return self._submit(requests.load_checkpoint(self.deployment, name, job))
-
-    def status(self) -> Plain:
-        """Where it runs and where its state lies; of a rollout its `engines` too, where they have
-        their weights on the device: samples that run and wait, blocks of the cache in use
-        (`blocks_held` of `blocks`), preemptions so far."""
-        job, _, name = self.deployment.rpartition("/")
-        path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}"
-        return dict(self._transport.request(Call(method="GET", path=path)).json())
-
-    def tokenizer(self) -> "Tokenizer":
-        """The model's tokenizer. Needs the `tokenizers` library (`plexrl[text]`)."""
-        from plexrl.tokenizer import Tokenizer
-
-        job, _, name = self.deployment.rpartition("/")
-        path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/tokenizer"
-        return Tokenizer(self._transport.request(Call(method="GET", path=path)).text)
-
-    def _submit(self, submission: Submission) -> Future[Any]:
-        return Future(self._transport, self._post(submission), submission.decoder)
-
-    def _post(self, submission: Submission) -> Plain:
-        # One at a time, so that the order of calls is the order of submissions.
-        with self._submitting:
-            return dict(self._transport.request(submission.call).json())
 
 
 class TrainDeployment(Deployment):
@@ -436,6 +393,12 @@ class Job:
         and estimated start, its deployments with how they got their group or why they have none."""
         call = Call(method="GET", path=f"{self._path}/explain")
         return dict(self._transport.request(call).json())
+
+    def operations(self, after: int = 0, limit: int = 1000) -> list[Plain]:
+        """As `Cluster.operations`, of this job."""
+        query = {"job": self.job, "after": after, "limit": limit}
+        call = Call(method="GET", path="/v1/operations", query=query)
+        return list(self._transport.request(call).json()["operations"])
 
     def status(self) -> Plain:
         """The job as the scheduler sees it."""

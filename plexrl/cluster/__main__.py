@@ -15,7 +15,9 @@ from plexrl.errors import PlexRLError
 
 NUMBERS = (
     *("nodes", "gpus-per-node", "gpu-memory-bytes", "host-memory-bytes", "nvme-bytes"),
-    *("port", "journal-bytes-max"),
+    *("port", "journal-bytes-max", "routers"),
+    *("pending-operations-max", "tenant-operations-max"),
+    *("deployment-payload-bytes-max", "tenant-payload-bytes-max"),
 )
 
 
@@ -23,7 +25,7 @@ def main() -> None:
     """Run until a signal, or until standard input ends."""
     parser = argparse.ArgumentParser(prog="python -m plexrl.cluster", description=__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
-    for name in ("policy", "ordering", "journal"):
+    for name in ("policy", "ordering", "journal", "otlp-endpoint"):
         parser.add_argument(f"--{name}")
     for name in ("node-types", "blocks"):
         parser.add_argument(f"--{name}", type=lambda text: tuple(text.split(",")))

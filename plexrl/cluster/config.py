@@ -45,14 +45,29 @@ class ClusterOptions:
     """Where each node stands, as `row1/rack3`; one name goes for all nodes."""
     host: str = "127.0.0.1"
     port: int = 0
-    """0 takes a free one."""
+    """Of the first router; 0 takes a free one."""
+    routers: int = 1
+    """Each takes requests of all clients; the second one takes the port after the first, or a free
+    one, and so on."""
+    otlp_endpoint: str | None = None
+    """Where the first router sends every finished operation as OpenTelemetry spans, as
+    `http://127.0.0.1:4318/v1/traces`; absent: nowhere."""
+    pending_operations_max: int | None = None
+    """Bound on the operations that wait in one deployment's queue; absent: the scheduler's own, as
+    of the next ones."""
+    tenant_operations_max: int | None = None
+    """Bound on a tenant's operations that are not finished."""
+    deployment_payload_bytes_max: int | None = None
+    """Bound on the payloads of one deployment's operations that are not finished."""
+    tenant_payload_bytes_max: int | None = None
+    """Likewise of a tenant."""
     journal: str | None = None
     """Path of a file or `postgresql://user@host/name`; absent: a file in `data_dir`."""
     journal_bytes_max: int | None = None
     """Bound of the journal; absent: the disk's."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus_per_node", "gpu_memory_bytes", "host_memory_bytes"):
+        for name in ("nodes", "routers", "gpus_per_node", "gpu_memory_bytes", "host_memory_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
         for name, known in (("policy", POLICIES), ("ordering", ORDERINGS)):
@@ -70,5 +85,5 @@ class ClusterOptions:
             raise InvalidRequestError(
                 "journal is empty: give a path or postgresql://user@host/name"
             )
-        if not 0 <= self.port < 65536:
+        if not 0 <= self.port <= 65536 - self.routers:
             raise InvalidRequestError(f"port {self.port} does not exist: use 0 to 65535")

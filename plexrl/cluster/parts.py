@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,16 @@ class NodePlace:
         )
 
 
-def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int) -> list[Part]:
+BOUNDS = (
+    *("pending_operations_max", "tenant_operations_max"),
+    *("deployment_payload_bytes_max", "tenant_payload_bytes_max"),
+)
+"""Settings of the scheduler that are its own where none are given."""
+
+
+def parts(
+    options: ClusterOptions, folders: Folders, key_digest: str, ports: Sequence[int]
+) -> list[Part]:
     """All processes of an embedded cluster, in the order of their start; they end in the opposite
     order."""
     nodes = [
@@ -88,7 +97,7 @@ def parts(options: ClusterOptions, folders: Folders, key_digest: str, port: int)
     return [
         scheduler_part(options, folders, key_digest),
         *nodes,
-        router_part(options, folders, port),
+        *router_parts(options, folders, ports),
     ]
 
 
@@ -109,24 +118,29 @@ def scheduler_part(
             "policy": options.policy,
             "ordering": options.ordering,
             "operator_key_digest": key_digest,
+            **{name: bound for name in BOUNDS if (bound := getattr(options, name)) is not None},
             **(settings or {}),
         },
     )
 
 
-def router_part(options: ClusterOptions, folders: Folders, port: int) -> Part:
-    """The router."""
-    return Part(
-        "router",
-        "plexrl.router",
-        {
-            "router": "router0",
-            "scheduler": _scheduler_socket(folders),
-            "host": options.host,
-            "port": port,
-            "data_dir": str(folders.data),
-        },
-    )
+def router_parts(options: ClusterOptions, folders: Folders, ports: Sequence[int]) -> list[Part]:
+    """The routers, one a port."""
+    return [
+        Part(
+            "router" if index == 0 else f"router{index}",
+            "plexrl.router",
+            {
+                "router": f"router{index}",
+                "scheduler": _scheduler_socket(folders),
+                "host": options.host,
+                "port": port,
+                "data_dir": str(folders.data),
+                "otlp_endpoint": options.otlp_endpoint if index == 0 else None,
+            },
+        )
+        for index, port in enumerate(ports)
+    ]
 
 
 def node_parts(options: ClusterOptions, folders: Folders, place: NodePlace) -> tuple[Part, Part]:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -22,7 +23,7 @@ from plexrl.cluster.parts import (
     NodePlace,
     Part,
     node_parts,
-    router_part,
+    router_parts,
     scheduler_part,
 )
 from plexrl.cluster.ray_options import RayOptions
@@ -34,6 +35,7 @@ class Endpoint:
     """How to reach a running cluster."""
 
     url: str
+    """Of all routers, with commas between."""
     api_key: str
     pid: int
     data_dir: str
@@ -115,26 +117,27 @@ class Supervisor:
         endpoint_file = self._folders.data / "cluster.json"
         processes = PartProcesses(self._folders)
         scheduler: Part | None = None
-        router: Part | None = None
+        routers: list[Part] = []
         try:
             self._folders.make()
             key = _operator_key(self._folders.data)
-            port = self._options.port or _free_port(self._options.host)
+            ports = _ports(self._options)
             digest = hashlib.sha256(key.encode()).hexdigest()
             scheduler = scheduler_part(self._options, self._folders, digest, self._settings)
             await processes.start(scheduler)
             await self._nodes.start()
-            router = router_part(self._options, self._folders, port)
-            await processes.start(router)
-            url = f"http://{self._options.host}:{port}"
+            routers = router_parts(self._options, self._folders, ports)
+            for router in routers:
+                await processes.start(router)
+            url = ",".join(f"http://{self._options.host}:{port}" for port in ports)
             endpoint = Endpoint(url, key, os.getpid(), str(self._folders.data))
             _write_private(endpoint_file, endpoint.to_json())
-            processes.watch((scheduler, router))
+            processes.watch((scheduler, *routers))
             ready(endpoint)
             await stop.wait()
         finally:
             await processes.unwatch()
-            if router is not None:
+            for router in reversed(routers):
                 await processes.end(router)
             await self._nodes.stop()
             if scheduler is not None:
@@ -234,8 +237,14 @@ def _write_private(path: Path, text: str) -> None:
     part.rename(path)
 
 
-def _free_port(host: str) -> int:
-    """A port that is free now; fixed from here on, so that a restarted router has the same."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def _ports(options: ClusterOptions) -> list[int]:
+    """The routers'; fixed from here on, so that a restarted one has the same."""
+    if options.port:
+        return [options.port + index for index in range(options.routers)]
+    with ExitStack() as probes:
+        found = []
+        for _ in range(options.routers):
+            probe = probes.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            probe.bind((options.host, 0))
+            found.append(int(probe.getsockname()[1]))
+        return found

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.router.arrivals import Arrivals
 from plexrl.router.blobs import BlobStore
 from plexrl.router.config import RouterConfig
 from plexrl.router.executor import Executor
@@ -23,6 +24,7 @@ from plexrl.router.routes_rollouts import rollout_routes
 from plexrl.router.routes_streams import stream_routes
 from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.schemas import ErrorResponse
+from plexrl.router.spans import SpanSender
 from plexrl.router.specs import DeploymentSpecs
 
 LOG = logging.getLogger(__name__)
@@ -40,6 +42,10 @@ the scheduler in its own order, and answered with a result or a reason to wait. 
 def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
     """The application and the parts behind it; its lifespan keeps them running."""
     gateway = _make_gateway(config)
+    spans = None
+    if config.otlp_endpoint is not None:
+        place = Path(config.data_dir) / "spans.json"
+        spans = SpanSender(gateway.scheduler, config.otlp_endpoint, place)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -48,6 +54,8 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
             asyncio.create_task(gateway.scheduler.run()),
             asyncio.create_task(_discard_old_results(gateway)),
         ]
+        if spans is not None:
+            running.append(asyncio.create_task(spans.run()))
         try:
             yield
         finally:
@@ -92,8 +100,9 @@ def _make_gateway(config: RouterConfig) -> Gateway:
     specs = DeploymentSpecs(scheduler)
     executor.scheduler = scheduler
     executor.specs = specs
+    arrivals = Arrivals(config.arriving_bytes_max, config.tenant_arriving_bytes_max)
     metrics = MetricsLog(data_dir / "metrics")
-    return Gateway(scheduler, executor, blobs, metrics, specs, config.body_bytes_max)
+    return Gateway(scheduler, executor, blobs, metrics, specs, arrivals, config.body_bytes_max)
 
 
 async def _typed(request: Request, error: Exception) -> JSONResponse:

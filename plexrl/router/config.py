@@ -16,5 +16,11 @@ class RouterConfig:
     """0 takes a free one."""
     data_dir: str
     """Where blobs and metrics lie, shared by all routers."""
+    otlp_endpoint: str | None = None
+    """Where finished operations are sent as OpenTelemetry spans; absent: nowhere."""
     body_bytes_max: int = 1 << 30
     """Largest request body."""
+    arriving_bytes_max: int = 8 << 30
+    """Bound on the bodies that arrive at a time; more are refused with 429."""
+    tenant_arriving_bytes_max: int = 4 << 30
+    """Likewise of one tenant."""

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import ExecutionError, PlexRLError
@@ -32,14 +34,23 @@ _Grant = tuple[str, int, tuple[str, ...]]
 """Group, token and workers that a run was admitted to."""
 
 
+@dataclass(slots=True)
+class _Run:
+    """A run in flight."""
+
+    grant: _Grant
+    task: asyncio.Task[None]
+    sent: asyncio.Event
+    """Its requests to the workers are on their way."""
+
+
 class Executor:
     """All runs in flight of one router."""
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
         self._links: dict[str, WorkerLink] = {}
-        self._runs: dict[str, tuple[_Grant, asyncio.Task[None]]] = {}
-        """By operation."""
+        self._runs: dict[str, _Run] = {}
         self.scheduler: SchedulerLink | None = None
         self.specs: DeploymentSpecs | None = None
 
@@ -52,12 +63,13 @@ class Executor:
         grant: _Grant = (command.group, command.token, command.addresses)
         current = self._runs.get(command.operation)
         if current is not None:
-            if current[0] == grant and not current[1].done():
+            if current.grant == grant and not current.task.done():
                 return
             # The run of a former grant can have no answer any more.
-            current[1].cancel()
-        task = asyncio.create_task(self._execute(command))
-        self._runs[command.operation] = (grant, task)
+            current.task.cancel()
+        sent = asyncio.Event()
+        task = asyncio.create_task(self._execute(command, sent))
+        self._runs[command.operation] = _Run(grant, task, sent)
         task.add_done_callback(lambda _: self._forget(command.operation, task))
 
     async def on_abort(self, peer: Peer, params: Plain) -> None:
@@ -65,6 +77,12 @@ class Executor:
         del peer
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, AbortOperation)
+        run = self._runs.get(command.operation)
+        if run is not None:
+            # A worker knows nothing yet of a run whose payload is still being read.
+            sent = asyncio.create_task(run.sent.wait())
+            await asyncio.wait({run.task, sent}, return_when=asyncio.FIRST_COMPLETED)
+            sent.cancel()
         for address in command.addresses:
             await self.link(address).send({"request": "abort", "operation": command.operation})
 
@@ -78,27 +96,28 @@ class Executor:
 
     async def close(self) -> None:
         """Stop everything; the scheduler has another router carry on."""
-        for _, task in list(self._runs.values()):
-            task.cancel()
+        for run in list(self._runs.values()):
+            run.task.cancel()
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
     def _forget(self, operation: str, task: "asyncio.Task[None]") -> None:
         current = self._runs.get(operation)
-        if current is not None and current[1] is task:
+        if current is not None and current.task is task:
             del self._runs[operation]
 
     def link(self, address: str) -> WorkerLink:
         """The connection to a worker, made when it is first used."""
         return self._links.setdefault(address, WorkerLink(address))
 
-    async def _execute(self, command: RunOperation) -> None:
+    async def _execute(self, command: RunOperation, sent: asyncio.Event) -> None:
+        began_at = time.monotonic()
         # Once the workers have answered, a failure here no longer leaves the state as it was.
         is_applied = False
         try:
             parts = await self._parts(command)
-            answers = await self._ask_ranks(command, parts)
+            answers = await self._ask_ranks(command, parts, sent)
             is_applied = command.kind in MUTATING
-            await self._conclude(command, parts, answers)
+            await self._conclude(command, parts, answers, began_at)
         except WorkerGoneError as error:
             LOG.info("%s: worker %s is gone", command.operation, error)
         except PlexRLError as error:
@@ -116,7 +135,9 @@ class Executor:
         body = None if command.payload is None else await self._blobs.read(command.payload)
         return await split(command, body, spec)
 
-    async def _ask_ranks(self, command: RunOperation, parts: RunParts) -> list[Answer | None]:
+    async def _ask_ranks(
+        self, command: RunOperation, parts: RunParts, sent: asyncio.Event
+    ) -> list[Answer | None]:
         """Every rank's answer; None for one that gave none after another had failed."""
         plain = CODEC.to_plain(command)
         asked = [(address, parts.rank_params) for address in command.addresses]
@@ -131,6 +152,9 @@ class Executor:
             header = {"request": "run", "command": plain, "rank_params": rank_params}
             tasks.append(asyncio.create_task(self.link(address).run(name, header, payload)))
         try:
+            # Each has its place in its worker's line now.
+            await asyncio.sleep(0)
+            sent.set()
             pending = set(tasks)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -145,7 +169,11 @@ class Executor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _conclude(
-        self, command: RunOperation, parts: RunParts, answers: list[Answer | None]
+        self,
+        command: RunOperation,
+        parts: RunParts,
+        answers: list[Answer | None],
+        began_at: float,
     ) -> None:
         failed = [a[0] for a in answers if a is not None and a[0]["reply"] == "failed"]
         if failed:
@@ -178,10 +206,13 @@ class Executor:
         if body:
             ref = BlobRef(f"{command.operation}{RESULT_SUFFIX}")
             await self._blobs.write(ref, *body)
+        compute_s = max(float(header["compute_s"]) for header, _ in finished)
         self._report(
             "operation_finished",
             command,
-            compute_s=max(float(header["compute_s"]) for header, _ in finished),
+            compute_s=compute_s,
+            transfer_s=max(0.0, time.monotonic() - began_at - compute_s),
+            result_bytes=sum(memoryview(part).nbytes for part in body),
             result=ref,
             result_json=json.dumps(result),
             moved=state_moved(command.kind, result),

@@ -3,6 +3,8 @@
 import hashlib
 import time
 from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,13 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from plexrl.deployment_spec import DeploymentSpec
-from plexrl.errors import AuthenticationError, ConnectionLostError, PermissionDeniedError
+from plexrl.errors import (
+    AuthenticationError,
+    ConnectionLostError,
+    OverloadedError,
+    PermissionDeniedError,
+)
+from plexrl.router.arrivals import Arrivals
 from plexrl.router.blobs import BlobStore, Upload
 from plexrl.router.engines import Engines
 from plexrl.router.executor import Executor
@@ -55,12 +63,14 @@ class Gateway:
         blobs: BlobStore,
         metrics: MetricsLog,
         specs: DeploymentSpecs,
+        arrivals: Arrivals,
         body_bytes_max: int,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.blobs = blobs
         self.metrics = metrics
+        self._arrivals = arrivals
         self.body_bytes_max = body_bytes_max
         self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
         self._specs = specs
@@ -110,17 +120,41 @@ class Gateway:
         fields = {"deployment": deployment, **caller.claim}
         return await self.scheduler.call("get_deployment", fields)
 
-    async def body(self, request: Request) -> Upload:
-        """The request's body, read only as far as the bound.
+    @asynccontextmanager
+    async def body(self, request: Request, caller: Caller) -> AsyncIterator[Upload]:
+        """The request's body, read only as far as the bound; dropped afterwards unless published.
 
         Raises:
             PayloadTooLargeError: it is longer.
+            OverloadedError: too many bytes are arriving already.
             ConnectionLostError: the client went away before its end.
         """
         try:
-            return await self.blobs.receive(request.stream(), self.body_bytes_max)
+            with self._arrivals.admit(caller.tenant, _announced(request, self.body_bytes_max)):
+                upload = await self.blobs.receive(request.stream(), self.body_bytes_max)
         except ClientDisconnect as error:
             raise ConnectionLostError("the client went away before its request's end") from error
+        except OverloadedError:
+            await self._drain(request)
+            raise
+        try:
+            yield upload
+        finally:
+            upload.drop()
+
+    async def _drain(self, request: Request) -> None:
+        left = self.body_bytes_max
+        with suppress(ClientDisconnect):
+            async for chunk in request.stream():
+                left -= len(chunk)
+                if left < 0:
+                    return
+
+
+def _announced(request: Request, bytes_max: int) -> int:
+    """How long the body is to be; one that does not say may be as long as any."""
+    length = request.headers.get("content-length", "")
+    return min(int(length), bytes_max) if length.isdigit() else bytes_max
 
 
 def key_digest(key: str) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,10 +13,17 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from plexrl.deployment_spec import DeploymentSpec
-from plexrl.errors import InvalidRequestError, from_wire
+from plexrl.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    QuotaExceededError,
+    from_wire,
+)
 from plexrl.ids import BlobRef
 from plexrl.router.blobs import INLINE_BYTES_MAX, Upload
-from plexrl.router.gateway import FINAL, Caller, Gateway
+from plexrl.router.gateway import FINAL, Gateway
 from plexrl.router.validation import (
     Checked,
     check_identifier,
@@ -37,6 +45,10 @@ Plain = dict[str, Any]
 WAIT_S_MAX = 60.0
 SLICE_BYTES = 256 << 10
 """Of a large result, handed to the server at a time."""
+REFUSALS = (
+    *(ConflictError, InvalidRequestError, NotFoundError, OverloadedError, QuotaExceededError),
+)
+"""After which an operation was surely not accepted."""
 BINARY = {
     "description": "safetensors; `params` are JSON in its metadata",
     "content": {MEDIA_TYPE: {}},
@@ -53,7 +65,9 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         summary="Submit an operation",
         description="The body is a safetensors file whose metadata key `plexrl` holds the "
         "parameters as JSON and whose tensors are the batch, or JSON where there is no batch. "
-        "`operation` is the idempotency key: the same request again is the same operation.",
+        "`operation` is the idempotency key: the same request again is the same operation. One "
+        "that has not begun `deadline_s` seconds after it was accepted ends with 504 "
+        "`deadline_exceeded` and never runs. 429 says in `Retry-After` when there should be room.",
         openapi_extra={
             "requestBody": {
                 "content": {
@@ -63,19 +77,25 @@ def operation_routes(gateway: Gateway) -> APIRouter:
             }
         },
     )
-    async def submit(request: Request, job: str, name: str, kind: str, operation: str) -> Plain:
+    async def submit(
+        request: Request,
+        job: str,
+        name: str,
+        kind: str,
+        operation: str,
+        deadline_s: float | None = None,
+    ) -> Plain:
         caller = await gateway.caller(request)
         check_identifier("operation", operation)
         spec = await gateway.spec(f"{job}/{name}", caller)
-        upload = await gateway.body(request)
-        try:
+        async with gateway.body(request, caller) as upload:
             checked = await _checked(request, spec, kind, upload)
             if isinstance(checked.params, SyncWeightsParams):
                 source = await gateway.spec(checked.params.source, caller)
                 check_source(spec, source)
-            return await _submit(gateway, caller, f"{job}/{name}", operation, checked, upload)
-        finally:
-            upload.drop()
+            named = {"operation": operation, "deployment": f"{job}/{name}"}
+            fields = {**named, "deadline_s": deadline_s, **caller.claim}
+            return await _submit(gateway, fields, checked, upload)
 
     @routes.get(
         "/operations/{operation:path}",
@@ -107,12 +127,24 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         fields = {"operation": operation, **caller.claim}
         return await gateway.scheduler.call("cancel_operation", fields)
 
-    @routes.get("/operations", summary="Finished operations behind index `after`")
+    @routes.get(
+        "/operations",
+        summary="Finished operations behind index `after`",
+        description="Oldest first, the scheduler's own moves of state included, with where their "
+        "time went: `queue_s`, `switch_s`, `transfer_s`, `compute_s`. As many are remembered as "
+        "the scheduler's `history` says.",
+    )
     async def log(
-        request: Request, job: str | None = None, after: int = 0, limit: int = 1000
+        request: Request,
+        job: str | None = None,
+        deployment: str | None = None,
+        kind: str | None = None,
+        after: int = 0,
+        limit: int = 1000,
     ) -> Plain:
         caller = await gateway.caller(request)
-        fields = {**caller.claim, "job": job, "after": after, "limit": limit}
+        fields = {**caller.claim, "job": job, "deployment": deployment, "kind": kind}
+        fields |= {"after": after, "limit": limit}
         return await gateway.scheduler.call("list_operations", fields)
 
     return routes
@@ -158,14 +190,8 @@ def _decode(media_type: str, body: Body) -> tuple[Plain, Arrays]:
     raise InvalidRequestError(f"content type {media_type!r}: send {MEDIA_TYPE} or application/json")
 
 
-async def _submit(
-    gateway: Gateway,
-    caller: Caller,
-    deployment: str,
-    operation: str,
-    checked: Checked,
-    upload: Upload,
-) -> Plain:
+async def _submit(gateway: Gateway, fields: Plain, checked: Checked, upload: Upload) -> Plain:
+    operation: str = fields["operation"]
     params = checked.params
     if isinstance(params, GenerateParams) and params.sampling.seed is None:
         # Drawn once and journalled, so that a repeated dispatch draws the same tokens. It follows
@@ -174,22 +200,31 @@ async def _submit(
         seed = int.from_bytes(drawn[:7], "little")
         params = replace(params, sampling=replace(params.sampling, seed=seed))
     source = params.source if isinstance(params, SyncWeightsParams) else None
-    payload: str | None = None
+    payload: BlobRef | None = None
     if checked.has_batch:
-        # Named by its content too, so that another batch under the same id is a conflict.
-        payload = f"{operation}.{upload.digest[:16]}.in"
-        await gateway.blobs.publish(upload, BlobRef(payload))
-    return await gateway.scheduler.call(
-        "submit_operation",
-        {
-            "operation": operation,
-            "deployment": deployment,
-            **caller.claim,
-            "kind": checked.kind.value,
-            "params_json": msgspec.json.encode(params).decode(),
-            "payload": payload,
-            "tokens": checked.tokens,
-            "source": source,
-            "in_flight": isinstance(params, SyncWeightsParams) and params.in_flight,
-        },
-    )
+        # A name of this request's own, so that no other one, refused or repeated, can discard it.
+        payload = BlobRef(f"{operation}.{uuid.uuid4().hex[:16]}.in")
+        await gateway.blobs.publish(upload, payload)
+    try:
+        view = await gateway.scheduler.call(
+            "submit_operation",
+            {
+                **fields,
+                "kind": checked.kind.value,
+                "params_json": msgspec.json.encode(params).decode(),
+                "payload": payload,
+                "payload_bytes": 0 if payload is None else memoryview(upload.body).nbytes,
+                "payload_digest": "" if payload is None else upload.digest,
+                "tokens": checked.tokens,
+                "source": source,
+                "in_flight": isinstance(params, SyncWeightsParams) and params.in_flight,
+            },
+        )
+    except REFUSALS:
+        if payload is not None:
+            gateway.blobs.discard(payload)
+        raise
+    if payload is not None and view["payload"] != payload:
+        # Accepted before, under the name that the payload had then.
+        gateway.blobs.discard(payload)
+    return view

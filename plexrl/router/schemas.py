@@ -160,7 +160,9 @@ class DeploymentRequest(_Strict):
         None, description="how the model lies over the workers; absent: dp over all of them"
     )
     exclusive: bool = Field(False, description="share the GPUs with nobody")
-    backend: str | None = Field(None, description="fsdp for train, torch for forward and rollout")
+    backend: str | None = Field(
+        None, description="fsdp for train; torch for forward; torch or vllm for rollout"
+    )
     optimizer: Literal["device", "host"] = Field(
         "device",
         description="train: where optimizer state lies; in host memory it stays over a switch",

@@ -102,6 +102,8 @@ class ListOperations:
 
     job: JobId | None = None
     """Absent: of all jobs."""
+    deployment: DeploymentId | None = None
+    kind: str | None = None
     after: int = 0
     limit: int = 1000
 

@@ -106,6 +106,13 @@ class SchedulerConfig:
     """Most members of one node group."""
     pending_operations_max: int = 1024
     """Queue bound of one deployment."""
+    tenant_operations_max: int = 16_384
+    """Bound on a tenant's operations that are accepted and not finished."""
+    deployment_payload_bytes_max: int = 8 << 30
+    """Bound on the payloads of one deployment's operations that are not finished: they lie in the
+    blob store."""
+    tenant_payload_bytes_max: int = 32 << 30
+    """Likewise of a tenant."""
     history: int = 50_000
     """Finished operations remembered, with their results."""
     tenants: tuple[tuple[str, str], ...] = ()
@@ -118,7 +125,10 @@ class SchedulerConfig:
                 f"ordering {self.ordering!r} is unknown: use one of {', '.join(ORDERINGS)}"
             )
         counts = ("snapshot_operations", "launch_attempts", "residents_max", "history")
-        for name in (*counts, "snapshot_events", "horizon_slots", "profile_cycles"):
+        bounds = ("pending_operations_max", "tenant_operations_max")
+        payloads = ("deployment_payload_bytes_max", "tenant_payload_bytes_max")
+        others = ("snapshot_events", "horizon_slots", "profile_cycles")
+        for name in (*counts, *bounds, *payloads, *others):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
         if self.rebuild_operations < 0:

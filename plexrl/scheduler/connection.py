@@ -6,7 +6,7 @@ callers and reports what became of operations; a node agent reports on the worke
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -329,8 +329,8 @@ class RouterCalls:
 
     async def _list_operations(self, scope: Scope, call: calls.ListOperations) -> Plain:
         limit = max(1, min(call.limit, LOG_PAGE_MAX))
-        rows = self._core.operation_log(scope, call.job, max(0, call.after), limit, self._now())
-        return {"operations": rows}
+        wanted = replace(call, after=max(0, call.after), limit=limit)
+        return {"operations": self._core.operation_log(scope, wanted, self._now())}
 
     async def _operation_finished(self, event: ev.OperationFinished) -> Plain:
         await self._shell.report(event)

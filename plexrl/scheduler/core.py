@@ -14,7 +14,6 @@ from plexrl.errors import (
     InvalidRequestError,
     JobEndedError,
     NotFoundError,
-    OperationCancelledError,
     UnavailableError,
     UnknownDeploymentError,
     UnknownJobError,
@@ -23,10 +22,13 @@ from plexrl.errors import (
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId, TenantId
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.admission import check_it_can_fit, enqueue_deployment, wake_patient
-from plexrl.scheduler.commands import AbortOperation, Command, RunOperation
+from plexrl.scheduler.backpressure import check_room
+from plexrl.scheduler.calls import ListOperations
+from plexrl.scheduler.commands import Command
 from plexrl.scheduler.config import SchedulerConfig, with_core_settings
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.cycles import cycle_over, profile_key
+from plexrl.scheduler.early_ends import abort, await_deadline, cancel, deadline_passed
 from plexrl.scheduler.estimates import Estimates
 from plexrl.scheduler.eta import promise
 from plexrl.scheduler.explain_job import explain_job
@@ -41,7 +43,7 @@ from plexrl.scheduler.lifecycle import (
     worker_ready,
 )
 from plexrl.scheduler.nodes import node_drain_changed, node_joined, node_lost, state_migrated
-from plexrl.scheduler.operations import check_room, check_source, enqueue, fail
+from plexrl.scheduler.operations import check_deadline, check_same, check_source, enqueue
 from plexrl.scheduler.outcomes import run_failed, run_finished
 from plexrl.scheduler.relocation import send_migration
 from plexrl.scheduler.replacement import look_at_node
@@ -68,7 +70,7 @@ from plexrl.scheduler.views import (
     tenant_view,
     usage_view,
 )
-from plexrl.wire.operations import USER_KINDS, OperationKind, OperationState
+from plexrl.wire.operations import USER_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,6 +136,8 @@ class SchedulerCore:
         match kind:
             case "group":
                 context.touch(GroupId(name))
+            case "deadline":
+                deadline_passed(context, OperationId(name), now)
             case "placement":
                 context.place_waiting = context.place_waiting or bool(context.waiting)
             case "node" if name in context.state.nodes:
@@ -217,7 +221,7 @@ class SchedulerCore:
             for command in deployment.running.values():
                 self._context.emit(command)
                 if self._context.state.operations[command.operation].is_aborted:
-                    self._abort(command)
+                    abort(self._context, command)
 
     def _tenant_created(self, event: ev.TenantCreated, now: float) -> None:
         del now
@@ -345,12 +349,7 @@ class SchedulerCore:
         context = self._context
         known = context.state.operations.get(event.operation)
         if known is not None:
-            same = (known.deployment, known.kind, known.params_json, known.source, known.payload)
-            asked = (event.deployment, event.kind, event.params_json, event.source, event.payload)
-            if same != asked:
-                raise ConflictError(
-                    f"operation id {event.operation!r} was used for another request: choose another"
-                )
+            check_same(known, event)
             return
         deployment = self._deployment(event.deployment)
         job = self._live_job(deployment.job)
@@ -363,38 +362,16 @@ class SchedulerCore:
             )
         source = None if event.source is None else self._deployment(event.source)
         check_source(event, deployment, source)
-        check_room(context, deployment, source)
+        check_deadline(event)
+        check_room(context, event, deployment, source)
         self._seen(job, now)
         enqueue(context, event, now)
-        promise(context, deployment, context.state.operations[event.operation], now)
+        operation = context.state.operations[event.operation]
+        promise(context, deployment, operation, now)
+        await_deadline(context, operation)
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
-        context = self._context
-        operation = self._operation(event.operation)
-        deployment = context.deployment(operation.deployment)
-        if operation.state.is_final:
-            return
-        if operation.state == OperationState.PENDING:
-            deployment.queue.remove(operation.operation)
-            error = OperationCancelledError(f"operation {operation.operation!r} was cancelled")
-            fail(context, operation, error, now)
-            context.touch(deployment.group)
-            return
-        if operation.kind != OperationKind.GENERATE:
-            raise ConflictError(
-                f"a running {operation.kind.value} cannot be cancelled: wait for its result"
-            )
-        operation.is_aborted = True
-        self._abort(deployment.running[operation.operation])
-
-    def _abort(self, command: RunOperation) -> None:
-        self._context.emit(
-            AbortOperation(
-                operation=command.operation,
-                deployment=command.deployment,
-                addresses=command.addresses,
-            )
-        )
+        cancel(self._context, self._operation(event.operation), now)
 
     def _timer_fired(self, event: ev.TimerFired, now: float) -> None:
         """Time has passed, as with every event; the wake-up that was asked for is used up."""
@@ -471,10 +448,10 @@ class SchedulerCore:
         return [group_view(self._context, group) for group in self._context.state.groups.values()]
 
     def operation_log(
-        self, tenant: TenantId | None, job: JobId | None, after: int, limit: int, now: float
+        self, tenant: TenantId | None, wanted: ListOperations, now: float
     ) -> list[View]:
-        """Finished operations behind index `after`, oldest first, at most `limit`."""
-        return operation_log(self._context, tenant, job, after, limit, now)
+        """Finished operations behind index `wanted.after`, oldest first."""
+        return operation_log(self._context, tenant, wanted, now)
 
     def status(self, now: float, tenant: TenantId | None = None) -> View:
         """The cluster in a few numbers, as a tenant or (None) the operator may see them."""

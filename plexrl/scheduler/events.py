@@ -242,6 +242,11 @@ class OperationSubmitted(Event):
     """Size of the work, for estimates: tokens of the batch, or most tokens to draw."""
     source: DeploymentId | None = None
     """For `sync_weights`: the train deployment to pull from."""
+    payload_bytes: int = 0
+    payload_digest: str = ""
+    """Of its bytes: by it a repeated request is known, whose payload has a name of its own."""
+    deadline_s: float | None = None
+    """From now on; not begun by then, it ends with `DeadlineExceededError`. Absent: none."""
     in_flight: bool = False
     """For `sync_weights`: beside generations that run, instead of after them."""
 
@@ -277,6 +282,9 @@ class OperationFinished(Event):
     """Small results and measurements; opaque to the core."""
     moved: StateMoved | None = None
     """Of a load or offload: absent where the workers said nothing of it."""
+    transfer_s: float = 0.0
+    """Of the run in the router, without `compute_s`: splitting, sending, joining, storing."""
+    result_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from plexrl.scheduler.hrrs import Candidate
 from plexrl.scheduler.lifecycle import launch
 from plexrl.scheduler.operations import OWN_MARK, start
 from plexrl.scheduler.ordering import first
+from plexrl.scheduler.phases import switch_began
 from plexrl.scheduler.placement import owns_time
 from plexrl.scheduler.rebuilding import may_replay
 from plexrl.scheduler.relocation import finish as finish_relocation
@@ -313,6 +314,7 @@ def _grant(context: Context, group: Group, deployment: Deployment, now: float) -
 
 def load(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Start the load of the holder's last complete version."""
+    switch_began(deployment, now)
     deployment.residency = Residency.MOVING
     if group.prefetched == deployment.deployment:
         # Once it has left the GPUs again, its state may lie on NVMe again.
@@ -325,6 +327,7 @@ def _switch(
 ) -> None:
     """Offload the holder; its completion hands the lock to `rival`."""
     group.incoming = rival.deployment
+    switch_began(rival, now)
     _offload(context, group, holder, now)
 
 

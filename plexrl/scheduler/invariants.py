@@ -27,6 +27,25 @@ def check(context: Context) -> None:
                 assert deployment.residency in (Residency.NONE, Residency.OFFLOADED), member
     for deployment in state.deployments.values():
         _check_deployment(context, deployment)
+    _check_in_flight(context)
+
+
+def _check_in_flight(context: Context) -> None:
+    """What bounds are kept by is what there is."""
+    state = context.state
+    counted: dict[str, list[int]] = {}
+    for operation in state.operations.values():
+        if operation.is_counted:
+            deployment = state.deployments[operation.deployment]
+            for name in (f"d:{deployment.deployment}", f"t:{state.jobs[deployment.job].tenant}"):
+                counted.setdefault(name, []).append(operation.payload_bytes)
+    kept = {f"t:{name}": in_flight for name, in_flight in state.in_flight.items()}
+    kept |= {f"d:{name}": each.in_flight for name, each in state.deployments.items()}
+    for name, in_flight in kept.items():
+        sizes = counted.pop(name, [])
+        found = (in_flight.operations, in_flight.payload_bytes)
+        assert found == (len(sizes), sum(sizes)), f"{name} counts {found}, there are {sizes}"
+    assert not counted, f"nothing is kept of {sorted(counted)}"
 
 
 def _check_deployment(context: Context, deployment: Deployment) -> None:

@@ -4,6 +4,7 @@ from plexrl.errors import OperationCancelledError
 from plexrl.scheduler.admission import admit
 from plexrl.scheduler.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.early_ends import early_end
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.operations import drop_log, drop_past, fail
 from plexrl.scheduler.placement import leave
@@ -38,8 +39,9 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
 
 def _end_deployment(context: Context, deployment: Deployment, job: Job, now: float) -> None:
     meter(context.state, deployment, now)
+    why = f": {job.reason}" if job.reason else ""
     error = OperationCancelledError(
-        f"the job {job.job!r} ended ({job.state.lower()}) before this operation did",
+        f"the job {job.job!r} ended ({job.state.lower()}) before this operation did{why}",
         job=job.job,
     )
     unfinished = [*deployment.running, *deployment.queue]
@@ -169,8 +171,8 @@ def stop(context: Context, deployment: Deployment, reason: str, now: float) -> b
     # A generation whose end was asked for is over: nobody wants it drawn again.
     aborted = [name for name in interrupted if context.state.operations[name].is_aborted]
     for name in aborted:
-        error = OperationCancelledError(f"operation {name!r} was cancelled")
-        fail(context, context.state.operations[name], error, now)
+        operation = context.state.operations[name]
+        fail(context, operation, early_end(operation, now), now)
     deployment.queue[:0] = [name for name in interrupted if name not in aborted]
     if deployment.moving is not None:
         # It is made anew when it is needed again, under a name of its own.

@@ -6,6 +6,7 @@ say again (blobs to discard, states to release) waits here until one is connecte
 
 import asyncio
 import logging
+import zlib
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -40,8 +41,10 @@ Queued = tuple[str, dict[str, Any]]
 
 
 class RouterLinks:
-    """All connected routers; a command goes to the one that has been connected longest. One that
-    takes nothing for `send_timeout_s` seconds is cut off, because all events wait meanwhile."""
+    """All connected routers. A deployment's runs all go to one of them, so that they stay in order,
+    and the deployments are spread over all; a run that was sent to one that left is the core's to
+    repeat. One that takes nothing for `send_timeout_s` seconds is cut off, because all events wait
+    meanwhile."""
 
     def __init__(self, send_timeout_s: float = ROUTER_SEND_TIMEOUT_S) -> None:
         self._send_timeout_s = send_timeout_s
@@ -69,15 +72,18 @@ class RouterLinks:
             await self.flush()
             return
         method = "run" if isinstance(command, RunOperation) else "abort"
-        await self._notify(method, command)
+        await self._notify(method, command, zlib.crc32(command.deployment.encode()))
 
     async def flush(self) -> None:
         """Pass on what was kept for want of a router."""
-        while self._kept and await self._notify("discard", self._kept[0]):
+        while self._kept and await self._notify("discard", self._kept[0], 0):
             self._kept.popleft()
 
-    async def _notify(self, method: str, command: Command) -> bool:
-        for peer in list(self._peers.values()):
+    async def _notify(self, method: str, command: Command, place: int) -> bool:
+        """Send to the first that takes it, beginning at a place among all."""
+        peers = [self._peers[router] for router in sorted(self._peers)]
+        first = place % len(peers) if peers else 0
+        for peer in (*peers[first:], *peers[:first]):
             try:
                 async with asyncio.timeout(self._send_timeout_s):
                     await peer.notify(method, {"command": CODEC.to_plain(command)})

@@ -3,16 +3,18 @@
 import msgspec
 
 from plexrl.errors import (
+    ConflictError,
     InvalidRequestError,
     OperationCancelledError,
-    OverloadedError,
     PlexRLError,
 )
 from plexrl.ids import BlobRef, OperationId
+from plexrl.scheduler.backpressure import ended, taken_in
 from plexrl.scheduler.commands import RunOperation
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationSubmitted
 from plexrl.scheduler.next_use import next_use_s
+from plexrl.scheduler.phases import note_start
 from plexrl.scheduler.profiler import next_began, run_began, run_ended
 from plexrl.scheduler.state import Deployment, Group, Operation
 from plexrl.scheduler.usage import bill, meter
@@ -21,7 +23,8 @@ from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, Operati
 OWN_MARK = "#"
 """In the name of every operation that the scheduler makes for itself, and of no other."""
 
-RETRY_AFTER_S = 1.0
+DEADLINE_S_MAX = 30 * 86_400
+"""A month: later than anybody waits, soon enough for a timer."""
 
 MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT})
 """Operations that the scheduler makes for itself: no part of a job's demand."""
@@ -51,21 +54,33 @@ def check_source(
         )
 
 
-def check_room(context: Context, *deployments: Deployment | None) -> None:
-    """Refuse more than a queue's bound.
+def check_same(known: Operation, event: OperationSubmitted) -> None:
+    """Refuse an id that was used before, but for a repetition of the same request.
 
     Raises:
-        OverloadedError: one of the queues is full.
+        ConflictError: it was another request.
     """
-    for deployment in deployments:
-        if deployment is None:
-            continue
-        if len(deployment.queue) >= context.config.pending_operations_max:
-            raise OverloadedError(
-                f"{deployment.deployment!r} has {len(deployment.queue)} operations waiting, its "
-                "bound: wait for some to finish",
-                retry_after_s=RETRY_AFTER_S,
-            )
+    same = (known.deployment, known.kind, known.params_json, known.source)
+    asked = (event.deployment, event.kind, event.params_json, event.source)
+    payloads = (known.payload_digest or known.payload, event.payload_digest or event.payload)
+    if same != asked or payloads[0] != payloads[1]:
+        raise ConflictError(
+            f"operation id {event.operation!r} was used for another request: choose another"
+        )
+
+
+def check_deadline(event: OperationSubmitted) -> None:
+    """Refuse a time that has passed before it began, or a size below nothing.
+
+    Raises:
+        InvalidRequestError: it is one of these.
+    """
+    if event.deadline_s is not None and not 0 < event.deadline_s <= DEADLINE_S_MAX:
+        raise InvalidRequestError(
+            f"deadline_s is {event.deadline_s:g}: give seconds above 0, {DEADLINE_S_MAX} at most"
+        )
+    if event.payload_bytes < 0:
+        raise InvalidRequestError(f"payload_bytes is {event.payload_bytes}: it is at least 0")
 
 
 def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
@@ -84,9 +99,13 @@ def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
         tokens=event.tokens,
         source=event.source,
         submitted_at=now,
+        deadline_at=None if event.deadline_s is None else now + event.deadline_s,
+        payload_bytes=event.payload_bytes,
+        payload_digest=event.payload_digest,
         after=after,
         in_flight=event.in_flight,
     )
+    taken_in(context, context.state.operations[event.operation])
     _queue(context, deployment, event.operation, now)
 
 
@@ -141,6 +160,7 @@ def start(
         operation.seq = seq
         operation.state = OperationState.RUNNING
         operation.started_at = now
+        note_start(deployment, operation, now)
         if deployment.kind != "rollout" and operation.kind not in MOVES:
             if next_began(deployment, now) is not None:
                 context.cycles_over[deployment.deployment] = None
@@ -200,6 +220,8 @@ def complete(
     result: BlobRef | None,
     result_json: str,
     compute_s: float,
+    transfer_s: float = 0.0,
+    result_bytes: int = 0,
 ) -> None:
     """Record the success of a user operation or publish, and keep what a recovery would need."""
     operation.state = OperationState.FINISHED
@@ -208,6 +230,8 @@ def complete(
     operation.result = result
     operation.result_json = result_json
     operation.compute_s = compute_s
+    operation.transfer_s = transfer_s
+    operation.result_bytes = result_bytes
     if operation.kind in MUTATING:
         deployment.completed_seq = operation.seq
         if operation.kind in SUPERSEDING:
@@ -299,18 +323,26 @@ def _forget(context: Context, names: list[OperationId]) -> None:
 
 
 def finish_move(
-    context: Context, operation: Operation, now: float, *, result_json: str, compute_s: float
+    context: Context,
+    operation: Operation,
+    now: float,
+    *,
+    result_json: str,
+    compute_s: float,
+    transfer_s: float = 0.0,
 ) -> None:
     """Record a completed internal move and what it measured."""
     operation.state = OperationState.FINISHED
     operation.result_json = result_json
     operation.compute_s = compute_s
+    operation.transfer_s = transfer_s
     _into_history(context, operation, now)
 
 
 def _into_history(context: Context, operation: Operation, now: float) -> None:
     state = context.state
     operation.finished_at = now
+    ended(context, operation, now)
     if operation.source is not None:
         # A move of the trainer may have waited for it.
         context.touch(context.deployment(operation.source).group)

@@ -10,6 +10,7 @@ from plexrl.scheduler.groups import end_burst, load, successor
 from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
 from plexrl.scheduler.operations import complete, fail, finish_move, retire_log
+from plexrl.scheduler.phases import switch_ended
 from plexrl.scheduler.rebuilding import is_republished
 from plexrl.scheduler.relocation import call_off, nodes_of
 from plexrl.scheduler.state import Deployment, Group, Operation, Residency
@@ -25,6 +26,9 @@ SNAPSHOT_BACK_OFF_S = 30.0
 
 LOST_CODES = frozenset({"state_lost", "corrupt_state"})
 """Errors of a load after which no restart can help."""
+
+REFUSED_CODE = "invalid_request"
+"""Of a load whose workers cannot build what was asked for: a library that is not installed."""
 
 
 def run_finished(context: Context, event: OperationFinished, now: float) -> None:
@@ -56,6 +60,8 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
                 result=event.result,
                 result_json=event.result_json,
                 compute_s=event.compute_s,
+                transfer_s=event.transfer_s,
+                result_bytes=event.result_bytes,
             )
         if not deployment.running:
             deployment.idle_since = now
@@ -76,6 +82,10 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         if error.code in LOST_CODES:
             job = context.job(deployment.job)
             reason = f"the state of {deployment.deployment!r} cannot be had: {error.message}"
+            end_job(context, job, JobTrigger.FAILED, reason, now)
+        elif operation.kind == OperationKind.LOAD and error.code == REFUSED_CODE:
+            job = context.job(deployment.job)
+            reason = f"{deployment.deployment!r} cannot be built: {error.message}"
             end_job(context, job, JobTrigger.FAILED, reason, now)
         elif event.state_intact:
             _move_called_off(context, group, deployment, operation, now, error.message)
@@ -135,10 +145,18 @@ def _move_finished(
 ) -> None:
     deployment.moving = None
     began_at = operation.started_at if operation.started_at is not None else now
-    finish_move(context, operation, now, result_json=event.result_json, compute_s=event.compute_s)
+    finish_move(
+        context,
+        operation,
+        now,
+        result_json=event.result_json,
+        compute_s=event.compute_s,
+        transfer_s=event.transfer_s,
+    )
     match operation.kind:
         case OperationKind.LOAD:
             deployment.residency = Residency.DEVICE
+            switch_ended(deployment, now)
             deployment.replaying = list(deployment.log)
             # Without anything to run the load was made in anticipation: no burst has begun.
             begins = bool(deployment.queue or deployment.replaying)
@@ -194,6 +212,7 @@ def _move_called_off(
     del context.state.operations[operation.operation]
     held_back = deployment
     if operation.kind == OperationKind.LOAD:
+        switch_ended(deployment, now)
         deployment.residency = Residency.OFFLOADED if deployment.durable_seq else Residency.NONE
         group.holder = None
     else:
@@ -201,6 +220,7 @@ def _move_called_off(
         deployment.idle_since = now
         if operation.kind == OperationKind.OFFLOAD and group.incoming is not None:
             held_back = context.deployment(group.incoming)
+            switch_ended(held_back, now)
         group.incoming = None
     context.touch(group.group)
     if operation.kind == OperationKind.SNAPSHOT:

@@ -121,6 +121,20 @@ class UsageRow:
 
 
 @dataclass(slots=True, kw_only=True)
+class InFlight:
+    """Callers' operations that were accepted and are not finished, and the pace of their ends."""
+
+    operations: int = 0
+    payload_bytes: int = 0
+    ended_at: float | None = None
+    """When one last ended."""
+    gap_s: float | None = None
+    """Usual time from one's end to the next one's, while there is one to end."""
+    bytes_each: float = 0.0
+    """Usual payload of one."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Tenant:
     """Whoever holds this API key."""
 
@@ -156,6 +170,12 @@ class Operation:
     tokens: int
     source: DeploymentId | None
     submitted_at: float
+    deadline_at: float | None = None
+    """Not to be begun later; absent: it can wait."""
+    payload_bytes: int = 0
+    payload_digest: str = ""
+    is_counted: bool = False
+    """Among the `InFlight` of its deployment and tenant."""
     internal: bool = False
     after: OperationId | None = None
     """Must be finished first (the publish of a sync)."""
@@ -168,7 +188,14 @@ class Operation:
     group: GroupId | None = None
     started_at: float | None = None
     finished_at: float | None = None
+    queue_s: float | None = None
+    """Waited, but for context switches."""
+    switch_s: float = 0.0
+    """Waited while its group was being switched to its deployment."""
+    transfer_s: float = 0.0
+    """Of its run: its payload's and result's way, the splitting and joining of them included."""
     compute_s: float | None = None
+    result_bytes: int = 0
     gpu_seconds: float = 0.0
     """Held so far: seconds times GPUs."""
     expected_at: float | None = None
@@ -325,6 +352,11 @@ class Deployment:
     metered_at: float | None = None
     """Up to when the GPU time of its runs is accounted for."""
     idle_since: float | None = None
+    in_flight: InFlight = field(default_factory=InFlight)
+    switch_began_at: float | None = None
+    """The last context switch for it: from the offload of whoever was there."""
+    switch_ended_at: float | None = None
+    """Absent while it is under way."""
     burst_started_at: float | None = None
     burst_tokens: int = 0
     """Of the burst's first operation: known before the rest of it is."""
@@ -419,6 +451,7 @@ class State:
     nodes: dict[NodeId, Node] = field(default_factory=dict)
     routers: list[RouterId] = field(default_factory=list)
     tenants: dict[TenantId, Tenant] = field(default_factory=dict)
+    in_flight: dict[TenantId, InFlight] = field(default_factory=dict)
     jobs: dict[JobId, Job] = field(default_factory=dict)
     deployments: dict[DeploymentId, Deployment] = field(default_factory=dict)
     groups: dict[GroupId, Group] = field(default_factory=dict)

@@ -4,8 +4,9 @@ from typing import Any
 
 import msgspec
 
-from plexrl.ids import JobId, TenantId
+from plexrl.ids import TenantId
 from plexrl.scheduler.admission import quota_of, tenant_share
+from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
 from plexrl.scheduler.state import Deployment, Group, Job, Node, Operation, Tenant
@@ -29,7 +30,9 @@ def operation_view(context: Context, operation: Operation, now: float) -> View:
         "submitted_at": operation.submitted_at,
         "started_at": operation.started_at,
         "finished_at": operation.finished_at,
+        "deadline_at": operation.deadline_at,
         "compute_s": operation.compute_s,
+        "payload": operation.payload,
         "result": operation.result,
         "result_json": operation.result_json,
         "error": None
@@ -44,6 +47,12 @@ def log_view(context: Context, operation: Operation, now: float) -> View:
     return {
         **operation_view(context, operation, now),
         "index": operation.index,
+        "queue_s": operation.queue_s,
+        "switch_s": operation.switch_s,
+        "transfer_s": operation.transfer_s,
+        "payload_bytes": operation.payload_bytes,
+        "result_bytes": operation.result_bytes,
+        "tokens": operation.tokens,
         "group": operation.group,
         "token": operation.token,
         "internal": operation.internal,
@@ -147,23 +156,23 @@ def node_view(context: Context, node: Node, tenant: TenantId | None = None) -> V
 
 
 def operation_log(
-    context: Context,
-    tenant: TenantId | None,
-    job: JobId | None,
-    after: int,
-    limit: int,
-    now: float,
+    context: Context, tenant: TenantId | None, wanted: ListOperations, now: float
 ) -> list[View]:
-    """Finished operations behind index `after`, oldest first, at most `limit`."""
+    """Finished operations behind index `wanted.after`, oldest first, at most `wanted.limit`."""
     state = context.state
     rows: list[View] = []
     oldest = next(iter(state.finished), 1)
-    for index in range(max(after + 1, oldest), state.finished_count + 1):
+    for index in range(max(wanted.after + 1, oldest), state.finished_count + 1):
         operation = state.operations[state.finished[index]]
         owner = state.jobs[state.deployments[operation.deployment].job]
-        if tenant in (None, owner.tenant) and job in (None, owner.job):
+        if (
+            tenant in (None, owner.tenant)
+            and wanted.job in (None, owner.job)
+            and wanted.deployment in (None, operation.deployment)
+            and wanted.kind in (None, operation.kind.value)
+        ):
             rows.append(log_view(context, operation, now))
-            if len(rows) == limit:
+            if len(rows) == wanted.limit:
                 break
     return rows
 

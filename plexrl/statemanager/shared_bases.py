@@ -43,7 +43,8 @@ class BaseKey(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Base:
     key: BaseKey
-    loan: Loan
+    loan: Loan | None
+    """Absent while its filler waits for memory."""
     filler: Hashable | None
     """Who is to fill it; absent: it is whole."""
     users: set[Hashable] = field(default_factory=set)
@@ -83,14 +84,16 @@ class SharedBases:
             base = self._bases.get(key)
             if base is None or base.filler == user:
                 self._drop(base)
-                base = self._bases[key] = _Base(key, self._allocate(key), filler=user)
-            whole = base.filler is None
-            fds = base.loan.descriptors(read_only=whole)
+                base = self._bases[key] = _Base(key, None, filler=user)
             base.users.add(user)
             base.known.add(user)
             self._turn += 1
             base.used_at = self._turn
-            return fds, base.loan, whole
+            whole = base.filler is None
+        if base.loan is None:
+            self._lend_empty(base)
+        assert base.loan is not None, "its users keep it"
+        return base.loan.descriptors(read_only=whole), base.loan, whole
 
     def is_whole(self, key: BaseKey, user: Hashable) -> bool:
         """`user` has filled it: others may read it. False: it was not the one to fill it."""
@@ -118,19 +121,30 @@ class SharedBases:
     def usage(self) -> tuple[int, int]:
         """How many bases there are, and their bytes."""
         with self._lock:
-            return len(self._bases), sum(base.loan.nbytes for base in self._bases.values())
+            lent = [base.loan.nbytes for base in self._bases.values() if base.loan is not None]
+            return len(lent), sum(lent)
 
     def _may_borrow(self, key: BaseKey, user: Hashable) -> bool:
         base = self._bases.get(key)
         return base is None or base.filler in (None, user)
 
-    def _allocate(self, key: BaseKey) -> Loan:
-        while True:
+    def _lend_empty(self, base: _Base) -> None:
+        """Give a base memory. Pages take their time, so others are not held up meanwhile."""
+        while base.loan is None:
             try:
-                return self._clean(key)
+                base.loan = self._clean(base.key)
             except DeviceMemoryFullError:
-                if not self._drop_idle(key.device):
+                if not self.make_room(base.key.device):
+                    self._call_off(base)
                     raise
+            except BaseException:
+                self._call_off(base)
+                raise
+
+    def _call_off(self, base: _Base) -> None:
+        with self._lock:
+            self._drop(base)
+            self._filled.notify_all()
 
     def _clean(self, key: BaseKey) -> Loan:
         loan = self._devices.allocate(key.nbytes, device=key.device, uid=key.uid)
@@ -160,7 +174,7 @@ class SharedBases:
         if not idle:
             return False
         oldest = min(idle, key=lambda base: base.used_at)
-        LOG.info("a base of %d bytes gives way", oldest.loan.nbytes)
+        LOG.info("a base of %d bytes gives way", oldest.key.nbytes)
         self._drop(oldest)
         return True
 
@@ -168,6 +182,8 @@ class SharedBases:
         if base is None:
             return
         del self._bases[base.key]
+        if base.loan is None:
+            return
         try:
             if base.was_left or base.users:
                 self._devices.free(base.loan)

@@ -4,6 +4,7 @@ tokens, whatever runs, and no scheduler has to admit them.
 
 import logging
 import time
+from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +15,9 @@ from plexrl.worker.server import Request
 from plexrl.worker.token_streams import TokenStreams
 
 LOG = logging.getLogger(__name__)
+
+ABORTED_MAX = 1024
+"""Orders to end a generation that are remembered, in case they come before it."""
 
 Plain = dict[str, Any]
 
@@ -27,6 +31,7 @@ class Controls:
             self._generator = backend  # type: ignore[assignment]
         self._mover = mover
         self._streams = streams
+        self._aborted: OrderedDict[str, None] = OrderedDict()
         self._resume_at: float | None = None
         """On the process's clock; absent: not paused."""
 
@@ -36,7 +41,11 @@ class Controls:
         kind = header.get("request")
         if kind == "abort":
             if self._generator is not None:
-                self._generator.abort(header["operation"])
+                self._aborted[header["operation"]] = None
+                while len(self._aborted) > ABORTED_MAX:
+                    self._aborted.popitem(last=False)
+                if self._mover.is_resident:
+                    self._generator.abort(header["operation"])
             return True
         if kind not in ("engine_stats", "read_stream", "pause", "resume"):
             return False
@@ -50,6 +59,11 @@ class Controls:
         except PlexRLError as error:
             request.connection.send({**reply, "reply": "failed", "error": error.to_wire()})
         return True
+
+    def begun(self, operation: str) -> None:
+        """A generation has begun; the order to end it may have overtaken its payload."""
+        if self._generator is not None and operation in self._aborted:
+            self._generator.abort(operation)
 
     def paused_for_s(self) -> float | None:
         """Until generations go on by themselves; None: nobody has paused them."""

@@ -38,13 +38,20 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
         from plexrl.worker.engine.tensor_parallel import rank_group
 
         return TorchRolloutBackend(spec, checkpoint_dir, rank_group(spec.layout, rank))
+    if (spec.kind, spec.backend) == ("rollout", "vllm"):
+        from plexrl.worker.vllm.installation import require_vllm
+
+        require_vllm()
+        from plexrl.worker.vllm.backend import VllmRolloutBackend
+
+        return VllmRolloutBackend(spec, checkpoint_dir)
     if (spec.kind, spec.backend) == ("forward", "torch"):
         from plexrl.worker.forward_backend import ForwardBackend
 
         return ForwardBackend(spec, rank, world_size, checkpoint_dir)
     raise InvalidRequestError(
         f"there is no backend {spec.backend!r} for a {spec.kind} deployment: use fsdp, "
-        "deepspeed or megatron for train, torch for forward and rollout"
+        "deepspeed or megatron for train, torch for forward, torch or vllm for rollout"
     )
 
 

@@ -160,6 +160,7 @@ class Worker:
             del self._started[call.operation]
             self._streams.end(call.operation)
             raise
+        self._controls.begun(call.operation)
 
     def _step(self, generator: RolloutBackend) -> None:
         try:

@@ -37,7 +37,7 @@ def test_the_journal_may_lie_elsewhere(tmp_path: Path, url: str) -> None:
     folders = Folders.of(tmp_path)
     folders.make()
     try:
-        scheduler = parts(options, folders, "digest", 1)[0]
+        scheduler = parts(options, folders, "digest", [1])[0]
     finally:
         folders.remove()
     assert scheduler.config["journal"] == url

@@ -16,7 +16,7 @@ from plexrl.parallelism import Parallelism
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "grpo_digits.py"
 LIBRARIES = {"megatron": "megatron.core", "deepspeed": "deepspeed"}
-LAYOUTS = ("dp=2", "dp=1,tp=2")
+LAYOUTS = ("dp=2", "dp=1,tp=2", "pp=2", "cp=2")
 """Those that a backend can run are run on it."""
 TIMEOUT_S = 240
 

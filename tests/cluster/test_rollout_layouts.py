@@ -6,7 +6,14 @@ import pytest
 import plexrl
 from plexrl.cluster.embedded import EmbeddedCluster
 from plexrl.errors import InvalidRequestError
-from tests.cluster.tools import VOCABULARY, kill_worker, process_of, some_batch, wait_until
+from tests.cluster.tools import (
+    VOCABULARY,
+    kill_worker,
+    paused_in_the_middle,
+    process_of,
+    some_batch,
+    wait_until,
+)
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12], [4, 4], [5]]
@@ -70,8 +77,9 @@ def test_a_lost_tensor_rank_is_replaced_with_its_group_and_nothing_is_lost(
     [whole] = alone.generate([[3]], n=4, sampling=long).result(60).samples
     for rank in (1, 0):
         incarnation = split.status()["incarnation"]
-        future = split.generate([[3]], n=4, sampling=long, stream=True)
-        next(future.stream())
+        future = paused_in_the_middle(
+            split, lambda: split.generate([[3]], n=4, sampling=long), running=4
+        )
         kill_worker(split, rank)
         [found] = future.result(60).samples
         assert [sample.tokens for sample in found] == [sample.tokens for sample in whole]

@@ -12,7 +12,7 @@ import plexrl
 from plexrl.cli.app import app
 from plexrl.cluster.embedded import EmbeddedCluster
 from plexrl.errors import ConflictError, InvalidRequestError, OperationCancelledError
-from tests.cluster.tools import VOCABULARY, process_of, some_batch, wait_until
+from tests.cluster.tools import VOCABULARY, paused_in_the_middle, process_of, some_batch
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
 LONG = plexrl.SamplingParams(max_tokens=300, seed=3, ignore_eos=True)
@@ -64,23 +64,13 @@ def stepped(actor: plexrl.TrainDeployment) -> None:
     actor.optim_step(learning_rate=1e-2)
 
 
-def paused(rollout: plexrl.RolloutDeployment, replicas: int = 1) -> plexrl.GenerateFuture:
-    """A generation that is stopped in its middle, on each of the replicas."""
+def paused(rollout: plexrl.RolloutDeployment) -> plexrl.GenerateFuture:
+    """A generation that is stopped in its middle."""
 
-    def drawn() -> list[int]:
-        return [each["tokens_drawn"] for each in rollout.status()["engines"]]
+    def begin() -> plexrl.GenerateFuture:
+        return rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG)
 
-    before = drawn() or [0] * replicas
-    future = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG)
-
-    def under_way() -> bool:
-        counts = zip(drawn() or before, before, strict=True)
-        return all(now >= then + 8 for now, then in counts)
-
-    wait_until(under_way, "nothing is drawn")
-    assert all(engine["paused"] for engine in rollout.pause())
-    assert not future.done()
-    return future
+    return paused_in_the_middle(rollout, begin, running=4)
 
 
 def samples_of(result: plexrl.GenerateResult) -> list[plexrl.Sample]:
@@ -97,7 +87,7 @@ def test_a_pause_stops_every_engine_and_changes_no_token(
 ) -> None:
     rollout = job.rollout_deployment("rollout", MODEL, parallelism=layout)
     wanted = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(60)
-    future = paused(rollout, layout.dp)
+    future = paused(rollout)
     process_of(embedded, "plexrl.router").kill()
     stopped = [each["steps"] for each in rollout.pause()]
     later = rollout.generate([[8]], sampling=LONG)
@@ -121,7 +111,7 @@ def test_an_interrupted_generation_returns_what_it_has(
 ) -> None:
     rollout = job.rollout_deployment("rollout", MODEL, parallelism=layout)
     whole = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(60)
-    future = paused(rollout, layout.dp)
+    future = paused(rollout)
     found = future.interrupt(60)
     rollout.resume()
     assert future.interrupt() is found, "what is over stays as it is"
@@ -152,7 +142,7 @@ def test_weights_change_in_flight_and_samples_say_which_drew_them(
     rollout = job.rollout_deployment("rollout", MODEL, parallelism=layout)
     actor = job.train_deployment("actor", MODEL)
     old = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(60)
-    future = paused(rollout, layout.dp)
+    future = paused(rollout)
     stepped(actor)
     sync = rollout.sync_weights(actor, in_flight=True, recompute_kv=recompute_kv)
     assert sync.result(60)["way"] == "full"
@@ -190,11 +180,11 @@ def test_async_controllers_pause_and_interrupt_too(
     async def control() -> None:
         async with await plexrl.connect_async(embedded.url, embedded.api_key) as cluster:
             mine = await (await cluster.attach_job(job.job)).rollout_deployment("rollout", MODEL)
-            future = await mine.generate([[3]], sampling=LONG)
-            assert (await mine.resume())[0]["paused"] is False
             assert (await mine.pause())[0]["paused"] is True
-            assert (await future.interrupt()).samples[0][0].finish_reason in ("abort", "length")
-            await mine.resume()
+            future = await mine.generate([[3]], sampling=LONG)
+            [[sample]] = (await future.interrupt()).samples
+            assert (sample.finish_reason, sample.tokens) == ("abort", [])
+            assert (await mine.resume())[0]["paused"] is False
 
     asyncio.run(control())
 

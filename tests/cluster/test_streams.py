@@ -16,7 +16,7 @@ import plexrl
 from plexrl.cluster.embedded import EmbeddedCluster
 from plexrl.cluster.parts import Folders
 from plexrl.errors import InvalidRequestError
-from tests.cluster.tools import VOCABULARY, kill_worker, wait_until
+from tests.cluster.tools import VOCABULARY, kill_worker, paused_in_the_middle, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
 LONG = plexrl.SamplingParams(max_tokens=150, seed=3, ignore_eos=True)
@@ -55,6 +55,20 @@ def second_router(embedded: EmbeddedCluster, tmp_path: Path) -> Iterator[str]:
         process.terminate()
 
 
+def drawn(rollout: plexrl.RolloutDeployment) -> int:
+    """Tokens that the engine has drawn so far."""
+    return sum(each["tokens_drawn"] for each in rollout.status()["engines"])
+
+
+def paused(rollout: plexrl.RolloutDeployment) -> plexrl.GenerateFuture:
+    """A streamed generation that is stopped in its middle."""
+
+    def begin() -> plexrl.GenerateFuture:
+        return rollout.generate([[3, 4], [5]], n=2, sampling=LONG, stream=True)
+
+    return paused_in_the_middle(rollout, begin, running=1)
+
+
 def path_of(future: plexrl.Future[Any]) -> str:
     return f"/v1/operations/{quote(future.operation, safe='')}/stream"
 
@@ -78,9 +92,10 @@ def tokens_in(result: plexrl.GenerateResult) -> dict[tuple[int, int], list[int]]
 def test_both_clients_stream_all_tokens_of_the_result_while_it_runs_and_after(
     embedded: EmbeddedCluster, job: plexrl.Job, rollout: plexrl.RolloutDeployment
 ) -> None:
-    future = rollout.generate([[3, 4], [5]], n=2, sampling=LONG, stream=True)
+    future = paused(rollout)
     chunks = [next(stream := future.stream())]
-    assert not future.done(), "the first tokens come long before the last ones"
+    assert not future.done(), "the first tokens come before the last ones"
+    rollout.resume()
     chunks += stream
     result = future.result(60)
     assert tokens_of(chunks) == tokens_in(result)
@@ -100,7 +115,7 @@ def test_both_clients_stream_all_tokens_of_the_result_while_it_runs_and_after(
 def test_a_stream_goes_on_behind_its_last_event_on_another_router(
     http: httpx.Client, second_router: str, rollout: plexrl.RolloutDeployment
 ) -> None:
-    future = rollout.generate([[3, 4]], n=4, sampling=LONG, stream=True)
+    future = paused(rollout)
     url = path_of(future)
     rows: dict[int, list[int]] = {}
 
@@ -115,6 +130,9 @@ def test_a_stream_goes_on_behind_its_last_event_on_another_router(
     take(first)
     cursor = first["cursor"]
     assert not future.done(), "leaving a stream does not end what it tells of"
+    rollout.resume()
+    wait_until(lambda: drawn(rollout) > 20, "it goes on")
+    rollout.pause()
     headers = {"Accept": "text/event-stream", "Last-Event-ID": cursor}
     names = []
     with http.stream("GET", f"{second_router}{url}", headers=headers) as response:
@@ -125,11 +143,12 @@ def test_a_stream_goes_on_behind_its_last_event_on_another_router(
                 names.append(value)
             elif key == "data":
                 take(json.loads(value))
+                rollout.resume()
     assert names[0] == "tokens"
     assert names[-1] == "done"
     assert names.count("tokens") > 1, "the other router told them as they were drawn"
-    [samples] = future.result(60).samples
-    assert rows == {index: sample.tokens for index, sample in enumerate(samples)}
+    flat = [sample for samples in future.result(60).samples for sample in samples]
+    assert rows == {index: sample.tokens for index, sample in enumerate(flat)}
 
 
 def test_a_reader_may_ask_that_the_generation_goes_with_it(
@@ -147,9 +166,9 @@ def test_a_reader_may_ask_that_the_generation_goes_with_it(
 def test_a_worker_that_dies_under_a_stream_repeats_nothing_to_its_reader(
     rollout: plexrl.RolloutDeployment,
 ) -> None:
-    future = rollout.generate([[3, 4], [5]], n=2, sampling=LONG, stream=True)
+    future = paused(rollout)
     stream = future.stream()
-    chunks = [next(stream) for _ in range(3)]
+    chunks = [next(stream)]
     kill_worker(rollout, 0)
     chunks += stream
     assert rollout.status()["incarnation"] == 2

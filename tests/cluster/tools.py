@@ -71,3 +71,29 @@ def checkpoint_weights(actor: plexrl.TrainDeployment, name: str = "end") -> byte
     """The bytes of the deployment's weights as a checkpoint has them."""
     path = Path(actor.save_checkpoint(name).result(60)["path"])
     return (path / "model.safetensors").read_bytes()
+
+
+def paused_in_the_middle(
+    rollout: plexrl.RolloutDeployment, begin: Callable[[], plexrl.GenerateFuture], running: int
+) -> plexrl.GenerateFuture:
+    """A generation that is stopped with so many samples under way, some tokens of each engine
+    drawn. One that was over before it could be stopped is begun again."""
+
+    def drawn() -> list[int]:
+        return [each["tokens_drawn"] for each in rollout.status()["engines"]]
+
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        before = drawn()
+        future = begin()
+
+        def under_way(future: plexrl.GenerateFuture = future, before: list[int] = before) -> bool:
+            now = drawn()
+            added = zip(now, before or [0] * len(now), strict=True) if now else ()
+            return future.done() or (bool(now) and all(last >= one + 8 for last, one in added))
+
+        wait_until(under_way, "nothing is drawn")
+        if sum(engine["running"] for engine in rollout.pause()) == running:
+            return future
+        rollout.resume()
+        assert time.monotonic() < deadline, "it always ends before it is stopped"

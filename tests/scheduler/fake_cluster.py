@@ -241,8 +241,7 @@ class FakeCluster:
         deployment: str,
         kind: str,
         source: str | None = None,
-        *,
-        in_flight: bool = False,
+        **fields: object,
     ) -> None:
         """Submit an operation."""
         self.send(
@@ -252,7 +251,7 @@ class FakeCluster:
                 kind=OperationKind(kind),
                 params_json="{}",
                 source=source,
-                in_flight=in_flight,
+                **fields,
             )
         )
 

@@ -5,6 +5,7 @@ import pytest
 from plexrl import errors
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
+from plexrl.scheduler.calls import ListOperations
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -115,7 +116,7 @@ def test_a_sync_waits_for_the_publish_of_its_trainer(cluster: FakeCluster) -> No
     assert explanation["rule"] == "dependency"
     cluster.settle()
     assert cluster.state_of("a:2") == "finished"
-    rows = cluster.core.operation_log(None, None, 0, 100, cluster.now)
+    rows = cluster.core.operation_log(None, ListOperations(), cluster.now)
     order = [row["operation"] for row in rows if not row["operation"].startswith("a/")]
     assert order == ["a:1", "a:2#publish", "a:2"]
 
@@ -429,7 +430,10 @@ def test_an_id_is_known_again_while_it_is_among_the_last_of_history() -> None:
     for number in range(1, 4):
         cluster.submit(f"a:{number}", "a/rollout", "generate")
         cluster.settle()
-    known = [row["operation"] for row in cluster.core.operation_log(None, None, 0, 9, cluster.now)]
+    known = [
+        row["operation"]
+        for row in cluster.core.operation_log(None, ListOperations(limit=9), cluster.now)
+    ]
     for operation in (name for name in known if name.startswith("a:")):
         cluster.submit(operation, "a/rollout", "generate")
     assert not cluster.runs, "a repetition runs again"

@@ -17,6 +17,7 @@ from plexrl.errors import InvalidRequestError, PlexRLError, StorageError
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
+from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.config import PROCESS_SETTINGS, core_settings, with_core_settings
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.recovery import restore
@@ -108,7 +109,7 @@ def answer(core: SchedulerCore, event: ev.Event, at: float) -> list[cmd.Command]
 
 def views(core: SchedulerCore, now: float) -> dict[str, Any]:
     """Everything that can be seen of a core."""
-    log = core.operation_log(None, None, 0, 1000, now)
+    log = core.operation_log(None, ListOperations(), now)
     operations = {row["operation"]: core.operation_view(row["operation"], now) for row in log}
     return {
         "jobs": core.list_jobs(None, now),

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from plexrl.errors import StateTierFullError
+from plexrl.errors import InvalidRequestError, PlexRLError, StateTierFullError
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.commands import LaunchWorkers, ReleaseState, StopWorkers
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.test_relocation import cluster_of, drain, explained, moves, with_jobs
 
 
-def refuse(cluster: FakeCluster, kind: str) -> None:
-    """The one run in flight, a move, finds no room."""
+def refuse(cluster: FakeCluster, kind: str, error: PlexRLError | None = None) -> None:
+    """The one run in flight, a move, finds no room, or fails by `error`."""
     (run,) = cluster.runs
     assert run.kind.value == kind
     cluster.runs.clear()
@@ -21,7 +21,7 @@ def refuse(cluster: FakeCluster, kind: str) -> None:
         ev.OperationFailed(
             operation=run.operation,
             token=run.token,
-            error_json=json.dumps(StateTierFullError("no room").to_wire()),
+            error_json=json.dumps((error or StateTierFullError("no room")).to_wire()),
             state_intact=True,
         )
     )
@@ -60,6 +60,19 @@ def test_a_load_that_finds_no_room_calls_the_move_off_too() -> None:
     cluster.pass_time(31.0)
     cluster.settle()
     assert explained(cluster, "a")["nodes"] == ["n1"]
+
+
+def test_a_load_that_no_worker_can_carry_out_ends_the_job_and_says_why() -> None:
+    cluster = cluster_of()
+    with_jobs(cluster, "a")
+    cluster.submit("a:0", "a/actor", "forward_backward")
+    refuse(cluster, "load", InvalidRequestError("pip install it"))
+    cluster.settle()
+    view = cluster.core.job_view("a", cluster.now)
+    assert view["state"] == "FAILED"
+    assert view["reason"] == "'a/actor' cannot be built: pip install it"
+    assert cluster.state_of("a:0") == "cancelled"
+    assert "pip install it" in str(cluster.core.operation_view("a:0", cluster.now)["error"])
 
 
 def test_a_trainer_does_not_wait_for_a_rollout_that_has_no_gpus() -> None:

@@ -162,6 +162,27 @@ def test_a_base_whose_filler_failed_is_filled_by_the_next(
     assert reader.holds()
 
 
+def test_a_restarted_daemon_has_bases_filled_again(
+    start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
+) -> None:
+    daemon = start_daemon()
+    shard = make_shard(daemon)
+    reader = make_reader(shard)
+    reader.borrow()
+    expected = shard.fill(1)
+    daemon.kill()
+    daemon.start()
+    assert reader.holds(), "what the worker has mapped stays"
+    shard.offload(1)
+    shard.load(1)
+    assert reader.borrow() == MIB
+    assert reader.holds()
+    assert np.array_equal(shard.contents, expected)
+    shard.offload(1)
+    shard.load(1)
+    assert reader.borrow() == 0
+
+
 def test_a_base_goes_with_the_last_process_that_used_it(
     start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
 ) -> None:

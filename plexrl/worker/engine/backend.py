@@ -1,7 +1,7 @@
 """The engine as a rollout backend: weights in an arena, results as the wire wants them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from plexrl.worker.models import build_model, named_parameters
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from plexrl.statemanager.host_arena import HostArena
 
@@ -32,8 +33,13 @@ ARENA_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """A deployment's dtype, as slices spell it."""
 
 
-class TorchRolloutBackend:
-    """One worker's engine."""
+Made = TypeVar("Made", bound=RolloutEngine)
+"""The kind of engine that a backend makes."""
+
+
+class EngineBackend(Generic[Made]):
+    """One worker's engine, of whatever kind; what makes it one of a kind is in `_arrange` and
+    `_start`."""
 
     def __init__(
         self, spec: DeploymentSpec, checkpoint_dir: Path, ranks: RankGroup | None = None
@@ -42,7 +48,7 @@ class TorchRolloutBackend:
         self._spec = spec
         self._checkpoint_dir = checkpoint_dir
         self._ranks = ranks
-        self._built: Engine | None = None
+        self._built: Made | None = None
         self.orders: Orders | None = None
         """Of the group's leader: what the other ranks do is told by it."""
         if ranks is not None and ranks.rank == 0:
@@ -52,11 +58,11 @@ class TorchRolloutBackend:
     def build(self) -> None:
         """Make the model with its weights in the arena, and the engine on it."""
         model = build_model(self._spec.model)
-        probed = probe(model)
         layout = ArenaLayout()
         self._boxes: dict[str, Box] = {}
         named = dict(named_parameters(model))
-        parameters = [(name, named[name]) for name in arena_order(named)]
+        places = self._arrange(model)
+        parameters = [(name, named[name]) for name in places]
         for name, parameter in parameters:
             shape = tuple(parameter.shape)
             self._boxes[name] = box = self._box(name, shape)
@@ -66,6 +72,7 @@ class TorchRolloutBackend:
                 offset=box.offset,
                 shape=box.shape,
                 dtype=ARENA_DTYPES[self._spec.dtype],
+                reserve=places[name],
             )
         parameter_slices = tuple(layout.slices)
         self._adapters: MergedAdapters | None = None
@@ -87,14 +94,7 @@ class TorchRolloutBackend:
             self._weights[name] = home
         if self._adapters is not None:
             self._adapters.move_in(self.arena, self._weights)
-        self._built = Engine(
-            model,
-            slots=self._spec.max_concurrent_samples,
-            sequence_tokens_max=self._spec.max_sequence_tokens,
-            kv_bytes_max=self._spec.kv_cache_bytes,
-            ranks=self._ranks,
-            probed=probed,
-        )
+        self._built = self._start(model)
         self._lead: RolloutEngine = self._built
         if self.orders is not None:
             self._lead = LeadingEngine(self._built, self.orders)
@@ -126,7 +126,7 @@ class TorchRolloutBackend:
             self._adapters.merge()
         # A sync raises the version of a deployment by one, as every operation that changes state.
         self.engine.weights_changed(
-            self.engine.weights_seq + 1, recompute_kv=self._recompute_kv_on_pull
+            self.engine.stats().weights_seq + 1, recompute_kv=self._recompute_kv_on_pull
         )
 
     def gather(self, value: str) -> list[str]:
@@ -212,6 +212,15 @@ class TorchRolloutBackend:
         """Some generation is unfinished, and not because the engine is paused."""
         return self._built is not None and self._built.has_work
 
+    def _arrange(self, model: "nn.Module") -> dict[str, int | None]:
+        """The model's parameters by name, in the arena's order; elements that are kept free for
+        one where that is more than it has."""
+        raise NotImplementedError
+
+    def _start(self, model: "nn.Module") -> Made:
+        """The engine, on a model whose weights are in the arena now."""
+        raise NotImplementedError
+
     def _result(self, generation: Generation) -> BackendResult:
         """`segments` lists `[row, start, weights_seq]` of rows that other versions drew."""
         stats = self.engine.stats()
@@ -236,7 +245,25 @@ class TorchRolloutBackend:
         return self._ranks
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Made:
         """This rank's own part of what generates."""
         assert self._built is not None, "build comes first"
         return self._built
+
+
+class TorchRolloutBackend(EngineBackend[Engine]):
+    """The built-in engine."""
+
+    def _arrange(self, model: "nn.Module") -> dict[str, int | None]:
+        self._probed = probe(model)
+        return dict.fromkeys(arena_order(dict(named_parameters(model))))
+
+    def _start(self, model: "nn.Module") -> Engine:
+        return Engine(
+            model,
+            slots=self._spec.max_concurrent_samples,
+            sequence_tokens_max=self._spec.max_sequence_tokens,
+            kv_bytes_max=self._spec.kv_cache_bytes,
+            ranks=self._ranks,
+            probed=self._probed,
+        )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from plexrl.parallelism import Parallelism
 from plexrl.worker.engine.engine import Engine
 from plexrl.worker.engine.generation import Generation
-from plexrl.worker.engine.protocol import EngineStats
+from plexrl.worker.engine.protocol import EngineStats, RolloutEngine
 
 ORDERS_TIMEOUT = timedelta(days=365)
 """Of ranks that wait for something to do."""
@@ -105,7 +105,7 @@ class Orders:
 class LeadingEngine:
     """A `RolloutEngine` whose work the other ranks do too; on rank 0."""
 
-    def __init__(self, engine: Engine, orders: Orders) -> None:
+    def __init__(self, engine: RolloutEngine, orders: Orders) -> None:
         self._engine = engine
         self._orders = orders
 

@@ -116,8 +116,19 @@ CASES = (
     Case(backend="megatron", layout=Parallelism(dp=2), is_slow=True),
     Case(backend="megatron", layout=Parallelism(tp=2), model=QWEN3, is_slow=True),
     Case(backend="megatron", layout=Parallelism(tp=2, cp=2), is_slow=True),
-    Case(backend="megatron", layout=Parallelism(dp=2, cp=2, ep=2), model=QWEN3_MOE, is_slow=True),
-    Case(backend="megatron", layout=Parallelism(tp=2, pp=2), is_slow=True),
+    Case(
+        backend="megatron",
+        layout=Parallelism(dp=2, cp=2, ep=2),
+        model=QWEN3_MOE,
+        options=(("activation_checkpointing", True),),
+        is_slow=True,
+    ),
+    Case(
+        backend="megatron",
+        layout=Parallelism(tp=2, pp=2),
+        options=(("activation_checkpointing", True),),
+        is_slow=True,
+    ),
     Case(backend="megatron", layout=Parallelism(dp=2, tp=2), model=LLAMA, is_slow=True),
     Case(backend="fsdp", layout=Parallelism(dp=2, tp=2), model=QWEN3),
     Case(

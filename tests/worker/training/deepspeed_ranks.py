@@ -5,10 +5,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils import cpp_extension
 
-from plexrl.errors import ExecutionError
+from plexrl.errors import InvalidRequestError
 from plexrl.worker.packing import micro_batches
 from plexrl.worker.training.deepspeed import DeepSpeedModel
+from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.model import TrainingRank
 from tests.worker.training.cases import Case
 from tests.worker.training.ranks import batch
@@ -29,7 +31,7 @@ def without_a_compiler(_rank: int, folder: str) -> None:
     said = ""
     try:
         DeepSpeedModel(TrainingRank(spec=host.spec, rank=0)).build()
-    except ExecutionError as error:
+    except InvalidRequestError as error:
         said = error.message
     assert "install a C++ compiler and ninja" in said, said
     # Gloo's threads now and then abort an interpreter that unwinds round them.
@@ -48,3 +50,11 @@ def frees_what_is_derived(model: DeepSpeedModel) -> None:
     assert not any(storage.size() for storage in weights)
     (second,) = model.forward(batches)
     assert torch.equal(first, second)
+
+
+def after_a_killed_compilation(_rank: int) -> None:
+    """Load CPUAdam in spite of the lock that a process left which was killed while it compiled."""
+    folder = Path(cpp_extension._get_build_directory("cpu_adam", verbose=False))
+    (folder / "lock").touch()
+    CpuAdam()
+    assert not (folder / "lock").exists()

@@ -82,3 +82,12 @@ def test_cpu_adams_bits_do_not_depend_on_what_it_did_before(cpu_adam: CpuAdam) -
     assert torch.equal(calm.parameter, disturbed.parameter)
     for one, another in zip(calm.moments, disturbed.moments, strict=True):
         assert torch.equal(one, another)
+
+
+@compiles
+def test_cpu_adam_outlives_a_worker_that_was_killed_while_it_compiled() -> None:
+    context = mp.spawn(ranks.after_a_killed_compilation, join=False)  # type: ignore[no-untyped-call, attr-defined]
+    try:
+        assert context.join(1500), "it waits for a lock that nobody holds"
+    finally:
+        context.processes[0].kill()

@@ -10,12 +10,16 @@ many steps this process has made. It is made anew for each step: then they depen
 alone, and a step after a switch gives the bits of one without.
 """
 
+import fcntl
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from plexrl.errors import ExecutionError
+from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.host_transfer import Chunk
 
@@ -26,18 +30,19 @@ class CpuAdam:
 
     def __init__(self) -> None:
         """Raises:
-        ExecutionError: the kernel cannot be compiled or loaded.
+        InvalidRequestError: the kernel cannot be compiled or loaded.
         """
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         try:
-            # It insists on a parameter of its own.
-            self._adam = DeepSpeedCPUAdam([nn.Parameter(torch.zeros(1))])
+            with _compiling_alone():
+                # It insists on a parameter of its own.
+                self._adam = DeepSpeedCPUAdam([nn.Parameter(torch.zeros(1))])
         except RuntimeError as error:
             lacking = " and ".join(
                 name for name, found in TOOLS.items() if not any(map(shutil.which, found))
             )
-            raise ExecutionError(
+            raise InvalidRequestError(
                 "DeepSpeed's CPUAdam, which steps an optimizer in host memory, cannot be compiled "
                 f"on this node: install {lacking or 'what the log above asks for'}, or leave "
                 f"optimizer out ({error.__cause__ or error})"
@@ -69,3 +74,16 @@ class CpuAdam:
 
 TOOLS = {"a C++ compiler": ("c++", "g++", "clang++"), "ninja": ("ninja",)}
 """What compiling needs, and the commands that it goes by."""
+
+
+@contextmanager
+def _compiling_alone() -> Iterator[None]:
+    """Hold a lock that ends with this process, and remove torch's, which does not: left by a worker
+    that was killed while it compiled, it would have all others wait for ever."""
+    from torch.utils import cpp_extension
+
+    folder = Path(cpp_extension._get_build_directory("cpu_adam", verbose=False))
+    with (folder / "plexrl.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        yield

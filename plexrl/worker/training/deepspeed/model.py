@@ -63,9 +63,8 @@ class DeepSpeedModel:
         """As `TrainingModel.build`.
 
         Raises:
-            InvalidRequestError: DeepSpeed is not installed.
-            ExecutionError: the optimizer is to be in host memory, and DeepSpeed's kernel for that
-                cannot be compiled.
+            InvalidRequestError: DeepSpeed is not installed; or the optimizer is to be in host
+                memory, and DeepSpeed's kernel for that cannot be compiled.
         """
         zero = _zero()
         zero.connect()

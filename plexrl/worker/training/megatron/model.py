@@ -21,6 +21,7 @@ from plexrl.statemanager.keys import StateSlice
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.models import build_model
 from plexrl.worker.packing import MicroBatch
+from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.megatron.boxes import Piece
 from plexrl.worker.training.megatron.cpu_shim import install_cpu_shim
 from plexrl.worker.training.megatron.groups import join_groups
@@ -73,6 +74,8 @@ class MegatronModel:
         install_cpu_shim()
         join_groups(layout)
         network = make_network(sizes, layout, place, model.model.rotary_emb)
+        if self._rank.spec.activation_checkpointing:
+            checkpoint_activations(network.decoder.layers)
         self._chunk = DistributedDataParallel(
             network.config,
             DistributedDataParallelConfig(

@@ -1,0 +1,84 @@
+"""`plexrl operations` and `plexrl trace`: where the time of a job's operations went."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plexrl.cli.context import (
+    DATA_DIR,
+    DataDir,
+    Json,
+    Key,
+    Output,
+    Url,
+    open_cluster,
+    print_line,
+    seconds,
+)
+
+
+def operations(
+    job: Annotated[str, typer.Argument(help="The job's id.")],
+    deployment: Annotated[str | None, typer.Option(help="Only this deployment's.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Only this kind.")] = None,
+    last: Annotated[int, typer.Option(min=1, help="So many of the newest.")] = 50,
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """A job's finished operations: how long each waited, was switched to, travelled, computed."""
+    from plexrl.client.chrome_trace import operation_rows
+
+    with open_cluster(url, api_key, data_dir) as cluster:
+        cluster.attach_job(job, heartbeat=False)
+        found = [
+            row
+            for row in operation_rows(cluster, job)
+            if deployment in (None, row["deployment"], row["deployment"].rpartition("/")[2])
+            and kind in (None, row["kind"])
+        ][-last:]
+    rows = [
+        (
+            row["index"],
+            row["deployment"].rpartition("/")[2],
+            row["kind"],
+            row["state"] if row["error"] is None else row["error"]["code"],
+            row["group"],
+            seconds(row["queue_s"]),
+            seconds(row["switch_s"]),
+            seconds(row["transfer_s"]),
+            seconds(row["compute_s"]),
+            row["payload_bytes"] or "",
+        )
+        for row in found
+    ]
+    columns = ("#", "deployment", "kind", "state", "group", "queue", "switch", "transfer")
+    Output(as_json).table(f"Operations of {job}", (*columns, "compute", "payload"), rows, found)
+
+
+def trace(
+    job: Annotated[str | None, typer.Argument(help="The job's id; none: all jobs.")] = None,
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("trace.json"),
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """Write a trace of operations and of who held the GPUs, for chrome://tracing or Perfetto."""
+    from plexrl.client.chrome_trace import chrome_trace, operation_rows
+
+    with open_cluster(url, api_key, data_dir) as cluster:
+        if job is not None:
+            cluster.attach_job(job, heartbeat=False)
+        # Of all jobs, for others held the job's GPUs too, where the key may know.
+        found = chrome_trace(operation_rows(cluster), job)
+    out.write_text(json.dumps(found))
+    events = len(found["traceEvents"])
+    if as_json:
+        sys.stdout.write(json.dumps({"path": str(out), "events": events}) + "\n")
+        return
+    print_line(f"{out}: {events} events. Open it at https://ui.perfetto.dev or chrome://tracing.")

@@ -1,0 +1,144 @@
+"""Bounds on what is accepted and not finished, for each deployment and each tenant.
+
+Past a bound a submission is refused, and told when there should be room: by the pace at which
+operations of that queue have ended lately. What has been accepted is never given up for it.
+"""
+
+import math
+
+from plexrl.errors import OverloadedError
+from plexrl.ids import TenantId
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.events import OperationSubmitted
+from plexrl.scheduler.state import Deployment, InFlight, Operation
+
+RETRY_AFTER_S = 1.0
+"""Where nothing has ended yet to tell a pace by."""
+RETRY_AFTER_S_MIN = 0.05
+RETRY_AFTER_S_MAX = 60.0
+"""Nobody is sent away for longer: the pace may change."""
+
+NEWEST = 0.25
+"""Weight of the newest end in the pace."""
+
+
+def check_room(
+    context: Context, event: OperationSubmitted, deployment: Deployment, source: Deployment | None
+) -> None:
+    """Refuse more than is to be kept waiting.
+
+    Raises:
+        OverloadedError: a bound is reached; `details` name it and when to come back.
+    """
+    config = context.config
+    for each in (deployment, source):
+        if each is not None and len(each.queue) >= config.pending_operations_max:
+            raise _refusal(
+                f"{each.deployment!r} has {len(each.queue)} operations waiting, its bound",
+                "pending_operations_max",
+                each.in_flight,
+                0,
+            )
+    _check_bytes(
+        repr(deployment.deployment),
+        "deployment_payload_bytes_max",
+        deployment.in_flight,
+        event.payload_bytes,
+        config.deployment_payload_bytes_max,
+    )
+    tenant, in_flight = _of_tenant(context, deployment)
+    if in_flight.operations >= config.tenant_operations_max:
+        raise _refusal(
+            f"tenant {tenant!r} has {in_flight.operations} operations that are not finished, its "
+            "bound",
+            "tenant_operations_max",
+            in_flight,
+            0,
+        )
+    _check_bytes(
+        f"tenant {tenant!r}",
+        "tenant_payload_bytes_max",
+        in_flight,
+        event.payload_bytes,
+        config.tenant_payload_bytes_max,
+    )
+
+
+def taken_in(context: Context, operation: Operation) -> None:
+    """A caller's operation was accepted."""
+    operation.is_counted = True
+    for in_flight in _of(context, operation):
+        in_flight.operations += 1
+        in_flight.payload_bytes += operation.payload_bytes
+
+
+def ended(context: Context, operation: Operation, now: float) -> None:
+    """An operation, if a caller's, has come to its end, whichever."""
+    if not operation.is_counted:
+        return
+    operation.is_counted = False
+    for in_flight in _of(context, operation):
+        in_flight.operations -= 1
+        in_flight.payload_bytes -= operation.payload_bytes
+        _note_end(in_flight, operation, now)
+
+
+def retry_after_s(in_flight: InFlight, missing_bytes: int) -> float:
+    """Seconds until one operation more, or so many bytes, should have ended."""
+    if in_flight.gap_s is None:
+        return RETRY_AFTER_S
+    ends = 1
+    if missing_bytes > 0 and in_flight.bytes_each >= 1:
+        ends = max(1, math.ceil(missing_bytes / in_flight.bytes_each))
+    return min(max(ends * in_flight.gap_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
+
+
+def _of(context: Context, operation: Operation) -> list[InFlight]:
+    deployment = context.deployment(operation.deployment)
+    tenant, in_flight = _of_tenant(context, deployment)
+    context.state.in_flight[tenant] = in_flight
+    return [deployment.in_flight, in_flight]
+
+
+def _of_tenant(context: Context, deployment: Deployment) -> tuple[TenantId, InFlight]:
+    tenant = context.job(deployment.job).tenant
+    return tenant, context.state.in_flight.get(tenant) or InFlight()
+
+
+def _note_end(in_flight: InFlight, operation: Operation, now: float) -> None:
+    # Time without anything to do says nothing of the pace.
+    since = operation.submitted_at
+    if in_flight.ended_at is not None:
+        since = max(since, in_flight.ended_at)
+    gap_s = max(0.0, now - since)
+    in_flight.ended_at = now
+    if in_flight.gap_s is None:
+        in_flight.gap_s, in_flight.bytes_each = gap_s, float(operation.payload_bytes)
+        return
+    in_flight.gap_s += NEWEST * (gap_s - in_flight.gap_s)
+    in_flight.bytes_each += NEWEST * (operation.payload_bytes - in_flight.bytes_each)
+
+
+def _check_bytes(
+    whose: str, bound: str, in_flight: InFlight, payload_bytes: int, bytes_max: int
+) -> None:
+    # One that is larger than the bound by itself is let in alone.
+    if not payload_bytes or not in_flight.payload_bytes:
+        return
+    over = in_flight.payload_bytes + payload_bytes - bytes_max
+    if over > 0:
+        raise _refusal(
+            f"{whose} has operations with {in_flight.payload_bytes} bytes of payload that are not "
+            f"finished, and {payload_bytes} more are over its bound of {bytes_max}",
+            bound,
+            in_flight,
+            over,
+        )
+
+
+def _refusal(what: str, bound: str, in_flight: InFlight, missing_bytes: int) -> OverloadedError:
+    return OverloadedError(
+        f"{what}: wait for some to finish",
+        bound=bound,
+        retry_after_s=round(retry_after_s(in_flight, missing_bytes), 3),
+    )

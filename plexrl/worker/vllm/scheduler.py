@@ -1,0 +1,74 @@
+"""vLLM's scheduler, which counts, and can step for one request alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.core.sched.scheduler import Scheduler
+
+
+class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there where types are checked
+    """Counts what `EngineStats` asks for."""
+
+    tokens_computed = 0
+    tokens_recomputed = 0
+    prefix_tokens_reused = 0
+    preemptions = 0
+    blocks_held_then = 0
+    """Blocks of samples when the last step was planned."""
+    running: list[Any]
+    waiting: Any
+    _for_memory = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.preempted: list[str] = []
+        """Requests that gave their blocks up for others; whoever reads it empties it."""
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM does."""
+        self._for_memory = True
+        planned = super().schedule(*args, **kwargs)
+        self._for_memory = False
+        self.tokens_computed += planned.total_num_scheduled_tokens
+        for request in planned.scheduled_new_reqs:
+            self.prefix_tokens_reused += request.num_computed_tokens
+        self.blocks_held_then = self.blocks_held
+        return planned
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        self.tokens_recomputed += request.num_computed_tokens
+        # A reset sends requests back too, but nobody took their blocks.
+        if self._for_memory:
+            self.preemptions += 1
+            self.preempted.append(request.request_id)
+        super()._preempt_request(request, *args, **kwargs)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within, those that were there stay where they are, with what they cached."""
+        there = (self.running, self.waiting)
+        self.running, self.waiting = [], create_request_queue(self.policy)
+        try:
+            yield
+        finally:
+            self.running, self.waiting = there
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that samples can have; one more stands for none."""
+        return int(self.kv_cache_manager.block_pool.num_gpu_blocks) - 1
+
+    @property
+    def blocks_held(self) -> int:
+        """Blocks of samples now."""
+        return self.blocks - int(self.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def blocks_kept(self) -> int:
+        """Blocks of nobody, kept for what they hold."""
+        return sum(
+            block.ref_cnt == 0 and block.block_hash is not None
+            for block in self.kv_cache_manager.block_pool.blocks
+        )

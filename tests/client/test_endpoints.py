@@ -1,0 +1,53 @@
+"""Which router is asked, how long one is patient, and what is left of a deadline."""
+
+import time
+
+import pytest
+
+from plexrl.client.transport import Call, Endpoints, Patience, Transport
+from plexrl.errors import ConnectionLostError, InvalidRequestError, OverloadedError
+
+
+def test_a_router_that_fails_is_left_for_the_next_once() -> None:
+    endpoints = Endpoints(" http://a/ , http://b,http://c")
+    assert str(endpoints) == "http://a,http://b,http://c"
+    endpoints.failed("http://a")
+    # Another thread met the same failure a moment later.
+    endpoints.failed("http://a")
+    assert endpoints.current == "http://b"
+    endpoints.failed("http://b")
+    endpoints.failed("http://c")
+    assert endpoints.current == "http://a"
+
+
+def test_urls_may_be_a_list_but_not_none() -> None:
+    assert Endpoints(["http://a", "http://b/"]).urls == ("http://a", "http://b")
+    for nothing in ("", " , "):
+        with pytest.raises(InvalidRequestError, match="no URL"):
+            Endpoints(nothing)
+
+
+def test_the_refused_wait_as_long_as_they_are_told_or_longer_but_not_in_step() -> None:
+    error = OverloadedError("full", retry_after_s=4.0)
+    pauses = {Patience(1000.0).pause_s(error) for _ in range(20)}
+    assert len(pauses) > 10
+    assert all(4.0 <= pause <= 6.0 for pause in pauses)
+
+
+def test_patience_ends_with_the_callers_time_or_the_deadline() -> None:
+    error = OverloadedError("full", retry_after_s=5.0)
+    with pytest.raises(OverloadedError):
+        Patience(4.0).pause_s(error)
+    with pytest.raises(OverloadedError):
+        Patience(1000.0, time.monotonic() + 4.0).pause_s(error)
+
+
+def test_a_deadline_is_counted_from_the_call_and_not_from_each_try() -> None:
+    transport = Transport("http://127.0.0.1:9", "key", 0.0)
+    call = Call(method="POST", path="/x", query={"a": 1}).within(50.0)
+    assert call.deadline_at is not None
+    assert 49.0 < call.deadline_at - time.monotonic() <= 50.0
+    assert Call(method="POST", path="/x").within(None).deadline_at is None
+    with pytest.raises(ConnectionLostError, match=r"127\.0\.0\.1:9"):
+        transport.request(call)
+    transport.close()

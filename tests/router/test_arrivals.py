@@ -1,0 +1,38 @@
+"""Bytes on their way in are bounded, and come to nothing when they have arrived."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from plexrl.errors import OverloadedError
+from plexrl.router.arrivals import Arrivals
+
+
+def test_tenants_are_bounded_by_themselves_and_together() -> None:
+    arrivals = Arrivals(bytes_max=10, tenant_bytes_max=6)
+    with ExitStack() as open_:
+        open_.enter_context(arrivals.admit("a", 6))
+        with pytest.raises(OverloadedError, match="tenant 'a'"), arrivals.admit("a", 1):
+            pass
+        open_.enter_context(arrivals.admit("b", 4))
+        with pytest.raises(OverloadedError, match="this router") as caught, arrivals.admit("c", 1):
+            pass
+        assert float(str(caught.value.details["retry_after_s"])) > 0
+        assert arrivals.bytes_arriving == 10
+    assert arrivals.bytes_arriving == 0
+    with arrivals.admit("a", 6):
+        assert arrivals.bytes_arriving == 6
+
+
+def test_one_beyond_the_bound_is_let_in_alone() -> None:
+    arrivals = Arrivals(bytes_max=10, tenant_bytes_max=10)
+    with arrivals.admit("a", 99), pytest.raises(OverloadedError), arrivals.admit("b", 1):
+        pass
+    assert arrivals.bytes_arriving == 0
+
+
+def test_a_body_that_breaks_off_is_not_counted_on() -> None:
+    arrivals = Arrivals(bytes_max=10, tenant_bytes_max=10)
+    with pytest.raises(ConnectionError), arrivals.admit("a", 5):
+        raise ConnectionError
+    assert arrivals.bytes_arriving == 0

@@ -1,0 +1,96 @@
+"""Deadlines: what has not begun by then never runs, a generation ends, all else finishes."""
+
+import pytest
+
+from plexrl import errors
+from plexrl.scheduler import commands as cmd
+from tests.scheduler.fake_cluster import FakeCluster
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    made = FakeCluster()
+    made.start_node()
+    made.job("a")
+    made.deploy("a/actor")
+    made.deploy("a/rollout", kind="rollout")
+    made.settle()
+    return made
+
+
+def error_of(cluster: FakeCluster, operation: str) -> str:
+    return str(cluster.core.operation_view(operation, cluster.now)["error"]["code"])
+
+
+def test_an_operation_that_has_not_begun_by_its_deadline_never_runs(cluster: FakeCluster) -> None:
+    cluster.submit("a:1", "a/actor", "optim_step")
+    cluster.submit("a:2", "a/actor", "optim_step", deadline_s=5.0)
+    cluster.submit("a:3", "a/actor", "barrier")
+    cluster.pass_time(4.9)
+    assert cluster.state_of("a:2") == "pending"
+    cluster.pass_time(0.2)
+    assert (cluster.state_of("a:2"), error_of(cluster, "a:2")) == ("failed", "deadline_exceeded")
+    cluster.settle()
+    assert [cluster.state_of(name) for name in ("a:1", "a:3")] == ["finished", "finished"]
+    assert cluster.core.deployment_view("a/actor", cluster.now)["applied_seq"] == 1
+
+
+def test_one_that_begins_in_time_is_left_alone(cluster: FakeCluster) -> None:
+    cluster.submit("a:1", "a/actor", "optim_step", deadline_s=5.0)
+    cluster.settle()
+    cluster.pass_time(10.0)
+    assert cluster.state_of("a:1") == "finished"
+
+
+def test_a_run_that_changes_state_is_finished_however_long_it_takes(cluster: FakeCluster) -> None:
+    cluster.submit("a:0", "a/actor", "barrier")
+    cluster.settle()
+    cluster.submit("a:1", "a/actor", "optim_step", deadline_s=5.0)
+    assert cluster.state_of("a:1") == "running"
+    cluster.pass_time(10.0)
+    assert cluster.state_of("a:1") == "running"
+    cluster.settle()
+    assert cluster.state_of("a:1") == "finished"
+
+
+def test_a_running_generation_is_ended_with_what_it_has(cluster: FakeCluster) -> None:
+    cluster.submit("a:0", "a/rollout", "barrier")
+    cluster.settle()
+    cluster.submit("a:1", "a/rollout", "generate", deadline_s=5.0)
+    assert cluster.state_of("a:1") == "running"
+    emitted: list[cmd.Command] = []
+    take = cluster.take
+
+    def watch(commands: list[cmd.Command]) -> None:
+        emitted.extend(commands)
+        take(commands)
+
+    cluster.take = watch  # type: ignore[method-assign]
+    cluster.pass_time(5.1)
+    aborts = [each for each in emitted if isinstance(each, cmd.AbortOperation)]
+    assert [each.operation for each in aborts] == ["a:1"]
+    cluster.settle()
+    assert cluster.state_of("a:1") == "finished"
+
+
+def test_a_deadline_outlives_the_scheduler(cluster: FakeCluster) -> None:
+    cluster.submit("a:1", "a/actor", "optim_step")
+    cluster.submit("a:2", "a/actor", "optim_step", deadline_s=5.0)
+    restored = type(cluster.core).restore(cluster.config, cluster.core.dump())
+    cluster.core = restored
+    cluster.pass_time(5.1)
+    assert error_of(cluster, "a:2") == "deadline_exceeded"
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, 1e9])
+def test_a_deadline_that_cannot_be_is_refused(cluster: FakeCluster, deadline_s: float) -> None:
+    with pytest.raises(errors.InvalidRequestError, match="deadline_s"):
+        cluster.submit("a:1", "a/actor", "barrier", deadline_s=deadline_s)
+    with pytest.raises(errors.UnknownOperationError):
+        cluster.state_of("a:1")
+
+
+def test_the_same_request_with_less_time_left_is_the_same_request(cluster: FakeCluster) -> None:
+    cluster.submit("a:1", "a/actor", "barrier", deadline_s=5.0)
+    cluster.submit("a:1", "a/actor", "barrier", deadline_s=3.0)
+    assert cluster.core.operation_view("a:1", cluster.now)["deadline_at"] == cluster.now + 5.0
