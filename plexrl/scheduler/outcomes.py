@@ -9,8 +9,9 @@ from plexrl.scheduler.events import OperationFailed, OperationFinished
 from plexrl.scheduler.groups import end_burst, load, successor
 from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
-from plexrl.scheduler.operations import complete, drop_log, fail, finish_move
+from plexrl.scheduler.operations import complete, fail, finish_move, retire_log
 from plexrl.scheduler.phases import switch_ended
+from plexrl.scheduler.rebuilding import is_republished
 from plexrl.scheduler.relocation import call_off, nodes_of
 from plexrl.scheduler.state import Deployment, Group, Operation, Residency
 from plexrl.scheduler.switch_cost import HOST, observe_move, state_lies
@@ -91,6 +92,9 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     command = deployment.running[event.operation]
     if command.replay:
+        if is_republished(context, deployment, operation, error, now):
+            context.touch(deployment.group)
+            return
         restart(context, deployment, f"replaying {event.operation!r}: {error.message}", now)
         return
     del deployment.running[event.operation]
@@ -179,7 +183,7 @@ def _version_made(context: Context, deployment: Deployment, event: OperationFini
     deployment.durable_seq = deployment.completed_seq
     deployment.state_nodes = list(nodes_of(deployment))
     state_lies(deployment, event.moved.tier if event.moved is not None else HOST)
-    drop_log(context, deployment)
+    retire_log(context, deployment)
 
 
 def _hand_over(context: Context, group: Group, now: float) -> None:
