@@ -73,10 +73,11 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
     app.add_exception_handler(PlexRLError, _typed)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(Exception, _unexpected)
-    # An operation's id may have slashes, so what lies behind it comes first.
+    # They are tried in this order: an operation's id may have slashes, so what lies behind it comes
+    # first; then the busiest.
     for routes in (
-        *(cluster_routes, job_routes, deployment_routes, rollout_routes),
-        *(stream_routes, operation_routes),
+        *(stream_routes, rollout_routes, operation_routes),
+        *(deployment_routes, job_routes, cluster_routes),
     ):
         app.include_router(routes(gateway))
     return app, gateway

@@ -85,9 +85,9 @@ def test_more_workers_than_gpus_are_refused(job: plexrl.Job) -> None:
 def test_a_layout_that_the_backend_does_not_run_is_refused_with_those_that_do(
     job: plexrl.Job,
 ) -> None:
-    with pytest.raises(errors.LayoutError, match="fsdp: dp") as refused:
-        job.train_deployment("a", MODEL, parallelism=plexrl.Parallelism(dp=2, tp=2))
-    assert refused.value.details == {"field": "tp", "backend": "fsdp"}
+    with pytest.raises(errors.LayoutError, match="fsdp: dp, tp; megatron: dp, tp, pp") as refused:
+        job.train_deployment("a", MODEL, parallelism=plexrl.Parallelism(dp=2, pp=2))
+    assert refused.value.details == {"field": "pp", "backend": "fsdp"}
     with pytest.raises(errors.LayoutError, match="3 workers were asked for and dp=2 needs 2"):
         job.train_deployment("a", MODEL, workers=3, parallelism=plexrl.Parallelism(dp=2))
 
