@@ -84,7 +84,7 @@ class Controller:
         self.actor = job.train_deployment(
             "actor",
             model,
-            workers=options.workers or (None if options.layout else 2),
+            workers=2 if options.workers is options.layout is None else options.workers,
             parallelism=options.layout,
             backend=options.backend,
             exclusive=options.exclusive,
