@@ -1,5 +1,7 @@
 """Parameter counts are those of `transformers`."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
@@ -49,6 +51,35 @@ def test_an_unknown_architecture_is_refused_by_name() -> None:
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(InvalidRequestError, match="hidden_size"):
         parameter_count(ModelSpec(architecture="qwen2"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention_dropout": "x"},
+        {"layer_types": ["full_attention", "none"]},
+        {"pad_token_id": 999},
+        {"id2label": 5},
+        {"hidden_act": "none"},
+        {"rope_parameters": 5},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_configuration_that_cannot_be_built_is_refused_typed(change: dict[str, object]) -> None:
+    from plexrl.worker.models import build_model
+
+    config = tiny_qwen2("abc").config | change
+    spec = ModelSpec(architecture="qwen2", config_json=msgspec.json.encode(config).decode())
+    with pytest.raises(InvalidRequestError, match="cannot be built"):
+        build_model(spec)
+
+
+def test_a_directory_without_weights_is_refused_typed(tmp_path: Path) -> None:
+    from plexrl.worker.models import build_model
+
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(InvalidRequestError, match="cannot be built"):
+            build_model(ModelSpec(path=str(path)))
 
 
 def test_the_same_seed_makes_the_same_bits() -> None:

@@ -2,7 +2,8 @@
 
     python -m benchmarks.routing.clients < one JSON object
 
-They work in a closed loop for a while: each sends its next request when the last one is answered.
+They work in a closed loop: each sends its next request when the last one is answered. When the time
+is up nobody begins another one, and those under way are finished and counted.
 Bodies are sent from one buffer and answers read into one, so that clients cost as little as can be.
 """
 
@@ -13,6 +14,7 @@ import socket
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +29,8 @@ class Load:
 
     port: int
     clients: int
+    at_once: int
+    """Of the clients, those that have a request under way: what bounds the memory of large ones."""
     seconds: float
     body_file: str
     key: str = ""
@@ -126,34 +130,32 @@ _NUMBERS = itertools.count()
 
 
 async def work(load: Load) -> Outcome:
-    """Run the load; an operation under way at the end counts for nothing."""
-    with open(load.body_file, "rb") as file:  # noqa: ASYNC230, PTH123 - before anything is timed
-        body = file.read()
+    """Run the load."""
+    body = await asyncio.to_thread(Path(load.body_file).read_bytes)
     out = Outcome()
+    turns = asyncio.Semaphore(load.at_once)
     started_at = time.perf_counter()
 
     async def one(index: int) -> None:
         client = Client(load.port, load.key)
         while True:
-            began_at = time.perf_counter()
-            if load.deployments:
-                deployment = load.deployments[index % len(load.deployments)]
-                await operate(client, load, deployment, body, out)
-            else:
-                status = await client.request("POST", "/", body)
-                assert status == 200, f"the bare server answered {status}"
-            out.latencies_s.append(time.perf_counter() - began_at)
+            async with turns:
+                began_at = time.perf_counter()
+                if began_at > started_at + load.seconds:
+                    break
+                if load.deployments:
+                    deployment = load.deployments[index % len(load.deployments)]
+                    await operate(client, load, deployment, body, out)
+                else:
+                    status = await client.request("POST", "/", body)
+                    assert status == 200, f"the bare server answered {status}"
+                out.latencies_s.append(time.perf_counter() - began_at)
+        client.close()
 
-    tasks = [asyncio.create_task(one(index)) for index in range(load.clients)]
-    done, pending = await asyncio.wait(
-        tasks, timeout=load.seconds, return_when=asyncio.FIRST_EXCEPTION
-    )
+    async with asyncio.TaskGroup() as clients:
+        for index in range(load.clients):
+            clients.create_task(one(index))
     out.seconds = time.perf_counter() - started_at
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
-    for task in done:
-        task.result()
     return out
 
 

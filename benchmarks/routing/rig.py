@@ -24,7 +24,13 @@ Process = subprocess.Popen[str]
 @contextmanager
 def process(*words: str) -> Iterator[Process]:
     """A Python process, killed at the end."""
-    running = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        # What the processes have to say beside their first line is of no interest.
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     try:
         yield running
     finally:
@@ -88,9 +94,8 @@ def _write(folder: Path, config: dict[str, Any]) -> str:
     return str(path)
 
 
-def deployments(cluster: plexrl.Cluster, job: plexrl.Job, count: int) -> tuple[str, ...]:
+def deployments(job: plexrl.Job, count: int) -> tuple[str, ...]:
     """Names of train deployments of one echo worker each, ready to work."""
-    del cluster
     model = plexrl.tiny_qwen2("".join(chr(code) for code in range(33, 126)))
     made = [
         job.train_deployment(f"actor{index}", model, exclusive=True, max_sequence_tokens=512)

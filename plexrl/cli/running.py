@@ -9,13 +9,22 @@ import typer
 
 from plexrl.cli.context import DATA_DIR, GIB, DataDir, Json, data_dir_option
 from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions
+from plexrl.errors import InvalidRequestError
 from plexrl.parallelism import Parallelism
+
+GPUS_PER_NODE = 4
+"""Of a virtual node, where nothing else is said."""
 
 
 def up(
     data_dir: DataDir = DATA_DIR,
-    nodes: Annotated[int, typer.Option(help="Virtual nodes.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="Places for workers on each node.")] = 4,
+    nodes: Annotated[int | None, typer.Option(help="Virtual nodes; 1 if not said.")] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            help="Places for workers on each node; if not said 4, or with --ray its GPUs."
+        ),
+    ] = None,
     gpu_memory: Annotated[float, typer.Option(help="GiB of each GPU.")] = 2.0,
     host_memory: Annotated[float, typer.Option(help="GiB of each node's host tier.")] = 2.0,
     policy: Annotated[str, typer.Option(help=f"Placement: {', '.join(POLICIES)}.")] = "pack",
@@ -31,6 +40,17 @@ def up(
     blocks: Annotated[str, typer.Option(help="Where the nodes stand, likewise.")] = "",
     port: Annotated[int, typer.Option(help="Port of the API; 0 takes a free one.")] = 0,
     journal_bytes_max: Annotated[int | None, typer.Option(help="Bound of the journal.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Run on the nodes of this Ray cluster: host:port, or auto.")
+    ] = None,
+    node_replace_s: Annotated[
+        float,
+        typer.Option(help="With --ray: seconds that jobs wait for a node of a lost one's name."),
+    ] = 60.0,
+    rebuild_operations: Annotated[
+        int,
+        typer.Option(help="With --ray: operations kept to compute a model's lost state anew."),
+    ] = 1024,
     routers: Annotated[int, typer.Option(help="Routers, each with a port of its own.")] = 1,
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Send operations there as OpenTelemetry spans.")
@@ -49,8 +69,14 @@ def up(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a cluster of local processes until Ctrl-C."""
+    """Run a cluster until Ctrl-C: of local processes, or on the nodes of a Ray cluster."""
+    from plexrl.cluster.ray_options import RayOptions
     from plexrl.cluster.supervisor import Endpoint, run_cluster
+
+    if ray is not None and (nodes is not None or node_types or blocks):
+        raise InvalidRequestError(
+            "--nodes, --node-types and --blocks are of virtual nodes; with --ray they are Ray's"
+        )
 
     def ready(endpoint: Endpoint) -> None:
         if as_json:
@@ -67,8 +93,8 @@ def up(
 
     options = ClusterOptions(
         data_dir=data_dir_option(data_dir),
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
+        nodes=1 if nodes is None else nodes,
+        gpus_per_node=GPUS_PER_NODE if gpus_per_node is None else gpus_per_node,
         gpu_memory_bytes=int(gpu_memory * GIB),
         host_memory_bytes=int(host_memory * GIB),
         policy=policy,
@@ -85,7 +111,17 @@ def up(
         deployment_payload_bytes_max=deployment_payload_bytes_max,
         tenant_payload_bytes_max=tenant_payload_bytes_max,
     )
-    run_cluster(options, ready)
+    on_ray = (
+        None
+        if ray is None
+        else RayOptions(
+            address=ray,
+            places_per_node=gpus_per_node,
+            node_replace_s=node_replace_s,
+            rebuild_operations=rebuild_operations,
+        )
+    )
+    run_cluster(options, ready, ray=on_ray)
 
 
 def demo(

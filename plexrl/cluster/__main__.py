@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from plexrl.cluster.config import ClusterOptions
+from plexrl.cluster.ray_options import RayOptions
 from plexrl.cluster.supervisor import Endpoint, run_cluster
 from plexrl.errors import PlexRLError
 
@@ -31,14 +32,26 @@ def main() -> None:
     parser.add_argument("--pin-workers", type=lambda text: text == "True")
     for name in NUMBERS:
         parser.add_argument(f"--{name}", type=int)
+    kinds = {"address": str, "node-grace-s": float, "node-replace-s": float}
+    for name, kind in {**kinds, "rebuild-operations": int, "snapshot-operations": int}.items():
+        parser.add_argument(f"--ray-{name}", type=kind)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
 
     def ready(endpoint: Endpoint) -> None:
         sys.stdout.write(endpoint.to_json() + "\n")
         sys.stdout.flush()
 
+    ray = {name: given.pop(name) for name in list(given) if name.startswith("ray_")}
     try:
-        run_cluster(ClusterOptions(**given), ready, lifeline=sys.stdin.fileno())
+        options = (
+            RayOptions(
+                **{name.removeprefix("ray_"): value for name, value in ray.items()},
+                places_per_node=given.pop("gpus_per_node", None),
+            )
+            if ray
+            else None
+        )
+        run_cluster(ClusterOptions(**given), ready, lifeline=sys.stdin.fileno(), ray=options)
     except PlexRLError as error:
         sys.exit(f"plexrl: {error.message}")
 

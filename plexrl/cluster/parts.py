@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,29 @@ class Folders:
         shutil.rmtree(self.shared_memory, ignore_errors=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlace:
+    """What a node is called and has."""
+
+    node: str
+    gpus: int
+    node_type: str = ""
+    block: str = ""
+    cores: tuple[int, ...] = ()
+    """Dealt out to the virtual GPUs' workers; none: unbound."""
+
+    @classmethod
+    def of_virtual(cls, options: ClusterOptions, index: int) -> "NodePlace":
+        """One of an embedded cluster's."""
+        return cls(
+            node=f"node{index}",
+            gpus=options.gpus_per_node,
+            node_type=_of_node(options.node_types, index),
+            block=_of_node(options.blocks, index),
+            cores=tuple(_cores(options, index)),
+        )
+
+
 BOUNDS = (
     *("pending_operations_max", "tenant_operations_max"),
     *("deployment_payload_bytes_max", "tenant_payload_bytes_max"),
@@ -64,84 +87,109 @@ BOUNDS = (
 def parts(
     options: ClusterOptions, folders: Folders, key_digest: str, ports: Sequence[int]
 ) -> list[Part]:
-    """All processes, in the order of their start; they end in the opposite order."""
-    scheduler_socket = str(folders.run / "scheduler.sock")
-    found = [
+    """All processes of an embedded cluster, in the order of their start; they end in the opposite
+    order."""
+    nodes = [
+        part
+        for index in range(options.nodes)
+        for part in node_parts(options, folders, NodePlace.of_virtual(options, index))
+    ]
+    return [
+        scheduler_part(options, folders, key_digest),
+        *nodes,
+        *router_parts(options, folders, ports),
+    ]
+
+
+def scheduler_part(
+    options: ClusterOptions,
+    folders: Folders,
+    key_digest: str,
+    settings: Mapping[str, Any] | None = None,
+) -> Part:
+    """The scheduler; `settings` come over what follows from the options."""
+    return Part(
+        "scheduler",
+        "plexrl.scheduler",
+        {
+            "listen": _scheduler_socket(folders),
+            "journal": _journal(options, folders),
+            "journal_bytes_max": options.journal_bytes_max,
+            "policy": options.policy,
+            "ordering": options.ordering,
+            "operator_key_digest": key_digest,
+            **{name: bound for name in BOUNDS if (bound := getattr(options, name)) is not None},
+            **(settings or {}),
+        },
+    )
+
+
+def router_parts(options: ClusterOptions, folders: Folders, ports: Sequence[int]) -> list[Part]:
+    """The routers, one a port."""
+    return [
         Part(
-            "scheduler",
-            "plexrl.scheduler",
+            "router" if index == 0 else f"router{index}",
+            "plexrl.router",
             {
-                "listen": scheduler_socket,
-                "journal": _journal(options, folders),
-                "journal_bytes_max": options.journal_bytes_max,
-                "policy": options.policy,
-                "ordering": options.ordering,
-                "operator_key_digest": key_digest,
-                **{name: bound for name in BOUNDS if (bound := getattr(options, name)) is not None},
+                "router": f"router{index}",
+                "scheduler": _scheduler_socket(folders),
+                "host": options.host,
+                "port": port,
+                "data_dir": str(folders.data),
+                "otlp_endpoint": options.otlp_endpoint if index == 0 else None,
             },
         )
+        for index, port in enumerate(ports)
     ]
+
+
+def node_parts(options: ClusterOptions, folders: Folders, place: NodePlace) -> tuple[Part, Part]:
+    """A node's StateManager, and its agent, which needs it."""
+    node = place.node
+    run = folders.run / node
+    run.mkdir(exist_ok=True, mode=0o700)
+    socket = str(run / "sm.sock")
     # One for all nodes: workers pull from each other's StateManagers.
     ticket_key = str(folders.data / "ticket.key")
-    for index in range(options.nodes):
-        node = f"node{index}"
-        run = folders.run / node
-        run.mkdir(exist_ok=True, mode=0o700)
-        socket = str(run / "sm.sock")
-        found.append(
-            Part(
-                f"statemanager-{node}",
-                "plexrl.statemanager",
-                {
-                    "node": node,
-                    "listen": socket,
-                    "host_dir": str(folders.shared_memory / node),
-                    "host_bytes": options.host_memory_bytes,
-                    "nvme_dir": str(folders.data / "nodes" / node / "nvme"),
-                    "nvme_bytes": options.nvme_bytes,
-                    "checkpoint_dir": str(folders.data / "checkpoints"),
-                    "ticket_key_file": ticket_key,
-                },
-            )
-        )
-        found.append(
-            Part(
-                f"agent-{node}",
-                "plexrl.worker",
-                {
-                    "node": node,
-                    "scheduler": scheduler_socket,
-                    "statemanager": socket,
-                    "ticket_key_file": ticket_key,
-                    "gpus": options.gpus_per_node,
-                    "gpu_memory_bytes": options.gpu_memory_bytes,
-                    "host_memory_bytes": options.host_memory_bytes,
-                    "nvme_bytes": options.nvme_bytes,
-                    "node_type": _of_node(options.node_types, index),
-                    "block": _of_node(options.blocks, index),
-                    "run_dir": str(run),
-                    "rendezvous_dir": str(folders.run),
-                    "data_dir": str(folders.data),
-                    "cores": _cores(options, index),
-                },
-            )
-        )
-    for index, port in enumerate(ports):
-        found.append(
-            Part(
-                "router" if index == 0 else f"router{index}",
-                "plexrl.router",
-                {
-                    "router": f"router{index}",
-                    "scheduler": scheduler_socket,
-                    "host": options.host,
-                    "port": port,
-                    "data_dir": str(folders.data),
-                    "otlp_endpoint": options.otlp_endpoint if index == 0 else None,
-                },
-            )
-        )
-    return found
+    statemanager = Part(
+        f"statemanager-{node}",
+        "plexrl.statemanager",
+        {
+            "node": node,
+            "listen": socket,
+            "host_dir": str(folders.shared_memory / node),
+            "host_bytes": options.host_memory_bytes,
+            "nvme_dir": str(folders.data / "nodes" / node / "nvme"),
+            "nvme_bytes": options.nvme_bytes,
+            "checkpoint_dir": str(folders.data / "checkpoints"),
+            "ticket_key_file": ticket_key,
+        },
+    )
+    agent = Part(
+        f"agent-{node}",
+        "plexrl.worker",
+        {
+            "node": node,
+            "scheduler": _scheduler_socket(folders),
+            "statemanager": socket,
+            "ticket_key_file": ticket_key,
+            "gpus": place.gpus,
+            "gpu_memory_bytes": options.gpu_memory_bytes,
+            "host_memory_bytes": options.host_memory_bytes,
+            "nvme_bytes": options.nvme_bytes,
+            "node_type": place.node_type,
+            "block": place.block,
+            "run_dir": str(run),
+            "rendezvous_dir": str(folders.run),
+            "data_dir": str(folders.data),
+            "cores": list(place.cores),
+        },
+    )
+    return statemanager, agent
+
+
+def _scheduler_socket(folders: Folders) -> str:
+    return str(folders.run / "scheduler.sock")
 
 
 def _journal(options: ClusterOptions, folders: Folders) -> str:

@@ -10,27 +10,24 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from plexrl.cluster.config import ClusterOptions
-from plexrl.cluster.parts import Folders, Part, parts, write_config
-from plexrl.cluster.tuning import tuned
-from plexrl.errors import ConflictError, UnavailableError
-
-LOG = logging.getLogger(__name__)
-
-MOVES_MEMORY = ("plexrl.statemanager", "plexrl.worker")
-"""Parts that copy much, or whose children do: workers pull weights themselves."""
-READY_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 20.0
-RESTART_S = 0.2
-RESTART_S_MAX = 5.0
-STABLE_S = 10.0
-"""A part that ran this long is restarted at once when it dies."""
+from plexrl.cluster.part_processes import PartProcesses
+from plexrl.cluster.parts import (
+    Folders,
+    NodePlace,
+    Part,
+    node_parts,
+    router_parts,
+    scheduler_part,
+)
+from plexrl.cluster.ray_options import RayOptions
+from plexrl.errors import ConflictError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +51,59 @@ class Endpoint:
         )
 
 
-class Supervisor:
-    """Owns the processes of one embedded cluster."""
+class Nodes(Protocol):
+    """Where a cluster's nodes come from."""
 
-    def __init__(self, options: ClusterOptions) -> None:
+    async def start(self) -> None:
+        """Have the nodes there are join the scheduler, and from here on keep them running.
+
+        Raises:
+            PlexRLError: none, or one that must, can serve.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """End all of them, however far `start` came."""
+        ...
+
+
+class LocalNodes:
+    """Virtual nodes: processes of this machine."""
+
+    def __init__(self, options: ClusterOptions, folders: Folders) -> None:
         self._options = options
+        self._folders = folders
+        self._processes = PartProcesses(folders)
+        self._parts: list[Part] = []
+
+    async def start(self) -> None:
+        for index in range(self._options.nodes):
+            place = NodePlace.of_virtual(self._options, index)
+            self._parts += node_parts(self._options, self._folders, place)
+        for part in self._parts:
+            await self._processes.start(part)
+        self._processes.watch(self._parts)
+
+    async def stop(self) -> None:
+        await self._processes.unwatch()
+        for part in reversed(self._parts):
+            await self._processes.end(part)
+
+
+class Supervisor:
+    """Owns the processes of one cluster's control plane, and its nodes."""
+
+    def __init__(
+        self,
+        options: ClusterOptions,
+        settings: Mapping[str, Any] | None = None,
+        nodes: Callable[[Folders], Nodes] | None = None,
+    ) -> None:
+        """`settings` are the scheduler's, over the defaults; without `nodes` they are virtual."""
+        self._options = options
+        self._settings = settings or {}
         self._folders = Folders.of(options.data_dir)
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._stopping = False
+        self._nodes = LocalNodes(options, self._folders) if nodes is None else nodes(self._folders)
 
     async def run(self, stop: asyncio.Event, ready: Callable[[Endpoint], None]) -> None:
         """Run the cluster until `stop`; `ready` is told where it is.
@@ -73,109 +115,68 @@ class Supervisor:
         self._folders.data.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = _lock(self._folders.data)
         endpoint_file = self._folders.data / "cluster.json"
-        watchers: list[asyncio.Task[None]] = []
-        found: list[Part] = []
+        processes = PartProcesses(self._folders)
+        scheduler: Part | None = None
+        routers: list[Part] = []
         try:
             self._folders.make()
             key = _operator_key(self._folders.data)
             ports = _ports(self._options)
             digest = hashlib.sha256(key.encode()).hexdigest()
-            found = parts(self._options, self._folders, digest, ports)
-            for part in found:
-                await self._start(part)
+            scheduler = scheduler_part(self._options, self._folders, digest, self._settings)
+            await processes.start(scheduler)
+            await self._nodes.start()
+            routers = router_parts(self._options, self._folders, ports)
+            for router in routers:
+                await processes.start(router)
             url = ",".join(f"http://{self._options.host}:{port}" for port in ports)
             endpoint = Endpoint(url, key, os.getpid(), str(self._folders.data))
             _write_private(endpoint_file, endpoint.to_json())
-            watchers = [asyncio.create_task(self._watch(part)) for part in found]
+            processes.watch((scheduler, *routers))
             ready(endpoint)
             await stop.wait()
         finally:
-            self._stopping = True
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
-            for part in reversed(found):
-                await self._end(part)
+            await processes.unwatch()
+            for router in reversed(routers):
+                await processes.end(router)
+            await self._nodes.stop()
+            if scheduler is not None:
+                await processes.end(scheduler)
             endpoint_file.unlink(missing_ok=True)
             self._folders.remove()
             lock.close()
 
-    async def _start(self, part: Part) -> None:
-        """Start a part and wait until it says that it serves."""
-        log_path = self._folders.data / "logs" / f"{part.name}.log"
-        environment, options = dict(os.environ), []
-        if part.module in MOVES_MEMORY:
-            environment = tuned(environment)
-        if part.module == "plexrl.statemanager":
-            # Started by hand or by systemd it outlives whoever did that.
-            options = ["--end-with-parent"]
-        with log_path.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                part.module,
-                "--config",
-                str(write_config(part, self._folders)),
-                *options,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                # Ctrl-C is the supervisor's; it ends the parts in their order.
-                start_new_session=True,
-            )
-        self._processes[part.name] = process
-        assert process.stdout is not None
-        try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                line = await process.stdout.readline()
-        except TimeoutError:
-            line = b""
-        if b'"ready"' not in line:
-            if process.returncode is None:
-                process.kill()
-            raise UnavailableError(f"{part.name} did not start: see {log_path}")
-        LOG.info("%s runs as process %d", part.name, process.pid)
-
-    async def _watch(self, part: Part) -> None:
-        """Start the part again whenever it ends."""
-        pause_s = RESTART_S
-        while True:
-            began = asyncio.get_running_loop().time()
-            code = await self._processes[part.name].wait()
-            LOG.warning("%s ended with %s; starting it again", part.name, code)
-            if asyncio.get_running_loop().time() - began > STABLE_S:
-                pause_s = RESTART_S
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RESTART_S_MAX)
-            try:
-                await self._start(part)
-            except UnavailableError as error:
-                LOG.error("%s", error)
-
-    async def _end(self, part: Part) -> None:
-        process = self._processes.get(part.name)
-        if process is None or process.returncode is not None:
-            return
-        process.terminate()
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
-            LOG.error("%s did not end in %g s; killed", part.name, STOP_TIMEOUT_S)
-            process.kill()
-            await process.wait()
-
 
 def run_cluster(
-    options: ClusterOptions, ready: Callable[[Endpoint], None], lifeline: int | None = None
+    options: ClusterOptions,
+    ready: Callable[[Endpoint], None],
+    lifeline: int | None = None,
+    ray: RayOptions | None = None,
 ) -> None:
-    """Run a cluster until SIGINT or SIGTERM, or until the descriptor `lifeline` is at its end.
+    """Run a cluster until SIGINT or SIGTERM, or until the descriptor `lifeline` is at its end; with
+    `ray`, on the nodes of that Ray cluster.
 
-    Raises as `Supervisor.run`.
+    Raises as `Supervisor.run`, and with `ray` as `plexrl.cluster.ray_connection.connect`.
     """
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    if ray is None:
+        _run(Supervisor(options), ready, lifeline)
+        return
+    from plexrl.cluster.ray_connection import connect, disconnect
+    from plexrl.cluster.ray_nodes import RayNodes
 
+    # Before the event loop sets its signal handlers: Ray sets one of its own.
+    connect(ray.address, namespace=Folders.of(options.data_dir).run.name)
+    try:
+        supervisor = Supervisor(
+            options, ray.scheduler_settings(), lambda folders: RayNodes(options, ray, folders)
+        )
+        _run(supervisor, ready, lifeline)
+    finally:
+        disconnect()
+
+
+def _run(supervisor: Supervisor, ready: Callable[[Endpoint], None], lifeline: int | None) -> None:
     async def run() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -189,7 +190,7 @@ def run_cluster(
                     stop.set()
 
             loop.add_reader(lifeline, check, lifeline)
-        await Supervisor(options).run(stop, ready)
+        await supervisor.run(stop, ready)
 
     asyncio.run(run())
 

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.router.arrivals import Arrivals
 from plexrl.router.blobs import BlobStore
+from plexrl.router.checkpoint_owners import CheckpointOwners
 from plexrl.router.config import RouterConfig
 from plexrl.router.executor import Executor
 from plexrl.router.gateway import Gateway
@@ -73,10 +74,11 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
     app.add_exception_handler(PlexRLError, _typed)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(Exception, _unexpected)
-    # An operation's id may have slashes, so what lies behind it comes first.
+    # They are tried in this order: an operation's id may have slashes, so what lies behind it comes
+    # first; then the busiest.
     for routes in (
-        *(cluster_routes, job_routes, deployment_routes, rollout_routes),
-        *(stream_routes, operation_routes),
+        *(stream_routes, rollout_routes, operation_routes),
+        *(deployment_routes, job_routes, cluster_routes),
     ):
         app.include_router(routes(gateway))
     return app, gateway
@@ -102,7 +104,9 @@ def _make_gateway(config: RouterConfig) -> Gateway:
     executor.specs = specs
     arrivals = Arrivals(config.arriving_bytes_max, config.tenant_arriving_bytes_max)
     metrics = MetricsLog(data_dir / "metrics")
-    return Gateway(scheduler, executor, blobs, metrics, specs, arrivals, config.body_bytes_max)
+    owners = CheckpointOwners(scheduler, data_dir / "checkpoints")
+    bytes_max = config.body_bytes_max
+    return Gateway(scheduler, executor, blobs, metrics, specs, arrivals, owners, bytes_max)
 
 
 async def _typed(request: Request, error: Exception) -> JSONResponse:

@@ -30,13 +30,15 @@ OTHER_RANKS_TIMEOUT_S = 5.0
 """How long the other ranks are waited for once one has failed: they may hang in a collective."""
 
 Plain = dict[str, Any]
+_Grant = tuple[str, int, tuple[str, ...]]
+"""Group, token and workers that a run was admitted to."""
 
 
 @dataclass(slots=True)
 class _Run:
     """A run in flight."""
 
-    name: RunName
+    grant: _Grant
     task: asyncio.Task[None]
     sent: asyncio.Event
     """Its requests to the workers are on their way."""
@@ -57,17 +59,18 @@ class Executor:
         del peer
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, RunOperation)
-        name: RunName = (command.operation, command.token)
+        # Each group counts its tokens from 1, and a WPG that has lost its node is in another group.
+        grant: _Grant = (command.group, command.token, command.addresses)
         current = self._runs.get(command.operation)
         if current is not None:
-            if current.name == name and not current.task.done():
+            if current.grant == grant and not current.task.done():
                 return
             # The run of a former grant can have no answer any more.
             current.task.cancel()
         sent = asyncio.Event()
         task = asyncio.create_task(self._execute(command, sent))
-        self._runs[command.operation] = _Run(name, task, sent)
-        task.add_done_callback(lambda _: self._forget(name))
+        self._runs[command.operation] = _Run(grant, task, sent)
+        task.add_done_callback(lambda _: self._forget(command.operation, task))
 
     async def on_abort(self, peer: Peer, params: Plain) -> None:
         """The scheduler has a generation ended early."""
@@ -97,10 +100,10 @@ class Executor:
             run.task.cancel()
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
-    def _forget(self, name: RunName) -> None:
-        current = self._runs.get(name[0])
-        if current is not None and current.name == name:
-            del self._runs[name[0]]
+    def _forget(self, operation: str, task: "asyncio.Task[None]") -> None:
+        current = self._runs.get(operation)
+        if current is not None and current.task is task:
+            del self._runs[operation]
 
     def link(self, address: str) -> WorkerLink:
         """The connection to a worker, made when it is first used."""

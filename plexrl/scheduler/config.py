@@ -88,6 +88,13 @@ class SchedulerConfig:
     snapshot_operations: int = 64
     """Mutations after which a WPG that no switch has offloaded is snapshotted: the most that a
     recovery replays."""
+    rebuild_operations: int = 0
+    """Mutations of a WPG, with their payloads, kept beyond its durable version, so that it can be
+    computed anew where the nodes that hold the version are lost; 0: none. They reach back to the
+    initial weights or the last loaded checkpoint, or are given up."""
+    lost_nodes_return: bool = True
+    """Whether a lost node may come back with its state: who needs it then waits for as long as that
+    takes; else its job ends as FAILED after `node_replace_s`."""
     burst_hold_s: float = 0.05
     """Longest that a group is held idle for the resident's next operation while others wait."""
     burst_max_s: float = 300.0
@@ -124,6 +131,8 @@ class SchedulerConfig:
         for name in (*counts, *bounds, *payloads, *others):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
+        if self.rebuild_operations < 0:
+            raise InvalidRequestError("rebuild_operations must not be negative")
         for name in ("lease_s", "node_grace_s", "node_replace_s", "burst_hold_s", "burst_max_s"):
             if not math.isfinite(getattr(self, name)):
                 raise InvalidRequestError(f"{name} must be a finite number of seconds")

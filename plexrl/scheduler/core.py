@@ -310,6 +310,7 @@ class SchedulerCore:
             exclusive=event.exclusive or event.kind == "rollout",
             spec_json=event.spec_json,
             created_at=now,
+            past_is_whole=True,
             estimates=Estimates(event.state_bytes),
             node_type=event.node_type,
             trace=event.trace,

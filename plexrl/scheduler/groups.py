@@ -17,6 +17,7 @@ from plexrl.scheduler.operations import OWN_MARK, start
 from plexrl.scheduler.ordering import first
 from plexrl.scheduler.phases import switch_began
 from plexrl.scheduler.placement import owns_time
+from plexrl.scheduler.rebuilding import may_replay
 from plexrl.scheduler.relocation import finish as finish_relocation
 from plexrl.scheduler.relocation import is_due, stops
 from plexrl.scheduler.state import Deployment, Group, Operation, Residency, WpgState
@@ -47,7 +48,7 @@ def advance(context: Context, group: Group, now: float) -> None:
     if holder.moving is not None or holder.state != WpgState.READY:
         return
     if holder.replaying:
-        if not holder.running:
+        if not holder.running and may_replay(context, holder):
             _replay_next(context, group, holder, now)
         return
     if stops(context, holder):

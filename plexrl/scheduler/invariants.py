@@ -2,7 +2,7 @@
 
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.state import Deployment, Residency, WpgState
-from plexrl.wire.operations import MUTATING, OperationKind, OperationState
+from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
 
 def check(context: Context) -> None:
@@ -78,5 +78,14 @@ def _check_deployment(context: Context, deployment: Deployment) -> None:
         assert seqs, f"{name}: nothing rebuilds {deployment.completed_seq}"
         assert seqs[-1] == deployment.completed_seq, f"{name}: the log lacks its end"
     assert all(state.operations[logged].is_logged for logged in deployment.log), name
+    past = [state.operations[each].seq for each in deployment.past]
+    assert past == sorted(set(past)), f"{name}: what led to its version is out of order: {past}"
+    assert all(seq <= deployment.durable_seq for seq in past), f"{name}: {past} is not past"
+    if past:
+        assert past[-1] == deployment.durable_seq, f"{name}: what led to its version lacks its end"
+    elif deployment.durable_seq and deployment.past_is_whole:
+        first = state.operations[deployment.log[0]] if deployment.log else None
+        overwrites = first is not None and first.kind in SUPERSEDING
+        assert overwrites, f"{name}: nothing led to version {deployment.durable_seq}"
     left = len(deployment.log) - len(deployment.replaying)
     assert deployment.replaying == deployment.log[left:], f"{name}: replays what is not logged"

@@ -6,7 +6,7 @@ from plexrl.scheduler.commands import LaunchWorkers, RankPlacement, ReleaseState
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.early_ends import early_end
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
-from plexrl.scheduler.operations import drop_log, fail
+from plexrl.scheduler.operations import drop_log, drop_past, fail
 from plexrl.scheduler.placement import leave
 from plexrl.scheduler.profiler import forget_open_cycle
 from plexrl.scheduler.relocation import drain, nodes_of, settle
@@ -55,6 +55,7 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
         if not operation.state.is_final:
             fail(context, operation, error, now)
     drop_log(context, deployment)
+    drop_past(context, deployment)
     nodes = nodes_of(deployment)
     if deployment.incarnation:
         context.emit(

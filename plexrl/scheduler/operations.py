@@ -88,20 +88,7 @@ def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
     after: OperationId | None = None
     if event.source is not None:
         after = OperationId(f"{event.operation}{OWN_MARK}publish")
-        source = context.deployment(event.source)
-        context.state.operations[after] = Operation(
-            operation=after,
-            deployment=source.deployment,
-            kind=OperationKind.PUBLISH,
-            params_json="{}",
-            payload=None,
-            tokens=0,
-            source=None,
-            submitted_at=now,
-            internal=True,
-            serves=event.operation,
-        )
-        _queue(context, source, after, now)
+        enqueue_publish(context, context.deployment(event.source), after, event.operation, now)
     deployment = context.deployment(event.deployment)
     context.state.operations[event.operation] = Operation(
         operation=event.operation,
@@ -120,6 +107,25 @@ def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
     )
     taken_in(context, context.state.operations[event.operation])
     _queue(context, deployment, event.operation, now)
+
+
+def enqueue_publish(
+    context: Context, source: Deployment, name: OperationId, serves: OperationId, now: float
+) -> None:
+    """Have a trainer publish its weights for the sync `serves`."""
+    context.state.operations[name] = Operation(
+        operation=name,
+        deployment=source.deployment,
+        kind=OperationKind.PUBLISH,
+        params_json="{}",
+        payload=None,
+        tokens=0,
+        source=None,
+        submitted_at=now,
+        internal=True,
+        serves=serves,
+    )
+    _queue(context, source, name, now)
 
 
 def _queue(context: Context, deployment: Deployment, operation: OperationId, now: float) -> None:
@@ -230,6 +236,8 @@ def complete(
         deployment.completed_seq = operation.seq
         if operation.kind in SUPERSEDING:
             drop_log(context, deployment)
+            drop_past(context, deployment)
+            deployment.past_is_whole = True
         deployment.log.append(operation.operation)
         operation.is_logged = True
     else:
@@ -280,15 +288,38 @@ def _served(context: Context, operation: Operation) -> Operation | None:
 
 def drop_log(context: Context, deployment: Deployment) -> None:
     """Nothing in the replay log is needed any more."""
+    _forget(context, deployment.log)
+    deployment.replaying.clear()
+
+
+def drop_past(context: Context, deployment: Deployment) -> None:
+    """What led to the durable version is not needed any more, or too much."""
+    _forget(context, deployment.past)
+    deployment.past_is_whole = False
+
+
+def retire_log(context: Context, deployment: Deployment) -> None:
+    """The durable version includes the replay log: it is needed only should that version be lost,
+    and is kept for this as far as the bound allows."""
+    kept = len(deployment.past) + len(deployment.log)
+    if deployment.past_is_whole and kept <= context.config.rebuild_operations:
+        deployment.past += deployment.log
+        deployment.log.clear()
+        deployment.replaying.clear()
+        return
+    drop_past(context, deployment)
+    drop_log(context, deployment)
+
+
+def _forget(context: Context, names: list[OperationId]) -> None:
     operations = context.state.operations
-    for name in deployment.log:
+    for name in names:
         operation = operations[name]
         context.discard(operation.payload)
         operation.is_logged = False
         if operation.is_forgotten:
             del operations[name]
-    deployment.log.clear()
-    deployment.replaying.clear()
+    names.clear()
 
 
 def finish_move(

@@ -2,15 +2,16 @@
 
 import msgspec
 
-from plexrl.errors import ExecutionError, PlexRLError, from_wire
+from plexrl.errors import ExecutionError, InvalidRequestError, PlexRLError, from_wire
 from plexrl.ids import FencingToken, OperationId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationFailed, OperationFinished
 from plexrl.scheduler.groups import end_burst, load, successor
 from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
-from plexrl.scheduler.operations import complete, drop_log, fail, finish_move
+from plexrl.scheduler.operations import complete, fail, finish_move, retire_log
 from plexrl.scheduler.phases import switch_ended
+from plexrl.scheduler.rebuilding import is_republished
 from plexrl.scheduler.relocation import call_off, nodes_of
 from plexrl.scheduler.state import Deployment, Group, Operation, Residency
 from plexrl.scheduler.switch_cost import HOST, observe_move, state_lies
@@ -25,9 +26,6 @@ SNAPSHOT_BACK_OFF_S = 30.0
 
 LOST_CODES = frozenset({"state_lost", "corrupt_state"})
 """Errors of a load after which no restart can help."""
-
-REFUSED_CODE = "invalid_request"
-"""Of a load whose workers cannot build what was asked for: a library that is not installed."""
 
 
 def run_finished(context: Context, event: OperationFinished, now: float) -> None:
@@ -82,7 +80,8 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
             job = context.job(deployment.job)
             reason = f"the state of {deployment.deployment!r} cannot be had: {error.message}"
             end_job(context, job, JobTrigger.FAILED, reason, now)
-        elif operation.kind == OperationKind.LOAD and error.code == REFUSED_CODE:
+        elif operation.kind == OperationKind.LOAD and isinstance(error, InvalidRequestError):
+            # A model or a layout that cannot be, or a library that is not installed.
             job = context.job(deployment.job)
             reason = f"{deployment.deployment!r} cannot be built: {error.message}"
             end_job(context, job, JobTrigger.FAILED, reason, now)
@@ -93,6 +92,9 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     command = deployment.running[event.operation]
     if command.replay:
+        if is_republished(context, deployment, operation, error, now):
+            context.touch(deployment.group)
+            return
         restart(context, deployment, f"replaying {event.operation!r}: {error.message}", now)
         return
     del deployment.running[event.operation]
@@ -181,7 +183,7 @@ def _version_made(context: Context, deployment: Deployment, event: OperationFini
     deployment.durable_seq = deployment.completed_seq
     deployment.state_nodes = list(nodes_of(deployment))
     state_lies(deployment, event.moved.tier if event.moved is not None else HOST)
-    drop_log(context, deployment)
+    retire_log(context, deployment)
 
 
 def _hand_over(context: Context, group: Group, now: float) -> None:

@@ -1,18 +1,20 @@
 """WPGs whose node is lost, or has come back with fewer GPUs: other GPUs for those that can follow.
 
 A WPG can follow where its state survives: without a durable version the replay log rebuilds all of
-it, and a version can be copied while all nodes that hold it live: each has the parts of its own
-ranks only. It leaves its group and waits
-for GPUs like a new one, ahead of others as one whose turn came long ago; no operation is lost, for
-queue and log stay. One whose durable version lies on the lost node waits for that node.
+it; a version can be copied while all nodes that hold it live, for each has the parts of its own
+ranks only; and one that is lost is computed anew where what led to it was kept (`rebuilding`). The
+WPG leaves its group and waits for GPUs like a new one, ahead of others as one whose turn came long
+ago; no operation is lost, for queue and log stay. Any other whose durable version lies on the lost
+node waits for that node, or, where lost nodes do not come back, its job ends.
 """
 
 from plexrl.ids import NodeId
 from plexrl.scheduler.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.jobs import JobTrigger
-from plexrl.scheduler.lifecycle import has_gpu, job_event, release_lock, stop
+from plexrl.scheduler.lifecycle import end_job, has_gpu, job_event, release_lock, stop
 from plexrl.scheduler.placement import leave
+from plexrl.scheduler.rebuilding import rebuild
 from plexrl.scheduler.relocation import drain, nodes_of
 from plexrl.scheduler.state import Deployment, Node, Residency, WpgState
 
@@ -22,8 +24,8 @@ def look_at_node(context: Context, name: NodeId, now: float) -> None:
     node = context.state.nodes[name]
     if not node.alive:
         if _is_given_up(context, node, now):
-            for deployment in _on(context, name):
-                _replace(context, deployment)
+            for deployment in [*_on(context, name), *_elsewhere(context, name)]:
+                _replace(context, deployment, now)
     elif node.is_draining:
         drain(context, name, now)
     else:
@@ -42,7 +44,7 @@ def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
                 continue
             # Such of its workers as are still there are not those that are wanted.
             deployment.incarnation += 1
-        _replace(context, deployment)
+        _replace(context, deployment, now)
 
 
 def awaited(context: Context, deployment: Deployment) -> tuple[NodeId, ...]:
@@ -65,6 +67,18 @@ def _on(context: Context, node: NodeId) -> list[Deployment]:
     ]
 
 
+def _elsewhere(context: Context, node: NodeId) -> list[Deployment]:
+    """The deployments without ranks on a node whose durable version lies there: it was yet to be
+    copied to where they are, or they wait for GPUs."""
+    return [
+        deployment
+        for deployment in context.state.deployments.values()
+        if deployment.state in (WpgState.MIGRATING, WpgState.WAITING)
+        and node in deployment.state_nodes
+        and node not in nodes_of(deployment)
+    ]
+
+
 def _is_given_up(context: Context, node: Node, now: float) -> bool:
     if node.lost_at is None:
         return False
@@ -78,9 +92,15 @@ def _survives(context: Context, deployment: Deployment) -> bool:
     return context.config.migrates and all(nodes[each].alive for each in deployment.state_nodes)
 
 
-def _replace(context: Context, deployment: Deployment) -> None:
+def _replace(context: Context, deployment: Deployment, now: float) -> None:
     """Take the WPG off its group and have it placed anew, if there is something to go on from."""
-    if not _survives(context, deployment):
+    if deployment.state == WpgState.STOPPED:
+        # Its job has ended by the loss of another of its deployments.
+        return
+    if not _survives(context, deployment) and not rebuild(context, deployment):
+        _give_up(context, deployment, now)
+        return
+    if deployment.state == WpgState.WAITING:
         return
     nodes = nodes_of(deployment)
     context.emit(
@@ -109,6 +129,18 @@ def _replace(context: Context, deployment: Deployment) -> None:
     for name in context.relocating:
         # One that waited for this WPG to pull its weights waits no more.
         context.touch(context.deployment(name).group)
+
+
+def _give_up(context: Context, deployment: Deployment, now: float) -> None:
+    lost = [each for each in deployment.state_nodes if not context.state.nodes[each].alive]
+    if context.config.lost_nodes_return or not lost:
+        return
+    reason = (
+        f"the state of {deployment.deployment!r} lay on {', '.join(sorted(lost))}, lost, and the "
+        f"operations that led to it were more than are kept to repeat them "
+        f"({context.config.rebuild_operations}): begin a job from its newest checkpoint"
+    )
+    end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
 
 
 def _enqueue(context: Context, deployment: Deployment) -> None:

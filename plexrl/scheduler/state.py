@@ -311,6 +311,12 @@ class Deployment:
     """The internal move (load, offload, snapshot) in flight."""
     log: list[OperationId] = field(default_factory=list)
     """Completed mutations behind `durable_seq`, oldest first."""
+    past: list[OperationId] = field(default_factory=list)
+    """Mutations that led to `durable_seq`, oldest first, for the case that the nodes that hold that
+    version are lost."""
+    past_is_whole: bool = False
+    """`past` and `log` together make the present state out of the initial weights. False: some were
+    given up, being too many."""
     replaying: list[OperationId] = field(default_factory=list)
     """Part of `log` that the device's state still lacks."""
     completed_seq: int = 0

@@ -2,7 +2,7 @@
 
 A base is named by what it holds (a key that its users make of the model and its layout), within one
 tenant, one user and one device. Its first user is lent empty memory, fills it and says that it is
-whole; later ones are lent the same memory to read. It is lent, and counted, once.
+whole; from then on it is lent to be read, to later ones and to the first. It is counted once.
 
 Laws:
 - A base has users only while they have it mapped: an offload gives it back, a load borrows it.

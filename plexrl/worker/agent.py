@@ -220,6 +220,7 @@ class Agent:
             spec_json=command["spec_json"],
             log_path=f"{config.data_dir}/logs/{config.node}/{job}/{name}-{rank}.log",
             threads=config.threads,
+            gpu=int(placement["gpu"]),
             cores=cores_of_gpu(config.cores, int(placement["gpu"]), config.gpus),
         )
 

@@ -67,6 +67,8 @@ class WorkerConfig:
     spec_json: str
     log_path: str
     threads: int
+    gpu: int = 0
+    """The node's GPU that it has."""
     cores: tuple[int, ...] = ()
     """Bound to these; none: unbound."""
 

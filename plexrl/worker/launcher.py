@@ -10,6 +10,8 @@ from typing import Protocol
 from plexrl.worker.config import WorkerConfig
 
 STOP_GRACE_S = 2.0
+PRELOAD = ["plexrl.worker.fork_server_lifeline", "plexrl.worker.preload"]
+"""Imported by the fork server, in this order."""
 
 
 class WorkerProcess(Protocol):
@@ -51,7 +53,7 @@ class LocalLauncher:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["plexrl.worker.preload"])
+        self._context.set_forkserver_preload(PRELOAD)
 
     def warm_up(self) -> None:
         """Start the fork server, which then loads torch on its own time."""

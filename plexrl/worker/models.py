@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -43,8 +43,14 @@ def build_model(spec: ModelSpec) -> "nn.Module":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(spec.seed)
                 model = kind.from_config(config, **options)
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise InvalidRequestError(f"the model cannot be built: {error}") from error
+    except (PlexRLError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # A configuration that it does not check fails wherever its code first meets the value.
+        raise InvalidRequestError(
+            f"the model cannot be built ({type(error).__name__}: {error}): check its directory, or "
+            "its architecture and configuration"
+        ) from error
     model.eval()
     return model  # type: ignore[no-any-return]
 

@@ -10,12 +10,8 @@ import transformers.models.qwen2.modeling_qwen2
 import plexrl.worker.engine
 import plexrl.worker.process
 import plexrl.worker.training.fsdp
-from plexrl.cluster.lifeline import die_with_parent
 
 __all__ = ["plexrl", "torch", "transformers"]
-
-# The fork server is the agent's child: with the agent it dies, and its workers with it.
-die_with_parent()
 
 # What is imported stays for good. Left to the collector it would be walked at every offload, and
 # every walk would copy the pages that workers share with the fork server.

@@ -256,10 +256,10 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
     spec = deployment_spec_from_json(config.spec_json)
     if config.kind in ("train", "forward") or spec.layout.tp > 1:
         _join_process_group(config)
-    from plexrl.worker.factory import make_backend
+    from plexrl.worker.refused_backend import made_or_refused
     from plexrl.worker.team import make_worker
 
-    backend = make_backend(spec, config.rank, config.world_size, Path(config.checkpoint_dir))
+    backend = made_or_refused(spec, config.rank, config.world_size, Path(config.checkpoint_dir))
     client = StateManagerClient(
         config.statemanager,
         deployment=config.deployment,

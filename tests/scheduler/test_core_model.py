@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from plexrl import errors
 from plexrl.scheduler import events as ev
+from plexrl.scheduler.commands import RunOperation
 from plexrl.scheduler.demand import DemandTrace, Segment
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -36,8 +37,11 @@ class Cluster(RuleBasedStateMachine):
         policy=st.sampled_from(("isolated", "pack", "spread", "spread+backfill")),
         ordering=st.sampled_from(("hrrs", "hrrs-operations", "fifo-bursts")),
         node_replace_s=st.sampled_from((0.0, 50.0, 1e6)),
+        rebuild_operations=st.sampled_from((0, 4, 1000)),
     )
-    def start(self, policy: str, ordering: str, node_replace_s: float) -> None:
+    def start(
+        self, policy: str, ordering: str, node_replace_s: float, rebuild_operations: int
+    ) -> None:
         self.cluster = FakeCluster(
             policy=policy,
             ordering=ordering,
@@ -47,6 +51,7 @@ class Cluster(RuleBasedStateMachine):
             waiting_part_max=0.2,
             starvation_bound_s=200.0,
             node_replace_s=node_replace_s,
+            rebuild_operations=rebuild_operations,
         )
         for node in NODES:
             self.cluster.join_node(2, node=node, node_type="t", nvme_bytes=1 << 30)
@@ -122,10 +127,10 @@ class Cluster(RuleBasedStateMachine):
     def migrate(self, data: st.DataObject, error: str) -> None:
         self.cluster.migrate(data.draw(st.sampled_from(self.cluster.migrations)), error)
 
-    @precondition(lambda self: any(run.kind == "offload" for run in self.cluster.runs))
+    @precondition(lambda self: self._offloads())
     @rule()
     def refuse_offload(self) -> None:
-        run = next(run for run in self.cluster.runs if run.kind == "offload")
+        run = self._offloads()[0]
         self.cluster.runs.remove(run)
         self.cluster.send(
             ev.OperationFailed(
@@ -201,6 +206,15 @@ class Cluster(RuleBasedStateMachine):
                 held = wpg.versions.get(view["durable_seq"], [])
             if view["residency"] in ("device", "offloaded"):
                 assert held == wanted, name
+
+    def _offloads(self) -> list[RunOperation]:
+        """Asked for and not carried out: one whose answer was lost is not refused after all."""
+        wpgs = self.cluster.wpgs
+        return [
+            run
+            for run in self.cluster.runs
+            if run.kind == "offload" and wpgs[run.deployment].device is not None
+        ]
 
     def _join(self, node: str, gpus: int) -> None:
         self.cluster.nodes[node] = replace(self.cluster.nodes[node], gpus=gpus)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from plexrl.errors import InvalidRequestError, PlexRLError, StateTierFullError
+from plexrl.errors import InvalidRequestError, LayoutError, PlexRLError, StateTierFullError
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.commands import LaunchWorkers, ReleaseState, StopWorkers
 from tests.scheduler.fake_cluster import FakeCluster
@@ -62,11 +62,14 @@ def test_a_load_that_finds_no_room_calls_the_move_off_too() -> None:
     assert explained(cluster, "a")["nodes"] == ["n1"]
 
 
-def test_a_load_that_no_worker_can_carry_out_ends_the_job_and_says_why() -> None:
+@pytest.mark.parametrize("refusal", [InvalidRequestError, LayoutError])
+def test_a_load_that_no_worker_can_carry_out_ends_the_job_and_says_why(
+    refusal: type[PlexRLError],
+) -> None:
     cluster = cluster_of()
     with_jobs(cluster, "a")
     cluster.submit("a:0", "a/actor", "forward_backward")
-    refuse(cluster, "load", InvalidRequestError("pip install it"))
+    refuse(cluster, "load", refusal("pip install it"))
     cluster.settle()
     view = cluster.core.job_view("a", cluster.now)
     assert view["state"] == "FAILED"

@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,16 @@ def bases(device: CpuDevice) -> Iterator[SharedBases]:
     assert made.usage() == (0, 0)
 
 
+def protection(arena: Arena) -> str:
+    """Of the arena's first pages, as the kernel tells it."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, allowed, *_ = line.split()
+        first, end = (int(part, 16) for part in addresses.split("-"))
+        if first <= arena.address < end:
+            return allowed
+    raise AssertionError("the arena is not mapped")
+
+
 def lent_bytes(shard: Shard) -> int:
     return int(shard.agent.usage()["device"]["lent_bytes"])
 
@@ -102,6 +113,16 @@ def test_two_ranks_read_one_base_and_a_switch_moves_none_of_it(
         assert first.holds()
     assert np.array_equal(one.contents, expected)
     assert (first.fills, second.fills) == (1, 0)
+
+
+def test_a_base_that_is_whole_is_read_only_for_who_filled_it_too(
+    start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
+) -> None:
+    daemon = start_daemon()
+    readers = [make_reader(make_shard(daemon, deployment=f"{name}/actor")) for name in "ab"]
+    assert [reader.borrow() for reader in readers] == [MIB, 0]
+    assert [protection(reader.arena) for reader in readers] == ["r--s", "r--s"]
+    assert all(reader.holds() for reader in readers)
 
 
 def test_a_base_that_nobody_uses_gives_way_and_is_filled_again(

@@ -13,8 +13,10 @@ class CacheMemory:
     """The allocations behind vLLM's cache. Its tensors stay valid over both calls."""
 
     def __init__(self, runner: Any) -> None:
-        storages = {tensor.data_ptr(): tensor.untyped_storage() for tensor in runner.kv_caches}
-        self._storages: list[torch.UntypedStorage] = list(storages.values())
+        # Layers may share one allocation.
+        storages = [tensor.untyped_storage() for tensor in runner.kv_caches]
+        distinct = {storage.data_ptr(): storage for storage in storages}
+        self._storages: list[torch.UntypedStorage] = list(distinct.values())
         self._sizes = [storage.nbytes() for storage in self._storages]
 
     @property

@@ -81,7 +81,7 @@ def test_every_sync_brings_the_trainers_logprobs(
         for _ in range(2):
             step(actor, number)
         assert largest_difference(actor, rollout, number) > 2 * tolerance, "it still has old ones"
-        rollout.sync_weights(actor).result(LIMIT_S)
+        rollout.sync_weights(actor, in_flight=number == 1).result(LIMIT_S)
         assert largest_difference(actor, rollout, number) < tolerance
 
 

@@ -146,7 +146,8 @@ def test_a_paused_engine_draws_nothing_and_goes_on_where_it_stopped(backend: Any
 
 
 def test_many_requests_over_few_slots_and_blocks_draw_as_alone(make: Make) -> None:
-    short = make(kv_cache_bytes=8 * 32 * 512)
+    # Of 1024 bytes a token, in blocks of 32.
+    short = make(kv_cache_bytes=4 * 32 * 1024)
     write(short, MODEL)
     short.after_pull()
     alone = {
@@ -154,6 +155,8 @@ def test_many_requests_over_few_slots_and_blocks_draw_as_alone(make: Make) -> No
         for seed in range(5)
     }
     before = short.stats()
+    assert before.kv_bytes_max == 4 * 32 * 1024
+    assert (before.blocks, before.block_bytes) == (4, 32 * 1024)
     for number in range(16):
         short.submit(call(f"g{number}", 0, n=3, seed=number % 5, max_tokens=33), None)
     found = finish(short)

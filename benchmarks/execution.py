@@ -1,0 +1,150 @@
+"""Throughput and added latency of the router, beside a bare uvicorn endpoint in the same run.
+
+    python benchmarks/execution.py [--json]
+
+An operation is a `forward_backward` with a batch of 1 or 64 MB: a client uploads it, the router
+checks it, keeps it in the blob store and has it admitted by the scheduler, which journals it; a
+worker gets it whole and answers at once with a quarter of its bytes, which the client then fetches.
+All parts are real processes but for the model. The bare endpoint takes the same body and answers
+with the same number of bytes, keeping nothing. Both have the same clients, in a process of their
+own, and take turns; each line has all its rounds. Of many clients with 64 MB, 16 are served at a
+time, so that the bare endpoint, which holds whole bodies in memory, does not fill the machine.
+
+`added_p50_ms` is for one client with 1 MB; `payload_ratio` compares bytes per second of 16 clients
+with 64 MB. `engine_vs_transformers` is the measurement of `benchmarks/engine.py`.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import plexrl
+from benchmarks import engine
+from benchmarks.report import percentile, report
+from benchmarks.routing.clients import Load, Outcome
+from benchmarks.routing.rig import GPUS, KEY, bare_server, deployments, measure, routed
+from plexrl.client import requests
+
+CLIENTS = (1, 16, 256)
+ROUNDS = 2
+SECONDS = {1: 3.0, 64: 4.0}
+"""Of a round, by megabytes of a payload."""
+AT_ONCE = {1: 256, 64: 16}
+ROW_TOKENS = 512
+TOKEN_BYTES = 16
+"""Tokens, mask, logprobs and advantages."""
+
+
+def payload(megabytes: int) -> bytes:
+    """The body of an operation with as large a batch."""
+    rows = megabytes * (1 << 20) // TOKEN_BYTES // ROW_TOKENS
+    chance = np.random.default_rng(0)
+    tokens = chance.integers(3, 90, (rows, ROW_TOKENS)).tolist()
+    ones = [np.ones(ROW_TOKENS, dtype=np.float32)] * rows
+    batch = plexrl.Batch(tokens, dict.fromkeys(("mask", "logprobs", "advantages"), ones))
+    call = requests.forward_backward("job/actor", batch, plexrl.losses.grpo(), 16_384).call
+    assert call.content is not None
+    return call.content
+
+
+def add(total: Outcome, part: Outcome) -> None:
+    """Take another round in."""
+    total.seconds += part.seconds
+    total.latencies_s += part.latencies_s
+    total.refused += part.refused
+
+
+def cell(loads: dict[str, dict[str, Any]], megabytes: int, clients: int) -> dict[str, Outcome]:
+    """One line: rounds of the bare endpoint and of the router in turn."""
+    found = {name: Outcome() for name in loads}
+    for _ in range(ROUNDS):
+        for name, where in loads.items():
+            load = Load(
+                clients=clients,
+                at_once=min(clients, AT_ONCE[megabytes]),
+                seconds=SECONDS[megabytes],
+                **where,
+            )
+            add(found[name], measure(load))
+    return found
+
+
+def run_all(rows: list[tuple[str, ...]], figures: dict[str, float]) -> None:
+    """Measure every line."""
+    with (
+        tempfile.TemporaryDirectory(prefix="plexrl-bench-") as folder,
+        bare_server() as bare_port,
+        routed() as router_port,
+        plexrl.connect(f"http://127.0.0.1:{router_port}", KEY) as cluster,
+        cluster.create_job("bench") as job,
+    ):
+        routed_load = {
+            "port": router_port,
+            "key": KEY,
+            "deployments": deployments(job, GPUS),
+            "kind": "forward_backward",
+        }
+        for megabytes in SECONDS:
+            body = Path(folder) / f"{megabytes}.body"
+            body.write_bytes(payload(megabytes))
+            loads: dict[str, dict[str, Any]] = {
+                "bare": {"port": bare_port, "body_file": str(body)},
+                "router": {**routed_load, "body_file": str(body)},
+            }
+            for clients in CLIENTS:
+                sys.stderr.write(f"{clients} clients, {megabytes} MB …\n")
+                found = cell(loads, megabytes, clients)
+                tell(
+                    rows, figures, found, f"{clients} x {megabytes} MB", f"{clients}x{megabytes}mb"
+                )
+
+
+def tell(
+    rows: list[tuple[str, ...]],
+    figures: dict[str, float],
+    found: dict[str, Outcome],
+    name: str,
+    key: str,
+) -> None:
+    """Enter one line."""
+    bare, router = found["bare"], found["router"]
+    rates = [len(each.latencies_s) / each.seconds for each in (bare, router)]
+    cells = [name, *(f"{rate:.1f}" for rate in rates), f"{rates[1] / rates[0]:.2f}"]
+    for percent in (50, 99):
+        theirs, ours = (1e3 * percentile(each.latencies_s, percent) for each in (bare, router))
+        cells += [f"{theirs:.1f}", f"{ours - theirs:.1f}"]
+        figures[f"{key}_bare_p{percent}_ms"] = theirs
+        figures[f"{key}_added_p{percent}_ms"] = ours - theirs
+    figures[f"{key}_operations_per_s"] = rates[1]
+    figures[f"{key}_ratio"] = rates[1] / rates[0]
+    rows.append(tuple(cells))
+
+
+def main() -> None:
+    """Measure and print the figures."""
+    torch.set_num_threads(1)
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
+    run_all(rows, figures)
+    figures["added_p50_ms"] = figures["1x1mb_added_p50_ms"]
+    figures["payload_ratio"] = figures["16x64mb_ratio"]
+    sys.stderr.write("engine …\n")
+    theirs, ours = engine.compare(engine.ragged(engine.BAR), engine.BAR)
+    figures["engine_vs_transformers"] = ours / theirs
+    report(
+        f"Operations through the router; the engine is {ours / theirs:.2f} times transformers",
+        (
+            *("clients x payload", "bare/s", "router/s", "ratio"),
+            *("bare p50 ms", "added p50", "bare p99 ms", "added p99"),
+        ),
+        rows,
+        figures,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The processes that a supervisor has started: watched, started again when they die, ended."""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from plexrl.cluster.parts import Folders, Part, write_config
+from plexrl.cluster.tuning import tuned
+from plexrl.errors import UnavailableError
+
+LOG = logging.getLogger(__name__)
+
+MOVES_MEMORY = ("plexrl.statemanager", "plexrl.worker")
+"""Parts that copy much, or whose children do: workers pull weights themselves."""
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+RESTART_S = 0.2
+RESTART_S_MAX = 5.0
+STABLE_S = 10.0
+"""A part that ran this long is restarted at once when it dies."""
+
+
+class PartProcesses:
+    """Owns the processes of some parts."""
+
+    def __init__(self, folders: Folders) -> None:
+        self._folders = folders
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self, part: Part) -> None:
+        """Start a part and wait until it says that it serves.
+
+        Raises:
+            UnavailableError: it did not; its log says why.
+        """
+        log_path = self._folders.data / "logs" / f"{part.name}.log"
+        environment, options = dict(os.environ), []
+        if part.module in MOVES_MEMORY:
+            environment = tuned(environment)
+        if part.module == "plexrl.statemanager":
+            # Started by hand or by systemd it outlives whoever did that.
+            options = ["--end-with-parent"]
+        with log_path.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                part.module,
+                "--config",
+                str(write_config(part, self._folders)),
+                *options,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                # Ctrl-C is the supervisor's; it ends the parts in their order.
+                start_new_session=True,
+            )
+        self._processes[part.name] = process
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            line = b""
+        if b'"ready"' not in line:
+            if process.returncode is None:
+                process.kill()
+            raise UnavailableError(f"{part.name} did not start: see {log_path}")
+        LOG.info("%s runs as process %d", part.name, process.pid)
+
+    def watch(self, parts: Sequence[Part]) -> None:
+        """From here on start them again whenever they end."""
+        self._watchers += [asyncio.create_task(self._watch(part)) for part in parts]
+
+    async def unwatch(self) -> None:
+        """Let them end."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        self._watchers.clear()
+
+    async def end(self, part: Part) -> None:
+        """End a part that is not watched any more, if it runs."""
+        process = self._processes.get(part.name)
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            LOG.error("%s did not end in %g s; killed", part.name, STOP_TIMEOUT_S)
+            process.kill()
+            await process.wait()
+
+    async def _watch(self, part: Part) -> None:
+        pause_s = RESTART_S
+        while True:
+            began = asyncio.get_running_loop().time()
+            code = await self._processes[part.name].wait()
+            LOG.warning("%s ended with %s; starting it again", part.name, code)
+            if asyncio.get_running_loop().time() - began > STABLE_S:
+                pause_s = RESTART_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RESTART_S_MAX)
+            try:
+                await self.start(part)
+            except UnavailableError as error:
+                LOG.error("%s", error)

@@ -1,0 +1,75 @@
+"""State that is lost with its nodes, computed anew from what was kept.
+
+A WPG's version is made again by the mutations that led to it, repeated from the initial weights or
+from the checkpoint that was loaded last: the same bits, for the backends are deterministic. A
+rollout's weights are what it synced last; where the version it pulled is lost too, its trainer
+publishes again, and the rollout then has the trainer's present weights, which may be newer.
+"""
+
+from plexrl.errors import PlexRLError
+from plexrl.ids import FencingToken, OperationId
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.operations import OWN_MARK, enqueue_publish
+from plexrl.scheduler.placement import shares
+from plexrl.scheduler.state import Deployment, Operation
+from plexrl.wire.operations import OperationKind
+
+OUT_OF_REACH = frozenset({"state_lost", "unavailable", "connection_lost"})
+"""Errors of a sync that another publish mends."""
+
+
+def rebuild(context: Context, deployment: Deployment) -> bool:
+    """Have the next load begin from the initial weights, where a node that holds the WPG's version
+    is lost and what led to it was kept. False: nothing has changed."""
+    nodes = context.state.nodes
+    if all(nodes[each].alive for each in deployment.state_nodes):
+        return False
+    if not deployment.past_is_whole:
+        return False
+    deployment.log[:0] = deployment.past
+    deployment.past.clear()
+    deployment.durable_seq = 0
+    deployment.state_nodes = []
+    deployment.nvme_bytes = 0
+    deployment.nvme_bytes_by_node.clear()
+    return True
+
+
+def is_republished(
+    context: Context,
+    deployment: Deployment,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
+) -> bool:
+    """Whether the trainer was asked to publish again for a sync that could not be repeated; it is
+    repeated after that. False: another publish would not help."""
+    if operation.source is None or error.code not in OUT_OF_REACH:
+        return False
+    if shares(deployment):
+        # It would keep the group while it waits, and the trainer may be another member.
+        return False
+    if deployment.failures >= context.config.launch_attempts:
+        return False
+    deployment.failures += 1
+    del deployment.running[operation.operation]
+    trainer = context.deployment(operation.source)
+    name = OperationId(f"{operation.operation}{OWN_MARK}publish{deployment.failures}")
+    while name in context.state.operations:
+        name = OperationId(f"{name}'")
+    operation.after = name
+    enqueue_publish(context, trainer, name, operation.operation, now)
+    group = context.group_of(deployment)
+    assert group is not None, f"{deployment.deployment} runs without a group"
+    # Under the same token the workers would give the answer that they gave.
+    group.token = FencingToken(group.token + 1)
+    return True
+
+
+def may_replay(context: Context, deployment: Deployment) -> bool:
+    """Whether the next operation to repeat has all that it needs."""
+    operation = context.state.operations[deployment.replaying[0]]
+    if operation.kind != OperationKind.SYNC_WEIGHTS or operation.after is None:
+        return True
+    publish = context.state.operations.get(operation.after)
+    return publish is None or publish.state.is_final

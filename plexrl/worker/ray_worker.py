@@ -1,0 +1,31 @@
+"""A worker as a Ray actor: the actor's process is the worker, from its first call to its end."""
+
+import os
+import socket
+import traceback
+from multiprocessing.connection import Connection
+
+from plexrl.worker.config import WorkerConfig
+
+EXIT_FAILED = 1
+
+
+class RayWorkerActor:
+    """One rank; see `plexrl.worker.ray_launcher`."""
+
+    def serve(self, config: WorkerConfig, launcher: str) -> None:
+        """Be the worker; tells the launcher at the Unix socket `launcher` this process's id, and
+        `True` once requests can come. The connection ends with the process."""
+        from plexrl.worker.process import run_worker
+
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect(launcher)
+        connection = Connection(sock.detach())
+        connection.send(os.getpid())
+        try:
+            run_worker(config, lambda: connection.send(True))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            # An actor outlives a call that fails; a worker has nothing more to do.
+            os._exit(EXIT_FAILED)

@@ -1,0 +1,235 @@
+"""State that is lost with its node, computed anew from the operations that led to it."""
+
+import json
+
+import pytest
+
+from plexrl.errors import InvalidRequestError, PlexRLError, StateLostError, StateTierFullError
+from plexrl.ids import BlobRef
+from plexrl.scheduler import events as ev
+from plexrl.scheduler.commands import Command, DiscardBlobs, RunOperation
+from plexrl.wire.operations import OperationKind
+from tests.scheduler.fake_cluster import FakeCluster, config
+from tests.scheduler.test_relocation import cluster_of, drain, explained, with_jobs
+
+GONE_S = 121.0
+"""Beyond `node_replace_s`."""
+
+
+def trained(steps: int = 3, nodes: int = 2, **changes: object) -> FakeCluster:
+    """`a` has trained on n0, where its only version lies; every step made one."""
+    cluster = cluster_of(nodes, **{"snapshot_operations": 1, "rebuild_operations": 10, **changes})
+    with_jobs(cluster, "a")
+    train(cluster, *range(steps))
+    assert durable_seq(cluster) > 0
+    return cluster
+
+
+def train(cluster: FakeCluster, *indices: int) -> None:
+    for index in indices:
+        cluster.submit(f"a:{index}", "a/actor", "forward_backward")
+    cluster.settle()
+
+
+def durable_seq(cluster: FakeCluster) -> int:
+    return int(cluster.core.deployment_view("a/actor", cluster.now)["durable_seq"])
+
+
+def job(cluster: FakeCluster) -> dict[str, object]:
+    (found,) = [j for j in cluster.core.list_jobs(None, cluster.now) if j["job"] == "a"]
+    return dict(found)
+
+
+def refuse(cluster: FakeCluster, run: RunOperation, error: PlexRLError) -> None:
+    cluster.runs.remove(run)
+    cluster.send(
+        ev.OperationFailed(
+            operation=run.operation,
+            token=run.token,
+            error_json=json.dumps(error.to_wire()),
+            state_intact=False,
+        )
+    )
+
+
+def test_a_version_that_is_lost_with_its_node_is_computed_anew_elsewhere() -> None:
+    cluster = trained()
+    cluster.submit("a:3", "a/actor", "forward_backward")
+    cluster.lose_node("n0")
+    cluster.pass_time(GONE_S)
+    cluster.settle()
+    assert explained(cluster, "a")["nodes"] == ["n1"]
+    assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", "a:3"]
+    assert cluster.state_of("a:3") == "finished"
+
+
+def test_it_can_be_lost_and_computed_anew_again() -> None:
+    cluster = trained(nodes=3)
+    for count, node in enumerate(("n0", "n1")):
+        assert explained(cluster, "a")["nodes"] == [node]
+        cluster.lose_node(node)
+        cluster.pass_time(GONE_S)
+        train(cluster, 3 + count)
+    assert explained(cluster, "a")["nodes"] == ["n2"]
+    assert cluster.wpgs["a/actor"].device == [f"a:{index}" for index in range(5)]
+
+
+def test_a_node_that_is_back_in_time_has_its_version_loaded() -> None:
+    cluster = trained()
+    cluster.lose_node("n0")
+    cluster.pass_time(GONE_S - 10.0)
+    cluster.join_node(node="n0")
+    train(cluster, 3)
+    assert explained(cluster, "a")["nodes"] == ["n0"]
+    assert durable_seq(cluster) > 0
+
+
+def test_a_scheduler_that_was_restarted_computes_it_anew_too() -> None:
+    cluster = trained()
+    cluster.lose_node("n0")
+    del cluster.nodes["n0"]
+    cluster.restart_scheduler(restored=True)
+    cluster.pass_time(GONE_S)
+    train(cluster, 3)
+    assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", "a:3"]
+
+
+def test_what_a_loaded_checkpoint_replaced_is_not_repeated() -> None:
+    cluster = trained(rebuild_operations=3)
+    cluster.submit("load", "a/actor", "load_checkpoint")
+    train(cluster, 3, 4)
+    cluster.lose_node("n0")
+    cluster.pass_time(GONE_S)
+    train(cluster, 5)
+    assert cluster.wpgs["a/actor"].device == ["load", "a:3", "a:4", "a:5"]
+
+
+def test_a_copy_that_was_on_its_way_from_a_lost_node_is_computed_anew() -> None:
+    cluster = trained()
+    drain(cluster, "n0")
+    while not cluster.migrations:
+        cluster.execute(cluster.runs[0])
+    cluster.lose_node("n0")
+    cluster.migrations.clear()
+    cluster.pass_time(GONE_S)
+    train(cluster, 3)
+    assert explained(cluster, "a")["nodes"] == ["n1"]
+    assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", "a:3"]
+
+
+class Discards(FakeCluster):
+    """Notes which payloads the core gives up."""
+
+    def __init__(self, **changes: object) -> None:
+        self.discarded: list[str] = []
+        super().__init__(**changes)
+
+    def take(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, DiscardBlobs):
+                self.discarded += command.blobs
+        super().take(commands)
+
+
+def test_payloads_are_kept_up_to_the_bound_and_then_given_up_together() -> None:
+    cluster = Discards(snapshot_operations=1, rebuild_operations=3)
+    cluster.start_node()
+    with_jobs(cluster, "a")
+    lost = []
+    for index in range(5):
+        event = ev.OperationSubmitted(
+            operation=f"a:{index}",
+            deployment="a/actor",
+            kind=OperationKind.FORWARD_BACKWARD,
+            params_json="{}",
+            payload=BlobRef(f"blob:{index}"),
+        )
+        cluster.send(event)
+        cluster.settle()
+        lost.append(len(cluster.discarded))
+    # The version of the first n is made when the next one is about to run.
+    assert lost == [0, 0, 0, 0, 4]
+    cluster.send(ev.JobFinished(job="a", outcome="completed"))
+    assert cluster.discarded == [f"blob:{index}" for index in range(5)]
+
+
+@pytest.mark.parametrize("rebuild_operations", [0, 2])
+def test_beyond_the_bound_the_node_is_waited_for_or_the_job_ends(rebuild_operations: int) -> None:
+    waiting = trained(5, rebuild_operations=rebuild_operations)
+    waiting.lose_node("n0")
+    waiting.pass_time(1000.0)
+    assert not waiting.launches
+    assert job(waiting)["state"] not in ("FAILED", "COMPLETED")
+    ending = trained(5, rebuild_operations=rebuild_operations, lost_nodes_return=False)
+    ending.submit("a:5", "a/actor", "forward_backward")
+    ending.lose_node("n0")
+    assert job(ending)["state"] != "FAILED"
+    ending.pass_time(GONE_S)
+    assert job(ending)["state"] == "FAILED"
+    assert "n0" in str(job(ending)["reason"])
+    assert "checkpoint" in str(job(ending)["reason"])
+    assert ending.state_of("a:5") == "cancelled"
+
+
+def synced(**changes: object) -> FakeCluster:
+    """A trainer on n0 whose rollout there has pulled its weights; n1 is empty."""
+    cluster = cluster_of(2, rebuild_operations=10, **changes)
+    cluster.job("a")
+    cluster.deploy("a/actor")
+    cluster.deploy("a/rollout", "rollout", workers=1)
+    cluster.submit("a:0", "a/actor", "optim_step")
+    cluster.submit("sync", "a/rollout", "sync_weights", source="a/actor")
+    cluster.settle()
+    return cluster
+
+
+def test_a_rollout_whose_trainer_lost_what_it_published_has_it_publish_again() -> None:
+    cluster = synced()
+    cluster.kill("a/rollout")
+    cluster.submit("draw", "a/rollout", "generate")
+    cluster.launch(cluster.launches[0])
+    cluster.execute(cluster.runs[0])
+    (replayed,) = cluster.runs
+    assert replayed.replay
+    refuse(cluster, replayed, StateLostError("the version is gone"))
+    (publish,) = cluster.runs
+    assert (publish.deployment, publish.kind.value) == ("a/actor", "publish")
+    cluster.execute(publish)
+    (again,) = cluster.runs
+    assert (again.operation, again.replay) == ("sync", True)
+    assert again.token > replayed.token, "workers answer a run that they know as before"
+    assert again.source_seq == publish.seq
+    cluster.settle()
+    assert cluster.wpgs["a/rollout"].device == ["sync"]
+    assert cluster.state_of("draw") == "finished"
+
+
+def test_weights_that_cannot_be_pulled_again_and_again_end_the_job() -> None:
+    cluster = synced(launch_attempts=2)
+    cluster.kill("a/rollout")
+    cluster.submit("draw", "a/rollout", "generate")
+    for _ in range(20):
+        if cluster.launches:
+            cluster.launch(cluster.launches[0])
+        elif cluster.runs and cluster.runs[0].operation == "sync":
+            refuse(cluster, cluster.runs[0], StateLostError("the version is gone"))
+        elif cluster.runs:
+            cluster.execute(cluster.runs[0])
+    assert job(cluster)["state"] == "FAILED"
+
+
+def test_an_error_that_no_publish_mends_restarts_the_rollout() -> None:
+    cluster = synced()
+    cluster.kill("a/rollout")
+    cluster.submit("draw", "a/rollout", "generate")
+    cluster.launch(cluster.launches[0])
+    cluster.execute(cluster.runs[0])
+    refuse(cluster, cluster.runs[0], StateTierFullError("no room"))
+    assert [launch.deployment for launch in cluster.launches] == ["a/rollout"]
+    cluster.settle()
+    assert cluster.wpgs["a/rollout"].device == ["sync"]
+
+
+def test_a_negative_bound_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="rebuild_operations"):
+        config(rebuild_operations=-1)
