@@ -12,6 +12,7 @@ the answer's format; after it the verifier's reward is the only signal.
 
 import argparse
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -185,4 +186,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except plexrl.PlexRLError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
