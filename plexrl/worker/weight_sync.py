@@ -100,8 +100,8 @@ def _standing_still(
 
 def _split(how: str) -> str:
     return (
-        f"not all ranks of the engine got the weights ({how}): its workers are restarted from their "
-        "last complete state; sync again"
+        f"not all ranks of the engine got the weights ({how}): its workers are restarted from "
+        "their last complete state; sync again"
     )
 
 
