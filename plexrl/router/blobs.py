@@ -8,6 +8,7 @@ not read: what checks, plans and sends them works on the page cache's own bytes.
 import asyncio
 import hashlib
 import itertools
+import logging
 import mmap
 import os
 import time
@@ -22,6 +23,8 @@ import xxhash
 from plexrl.errors import PayloadTooLargeError, StorageError, UnknownOperationError
 from plexrl.ids import BlobRef
 from plexrl.wire.tensors import Body
+
+LOG = logging.getLogger(__name__)
 
 RESULT_SUFFIX = ".out"
 """Ends the name of every result."""
@@ -146,6 +149,12 @@ class BlobStore:
         self._take_recent(ref)
         self._path(ref).unlink(missing_ok=True)
 
+    async def discard_all(self, refs: Sequence[BlobRef]) -> None:
+        """As `discard`, beside the event loop: to free a file's pages takes time."""
+        for ref in refs:
+            self._take_recent(ref)
+        await asyncio.to_thread(self._unlink, refs)
+
     def discard_results(self, *, older_than_s: float) -> None:
         """Give up results that were written longer ago than that, and what a killed router left
         half-written; payloads are the scheduler's."""
@@ -159,7 +168,15 @@ class BlobStore:
                     # Another router was quicker.
                     continue
 
+    def _unlink(self, refs: Sequence[BlobRef]) -> None:
+        for ref in refs:
+            try:
+                self._path(ref).unlink(missing_ok=True)
+            except OSError as error:
+                LOG.error("the blob %s stays: %s", ref, error)
+
     def _keep_recent(self, ref: BlobRef, body: Body) -> None:
+        self._take_recent(ref)
         self._recent[ref] = body
         self._recent_bytes += len(body)
         while self._recent_bytes > RECENT_BYTES_MAX:

@@ -95,8 +95,7 @@ class Executor:
         del peer
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, DiscardBlobs)
-        for ref in command.blobs:
-            self._blobs.discard(ref)
+        await self._blobs.discard_all(command.blobs)
 
     async def close(self) -> None:
         """Stop everything; the scheduler has another router carry on."""

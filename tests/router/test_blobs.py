@@ -40,6 +40,11 @@ def test_the_longest_ids_are_names_of_blobs_too(tmp_path: Path, suffix: str) -> 
     assert not list(tmp_path.iterdir())
 
 
+def spoil(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.write_bytes(b"of the file")
+
+
 def test_small_payloads_wait_in_memory_within_a_bound(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     refs = [BlobRef(f"{number}.in") for number in range(RECENT_BYTES_MAX // (1 << 20) + 2)]
@@ -48,8 +53,7 @@ def test_small_payloads_wait_in_memory_within_a_bound(tmp_path: Path) -> None:
         for ref in refs:
             upload = await store.receive(arriving(ref.encode().ljust(1 << 20)), 1 << 20)
             await store.publish(upload, ref)
-        for path in tmp_path.iterdir():
-            path.write_bytes(b"of the file")
+        spoil(tmp_path)
         read = [bytes(await store.read(ref)) for ref in refs]
         assert read[:2] == [b"of the file"] * 2
         assert read[2:] == [ref.encode().ljust(1 << 20) for ref in refs[2:]]
