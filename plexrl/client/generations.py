@@ -27,8 +27,8 @@ class StreamReading:
         self._operation = operation
         self._samples = samples_per_prompt
         self._cursor = ""
-        self._given: dict[int, list[int]] = {}
-        # Tokens of each row that a generation begun anew has yet to repeat.
+        # Of each row, by this run of the generation; and those that it has yet to repeat.
+        self._seen: dict[int, list[int]] = {}
         self._repeats: dict[int, list[int]] = {}
         self.is_done = False
 
@@ -47,8 +47,10 @@ class StreamReading:
         if "error" in event:
             raise from_wire(event["error"])
         if "restart" in event:
-            self._repeats = {row: list(tokens) for row, tokens in self._given.items()}
-            self._given = {}
+            # This run may end as well before it has repeated everything that was given.
+            for row, tokens in self._seen.items():
+                self._repeats[row] = tokens + self._repeats.get(row, [])
+            self._seen = {}
         self.is_done = "done" in event
         if "rows" not in event:
             return []
@@ -65,7 +67,7 @@ class StreamReading:
                 f"tokens of sample {sample} than before: drop the chunks and take the result"
             )
         del expected[:again]
-        self._given.setdefault(sample, []).extend(tokens)
+        self._seen.setdefault(sample, []).extend(tokens)
         prompt, which = divmod(sample, self._samples)
         return Chunk(prompt, which, tokens[again:], logprobs[again:])
 

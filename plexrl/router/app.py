@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.router.arrivals import Arrivals
 from plexrl.router.blobs import BlobStore
+from plexrl.router.checkpoint_owners import CheckpointOwners
 from plexrl.router.config import RouterConfig
 from plexrl.router.executor import Executor
 from plexrl.router.gateway import Gateway
@@ -103,7 +104,9 @@ def _make_gateway(config: RouterConfig) -> Gateway:
     executor.specs = specs
     arrivals = Arrivals(config.arriving_bytes_max, config.tenant_arriving_bytes_max)
     metrics = MetricsLog(data_dir / "metrics")
-    return Gateway(scheduler, executor, blobs, metrics, specs, arrivals, config.body_bytes_max)
+    owners = CheckpointOwners(scheduler, data_dir / "checkpoints")
+    bytes_max = config.body_bytes_max
+    return Gateway(scheduler, executor, blobs, metrics, specs, arrivals, owners, bytes_max)
 
 
 async def _typed(request: Request, error: Exception) -> JSONResponse:

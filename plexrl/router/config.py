@@ -15,7 +15,7 @@ class RouterConfig:
     port: int
     """0 takes a free one."""
     data_dir: str
-    """Where blobs and metrics lie, shared by all routers."""
+    """Where blobs, metrics and checkpoints lie, shared by all routers."""
     otlp_endpoint: str | None = None
     """Where finished operations are sent as OpenTelemetry spans; absent: nowhere."""
     body_bytes_max: int = 1 << 30

@@ -20,6 +20,7 @@ from plexrl.errors import (
 )
 from plexrl.router.arrivals import Arrivals, steady
 from plexrl.router.blobs import BlobStore, Upload
+from plexrl.router.checkpoint_owners import CheckpointOwners
 from plexrl.router.engines import Engines
 from plexrl.router.executor import Executor
 from plexrl.router.metrics_log import MetricsLog
@@ -64,6 +65,7 @@ class Gateway:
         metrics: MetricsLog,
         specs: DeploymentSpecs,
         arrivals: Arrivals,
+        checkpoint_owners: CheckpointOwners,
         body_bytes_max: int,
     ) -> None:
         self.scheduler = scheduler
@@ -71,6 +73,7 @@ class Gateway:
         self.blobs = blobs
         self.metrics = metrics
         self._arrivals = arrivals
+        self.checkpoint_owners = checkpoint_owners
         self.body_bytes_max = body_bytes_max
         self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
         self._specs = specs

@@ -123,6 +123,8 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
     async def deploy(request: Request, job: str, body: DeploymentRequest) -> Plain:
         caller = await gateway.caller(request)
         check_name("deployment", body.name)
+        if body.model.path is not None:
+            await gateway.checkpoint_owners.check_path(body.model.path, caller.claim)
         spec, parameters = check_deployment(body)
         view = await gateway.scheduler.call(
             "create_deployment",

@@ -30,7 +30,7 @@ from plexrl.router.validation import (
     check_operation,
     check_source,
 )
-from plexrl.wire.operations import GenerateParams, SyncWeightsParams
+from plexrl.wire.operations import CheckpointParams, GenerateParams, SyncWeightsParams
 from plexrl.wire.tensors import (
     MEDIA_TYPE,
     Arrays,
@@ -93,6 +93,9 @@ def operation_routes(gateway: Gateway) -> APIRouter:
             if isinstance(checked.params, SyncWeightsParams):
                 source = await gateway.spec(checked.params.source, caller)
                 check_source(spec, source)
+            if isinstance(checked.params, CheckpointParams) and checked.params.job is not None:
+                job_named = checked.params.job
+                await gateway.checkpoint_owners.check_job(job_named, caller.claim)
             named = {"operation": operation, "deployment": f"{job}/{name}"}
             fields = {**named, "deadline_s": deadline_s, **caller.claim}
             return await _submit(gateway, fields, checked, upload)

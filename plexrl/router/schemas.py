@@ -86,7 +86,7 @@ class ModelRequest(_Strict):
     architecture: str | None = None
     config_json: str = "{}"
     vocabulary: str = ""
-    seed: int = 0
+    seed: int = Field(0, ge=-(2**63), lt=2**64)
     head: Literal["causal", "reward"] = "causal"
 
 
@@ -142,7 +142,7 @@ class LoraRequest(_Strict):
     targets: list[str] | None = Field(
         None, max_length=100, description="linear layers that get adapters; absent: all of a layer"
     )
-    seed: int = Field(0, ge=0, description="of A's first values")
+    seed: int = Field(0, ge=0, lt=2**64, description="of A's first values")
 
 
 class DeploymentRequest(_Strict):

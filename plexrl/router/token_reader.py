@@ -116,6 +116,9 @@ class TokenReader:
                 if "ended" in found:
                     # The worker has told its result; the scheduler is about to know.
                     await self._view(READ_TIMEOUT_S)
+                else:
+                    # More readers than the worker lets wait: none of them may ask without a pause.
+                    await asyncio.sleep(PAUSE_S)
                 return
             if self._cursor.stream not in ("", found["stream"]):
                 yield RESTART

@@ -162,6 +162,14 @@ class StateManagerClient:
             host.lender = HostLink(self._link)
         self._registered = registration.slices
 
+    def attach(self) -> None:
+        """Have memory behind the registered arena, if there is none; its contents stay.
+
+        Raises:
+            DeviceMemoryFullError: others have too much of the device.
+        """
+        self._link.attach()
+
     def borrow_base(
         self, base: WorkerArena, *, content: str, token: int, fill: Callable[[], None]
     ) -> int:

@@ -133,21 +133,24 @@ class RankLink:
         Raises:
             DeviceMemoryFullError: others have too much of the device.
         """
-        answer, fds = self._exchange(request)
-        sizes = answer["segment_bytes"]
-        segments = [Segment(fd=fd, nbytes=n) for fd, n in zip(fds, sizes, strict=True)]
-        whole = bool(answer["is_whole"])
+        filled_bytes = 0
         self._base = base
         try:
-            base.attach(segments, keep_contents=False, read_only=whole)
-            if whole:
-                return 0
-            fill()
-            self._exchange(BaseIsWhole(content=request.content, nbytes=request.nbytes))
+            while True:
+                answer, fds = self._exchange(request)
+                sizes, whole = answer["segment_bytes"], bool(answer["is_whole"])
+                segments = [Segment(fd=fd, nbytes=n) for fd, n in zip(fds, sizes, strict=True)]
+                base.attach(segments, keep_contents=False, read_only=whole)
+                if whole:
+                    return filled_bytes
+                fill()
+                self._exchange(BaseIsWhole(content=request.content, nbytes=request.nbytes))
+                filled_bytes = request.nbytes
+                # It is others' too from now on, so this rank maps it again, to read.
+                base.detach()
         except BaseException:
             self._return_base()
             raise
-        return request.nbytes
 
     def give_back(self) -> None:
         """Unmap the arena's memory and let others have it; a base too."""

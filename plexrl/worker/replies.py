@@ -15,6 +15,10 @@ from plexrl.wire.operations import MUTATING, OperationKind
 
 KEPT_MAX = 256
 """Answers remembered; far more than can be in flight when a router dies."""
+KEPT_BYTES_MAX = 512 << 20
+"""Of their payloads; beyond it as few as `KEPT_MIN` are remembered."""
+KEPT_MIN = 16
+"""Only what a router did not report before it died is asked for again, and it reports at once."""
 
 RunName = tuple[str, int]
 """Operation and token."""
@@ -37,6 +41,7 @@ class Replies:
         self._highest_token = 0
         self._running: set[RunName] = set()
         self._kept: OrderedDict[RunName, Reply] = OrderedDict()
+        self._kept_bytes = 0
 
     def known(self, name: RunName) -> bool:
         """It is running or was answered."""
@@ -78,8 +83,10 @@ class Replies:
         """Remember the answer of a run."""
         self._running.discard(name)
         self._kept[name] = reply
-        while len(self._kept) > KEPT_MAX:
-            self._kept.popitem(last=False)
+        self._kept_bytes += len(reply.payload)
+        while len(self._kept) > (KEPT_MAX if self._kept_bytes <= KEPT_BYTES_MAX else KEPT_MIN):
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= len(oldest.payload)
 
 
 def _overwrites(command: Mapping[str, Any]) -> bool:

@@ -101,27 +101,35 @@ class StateMover:
             self._built = True
         measured: Plain = {}
         # A process that has just built the model holds version 0: its bits depend on the spec only.
-        if seq > 0 or self._was_offloaded:
+        is_stored = seq > 0 or self._was_offloaded
+        if is_stored:
             report = self._load_version(seq, token)
             self._backend.after_load(report.parts)
             measured = _plain(report)
         else:
             self._register(token)
-        base_bytes = self._borrow_base(token)
+            self._client.attach()
+        base_bytes = self._borrow_base(token, is_stored=is_stored)
         if base_bytes is not None:
             measured["base_bytes_filled"] = base_bytes
         self.is_resident = True
         return measured
 
-    def _borrow_base(self, token: int) -> int | None:
+    def _borrow_base(self, token: int, *, is_stored: bool) -> int | None:
         """Have the frozen weights on the device too, if there are some; returns the bytes that were
         not there already. Raises as `StateManagerClient.borrow_base`."""
         base = getattr(self._backend, "frozen_base", None)
         if base is None:
             return None
-        filled = self._client.borrow_base(
-            base.arena, content=base.content, token=token, fill=base.fill
-        )
+        # Without a base the arena's memory goes back too, and what was built is in no store.
+        built = b"" if is_stored else bytes(self._backend.arena.buffer)
+        try:
+            filled = self._client.borrow_base(
+                base.arena, content=base.content, token=token, fill=base.fill
+            )
+        except BaseException:
+            self._backend.arena.buffer[: len(built)] = built
+            raise
         base.forget_built()
         return filled
 

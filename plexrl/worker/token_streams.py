@@ -20,6 +20,8 @@ TOKENS_MAX = 4096
 """In one answer."""
 READERS_MAX = 1024
 """That wait; the oldest are told that there is nothing yet, and ask again."""
+ENDED_MAX = 1024
+"""Generations that are remembered to have ended, for readers that ask a moment later."""
 
 Plain = dict[str, Any]
 
@@ -65,17 +67,22 @@ class TokenStreams:
 
     def __init__(self) -> None:
         self._logs: dict[str, TokenLog | None] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
         # By the reader's own name: one that asks again takes back what it asked before.
         self._waiting: OrderedDict[str, tuple[Connection, Plain]] = OrderedDict()
 
     def begin(self, operation: str, *, streamed: bool) -> TokenLog | None:
         """A generation begins; its log, if it keeps one."""
         log = self._logs[operation] = TokenLog() if streamed else None
+        self._ended.pop(operation, None)
         return log
 
     def end(self, operation: str) -> TokenLog | None:
         """A generation is over: its readers are told to look at the result."""
         log = self._logs.pop(operation, None)
+        self._ended[operation] = None
+        if len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
         for reader, (connection, header) in list(self._waiting.items()):
             if header["operation"] == operation:
                 del self._waiting[reader]
@@ -95,6 +102,9 @@ class TokenStreams:
                 "come with its result only"
             )
         self._waiting.pop(header["reader"], None)
+        if header["operation"] in self._ended:
+            _answer(connection, header, {"ended": True})
+            return
         self._waiting[header["reader"]] = connection, header
         if len(self._waiting) > READERS_MAX:
             _, (oldest, asked) = self._waiting.popitem(last=False)

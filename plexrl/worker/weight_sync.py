@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from plexrl.errors import PlexRLError
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.state_digest import digest_of_slices
@@ -19,12 +20,20 @@ if TYPE_CHECKING:
 
 Plain = dict[str, Any]
 
+_PULLED, _REFUSED, _TORN = "pulled", "refused", "torn"
+"""What the ranks of an engine tell each other of a sync in flight."""
+
+
+class SplitVersionError(Exception):
+    """The ranks of one engine have weights of two versions. No refusal: the state is lost."""
+
 
 def sync_weights(backend: Backend, client: StateManagerClient, command: Plain) -> Plain:
     """Carry out a `sync_weights`; returns what was measured.
 
     Raises:
         PlexRLError: as `StateManagerClient.pull`.
+        SplitVersionError: in flight, and not all ranks of the engine have pulled.
     """
     params = msgspec.json.decode(command["params_json"], type=SyncWeightsParams)
     # Of a rollout with adapters, these alone; the rest is made of them.
@@ -65,7 +74,7 @@ def _standing_still(
     backend: Backend, client: StateManagerClient, params: SyncWeightsParams
 ) -> Iterator[None]:
     """Where generations may be under way: they are paused, and go on afterwards if they did
-    before. They do not where the weights are of no version."""
+    before. They do not where the weights are of no version, on this rank or over all of them."""
     generator: RolloutBackend | None = None
     if params.in_flight and hasattr(backend, "step"):
         generator = backend  # type: ignore[assignment]
@@ -76,9 +85,15 @@ def _standing_still(
     generator.pause(recompute_kv=params.recompute_kv)
     try:
         yield
-    finally:
-        if not was_paused and not client.is_torn:
+    except PlexRLError:
+        outcomes = set(generator.gather(_TORN if client.is_torn else _REFUSED))
+        if outcomes == {_REFUSED} and not was_paused:
             generator.resume()
+        raise
+    if set(generator.gather(_PULLED)) != {_PULLED}:
+        raise SplitVersionError("other ranks of the engine did not get the weights that this has")
+    if not was_paused:
+        generator.resume()
 
 
 def policy_of(params: SyncWeightsParams) -> DeltaPolicy | None:

@@ -110,6 +110,13 @@ def test_an_unknown_architecture_or_backend_is_refused(job: plexrl.Job) -> None:
         job.train_deployment("b", MODEL, backend="jax")
 
 
+def test_a_model_at_no_path_is_refused(job: plexrl.Job, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in ("a\0b", str(tmp_path / "loop"), str(tmp_path)):
+        with pytest.raises(errors.InvalidRequestError):
+            job.train_deployment("a", plexrl.ModelSpec(path=path))
+
+
 def test_an_id_used_for_two_things_is_a_conflict(
     embedded: EmbeddedCluster, job: plexrl.Job
 ) -> None:
@@ -215,6 +222,28 @@ def test_a_tenant_sees_and_touches_nothing_of_anothers(
             stranger.attach_job(job.job)
         with pytest.raises(errors.PermissionDeniedError):
             stranger.create_tenant("more")
+
+
+def test_a_checkpoint_of_another_job_is_loaded_only_by_its_tenant(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster, job: plexrl.Job
+) -> None:
+    path = job.train_deployment("actor", MODEL).save_checkpoint("mine").result()["path"]
+    key = cluster.create_tenant(f"thief-{job.job}")
+    with plexrl.connect(embedded.url, key) as stranger, stranger.create_job("theft") as theft:
+        models = (
+            theft.train_deployment("actor", MODEL),
+            theft.rollout_deployment("rollout", MODEL),
+            theft.reference_deployment("reference", MODEL),
+        )
+        for model in models:
+            for name in (job.job, f"{theft.job}/../{job.job}", f"{job.job}/."):
+                with pytest.raises(errors.UnknownJobError):
+                    model.load_checkpoint("mine", job=name).result()
+        for way in (path, f"{path}/.", f"{embedded.data_dir}/logs/../checkpoints/{job.job}/mine"):
+            with pytest.raises(errors.UnknownJobError):
+                theft.reference_deployment("stolen", plexrl.ModelSpec(path=way))
+    with cluster.create_job("heir") as heir:
+        heir.train_deployment("actor", MODEL).load_checkpoint("mine", job=job.job).result()
 
 
 def test_a_checkpoint_is_neither_overwritten_nor_invented(job: plexrl.Job) -> None:

@@ -222,7 +222,7 @@ def test_the_log_tells_where_time_went_and_is_exported(
     out = tmp_path / "trace.json"
     CliRunner().invoke(app, ["trace", name, "--out", str(out), *where])
     events = json.loads(out.read_text())["traceEvents"]
-    named = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    named = {event["args"].get("name") for event in events if event["ph"] == "M"}
     assert {f"job {name}", "actor compute", "held by", "switches"} <= named
 
     def arrived() -> bool:

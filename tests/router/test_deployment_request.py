@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedDtypeError
 from plexrl.model_spec import tiny_qwen2
@@ -53,6 +54,17 @@ def test_a_layout_that_cannot_run_is_refused_by_its_field(
     with pytest.raises(LayoutError, match=message) as refused:
         check_deployment(request(**fields))
     assert refused.value.details["field"] == field
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64, 2**80])
+@pytest.mark.parametrize("where", ["model", "lora"])
+def test_a_seed_that_no_generator_takes_is_refused(where: str, seed: int) -> None:
+    sent: dict[str, Any] = {
+        "model": {"architecture": "qwen2", "seed": seed},
+        "lora": {"rank": 1, "seed": seed},
+    }
+    with pytest.raises(ValidationError, match=f"{where}.seed"):
+        request(**{where: sent[where]})
 
 
 def test_state_counts_what_megatron_keeps_on_every_data_rank() -> None:

@@ -1,15 +1,16 @@
 """A worker's moves over a real daemon: its arena is registered once, and again where it must be."""
 
 import numpy as np
+import pytest
 
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import DeviceMemoryFullError, InvalidRequestError
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.host_arena import HostArena
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.backend import BackendCall, BackendResult
 from plexrl.worker.residency import StateMover
-from tests.statemanager.conftest import ALL_PARTS, Daemon, MakeShard
+from tests.statemanager.conftest import ALL_PARTS, MIB, Daemon, MakeShard, StartDaemon
 
 
 class Bytes:
@@ -71,3 +72,49 @@ def test_a_registration_that_another_process_ended_is_made_again(
     assert np.array_equal(shard.contents, expected)
     # That one is the former now, and moves nothing until it registers.
     assert other.agent.usage()["device"]["lent_bytes"] == shard.arena.resident_bytes()
+
+
+class WithBase(Bytes):
+    """Its state lies on weights that are frozen."""
+
+    def __init__(self, arena: Arena, slices: tuple[StateSlice, ...]) -> None:
+        super().__init__(arena, slices)
+        self.frozen_base = Base()
+
+
+class Base:
+    """Frozen weights, all ones."""
+
+    content = "ones"
+
+    def __init__(self) -> None:
+        self.arena = Arena(MIB)
+        self.bytes = np.frombuffer(self.arena.buffer, dtype=np.uint8)
+
+    def fill(self) -> None:
+        self.bytes[:] = 1
+
+    def forget_built(self) -> None:
+        """It is written anew each time."""
+
+
+def test_what_was_built_outlives_a_base_that_found_no_room(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    daemon = start_daemon(device_bytes=2 * MIB)
+    holder = make_shard(daemon, deployment="a/actor", elements=MIB // 8)
+    shard = make_shard(daemon, registered=False, deployment="b/actor", elements=MIB // 8)
+    backend = WithBase(shard.arena, shard.slices)
+    mover = StateMover(backend, shard.client, shard.group)
+    built = shard.fill(7)
+    for _ in range(2):
+        with pytest.raises(DeviceMemoryFullError):
+            mover.move(OperationKind.LOAD, {"seq": 0, "token": 1})
+        assert not mover.is_resident
+        assert shard.arena.resident_bytes() == 0
+    holder.offload(1)
+    mover.move(OperationKind.LOAD, {"seq": 0, "token": 1})
+    assert backend.frozen_base.bytes.all()
+    assert shard.arena.resident_bytes() == MIB
+    assert np.array_equal(shard.contents, built)
+    backend.frozen_base.arena.close()

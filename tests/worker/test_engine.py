@@ -50,6 +50,13 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
         assert tokens.tolist() == wanted[0, len(prompt) :].tolist()
 
 
+def test_the_smallest_temperatures_are_greedy() -> None:
+    wanted = generate(PROMPTS, max_tokens=12, temperature=0.0)
+    for temperature in (1e-12, 1e-38, 1e-44, 5e-324):
+        found = generate(PROMPTS, max_tokens=12, temperature=temperature)
+        assert [row.tolist() for row in found.tokens] == [row.tolist() for row in wanted.tokens]
+
+
 def test_logprobs_are_those_of_a_plain_forward_whatever_the_temperature() -> None:
     found = generate(PROMPTS, temperature=0.7, max_tokens=10)
     for prompt, tokens, logprobs in zip(PROMPTS, found.tokens, found.logprobs, strict=True):

@@ -3,6 +3,7 @@
 import pytest
 
 from plexrl.errors import ConflictError, StaleTokenError
+from plexrl.worker import replies as replies_module
 from plexrl.worker.replies import KEPT_MAX, Replies, Reply
 
 
@@ -49,3 +50,22 @@ def test_answers_are_kept_within_a_bound() -> None:
         replies.end((f"o{index}", 1), Reply({}, b""))
     assert not replies.known(("o0", 1))
     assert replies.known((f"o{KEPT_MAX + 9}", 1))
+
+
+def test_large_answers_are_kept_within_a_bound_of_bytes_and_the_newest_always(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replies_module, "KEPT_BYTES_MAX", 100)
+    monkeypatch.setattr(replies_module, "KEPT_MIN", 3)
+    replies = Replies()
+
+    def known(*sizes: int) -> list[bool]:
+        names = [(f"o{index}", len(sizes)) for index in range(len(sizes))]
+        for name, size in zip(names, sizes, strict=True):
+            replies.begin(name, command("barrier"))
+            replies.end(name, Reply({}, bytes(size)))
+        return [replies.known(name) for name in names]
+
+    assert known(60, 10, 10, 10, 10) == [True] * 5
+    assert known(10, 10, 10, 10, 50, 10) == [True] * 6
+    assert known(70, 80, 90, 1) == [False, True, True, True]

@@ -99,6 +99,28 @@ def test_readers_are_told_of_the_end_and_ask_once_at_a_time(router: Reader) -> N
     assert router.answer() is None, "the former question of the same reader is void"
 
 
+def test_a_reader_that_asks_after_the_end_is_told_so_at_once(
+    router: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_streams, "ENDED_MAX", 2)
+    streams = TokenStreams()
+    for operation in ("former", "op", "other"):
+        streams.begin(operation, streamed=True)
+        streams.end(operation)
+    streams.read(router.connection, router.question("late", 3, "run"))
+    assert router.answer() == {"ended": True, "ask": "ask-late-3"}
+    log = streams.begin("op", streamed=True)
+    streams.read(router.connection, router.question("late", 3, "run"))
+    assert router.answer() is None, "it was begun anew"
+    assert log is not None
+    log.append(0, [7], [0.0])
+    streams.serve()
+    assert router.answer() is not None
+    # How many are remembered is bounded: of older ones nothing is known, as of those to come.
+    streams.read(router.connection, {**router.question("old"), "operation": "former"})
+    assert router.answer() is None
+
+
 def test_readers_are_bounded(router: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_streams, "READERS_MAX", 2)
     streams = TokenStreams()

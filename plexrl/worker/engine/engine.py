@@ -158,9 +158,7 @@ class Engine:
         generation = self._generations.get(name)
         if generation is None:
             return
-        waiting = self._seating.waiting
-        for sample in [sample for sample in waiting if sample.generation is generation]:
-            waiting.remove(sample)
+        for sample in self._seating.withdraw(generation):
             self._record(sample, ABORT)
         for slot in [s for s, r in self._rows.samples.items() if r.generation is generation]:
             self._record(self._seating.leave(slot), ABORT)

@@ -15,6 +15,8 @@ from plexrl.worker.engine.sampling import stream_of
 Ints = npt.NDArray[np.int64]
 
 NOBODY = -1
+COLDEST = 1e-20
+"""Lowest temperature but 0: divided by less, logprobs would leave float32 and all be alike."""
 
 
 class Rows:
@@ -97,7 +99,7 @@ class Rows:
         self.computed[slot] = self.held[slot] = 0
         self.limit[slot] = max(1, min(sampling.max_tokens, self.sequence_max - prompt))
         self.ignore_eos[slot] = sampling.ignore_eos
-        self.temperature[slot] = sampling.temperature
+        self.temperature[slot] = max(COLDEST, heat) if (heat := sampling.temperature) else 0.0
         self.top_p[slot] = sampling.top_p
         self.top_k[slot] = sampling.top_k
         if sample.tokens is None:

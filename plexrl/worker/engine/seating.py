@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 
 from plexrl.worker.engine.blocks import BlockPool, block_names
-from plexrl.worker.engine.generation import Sample
+from plexrl.worker.engine.generation import Generation, Sample
 from plexrl.worker.engine.rows import NOBODY, Ints, Rows
 from plexrl.worker.engine.step_batch import Work
 
@@ -89,6 +89,14 @@ class Seating:
             rows.forked[follower] = rows.forked[slot] = True
             rows.samples[follower].names = list(rows.samples[slot].names)
         return followers
+
+    def withdraw(self, generation: Generation) -> list[Sample]:
+        """Take those of a generation that wait out of the queue; linear, however many others."""
+        taken = [sample for sample in self.waiting if sample.generation is generation]
+        if taken:
+            others = [sample for sample in self.waiting if sample.generation is not generation]
+            self.waiting = deque(others)
+        return taken
 
     def leave(self, slot: int) -> Sample:
         """Take a sample from its slot; what it computed is kept for others while there is room."""

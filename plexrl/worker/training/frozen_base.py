@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from plexrl.errors import InvalidRequestError
 from plexrl.model_spec import ModelSpec
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.keys import StateKey, StatePart
@@ -21,11 +22,25 @@ from plexrl.worker.training.flat_state import ShardBox
 Rebuild = Callable[[], Mapping[str, torch.Tensor]]
 """Makes the frozen parameters anew: this rank's shards, each in its shape, by name."""
 
+ModelFiles = tuple[tuple[str, int, int, int], ...]
+"""Of those in a model's directory that decide about its weights: name, bytes, time of the last
+change in ns and inode of each."""
+DECIDING = ("config.json", "*.safetensors", "*.bin", "*.index.json")
+
 
 class FrozenBase:
     """Reads as zero until it is borrowed."""
 
-    def __init__(self, spec: ModelSpec, boxes: Mapping[str, ShardBox], rebuild: Rebuild) -> None:
+    def __init__(
+        self, spec: ModelSpec, files: ModelFiles, boxes: Mapping[str, ShardBox], rebuild: Rebuild
+    ) -> None:
+        """`files` are those of `spec` as they were before anything was read of them.
+
+        Raises:
+            InvalidRequestError: they are others by now, so what was built of them is of no version.
+        """
+        self._spec, self._files = spec, files
+        self._check_files()
         layout = ArenaLayout()
         for name, box in boxes.items():
             layout.add(
@@ -40,7 +55,7 @@ class FrozenBase:
         self._rebuild = rebuild
         self._built: Mapping[str, torch.Tensor] | None = None
         self.arena = Arena(layout.nbytes)
-        self.content = content_of(spec, boxes)
+        self.content = content_of(spec, files, boxes)
         """The same for two bases whose bytes are the same."""
 
     def home(self, name: str) -> torch.Tensor:
@@ -56,19 +71,44 @@ class FrozenBase:
         self._built = None
 
     def fill(self) -> None:
-        """Write all of it."""
-        shards = self._built if self._built is not None else self._rebuild()
+        """Write all of it.
+
+        Raises:
+            InvalidRequestError: it would be written from other files than it is named by.
+        """
+        shards = self._built
+        if shards is None:
+            shards = self._rebuild()
+            self._check_files()
         for name, piece in self._slices.items():
             view(self.arena, piece).copy_(shards[name])
 
+    def _check_files(self) -> None:
+        if model_files(self._spec) != self._files:
+            raise InvalidRequestError(
+                f"the files in {self._spec.path} have changed since this deployment's model was "
+                "read from them: put them back, or keep each version in a directory of its own"
+            )
 
-def content_of(spec: ModelSpec, boxes: Mapping[str, ShardBox]) -> str:
-    """A digest of what decides about the bytes: the model, its files as they are now, the boxes."""
-    files: list[tuple[str, int, int]] = []
-    if spec.path is not None:
-        for path in sorted(Path(spec.path).iterdir()):
-            there = path.stat()
-            files.append((path.name, there.st_size, there.st_mtime_ns))
+
+def model_files(spec: ModelSpec) -> ModelFiles:
+    """Those of a model's directory as they are now; none of a model that is made on the spot.
+
+    Raises:
+        InvalidRequestError: the directory cannot be read.
+    """
+    if spec.path is None:
+        return ()
+    try:
+        found = {file for pattern in DECIDING for file in Path(spec.path).glob(pattern)}
+        there = [(file.name, file.stat()) for file in sorted(found)]
+    except OSError as error:
+        raise InvalidRequestError(f"the model's directory cannot be read: {error}") from error
+    return tuple((name, at.st_size, at.st_mtime_ns, at.st_ino) for name, at in there)
+
+
+def content_of(spec: ModelSpec, files: ModelFiles, boxes: Mapping[str, ShardBox]) -> str:
+    """A digest of what decides about the bytes: the model, its files, the boxes."""
     places = [(name, b.global_shape, b.offset, b.shape, b.reserve) for name, b in boxes.items()]
     assert all(math.prod(b.shape) <= b.reserve for b in boxes.values())
     named = msgspec.json.encode([msgspec.to_builtins(spec), files, places])

@@ -29,7 +29,7 @@ from plexrl.worker.packing import MicroBatch
 from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.adapters import add_adapters, state_name
 from plexrl.worker.training.flat_state import FlatState, ShardBox
-from plexrl.worker.training.frozen_base import FrozenBase
+from plexrl.worker.training.frozen_base import FrozenBase, ModelFiles, model_files
 from plexrl.worker.training.fsdp_tensor_parallel import cut_parameters, local_box, parallelize
 from plexrl.worker.training.logprobs import token_logprobs, token_logprobs_of_parts
 from plexrl.worker.training.model import LossOfBatch, TrainingRank
@@ -70,6 +70,7 @@ class FsdpModel:
     def build(self) -> None:
         """As `TrainingModel.build`."""
         spec = self._rank.spec
+        files = () if spec.lora is None else model_files(spec.model)
         model = build_model(spec.model)
         if spec.lora is None:
             for parameter in model.parameters():
@@ -101,7 +102,7 @@ class FsdpModel:
             {state_name(name): boxes[name] for name in trained}, optimizer=spec.optimizer
         )
         self._move_in(trained)
-        self._freeze(frozen, {name: boxes[name] for name in frozen})
+        self._freeze(frozen, {name: boxes[name] for name in frozen}, files)
 
     @property
     def gathered_apart(self) -> list[nn.Module]:
@@ -157,13 +158,9 @@ class FsdpModel:
         dist.all_reduce(squared)
         return float(squared.sqrt())
 
-    def scale_gradients(self, factor: float) -> None:
-        """As `TrainingModel.scale_gradients`."""
-        self._state.gradients.mul_(factor)
-
-    def step(self, params: AdamParams) -> None:
+    def step(self, params: AdamParams, *, gradient_factor: float) -> None:
         """As `TrainingModel.step`."""
-        self._state.step(params)
+        self._state.step(params, gradient_factor)
 
     def zero_gradients(self) -> None:
         """As `TrainingModel.zero_gradients`."""
@@ -220,12 +217,15 @@ class FsdpModel:
                 parameter._local_tensor = home.view(padded).narrow(0, 0, gradient.shape[0])
                 parameter.grad = shard.to_sharded_dtensor(gradient)
 
-    def _freeze(self, shards: dict[str, Any], boxes: dict[str, ShardBox]) -> None:
+    def _freeze(
+        self, shards: dict[str, Any], boxes: dict[str, ShardBox], files: ModelFiles
+    ) -> None:
         """Have FSDP gather what is not trained from memory that others read too."""
         self._base: FrozenBase | None = None
         if not shards:
             return
-        self._base = FrozenBase(self._rank.spec.model, boxes, lambda: self._built_anew(boxes))
+        model = self._rank.spec.model
+        self._base = FrozenBase(model, files, boxes, lambda: self._built_anew(boxes))
         built: dict[str, torch.Tensor] = {}
         for name, shard in shards.items():
             padded, rows = shard.padded_sharded_param_size, boxes[name].shape[0]

@@ -1,0 +1,134 @@
+"""The ranks of one engine go on together after a sync in flight, or not at all.
+
+Ranks are threads here, and what they pull from is replaced: no source fails for one rank alone when
+it is asked to.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from plexrl.errors import PlexRLError, StateLostError, UnavailableError
+from plexrl.statemanager.pull import PullWay
+from plexrl.worker.weight_sync import SplitVersionError, sync_weights
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.client import StateManagerClient
+    from plexrl.worker.backend import Backend
+
+COMMAND = {
+    "params_json": '{"source": "a", "in_flight": true}',
+    "sources": ["s"],
+    "source": "a",
+    "source_seq": 3,
+}
+PULLED = SimpleNamespace(
+    bytes_by_source={},
+    bytes_moved=1,
+    bytes_wanted=1,
+    fraction=1.0,
+    way=PullWay.FULL,
+    seconds=0.1,
+    tier="host",
+)
+
+
+@dataclass(eq=False)
+class Group:
+    """What the ranks say to each other."""
+
+    said: dict[int, str] = field(default_factory=dict)
+    met: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=60))
+
+
+@dataclass(eq=False)
+class Rank:
+    """A rank's engine, and its client of the StateManager; `fault` is what its pull meets."""
+
+    rank: int
+    group: Group
+    fault: Exception | None
+    is_torn: bool = False
+    paused: bool = False
+    is_new: bool = False
+
+    def slices(self) -> tuple[()]:
+        return ()
+
+    def step(self) -> list[Any]:
+        raise AssertionError("nobody steps during a sync")
+
+    def stats(self) -> "Rank":
+        return self
+
+    def pause(self, *, recompute_kv: bool = True) -> None:
+        assert recompute_kv
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def pull(self, **wanted: Any) -> Any:
+        assert wanted["seq"] == 3
+        assert self.paused
+        if self.fault is not None:
+            raise self.fault
+        return PULLED
+
+    def after_pull(self) -> None:
+        self.is_new = True
+
+    def gather(self, value: str) -> list[str]:
+        self.group.said[self.rank] = value
+        self.group.met.wait()
+        return list(self.group.said.values())
+
+
+def synced(*ranks: Rank) -> list[Any]:
+    """What the sync comes to on each rank."""
+
+    def one(rank: Rank) -> Any:
+        client = cast("StateManagerClient", rank)
+        try:
+            return sync_weights(cast("Backend", rank), client, COMMAND)["weights_seq"]
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(one, ranks))
+
+
+def pair(first: Exception | None, second: Exception | None, **fields: Any) -> tuple[Rank, Rank]:
+    group = Group()
+    return Rank(0, group, first), Rank(1, group, second, **fields)
+
+
+@pytest.mark.parametrize("was_paused", [False, True])
+def test_ranks_that_have_all_pulled_are_as_they_were(was_paused: bool) -> None:
+    ranks = pair(None, None)
+    for rank in ranks:
+        rank.paused = was_paused
+    assert synced(*ranks) == [3, 3]
+    assert [rank.paused for rank in ranks] == [was_paused, was_paused]
+
+
+def test_ranks_that_are_all_refused_go_on_with_the_former_weights() -> None:
+    fault = StateLostError("the version is gone")
+    ranks = pair(fault, fault)
+    assert synced(*ranks) == [fault, fault]
+    assert not any(rank.paused or rank.is_new for rank in ranks)
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_no_token_is_drawn_while_ranks_have_weights_of_two_versions(is_torn: bool) -> None:
+    fault = UnavailableError("its sources are gone", retry_after_s=1.0)
+    ranks = pair(None, fault, is_torn=is_torn)
+    found, refused = synced(*ranks)
+    assert isinstance(found, SplitVersionError)
+    assert not isinstance(found, PlexRLError), "the state is not as it was, so workers begin anew"
+    assert refused is fault
+    assert all(rank.paused for rank in ranks)
