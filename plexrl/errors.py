@@ -6,6 +6,7 @@
     │   ├── TokenRangeError            400  token_out_of_vocabulary
     │   ├── NonFiniteInputError        400  non_finite_input
     │   ├── LayoutError                400  layout            (`details["field"]`: the axis)
+    │   ├── TraceError                 400  trace             (`problems`: by line and field)
     │   └── UnsupportedDtypeError      400  unsupported_dtype
     ├── AuthenticationError            401  unauthenticated
     ├── PermissionDeniedError          403  permission_denied
@@ -87,6 +88,12 @@ class LayoutError(InvalidRequestError):
     """A parallel layout that cannot be, or that a backend cannot run: `details["field"]`."""
 
     code = "layout"
+
+
+class TraceError(InvalidRequestError):
+    """A trace that cannot be read; `details["problems"]`: each fault's line, field and message."""
+
+    code = "trace"
 
 
 class UnsupportedDtypeError(InvalidRequestError):

@@ -14,6 +14,7 @@ from plexrl.cli.nodes import groups, nodes_app, status
 from plexrl.cli.operations import operations, trace
 from plexrl.cli.running import demo, up
 from plexrl.cli.tenants import tenants_app
+from plexrl.cli.traces import traces_app
 from plexrl.cli.usage import usage
 from plexrl.errors import PlexRLError
 
@@ -31,6 +32,7 @@ for command in (
     app.command()(command)
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(tenants_app, name="tenants")
+app.add_typer(traces_app, name="traces")
 
 
 def _version(asked: bool) -> None:

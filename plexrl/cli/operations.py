@@ -18,6 +18,7 @@ from plexrl.cli.context import (
     print_line,
     seconds,
 )
+from plexrl.errors import StorageError
 
 
 def operations(
@@ -76,7 +77,10 @@ def trace(
             cluster.attach_job(job, heartbeat=False)
         # Of all jobs, for others held the job's GPUs too, where the key may know.
         found = chrome_trace(operation_rows(cluster), job)
-    out.write_text(json.dumps(found))
+    try:
+        out.write_text(json.dumps(found))
+    except OSError as error:
+        raise StorageError(f"the trace cannot be written: {error}: name another --out") from error
     events = len(found["traceEvents"])
     if as_json:
         sys.stdout.write(json.dumps({"path": str(out), "events": events}) + "\n")

@@ -1,1 +1,48 @@
-"""Trace schema, loaders, generator and recorder. Empty so far."""
+"""Traces: what clusters did, in one schema; read, checked, recorded, and made up."""
+
+from plexrl.traces.bundled import bundled
+from plexrl.traces.describe import describe_jobs, describe_lengths
+from plexrl.traces.files import read_jobs, read_lengths, validate, write_jobs, write_lengths
+from plexrl.traces.generator import generate_jobs, generate_lengths, with_profiles
+from plexrl.traces.problems import Problem, Problems
+from plexrl.traces.published import MODEL_CLASSES, ModelClass
+from plexrl.traces.recorder import record
+from plexrl.traces.schema import JOBS, LENGTHS, ResponseLength, TraceJob, TraceSegment
+from plexrl.traces.shaping import Shape, shaped
+from plexrl.traces.sources import Source, check_trace, open_trace
+from plexrl.traces.wandb_runs import RunProfile, read_runs
+from plexrl.traces.workload import Workload, fit_workload, published_workload
+
+__all__ = [
+    "JOBS",
+    "LENGTHS",
+    "MODEL_CLASSES",
+    "ModelClass",
+    "Problem",
+    "Problems",
+    "ResponseLength",
+    "RunProfile",
+    "Shape",
+    "Source",
+    "TraceJob",
+    "TraceSegment",
+    "Workload",
+    "bundled",
+    "check_trace",
+    "describe_jobs",
+    "describe_lengths",
+    "fit_workload",
+    "generate_jobs",
+    "generate_lengths",
+    "open_trace",
+    "published_workload",
+    "read_jobs",
+    "read_lengths",
+    "read_runs",
+    "record",
+    "shaped",
+    "validate",
+    "with_profiles",
+    "write_jobs",
+    "write_lengths",
+]

@@ -1,0 +1,129 @@
+"""Column layouts of public job traces. Each loader makes one of our jobs of one of their rows.
+
+None of these sources is of RL jobs: they give arrivals, sizes and durations. `submit_s` is left in
+the source's own clock here, and comes to start at 0 when the trace is sorted.
+"""
+
+import math
+from typing import Any
+
+from plexrl.traces.formats.records import Fields
+
+Values = dict[str, Any]
+"""Fields of a `TraceJob`."""
+
+NO_GPU, NEVER_RAN, NO_ID = "asks for no GPU", "never ran", "has no id"
+"""Why a row of theirs is no job of ours."""
+
+OUTCOMES = {
+    **dict.fromkeys(("completed", "succeeded", "terminated", "pass"), "completed"),
+    **dict.fromkeys(("failed", "timeout", "node_fail"), "failed"),
+    **dict.fromkeys(("cancelled", "killed"), "cancelled"),
+}
+"""By how sources call it; `TIMEOUT` and `NODE_FAIL` are failures by the papers' own count."""
+
+
+def philly(fields: Fields) -> Values | str:
+    """Microsoft Philly in its flat form: job_id, tenant, submit_s, duration_s, gpus."""
+    values = {
+        "job_id": fields.text("job_id"),
+        "tenant": fields.text("tenant"),
+        "submit_s": fields.number("submit_s"),
+        "duration_s": fields.number("duration_s"),
+        "gpus": fields.integer("gpus"),
+    }
+    return _kept(fields, values)
+
+
+def slurm(fields: Fields) -> Values | str:
+    """Helios `cluster_log.csv` and Acme `trace_seren.csv`, `trace_kalos.csv`: one row a Slurm job.
+
+    The tenant is the virtual cluster, where there is none (Acme) the user.
+    """
+    values = {
+        "job_id": fields.text("job_id"),
+        "tenant": fields.text("vc") or fields.text("user"),
+        "submit_s": fields.time("submit_time"),
+        "duration_s": fields.number("duration"),
+        "gpus": fields.integer("gpu_num"),
+        "model": fields.text("type"),
+        "outcome": OUTCOMES.get(fields.text("state").lower(), ""),
+    }
+    if fields.has("queue"):
+        # Clocks of two machines: a few waits of the sources are a second below 0.
+        values["wait_s"] = max(0.0, fields.number("queue"))
+    return _kept(fields, values)
+
+
+PAI_TASK_COLUMNS = (
+    *("job_name", "task_name", "inst_num", "status", "start_time", "end_time"),
+    *("plan_cpu", "plan_mem", "plan_gpu", "gpu_type"),
+)
+"""Of Alibaba PAI's `pai_task_table.csv`, whose header is a file of its own."""
+
+
+def alibaba_2020(fields: Fields) -> Values | str:
+    """Alibaba PAI 2020 tasks: instances of a share of GPUs each, of which a job may have several.
+
+    Each task is a job here, for tasks are what is started; its time of submission is not in the
+    table, its start stands for it. Shares of GPUs are rounded up to whole ones.
+    """
+    if not fields.has("start_time") or not fields.has("end_time"):
+        return NEVER_RAN
+    if not fields.has("plan_gpu"):
+        return NO_GPU
+    start_s, job = fields.number("start_time"), fields.text("job_name")
+    instances = fields.number("inst_num") if fields.has("inst_num") else 1.0
+    values = {
+        "job_id": f"{job}/{fields.text('task_name')}" if job else "",
+        "submit_s": start_s,
+        "duration_s": fields.number("end_time") - start_s,
+        "gpus": math.ceil(instances * fields.number("plan_gpu") / 100.0),
+        "node_type": fields.text("gpu_type"),
+        "outcome": OUTCOMES.get(fields.text("status").lower(), ""),
+    }
+    return _kept(fields, values)
+
+
+def alibaba_2023(fields: Fields) -> Values | str:
+    """Alibaba GPU cluster 2023 pods (`openb_pod_list_*.csv`); a shared GPU counts as one."""
+    if not fields.has("deletion_time") or not fields.has("scheduled_time"):
+        return NEVER_RAN
+    submit_s, start_s = fields.number("creation_time"), fields.number("scheduled_time")
+    values = {
+        "job_id": fields.text("name"),
+        "submit_s": submit_s,
+        "duration_s": fields.number("deletion_time") - start_s,
+        "gpus": fields.integer("num_gpu"),
+        "node_type": fields.text("gpu_spec"),
+        "wait_s": max(0.0, start_s - submit_s),
+        "outcome": OUTCOMES.get(fields.text("pod_phase").lower(), ""),
+    }
+    return _kept(fields, values)
+
+
+def alibaba_2026(fields: Fields) -> Values | str:
+    """Alibaba spot-GPU trace 2026 (`job_info_df.csv`): high-priority jobs before spot ones."""
+    values = {
+        "job_id": fields.text("job_name"),
+        "tenant": fields.text("organization"),
+        "submit_s": fields.number("submit_time"),
+        "duration_s": fields.number("duration"),
+        "gpus": math.ceil(fields.number("gpu_request") * fields.number("worker_num")),
+        "node_type": fields.text("gpu_model"),
+        "priority": int(fields.text("job_type") == "HP"),
+    }
+    return _kept(fields, values)
+
+
+def _kept(fields: Fields, values: Values) -> Values | str:
+    """The values, or why the row is no job; nothing of a row with faults is decided."""
+    if fields.faults:
+        return values
+    if not values["job_id"]:
+        return NO_ID
+    if values["gpus"] == 0:
+        return NO_GPU
+    if values["duration_s"] == 0:
+        return NEVER_RAN
+    return values

@@ -1,0 +1,61 @@
+"""Column layouts of public response-length traces, by the names that each gives its columns."""
+
+from pathlib import Path
+from typing import Any
+
+from plexrl.errors import TraceError
+from plexrl.traces.formats.records import Fields, csv_records
+from plexrl.traces.laws import Histogram
+from plexrl.traces.problems import Problem, Problems
+
+OUTPUT = ("output_tokens", "GeneratedTokens", "output_length", "num_decode_tokens")
+PROMPT = ("prompt_tokens", "ContextTokens", "input_length", "num_prefill_tokens")
+SOURCE = ("client", "source")
+
+
+def requests(fields: Fields) -> dict[str, Any]:
+    """ServeGen, Azure, Mooncake or vidur: whichever names are there."""
+    values: dict[str, Any] = {"output_tokens": fields.integer(_first(fields, OUTPUT))}
+    if any(fields.has(name) for name in PROMPT):
+        values["prompt_tokens"] = fields.integer(_first(fields, PROMPT))
+    if fields.has("arrival_s"):
+        values["arrival_s"] = fields.number("arrival_s")
+    elif fields.has("TIMESTAMP"):
+        values["arrival_s"] = fields.time("TIMESTAMP")
+    elif fields.has("timestamp"):
+        # Mooncake's are milliseconds from its start.
+        values["arrival_s"] = fields.number("timestamp") / 1000.0
+    values["source"] = next((fields.text(name) for name in SOURCE if fields.has(name)), "")
+    return values
+
+
+def read_histogram(path: Path) -> Histogram:
+    """A distribution of lengths: output_tokens_from, output_tokens_to, probability.
+
+    Raises:
+        TraceError: rows are bad, or there are none.
+    """
+    problems = Problems()
+    bins: list[tuple[float, float, float]] = []
+    last = -1
+    for line, cells in csv_records(path, problems, None):
+        fields = Fields(cells)
+        low = fields.integer("output_tokens_from")
+        high = fields.integer("output_tokens_to")
+        part = fields.number("probability")
+        if not fields.faults and (high < low or low < 0 or part < 0 or low <= last):
+            fields.faults.append(("output_tokens_from", "is no bin behind the one before"))
+        for field, message in fields.faults:
+            problems(Problem(line=line, field=field, message=message))
+        if not fields.faults:
+            bins.append((float(low), float(high), part))
+            last = high
+    if problems.count:
+        raise problems.error(str(path))
+    if not sum(part for _, _, part in bins):
+        raise TraceError(f"{path} has no bins of a probability above 0")
+    return Histogram(bins=tuple(bins))
+
+
+def _first(fields: Fields, names: tuple[str, ...]) -> str:
+    return next((name for name in names if fields.has(name)), names[0])

@@ -1,0 +1,121 @@
+"""Foreign files as records of text, and how a loader takes fields out of one."""
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plexrl.traces.problems import Problem, Report
+from plexrl.traces.text_lines import cells, lines
+
+if TYPE_CHECKING:
+    from plexrl.traces.schema import Fault
+
+Record = tuple[int, Mapping[str, str]]
+"""Line, and its cells by column."""
+
+ABSENT = frozenset({"", "nan", "none", "null", "na", "n/a", "-"})
+"""How sources write that a value is not known, in any case."""
+
+
+class Fields:
+    """Takes typed fields out of one record and remembers what is wrong with any of them."""
+
+    def __init__(self, cells: Mapping[str, str]) -> None:
+        self._cells = cells
+        self.faults: list[Fault] = []
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and says something."""
+        return self._cells.get(name, "").strip().lower() not in ABSENT
+
+    def text(self, name: str) -> str:
+        """The field's text, empty where absent."""
+        return self._cells[name].strip() if self.has(name) else ""
+
+    def number(self, name: str) -> float:
+        """The field's finite number."""
+        if not self.has(name):
+            return self._fault(name, "is missing")
+        try:
+            value = float(self._cells[name])
+        except ValueError:
+            return self._fault(name, f"is no number: {self._shown(name)}")
+        if abs(value) > 1e15 or value != value:
+            return self._fault(name, f"is no finite number: {self._shown(name)}")
+        return value
+
+    def integer(self, name: str) -> int:
+        """The field's whole number; 8.0 is one."""
+        value = self.number(name)
+        if not value.is_integer():
+            return int(self._fault(name, f"is no whole number: {self._shown(name)}"))
+        return int(value)
+
+    def time(self, name: str) -> float:
+        """Seconds since 1970 of the field's date and time; without a zone it is UTC."""
+        if not self.has(name):
+            return self._fault(name, "is missing")
+        try:
+            value = datetime.fromisoformat(self._cells[name].strip())
+        except ValueError:
+            return self._fault(name, f"is no date and time: {self._shown(name)}")
+        zoned = value if value.tzinfo else value.replace(tzinfo=UTC)
+        return zoned.timestamp()
+
+    def _fault(self, name: str, message: str) -> float:
+        self.faults.append((name, message))
+        return 0.0
+
+    def _shown(self, name: str) -> str:
+        shown = ascii(self._cells[name])
+        return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+def csv_records(path: Path, report: Report, names: tuple[str, ...] | None) -> Iterator[Record]:
+    """The records of a CSV file; `names` of the columns where it has no header line."""
+    found = cells(path, report)
+    if names is None:
+        first = next(found, None)
+        if first is None:
+            report(Problem(line=0, field="", message="the file is empty"))
+            return
+        names = tuple(name.strip() for name in first[1])
+    for line, row in found:
+        if len(row) != len(names):
+            message = f"has {len(row)} cells where {len(names)} are due"
+            report(Problem(line=line, field="", message=message))
+            continue
+        yield line, dict(zip(names, row, strict=True))
+
+
+def json_records(path: Path, report: Report) -> Iterator[Record]:
+    """The records of a file with one JSON object a line."""
+    for line, text in lines(path, report):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            report(Problem(line=line, field="", message="is no JSON"))
+            continue
+        if not isinstance(value, dict):
+            report(Problem(line=line, field="", message="is no JSON object"))
+            continue
+        yield line, {str(name): _text(each) for name, each in value.items()}
+
+
+def header(path: Path) -> tuple[str, ...]:
+    """The names in the first line: of a CSV header's columns, or of a JSON object's fields."""
+    ignored: list[Problem] = []
+    for _, text in lines(path, ignored.append):
+        if text.lstrip().startswith("{"):
+            first = next(json_records(path, ignored.append), (0, {}))
+            return tuple(first[1])
+        return next(((*row,) for _, row in cells(path, ignored.append)), ())
+    return ()
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, bool | list | dict):
+        return ""
+    return str(value)

@@ -1,0 +1,110 @@
+"""The published RL profiles as rows of a trace (PlexRL Tab. 1 and §6.3). Pure.
+
+Seconds are the paper's: cycle, compute_log_prob, update_actor, sync_weight. Its evaluation says
+neither how the cycles of a job scatter, nor how many GPUs a job's rollout has. Training GPUs are
+the products of the parallel sizes of Tab. 1 (DP·CP·PP·TP); rollout GPUs are such that two jobs on
+one training pool save what the paper reports: saved / 2 = training / (training + rollout), so
+half of what trains for 7B and 30B, a third for 235B. State is 14 bytes a parameter: bf16 weights,
+float32 master weights and the two moments of Adam.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from plexrl.traces.schema import TraceSegment
+
+STATE_BYTES_PER_PARAMETER = 14
+JITTER = 0.15
+"""Standard deviation of a cycle's length by its mean, where nothing better is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelClass:
+    """A kind of RL job."""
+
+    name: str
+    period_s: float
+    log_prob_s: float
+    update_s: float
+    sync_s: float
+    parameters: float
+    gpus: int
+    rollout_gpus: int
+
+    @property
+    def busy_s(self) -> float:
+        """Of a cycle, on training GPUs."""
+        return self.log_prob_s + self.update_s + self.sync_s
+
+    def demand(self, *, rollout: float = 1.0, work: float = 1.0) -> dict[str, Any]:
+        """The fields of a `TraceJob` that say what a cycle needs; the rollout and the training
+        work stretched by these factors (a sync moves the same bytes whatever was rolled out)."""
+        rollout_s = rollout * (self.period_s - self.busy_s)
+        segments = []
+        at_s = rollout_s
+        for function, length_s in (
+            ("log_prob", work * self.log_prob_s),
+            ("update", work * self.update_s),
+            ("sync", self.sync_s),
+        ):
+            at_s, length_s = round(at_s, 3), round(length_s, 3)
+            segments.append(TraceSegment(function=function, offset_s=at_s, duration_s=length_s))
+            at_s += length_s
+        period_s = round(at_s, 3)
+        return {
+            "model": self.name,
+            "period_s": period_s,
+            "jitter_s": round(JITTER * period_s, 3),
+            "segments": tuple(segments),
+            "state_bytes": round(STATE_BYTES_PER_PARAMETER * self.parameters),
+        }
+
+
+MODEL_CLASSES = {
+    each.name: each
+    for each in (
+        ModelClass(
+            name="7B",
+            period_s=289.03,
+            log_prob_s=9.66,
+            update_s=38.08,
+            sync_s=9.76,
+            parameters=7.6e9,
+            gpus=8,
+            rollout_gpus=4,
+        ),
+        ModelClass(
+            name="30B",
+            period_s=284.80,
+            log_prob_s=19.62,
+            update_s=56.35,
+            sync_s=7.57,
+            parameters=30.5e9,
+            gpus=256,
+            rollout_gpus=128,
+        ),
+        ModelClass(
+            name="235B",
+            period_s=589.71,
+            log_prob_s=20.11,
+            update_s=82.39,
+            sync_s=8.89,
+            parameters=235e9,
+            gpus=384,
+            rollout_gpus=128,
+        ),
+    )
+}
+"""By name."""
+
+
+def class_of_size(gpus: int) -> ModelClass:
+    """The class that stands for a job of this many GPUs in a trace that knows sizes only: RL tasks
+    of similar size (PlexRL §6.3). One node of 8 or less is 7B, two are 30B, more 235B."""
+    return MODEL_CLASSES["7B" if gpus <= 8 else "30B" if gpus <= 16 else "235B"]
+
+
+def cycles_in(duration_s: float, period_s: float) -> int:
+    """RL steps of a job that long."""
+    return max(1, math.floor(duration_s / period_s + 0.5))

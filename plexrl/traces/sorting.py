@@ -1,0 +1,57 @@
+"""A trace in order of submission, however long it is and however its source orders it."""
+
+import heapq
+import pickle
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+
+from plexrl.traces.schema import TraceJob
+
+IN_MEMORY = 100_000
+"""Jobs; more are sorted in parts, which lie in files until they are merged."""
+
+
+def by_submission(jobs: Iterable[TraceJob], in_memory: int = IN_MEMORY) -> Iterator[TraceJob]:
+    """The jobs by `submit_s`, the first at 0; those of equal times stay as they were."""
+    start_s: float | None = None
+    for job in _sorted(jobs, in_memory):
+        if start_s is None:
+            start_s = job.submit_s
+        # Sources count in milliseconds at best; the difference of two clocks' floats does not.
+        yield replace(job, submit_s=round(job.submit_s - start_s, 6)) if start_s else job
+
+
+def _sorted(jobs: Iterable[TraceJob], in_memory: int) -> Iterator[TraceJob]:
+    key = attrgetter("submit_s")
+    with tempfile.TemporaryDirectory(prefix="plexrl-sort-") as folder:
+        runs: list[Path] = []
+        held: list[TraceJob] = []
+        for job in jobs:
+            held.append(job)
+            if len(held) == in_memory:
+                held.sort(key=key)
+                runs.append(_write(Path(folder) / str(len(runs)), held))
+                held = []
+        held.sort(key=key)
+        # The merge keeps the order of its inputs among equals, and they are in reading order.
+        yield from heapq.merge(*(_read(run) for run in runs), held, key=key)
+
+
+def _write(path: Path, jobs: list[TraceJob]) -> Path:
+    with path.open("wb") as file:
+        for job in jobs:
+            pickle.dump(job, file)
+    return path
+
+
+def _read(path: Path) -> Iterator[TraceJob]:
+    with path.open("rb") as file:
+        while True:
+            try:
+                job = pickle.load(file)
+            except EOFError:
+                return
+            yield job

@@ -1,0 +1,99 @@
+"""One door to any trace: a file of ours, or a public one by its column layout."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plexrl.traces.bundled import path_of
+from plexrl.traces.files import rows, validate
+from plexrl.traces.formats import detect, load
+from plexrl.traces.formats.records import header
+from plexrl.traces.parquet_file import column_names
+from plexrl.traces.problems import Problems, Report
+from plexrl.traces.schema import JOBS, LENGTHS, TABLES, Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A trace being read."""
+
+    path: Path
+    format: str
+    """`jobs` or `lengths`: of our own schema; else the name of a public trace's layout."""
+    table: Table[Any]
+    rows: Iterator[Any]
+    """Good rows. Where bad ones are not to be skipped, it ends in an error that names them all."""
+    problems: Problems
+    """What was wrong with the rows up to now."""
+    left_out: Counter[str]
+    """Rows of a public trace that are no jobs, by reason."""
+
+
+def open_trace(
+    name: str | Path,
+    *,
+    format: str | None = None,
+    skip_bad: bool = False,
+    on_problem: Report | None = None,
+) -> Source:
+    """The trace at a path, or `bundled:NAME`; without `format` its header says what it is.
+
+    Raises:
+        TraceError: it is of our own schema and has bad rows, which are not to be skipped. (Of a
+            public trace that is known when `rows` ends.)
+        InvalidRequestError: it cannot be read at all.
+    """
+    path = path_of(str(name))
+    chosen = format or _format(path)
+    problems = Problems(on_problem)
+    if chosen in TABLES:
+        table = TABLES[chosen]
+        if not skip_bad:
+            found = validate(path, table, on_problem)
+            if not found.ok:
+                raise found.problems.error(str(path))
+        return Source(
+            path=path,
+            format=chosen,
+            table=table,
+            rows=rows(path, table, problems),
+            problems=problems,
+            left_out=Counter(),
+        )
+    loaded = load(path, chosen, problems)
+    return Source(
+        path=path,
+        format=chosen,
+        table=loaded.table,
+        rows=loaded.rows if skip_bad else _strict(loaded.rows, problems, str(path)),
+        problems=problems,
+        left_out=loaded.left_out,
+    )
+
+
+def check_trace(
+    name: str | Path, *, format: str | None = None, on_problem: Report | None = None
+) -> tuple[Source, int]:
+    """Read a trace to its end; the source tells its problems, the number its good rows."""
+    source = open_trace(name, format=format, skip_bad=True, on_problem=on_problem)
+    return source, sum(1 for _ in source.rows)
+
+
+def _strict(found: Iterator[Any], problems: Problems, path: str) -> Iterator[Any]:
+    yield from found
+    if problems.count:
+        raise problems.error(path)
+
+
+def _format(path: Path) -> str:
+    if path.name.endswith(".parquet"):
+        names = set(column_names(path))
+        return "lengths" if "output_tokens" in names else "jobs"
+    names = set(header(path))
+    for table in (JOBS, LENGTHS):
+        required = {column.name for column in table.columns if column.required}
+        if required <= names <= set(table.names):
+            return table.name
+    return detect(path) or ("lengths" if "output_tokens" in names else "jobs")

@@ -1,0 +1,106 @@
+"""What is written is read, exactly, in every format; the same rows are the same bytes."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plexrl.traces import (
+    JOBS,
+    ResponseLength,
+    TraceJob,
+    read_jobs,
+    read_lengths,
+    write_jobs,
+    write_lengths,
+)
+from tests.traces.strategies import LENGTHS, traces
+
+SUFFIXES = (".csv", ".csv.gz", ".parquet")
+
+
+@settings(max_examples=30)
+@given(traces())
+def test_a_trace_comes_back_from_every_format_as_it_was(jobs: list[TraceJob]) -> None:
+    with TemporaryDirectory() as folder:
+        for suffix in SUFFIXES:
+            path = Path(folder) / f"trace{suffix}"
+            assert write_jobs(path, jobs) == len(jobs)
+            assert list(read_jobs(path)) == jobs
+            assert list(read_jobs(path, skip_bad=True)) == jobs
+
+
+@settings(max_examples=20)
+@given(traces())
+def test_csv_to_parquet_and_back_is_the_same_file(jobs: list[TraceJob]) -> None:
+    with TemporaryDirectory() as folder:
+        first, middle, last = (
+            Path(folder) / name for name in ("first.csv", "middle.parquet", "last.csv")
+        )
+        write_jobs(first, jobs)
+        write_jobs(middle, read_jobs(first))
+        write_jobs(last, read_jobs(middle))
+        assert last.read_bytes() == first.read_bytes()
+
+
+@settings(max_examples=20)
+@given(st.lists(LENGTHS, max_size=8))
+def test_response_lengths_come_back_as_they_were(rows: list[ResponseLength]) -> None:
+    with TemporaryDirectory() as folder:
+        for suffix in SUFFIXES:
+            path = Path(folder) / f"lengths{suffix}"
+            write_lengths(path, rows)
+            assert list(read_lengths(path)) == rows
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_the_same_rows_are_the_same_bytes(tmp_path: Path, suffix: str) -> None:
+    jobs = [TraceJob(job_id="a", submit_s=0.5, gpus=8, duration_s=1.0)]
+    one, other = tmp_path / f"one{suffix}", tmp_path / f"other{suffix}"
+    write_jobs(one, jobs)
+    write_jobs(other, jobs)
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_columns_may_be_absent_and_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "short.csv"
+    path.write_bytes(
+        b"\xef\xbb\xbfgpus,duration_s,job_id,submit_s\r\n8.0,60,a,0\r\n\r\n1,5.5,b,1e1"
+    )
+    assert list(read_jobs(path)) == [
+        TraceJob(job_id="a", submit_s=0.0, gpus=8, duration_s=60.0),
+        TraceJob(job_id="b", submit_s=10.0, gpus=1, duration_s=5.5),
+    ]
+
+
+def test_what_pandas_makes_of_parquet_is_read(tmp_path: Path) -> None:
+    """Whole numbers as floats, NaN for what is absent, integers where we keep floats."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {
+        "job_id": ["a", "b"],
+        "submit_s": pa.array([0, 5]),
+        "gpus": pa.array([8.0, 1.0]),
+        "duration_s": pa.array([60.5, float("nan")], from_pandas=False),
+        "cycles": pa.array([float("nan"), 3.0], from_pandas=False),
+        "period_s": pa.array([None, 2.0]),
+    }
+    path = tmp_path / "pandas.parquet"
+    pq.write_table(pa.table(columns), path)
+    assert list(read_jobs(path)) == [
+        TraceJob(job_id="a", submit_s=0.0, gpus=8, duration_s=60.5),
+        TraceJob(job_id="b", submit_s=5.0, gpus=1, cycles=3, period_s=2.0),
+    ]
+
+
+def test_parquet_says_which_schema_it_has(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "trace.parquet"
+    write_jobs(path, [])
+    schema = pq.read_schema(path)
+    assert schema.metadata[b"plexrl"] == b"jobs/1"
+    assert tuple(schema.names) == JOBS.names
