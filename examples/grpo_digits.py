@@ -85,7 +85,7 @@ class Controller:
         self.actor = job.train_deployment(
             "actor",
             model,
-            workers=None if options.layout else options.workers,
+            workers=2 if options.workers is options.layout is None else options.workers,
             parallelism=options.layout,
             backend=options.backend,
             exclusive=options.exclusive,
@@ -166,7 +166,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--warm-up-steps", type=int, default=None, help="default: the task's")
-    parser.add_argument("--workers", type=int, default=2, help="GPUs of the actor")
+    parser.add_argument(
+        "--workers", type=int, default=None, help="GPUs of the actor; default: the layout's, or 2"
+    )
     parser.add_argument("--backend", default=None, help="fsdp, megatron, …: the actor's")
     parser.add_argument(
         "--layout",

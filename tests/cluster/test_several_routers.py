@@ -158,9 +158,12 @@ def test_a_full_queue_makes_its_clients_wait_and_loses_nothing(
         same.barrier().result(LIMIT_S)
         transport.timeout_s = 0.0
 
+        # Each takes longer to carry out than to submit.
+        long = plexrl.Batch([[3] * 500] * 32, {})
+
         def flood() -> None:
             for _ in range(20 * PENDING_MAX):
-                same.forward(some_batch(1))
+                same.forward(long)
 
         with pytest.raises(errors.OverloadedError) as caught:
             flood()
