@@ -162,7 +162,7 @@ class DeploymentRequest(_Strict):
     exclusive: bool = Field(False, description="share the GPUs with nobody")
     backend: str | None = Field(
         None,
-        description="fsdp, megatron or deepspeed for train; torch for forward; torch or vllm for rollout",
+        description="train: fsdp, megatron, deepspeed; forward: torch; rollout: torch, vllm",
     )
     optimizer: Literal["device", "host"] = Field(
         "device",
