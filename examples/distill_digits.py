@@ -12,6 +12,7 @@ its warm-up. Without PLEXRL_URL an embedded cluster is started for the run.
 
 import argparse
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -128,4 +129,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except plexrl.PlexRLError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -12,6 +12,7 @@ the answer's format; after it the verifier's reward is the only signal.
 
 import argparse
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -84,7 +85,7 @@ class Controller:
         self.actor = job.train_deployment(
             "actor",
             model,
-            workers=None if options.layout else options.workers,
+            workers=2 if options.workers is options.layout is None else options.workers,
             parallelism=options.layout,
             backend=options.backend,
             exclusive=options.exclusive,
@@ -165,7 +166,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--warm-up-steps", type=int, default=None, help="default: the task's")
-    parser.add_argument("--workers", type=int, default=2, help="GPUs of the actor")
+    parser.add_argument(
+        "--workers", type=int, default=None, help="GPUs of the actor; default: the layout's, or 2"
+    )
     parser.add_argument("--backend", default=None, help="fsdp, megatron, …: the actor's")
     parser.add_argument(
         "--layout",
@@ -183,4 +186,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except plexrl.PlexRLError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -54,7 +54,8 @@ class ModelSpec:
             return msgspec.json.decode(self.config_json, type=dict[str, Any])
         except (OSError, msgspec.DecodeError) as error:
             raise InvalidRequestError(
-                f"the model's configuration cannot be read: {error}"
+                f"the model's configuration cannot be read: {error}; `path` is a Hugging Face "
+                "directory on the nodes, with config.json and weights"
             ) from error
 
 

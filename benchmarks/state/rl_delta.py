@@ -101,7 +101,9 @@ class DeltaController(Controller):
     """The demo's controller with a second rollout, whose learning rate is told."""
 
     def __init__(self, job: plexrl.Job, steps: int) -> None:
-        options = argparse.Namespace(seed=1, workers=2, exclusive=True, steps=steps)
+        options = argparse.Namespace(
+            seed=1, workers=2, backend=None, layout=None, exclusive=True, steps=steps
+        )
         super().__init__(job, TASKS["sort"], options)
         model = plexrl.tiny_qwen2("0123456789sr=", seed=options.seed)
         self.model = model

@@ -18,6 +18,7 @@ from plexrl.cli.context import (
     print_line,
     seconds,
 )
+from plexrl.errors import StorageError
 
 
 def operations(
@@ -35,12 +36,18 @@ def operations(
 
     with open_cluster(url, api_key, data_dir) as cluster:
         cluster.attach_job(job, heartbeat=False)
-        found = [
-            row
-            for row in operation_rows(cluster, job)
-            if deployment in (None, row["deployment"], row["deployment"].rpartition("/")[2])
-            and kind in (None, row["kind"])
-        ][-last:]
+        known = list(operation_rows(cluster, job))
+    of_deployment = [
+        row
+        for row in known
+        if deployment in (None, row["deployment"], row["deployment"].rpartition("/")[2])
+    ]
+    found = [row for row in of_deployment if kind in (None, row["kind"])][-last:]
+    if known and not found and not as_json:
+        there = {(row["deployment"].rpartition("/")[2], row["kind"]) for row in known}
+        names = ", ".join(" ".join(pair) for pair in sorted(there))
+        print_line(f"{job} has no finished operations of that deployment and kind. It has: {names}")
+        return
     rows = [
         (
             row["index"],
@@ -76,7 +83,10 @@ def trace(
             cluster.attach_job(job, heartbeat=False)
         # Of all jobs, for others held the job's GPUs too, where the key may know.
         found = chrome_trace(operation_rows(cluster), job)
-    out.write_text(json.dumps(found))
+    try:
+        out.write_text(json.dumps(found))
+    except OSError as error:
+        raise StorageError(f"the trace cannot be written: {error}: name another --out") from error
     events = len(found["traceEvents"])
     if as_json:
         sys.stdout.write(json.dumps({"path": str(out), "events": events}) + "\n")

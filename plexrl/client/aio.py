@@ -43,7 +43,7 @@ class AsyncDeployment:
     def within(self, deadline_s: float) -> Self:
         """As `Deployment.within`."""
         limited = copy(self)
-        limited._deadline_s = deadline_s
+        limited._deadline_s = requests.checked_deadline(deadline_s)
         return limited
 
     @property

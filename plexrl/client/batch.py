@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from plexrl.errors import BatchShapeError
+from plexrl.errors import BatchShapeError, TokenRangeError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,13 +31,15 @@ class Batch:
         """`tokens` are the rows; `per_token` holds, for each name, rows of the same lengths.
 
         Raises:
-            BatchShapeError: a row of values has another length than its row of tokens.
+            BatchShapeError: a row is no list of whole numbers, or a row of values has another
+                length than its row of tokens.
+            TokenRangeError: a token does not fit into 32 bits.
         """
         import numpy as np
 
-        rows = [np.asarray(row, dtype=np.int32).reshape(-1) for row in tokens]
+        rows = [_token_row(row, index) for index, row in enumerate(tokens)]
         self._lengths = np.array([len(row) for row in rows], dtype=np.int32)
-        self._tokens = _pack(rows, np.int32)
+        self._tokens = _pack_tokens(rows)
         self._per_token: dict[str, npt.NDArray[np.float32]] = {}
         for name, values in (per_token or {}).items():
             packed = [np.asarray(row, dtype=np.float32).reshape(-1) for row in values]
@@ -179,6 +181,33 @@ def split_rows(values: Any, lengths: Sequence[int]) -> list[Any]:
     import numpy as np
 
     return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+
+def _token_row(row: "Sequence[int]", index: int) -> "npt.NDArray[Any]":
+    import numpy as np
+
+    try:
+        found = np.asarray(row)
+    except ValueError as error:
+        raise BatchShapeError(f"row {index} is ragged: give a list of token ids") from error
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise BatchShapeError(
+            f"row {index} is {str(row)[:40]!r}, no list of token ids: give a list of lists of "
+            "whole numbers, as `[tokenizer.encode(text)]` is",
+            row=index,
+        )
+    return found
+
+
+def _pack_tokens(rows: "Sequence[npt.NDArray[Any]]") -> Any:
+    import numpy as np
+
+    filled = [row for row in rows if row.size]
+    tokens = np.concatenate(filled) if filled else np.empty(0, dtype=np.int32)
+    limits = np.iinfo(np.int32)
+    if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
+        raise TokenRangeError("a token does not fit into 32 bits: is this the model's tokenizer?")
+    return tokens.astype(np.int32)
 
 
 def _pack(rows: "Sequence[npt.NDArray[Any]]", dtype: "type[np.generic]") -> Any:

@@ -2,7 +2,7 @@
 
 One process for each job, with a thread for each deployment and phase; one for each node group, with
 who held its GPUs and the moves of state on and off them. Where runs of a deployment overlap, as
-generations do, a phase has several threads.
+generations do, a phase has several threads; those of queues stand below the others.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ Plain = dict[str, Any]
 Row = Mapping[str, Any]
 
 PAGE = 1000
+QUEUES_FROM = 1_000_000
 
 
 def operation_rows(cluster: "Cluster", job: str | None = None) -> Iterator[Plain]:
@@ -86,6 +87,11 @@ class _Canvas:
         if (pid, name) not in self._threads:
             tid = self._threads[pid, name] = len(self._threads) + 1
             self._name("thread_name", name, pid, tid)
+            # A queue has a lane for each operation that waited at the same time: below all others,
+            # or what was computed would be lost under them.
+            place = {"sort_index": tid + (QUEUES_FROM if " queue" in name else 0)}
+            order = {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": place}
+            self.events.append(order)
         return self._threads[pid, name]
 
     def _name(self, kind: str, name: str, pid: int, tid: int) -> None:

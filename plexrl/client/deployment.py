@@ -30,9 +30,13 @@ class Deployment:
         """This deployment, with a deadline for what is submitted by it: an operation that has not
         begun so many seconds after its submission never runs, and its future raises
         `DeadlineExceededError`. A generation that runs by then ends with what it has; anything else
-        that runs is finished."""
+        that runs is finished.
+
+        Raises:
+            InvalidRequestError: `deadline_s` is no number above 0.
+        """
         limited = copy(self)
-        limited._deadline_s = deadline_s
+        limited._deadline_s = requests.checked_deadline(deadline_s)
         return limited
 
     def barrier(self) -> Future[Plain]:

@@ -1,5 +1,6 @@
 """What the SDK asks for, as plain requests: no I/O, so blocking and async clients share it."""
 
+import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import msgspec
 
 from plexrl.client import results
 from plexrl.client.transport import Call
+from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import (
     LOSS_INPUTS,
     AdamParams,
@@ -171,6 +173,17 @@ def load_checkpoint(
     """Restore a checkpoint."""
     params = CheckpointParams(name=name, job=job, optimizer=optimizer)
     return submission(deployment, OperationKind.LOAD_CHECKPOINT, params, results.decode_plain)
+
+
+def checked_deadline(deadline_s: float) -> float:
+    """Seconds that operations have to begin in.
+
+    Raises:
+        InvalidRequestError: no number above 0.
+    """
+    if isinstance(deadline_s, int | float) and 0 < deadline_s < math.inf:
+        return float(deadline_s)
+    raise InvalidRequestError(f"the deadline is {deadline_s!r}: give seconds, more than 0")
 
 
 def barrier(deployment: str) -> Submission:

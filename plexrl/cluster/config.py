@@ -6,6 +6,7 @@ from pathlib import Path
 from plexrl.errors import InvalidRequestError
 
 GIB = 1 << 30
+HTTP = ("http://", "https://")
 
 POLICIES = ("isolated", "pack", "spread", "spread+backfill")
 """The scheduler's own; kept here too, for a cluster's parts do not import each other."""
@@ -67,8 +68,12 @@ class ClusterOptions:
     """Bound of the journal; absent: the disk's."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "routers", "gpus_per_node", "gpu_memory_bytes", "host_memory_bytes"):
-            if getattr(self, name) < 1:
+        counts = ("nodes", "routers", "gpus_per_node", "gpu_memory_bytes", "host_memory_bytes")
+        queues = ("pending_operations_max", "tenant_operations_max")
+        payloads = ("deployment_payload_bytes_max", "tenant_payload_bytes_max")
+        for name in (*counts, *queues, *payloads, "journal_bytes_max"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
         for name, known in (("policy", POLICIES), ("ordering", ORDERINGS)):
             if getattr(self, name) not in known:
@@ -81,6 +86,11 @@ class ClusterOptions:
                 raise InvalidRequestError(
                     f"{name} has {count} names for {self.nodes} nodes: give one, or one for each"
                 )
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(HTTP):
+            raise InvalidRequestError(
+                f"otlp_endpoint {self.otlp_endpoint!r} is no URL: write it as "
+                "http://127.0.0.1:4318/v1/traces"
+            )
         if self.journal == "":
             raise InvalidRequestError(
                 "journal is empty: give a path or postgresql://user@host/name"

@@ -155,7 +155,7 @@ class _Phases:
         options = self._options
         arguments = [
             *("--steps", str(options.steps), "--seed", str(options.seed)),
-            *("--workers", str(options.workers), "--name", plan.task),
+            *("--workers", str(options.group_workers), "--name", plan.task),
         ]
         if options.backend is not None:
             arguments += ["--backend", options.backend]

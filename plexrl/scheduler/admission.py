@@ -41,12 +41,20 @@ def check_it_can_fit(sizes: Mapping[NodeKind, tuple[int, int]], deployment: Depl
     """Refuse what not even the empty cluster could hold.
 
     Raises:
-        CapacityError: more GPUs than nodes of the wanted type have together.
+        CapacityError: more GPUs than nodes of the wanted type have together, or there are none.
         ModelDoesNotFitError: a rank's state is larger than a GPU's memory, or the whole state than
             the tiers it is offloaded to.
     """
     name, wanted = deployment.deployment, deployment.node_type
     typed = {kind: size for kind, size in sizes.items() if wanted in ("", kind.node_type)}
+    if not typed and sizes:
+        there = sorted({kind.node_type for kind in sizes} - {""})
+        raise CapacityError(
+            f"deployment {name!r} asks for nodes of type {wanted!r}; the cluster has "
+            f"{', '.join(there) or 'nodes without a type only'}: name one it has, or none",
+            workers=deployment.workers,
+            gpus=0,
+        )
     of_type = f" of type {wanted!r}" if wanted else ""
     per_rank = -(-deployment.state_bytes // deployment.workers)
     gpus = max((gpus for gpus, _ in typed.values()), default=0)

@@ -134,23 +134,23 @@ class RankLink:
             DeviceMemoryFullError: others have too much of the device.
         """
         filled_bytes = 0
-        while True:
-            answer, fds = self._exchange(request)
-            sizes, whole = answer["segment_bytes"], bool(answer["is_whole"])
-            self._base = base
-            try:
+        self._base = base
+        try:
+            while True:
+                answer, fds = self._exchange(request)
+                sizes, whole = answer["segment_bytes"], bool(answer["is_whole"])
                 segments = [Segment(fd=fd, nbytes=n) for fd, n in zip(fds, sizes, strict=True)]
                 base.attach(segments, keep_contents=False, read_only=whole)
                 if whole:
                     return filled_bytes
                 fill()
                 self._exchange(BaseIsWhole(content=request.content, nbytes=request.nbytes))
+                filled_bytes = request.nbytes
                 # It is others' too from now on, so this rank maps it again, to read.
                 base.detach()
-            except BaseException:
-                self._return_base()
-                raise
-            filled_bytes = request.nbytes
+        except BaseException:
+            self._return_base()
+            raise
 
     def give_back(self) -> None:
         """Unmap the arena's memory and let others have it; a base too."""

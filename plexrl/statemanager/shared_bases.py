@@ -40,6 +40,16 @@ class BaseKey(NamedTuple):
     nbytes: int
 
 
+class Lent(NamedTuple):
+    """A base as one user has it."""
+
+    fds: list[int]
+    """For the caller to close."""
+    loan: Loan
+    """What they are of."""
+    is_whole: bool
+
+
 @dataclass(slots=True, eq=False)
 class _Base:
     key: BaseKey
@@ -66,13 +76,11 @@ class SharedBases:
         self._bases: dict[BaseKey, _Base] = {}
         self._turn = 0
 
-    def borrow(self, key: BaseKey, user: Hashable) -> tuple[list[int], Loan, bool]:
-        """Descriptors for `user`, the loan that they are of, and whether it is whole; if it is not,
-        the user fills it and says so (`is_whole`). The caller closes the descriptors.
+    def await_turn(self, key: BaseKey, user: Hashable) -> None:
+        """Return once no other user fills it.
 
         Raises:
-            DeviceMemoryFullError: there is no room, though no base is idle any more.
-            OverloadedError: another user fills it and takes too long.
+            OverloadedError: one takes too long.
         """
         with self._lock:
             if not self._filled.wait_for(lambda: self._may_borrow(key, user), FILL_TIMEOUT_S):
@@ -81,6 +89,17 @@ class SharedBases:
                     f"{FILL_TIMEOUT_S:g} s: try again",
                     retry_after_s=1.0,
                 )
+
+    def borrow(self, key: BaseKey, user: Hashable) -> Lent | None:
+        """What `user` is lent; if it is not whole, the user fills it and says so (`is_whole`). None
+        while another fills it: `await_turn` comes first.
+
+        Raises:
+            DeviceMemoryFullError: there is no room, though no base is idle any more.
+        """
+        with self._lock:
+            if not self._may_borrow(key, user):
+                return None
             base = self._bases.get(key)
             if base is None or base.filler == user:
                 self._drop(base)
@@ -93,7 +112,7 @@ class SharedBases:
         if base.loan is None:
             self._lend_empty(base)
         assert base.loan is not None, "its users keep it"
-        return base.loan.descriptors(read_only=whole), base.loan, whole
+        return Lent(base.loan.descriptors(read_only=whole), base.loan, whole)
 
     def is_whole(self, key: BaseKey, user: Hashable) -> bool:
         """`user` has filled it: others may read it. False: it was not the one to fill it."""

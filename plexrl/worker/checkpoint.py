@@ -48,6 +48,7 @@ def fill_from_checkpoint(
     Raises:
         CheckpointNotFoundError: on every rank alike.
         CorruptStateError: likewise, whichever rank met the damage.
+        RuntimeError: files that were sound no longer are; slices may be written.
     """
     with ExitStack() as held:
         opened: list[Checkpoint] = []
@@ -57,7 +58,11 @@ def fill_from_checkpoint(
             return ""
 
         agree(gather, open_it)
-        opened[0].fill(wants, memory)
+        try:
+            opened[0].fill(wants, memory)
+        except PlexRLError as error:
+            # A typed error would say that the state is as it was.
+            raise RuntimeError(f"{path} was damaged while it was read: {error}") from error
 
 
 def load_hf_parameters(path: Path) -> "dict[str, torch.Tensor]":

@@ -70,8 +70,8 @@ class HostAdamW:
         self._step = step
         self._kernel = kernel
 
-    def step(self, params: AdamParams) -> None:
-        """One step of every parameter, by the gradients as they are now.
+    def step(self, params: AdamParams, gradient_factor: float = 1.0) -> None:
+        """One step of every parameter, by the gradients times a factor; they are not kept.
 
         Raises:
             StateTierFullError: the host tier has no room for a copy of the moments; nothing has
@@ -90,6 +90,9 @@ class HostAdamW:
                     kept.append(target[first:end])
                     if at.copies:
                         kept[-1].copy_(source[first:end])
+                if gradient_factor != 1.0:
+                    # Only now that there is room for the step: a refused one changes nothing.
+                    chunk.gradient.mul_(gradient_factor)
                 self._kernel(params, count.view(()), chunk, *kept)
 
 

@@ -48,7 +48,7 @@ def slices(trace: Plain) -> dict[tuple[str, str], list[tuple[str, float, float]]
     names = {
         (event["pid"], event["tid"]): event["args"]["name"]
         for event in trace["traceEvents"]
-        if event["ph"] == "M"
+        if event["name"] in ("process_name", "thread_name")
     }
     found: dict[tuple[str, str], list[tuple[str, float, float]]] = {}
     for event in trace["traceEvents"]:
@@ -98,6 +98,16 @@ def test_runs_side_by_side_get_threads_of_their_own() -> None:
         "actor compute 2": 1,
         "actor compute 3": 1,
     }
+
+
+def test_queues_stand_below_what_was_computed() -> None:
+    rows = [row(n, "a", "barrier", (0.0, n + 1.0, n + 2.0), compute_s=1.0) for n in range(3)]
+    events = chrome_trace(rows, "a")["traceEvents"]
+    places = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    queues = {e["tid"] for e in events if e["ph"] == "X" and e["cat"].startswith("queue")}
+    computing = {e["tid"] for e in events if e["ph"] == "X" and e["cat"] == "compute"}
+    assert len(queues) == 3
+    assert max(places[tid] for tid in computing) < min(places[tid] for tid in queues)
 
 
 def test_an_empty_log_is_an_empty_trace() -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from plexrl import errors
 from plexrl.cli.app import app
 from plexrl.wire.tensors import MEDIA_TYPE, encode_body
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 JOB = {"job": "j", "name": "j", "tenant": "t"}
 
 
@@ -59,7 +62,7 @@ class FakeHandler(BaseHTTPRequestHandler):
             self.poll()
         else:
             logs = {"logs": [], "failed": [{"node": "n7", "reason": "it is silent"}]}
-            self.answer(200, {**JOB, "deployment": "j/actor", "jobs": [], **logs})
+            self.answer(200, {**JOB, "deployment": "j/actor", "jobs": [], "operations": [], **logs})
 
     do_GET = do_POST = do_DELETE = handle_any
 
@@ -237,3 +240,57 @@ def test_a_batch_of_samples_puts_everything_on_the_completions() -> None:
 def test_completions_and_values_of_unequal_length_are_named() -> None:
     with pytest.raises(errors.BatchShapeError, match="logprobs: row 1 has 1 values"):
         plexrl.Batch.from_completions([[3], [3]], [[4], [4, 5]], logprobs=[[0.0], [0.0]])
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "names"),
+    [
+        (["abc"], errors.BatchShapeError, "row 0 is 'abc', no list of token ids"),
+        ([1, 2, 3], errors.BatchShapeError, "row 0 is '1', no list of token ids"),
+        ([[1], [0.5]], errors.BatchShapeError, "row 1 is"),
+        ([[[1, 2], [3]]], errors.BatchShapeError, "row 0 is ragged"),
+        ([[1], [1 << 40]], errors.TokenRangeError, "32 bits"),
+    ],
+)
+def test_rows_that_are_no_lists_of_tokens_are_refused(
+    rows: Any, error: type[errors.PlexRLError], names: str
+) -> None:
+    with pytest.raises(error, match=names):
+        plexrl.Batch(rows)
+
+
+def test_rows_may_be_empty_or_arrays() -> None:
+    rows: list[Any] = [[], np.array([3, 4], dtype=np.uint8), [5]]
+    batch = plexrl.Batch(rows)
+    assert batch.lengths == [0, 2, 1]
+    arrays = batch.arrays()
+    assert arrays["tokens"].dtype == np.int32
+    assert arrays["tokens"].tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("seconds", [0, -3.0, float("nan"), float("inf"), "a"])
+def test_a_deadline_that_is_none_is_refused(router: FakeRouter, seconds: Any) -> None:
+    with plexrl.connect(router.url, "key") as cluster, cluster.create_job("j") as job:
+        rollout = job.rollout_deployment("rollout", plexrl.tiny_qwen2("ab"))
+        with pytest.raises(errors.InvalidRequestError, match="more than 0"):
+            rollout.within(seconds)
+
+
+@pytest.mark.parametrize("example", ["grpo_digits", "distill_digits"])
+def test_an_example_shows_a_refusal_as_one_line(example: str) -> None:
+    told = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{example}.py")],
+        env={**os.environ, "PLEXRL_URL": " , ", "PLEXRL_API_KEY": "key"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert told.returncode == 1
+    assert told.stderr.startswith("InvalidRequestError: "), told.stderr
+
+
+def test_a_trace_that_cannot_be_written_is_said_so(router: FakeRouter, tmp_path: Path) -> None:
+    where = ["--url", router.url, "--api-key", "key"]
+    told = CliRunner().invoke(app, ["trace", "--out", str(tmp_path / "no" / "x.json"), *where])
+    assert isinstance(told.exception, errors.StorageError), told.output

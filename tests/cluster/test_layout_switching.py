@@ -41,7 +41,7 @@ def alone(cluster: plexrl.Cluster, layout: Parallelism, steps: int) -> Outcome:
     return found
 
 
-@pytest.mark.parametrize("switches", [11, pytest.param(51, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("switches", [7, pytest.param(51, marks=pytest.mark.slow)])
 def test_layouts_that_trade_a_group_compute_the_same_bits_as_alone(
     cluster: plexrl.Cluster, switches: int
 ) -> None:

@@ -289,6 +289,17 @@ def test_a_starving_job_holds_up_nobody_who_wants_other_nodes() -> None:
     assert placed(cluster) == ["a/actor", "b/actor"]
 
 
+def test_a_type_that_no_node_has_is_refused_with_those_there_are() -> None:
+    cluster = FakeCluster()
+    cluster.join_node(4, "x", node_type="a100")
+    cluster.job("a")
+    with pytest.raises(
+        errors.CapacityError, match="the cluster has a100: name one it has, or none"
+    ):
+        cluster.deploy("a/actor", workers=1, node_type="h200")
+    cluster.deploy("a/actor", workers=1, node_type="a100")
+
+
 def test_without_backfill_a_partial_job_is_completed_before_the_head_of_the_queue() -> None:
     cluster = cluster_of(4, policy="spread")
     cluster.job("a")

@@ -3,17 +3,18 @@
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from plexrl.errors import DeviceMemoryFullError
+from plexrl.errors import ConflictError, DeviceMemoryFullError
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.device.cpu import CpuDevice
-from plexrl.statemanager.shared_bases import BaseKey, SharedBases
-from tests.statemanager.conftest import MIB, MakeShard, Shard, StartDaemon, wait_until
+from plexrl.statemanager.shared_bases import BaseKey, Lent, SharedBases
+from tests.statemanager.conftest import DEADLINE_S, MIB, MakeShard, Shard, StartDaemon, wait_until
 
 
 class Reader:
@@ -183,6 +184,50 @@ def test_a_base_whose_filler_failed_is_filled_by_the_next(
     assert reader.holds()
 
 
+def test_a_filler_that_dies_leaves_its_base_to_whoever_waits(
+    start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
+) -> None:
+    daemon = start_daemon(device_bytes=4 * MIB)
+    one, two = (make_shard(daemon, deployment=f"{name}/actor", elements=1024) for name in "ab")
+    dying, waiting = make_reader(one), make_reader(two)
+    with ThreadPoolExecutor(1) as pool:
+        borrowed: list[Future[int]] = []
+
+        def die() -> None:
+            borrowed.append(pool.submit(waiting.borrow))
+            dying.bytes[:] = 7
+            # As the kernel does it for a process that is killed.
+            one.client.close()
+            raise OSError("killed")
+
+        with pytest.raises(OSError, match="killed"):
+            one.client.borrow_base(dying.arena, content="model", token=one.token, fill=die)
+        assert borrowed[0].result(DEADLINE_S) == MIB
+    assert waiting.holds()
+    assert waiting.fills == 1
+
+
+def test_a_deployment_that_waits_for_a_base_can_be_released(
+    start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
+) -> None:
+    daemon = start_daemon()
+    one, two = (make_shard(daemon, deployment=f"{name}/actor") for name in "ab")
+    filling, waiting = make_reader(one), make_reader(two)
+    with ThreadPoolExecutor(1) as pool:
+        borrowed: list[Future[int]] = []
+
+        def fill() -> None:
+            borrowed.append(pool.submit(waiting.borrow))
+            one.agent.release("b/actor")
+            assert not borrowed[0].done()
+            filling.fill()
+
+        one.client.borrow_base(filling.arena, content="model", token=one.token, fill=fill)
+        with pytest.raises(ConflictError, match="released"):
+            borrowed[0].result(DEADLINE_S)
+    assert filling.holds()
+
+
 def test_a_restarted_daemon_has_bases_filled_again(
     start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
 ) -> None:
@@ -225,6 +270,11 @@ def key(**fields: Any) -> BaseKey:
     return BaseKey(tenant="t", uid=1, device=0, content="m", nbytes=MIB)._replace(**fields)
 
 
+def lent(found: Lent | None) -> Lent:
+    assert found is not None
+    return found
+
+
 def close(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
@@ -234,21 +284,22 @@ def close(fds: list[int]) -> None:
 def test_what_tenants_users_and_models_have_is_kept_apart(
     bases: SharedBases, other: dict[str, Any]
 ) -> None:
-    fds, _, _ = bases.borrow(key(), "a")
+    fds, _, _ = lent(bases.borrow(key(), "a"))
     close(fds)
     assert bases.is_whole(key(), "a")
-    fds, _, is_whole = bases.borrow(key(**other), "b")
+    fds, _, is_whole = lent(bases.borrow(key(**other), "b"))
     close(fds)
     assert not is_whole
     assert bases.usage() == (2, 2 * MIB)
 
 
 def test_readers_cannot_write(bases: SharedBases) -> None:
-    fds, _, _ = bases.borrow(key(), "a")
+    fds, _, _ = lent(bases.borrow(key(), "a"))
     close(fds)
+    assert bases.borrow(key(), "b") is None, "another fills it"
     assert not bases.is_whole(key(), "b"), "only who fills it says that it is whole"
     assert bases.is_whole(key(), "a")
-    fds, _, is_whole = bases.borrow(key(), "b")
+    fds, _, is_whole = lent(bases.borrow(key(), "b"))
     assert is_whole
     with pytest.raises(PermissionError):
         mmap.mmap(fds[0], 0)
@@ -259,7 +310,7 @@ def test_memory_of_a_user_that_vanished_is_not_lent_again(
     device: CpuDevice, bases: SharedBases
 ) -> None:
     for user in ("a", "b"):
-        fds, _, _ = bases.borrow(key(), user)
+        fds, _, _ = lent(bases.borrow(key(), user))
         close(fds)
         bases.is_whole(key(), user)
     bases.forget("a")

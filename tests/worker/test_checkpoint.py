@@ -83,6 +83,25 @@ def test_nothing_is_filled_unless_every_rank_can(tmp_path: Path) -> None:
     assert bytes(memory) == TENSORS[v.key("w")][1].tobytes()
 
 
+def test_a_load_that_breaks_off_does_not_pass_for_one_that_changed_nothing(tmp_path: Path) -> None:
+    """A typed error would say that the state is as it was, and no worker would be restarted."""
+    write(tmp_path / "c", CheckpointFormat.BOTH)
+    slices = v.wanted(TENSORS, v.rows(TENSORS, 1)[0])
+    memory = bytearray(slices[0].nbytes)
+
+    def damaged_meanwhile(value: str) -> list[str]:
+        for file in (tmp_path / "c").rglob("*.safetensors"):
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        return [value]
+
+    with pytest.raises(RuntimeError, match="while it was read"):
+        fill_from_checkpoint(
+            tmp_path / "c", slices, lambda _: memoryview(memory), damaged_meanwhile
+        )
+
+
 def test_ranks_agree_on_values_and_on_the_first_failure() -> None:
     def fail() -> str:
         raise CorruptStateError("mine")

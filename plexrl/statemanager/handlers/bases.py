@@ -11,11 +11,15 @@ from plexrl.statemanager.shared_bases import BaseKey
 
 def _borrow(caller: Caller, request: BorrowBase, _: Sequence[int]) -> Reply:
     own = caller.registered()
-    with own.in_turn():
-        caller.services.fencing.admit(own.group, request.token)
-        key = _key(caller, request)
-        fds, loan, is_whole = caller.services.bases.borrow(key, caller.base_user)
-        return Reply({**segments_answer(loan), "is_whole": is_whole}, fds)
+    key, bases = _key(caller, request), caller.services.bases
+    while True:
+        # Another may take minutes to fill it, and this rank can be released meanwhile.
+        bases.await_turn(key, caller.base_user)
+        with own.in_turn():
+            caller.services.fencing.admit(own.group, request.token)
+            lent = bases.borrow(key, caller.base_user)
+        if lent is not None:
+            return Reply({**segments_answer(lent.loan), "is_whole": lent.is_whole}, lent.fds)
 
 
 def _is_whole(caller: Caller, request: BaseIsWhole, _: Sequence[int]) -> Reply:

@@ -152,9 +152,8 @@ class TrainingBackend:
                 "as before; look for extreme advantages, logprobs or learning rates"
             )
             return BackendResult(result={"error": refusal.to_wire()})
-        if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
-            self.model.scale_gradients(params.grad_clip_norm / norm)
-        self.model.step(params)
+        clips = params.grad_clip_norm > 0 and norm > params.grad_clip_norm
+        self.model.step(params, gradient_factor=params.grad_clip_norm / norm if clips else 1.0)
         self._drop_gradients()
         return BackendResult(
             result={"metrics": {"grad_norm": norm, "learning_rate": params.learning_rate}}

@@ -110,11 +110,13 @@ class FlatState:
         """The gradient of a parameter's shard, in its shape."""
         return view(self.arena, self._regions["grad"].slices[name])
 
-    def step(self, params: AdamParams) -> None:
+    def step(self, params: AdamParams, gradient_factor: float) -> None:
         """One AdamW step of all parameters. Raises as `TrainingModel.step`."""
         if self.host_arena is not None:
-            self._host_optimizer.step(params)
+            self._host_optimizer.step(params, gradient_factor)
             return
+        if gradient_factor != 1.0:
+            self.gradients.mul_(gradient_factor)
         group = self._optimizer.param_groups[0]
         group["lr"] = params.learning_rate
         group["betas"] = (params.beta1, params.beta2)

@@ -158,13 +158,9 @@ class FsdpModel:
         dist.all_reduce(squared)
         return float(squared.sqrt())
 
-    def scale_gradients(self, factor: float) -> None:
-        """As `TrainingModel.scale_gradients`."""
-        self._state.gradients.mul_(factor)
-
-    def step(self, params: AdamParams) -> None:
+    def step(self, params: AdamParams, *, gradient_factor: float) -> None:
         """As `TrainingModel.step`."""
-        self._state.step(params)
+        self._state.step(params, gradient_factor)
 
     def zero_gradients(self) -> None:
         """As `TrainingModel.zero_gradients`."""

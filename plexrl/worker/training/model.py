@@ -114,15 +114,12 @@ class TrainingModel(Protocol):
         it; the same on every rank."""
         ...
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply them all."""
-        ...
-
-    def step(self, params: AdamParams) -> None:
-        """One AdamW step by the gradients as they are; clipping has been done, zeroing has not.
+    def step(self, params: AdamParams, *, gradient_factor: float) -> None:
+        """One AdamW step by the gradients times `gradient_factor`; what they are then is no matter.
 
         Raises:
-            StateTierFullError: host memory has no room for it; nothing has changed.
+            StateTierFullError: host memory has no room for it; nothing has changed, gradients
+                neither.
         """
         ...
 

@@ -1,6 +1,7 @@
 """What the ranks of a conformance case run, and what they write down of it."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch.multiprocessing as mp
 
 import plexrl
 from plexrl.backend_capabilities import backend_capabilities
+from plexrl.errors import StateTierFullError
 from plexrl.router.dispatch import DispatchPlan, plan_batch
 from plexrl.router.reductions import loss_denominator
 from plexrl.statemanager.client import StateManagerClient
+from plexrl.statemanager.host_arena import Borrowed
 from plexrl.statemanager.host_requests import host_start
 from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.statemanager.ticket_key import read_ticket_key
@@ -59,14 +62,16 @@ class Step:
 
 
 def batches(step: int) -> tuple[Arrays, Arrays]:
-    """What a step accumulates over: several micro-batches, and fewer rows than ranks."""
-    return batch(10 * step), batch(10 * step + 1, rows=1)
+    """What a step accumulates over: several micro-batches, and fewer rows than ranks; of those the
+    second step's has nothing to teach."""
+    return batch(10 * step), batch(10 * step + 1, rows=1, first_row=(5, 1)[step])
 
 
-def batch(seed: int, rows: int = 9) -> Arrays:
-    """A packed batch for a policy loss with a reference."""
+def batch(seed: int, rows: int = 9, *, first_row: int = 1) -> Arrays:
+    """A packed batch for a policy loss with a reference. A row of one token predicts none."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(3, 9, rows).astype(np.int32)
+    lengths[0] = first_row
     total = int(lengths.sum())
     return {
         "tokens": rng.integers(3, 23, total).astype(np.int32),
@@ -113,6 +118,7 @@ def conform(rank: int, case: Case, folder: str, statemanager: str) -> None:
     forward = run.forward(batch(99))
     refusal = run.refuse_infinite_gradients()
     run.write_and_load()
+    run.refuse_a_step_without_room()
     loaded = run.load(WRITER.name, optimizer=True) if case.model == WRITER.model else {}
     fresh = run.load(case.name, optimizer=False)
     torch.save(
@@ -130,6 +136,18 @@ def conform(rank: int, case: Case, folder: str, statemanager: str) -> None:
     dist.barrier()
     # Gloo's threads now and then abort an interpreter that unwinds round them.
     os._exit(0)
+
+
+class _FullTier:
+    """A StateManager's host tier without room."""
+
+    def borrow(self) -> Borrowed:
+        raise StateTierFullError("full")
+
+    def copied(self) -> None:
+        """Nothing was lent."""
+
+    abandoned = copied
 
 
 class _Run:
@@ -194,7 +212,8 @@ class _Run:
         return refusal
 
     def write_and_load(self) -> None:
-        """A checkpoint, and the same state out of it after a further step."""
+        """A checkpoint, and the same state out of it after a further step, which carried out again
+        with switches in between, as after a restart, gives the same bits."""
         wanted = self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
         params = CheckpointParams(name=self.case.name)
         save_checkpoint(
@@ -206,10 +225,39 @@ class _Run:
             keep_seq=self.seq - 1,
             token=1,
         )
-        self._forward_backward(batch(7), LOSS)
-        self._run(OperationKind.OPTIM_STEP, ADAM, {})
-        assert self._contents(StatePart.PARAMETER) != wanted
+        once = self._stepped()
+        assert once != wanted
         assert self.load(self.case.name, optimizer=True) == wanted
+        self._switch()
+        assert self._stepped(self._switch) == once
+
+    def _stepped(self, between: Callable[[], None] = lambda: None) -> Kept:
+        """What a rank has after a step by two batches."""
+        for seed in (7, 8):
+            self._forward_backward(batch(seed), LOSS)
+            between()
+        self._run(OperationKind.OPTIM_STEP, ADAM, {})
+        return self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
+
+    def refuse_a_step_without_room(self) -> None:
+        """A step that host memory has no room for leaves all as it was, clipped gradients too."""
+        host = self.backend.host_arena
+        if host is None:
+            return
+        self._forward_backward(batch(9), LOSS)
+        self._switch()
+        before = self._contents(*StatePart)
+        lender, host.lender = host.lender, _FullTier()
+        for _ in range(2):
+            try:
+                self._run(OperationKind.OPTIM_STEP, ADAM, {})
+            except StateTierFullError:
+                assert self._contents(*StatePart) == before
+            else:
+                raise AssertionError("there was no room")
+        host.lender = lender
+        self._run(OperationKind.OPTIM_STEP, ADAM, {})
+        assert self._contents(StatePart.PARAMETER) != before
 
     def load(self, name: str, *, optimizer: bool) -> Kept:
         """What a rank has once a checkpoint is loaded."""

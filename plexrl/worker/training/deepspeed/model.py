@@ -130,13 +130,9 @@ class DeepSpeedModel:
         dist.all_reduce(squared)
         return float(squared.sqrt())
 
-    def scale_gradients(self, factor: float) -> None:
-        """As `TrainingModel.scale_gradients`."""
-        self._state.gradients.mul_(factor)
-
-    def step(self, params: AdamParams) -> None:
+    def step(self, params: AdamParams, *, gradient_factor: float) -> None:
         """As `TrainingModel.step`."""
-        self._zero.step_by(lambda: self._state.step(params))
+        self._zero.step_by(lambda: self._state.step(params, gradient_factor))
 
     def zero_gradients(self) -> None:
         """As `TrainingModel.zero_gradients`."""

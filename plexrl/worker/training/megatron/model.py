@@ -133,13 +133,11 @@ class MegatronModel:
         dist.all_reduce(squared)
         return float(squared.sqrt())
 
-    def scale_gradients(self, factor: float) -> None:
-        """As `TrainingModel.scale_gradients`."""
-        for flat in self._state.gradients:
-            flat.mul_(factor)
-
-    def step(self, params: AdamParams) -> None:
+    def step(self, params: AdamParams, *, gradient_factor: float) -> None:
         """As `TrainingModel.step`."""
+        if gradient_factor != 1.0:
+            for flat in self._state.gradients:
+                flat.mul_(gradient_factor)
         self._state.step(params)
         for group in (*self._chunk.bucket_groups, *self._chunk.expert_parallel_bucket_groups):
             group.start_param_sync(force_sync=True)

@@ -71,6 +71,7 @@ class MegatronState:
             )
         }
         self._step_slice = self._add(StateKey(part=StatePart.OPTIMIZER, name="step"))
+        self._scratch_start = self._nbytes
         scratch = [self._reserve(plan.elements) for plan in buffers] if reduces else owned["grad"]
         self.arena = Arena(self._nbytes)
         self.parameters = self._spans(homes, [plan.elements for plan in buffers])
@@ -129,10 +130,10 @@ class MegatronState:
 
     def clear_padding(self) -> None:
         """Set to zero what no slice covers: loads leave it as they find it, and norms and
-        optimizer steps run over it."""
+        optimizer steps run over it. The scratch is the next backward's to clear."""
         memory = whole(self.arena)
         held = sorted((p.arena_offset, p.arena_offset + p.nbytes) for p in self._slices)
-        ends = [(0, 0), *held, (self._nbytes, self._nbytes)]
+        ends = [(0, 0), *held, (self._scratch_start, self._scratch_start)]
         for (_, last), (first, _) in pairwise(ends):
             memory[last:first].zero_()
 
