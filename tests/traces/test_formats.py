@@ -18,7 +18,6 @@ from plexrl.traces import (
 from plexrl.traces.bundled import FILES
 from plexrl.traces.formats import detect, load, read_histogram
 
-
 FOLDER = Path(__file__).parent / "layouts"
 """Files of a few rows, made up in the columns and the manner of each source."""
 

@@ -82,7 +82,7 @@ def test_the_published_profile_is_met_class_by_class() -> None:
 
 
 def test_a_generated_philly_is_like_philly(philly: list[TraceJob]) -> None:
-    """Kolmogorov distances: gaps 0.08, durations 0.02, GPUs 0.01; means of gaps and GPU-hours within
+    """Kolmogorov distances: gaps 0.08, durations 0.02, GPUs 0.01; mean gap, mean GPU-hours within
     three standard errors, which are wide, for both have heavy tails."""
     assert len(philly) == 74_167, "it is bundled whole"
     workload = fit_workload(philly)
