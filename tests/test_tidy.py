@@ -75,6 +75,7 @@ OTHER_CORES = (
     "traces/fitting.py",
     "traces/formats/jobs.py",
     "traces/laws.py",
+    "traces/length_model.py",
     "traces/problems.py",
     "traces/published.py",
     "traces/recorder.py",

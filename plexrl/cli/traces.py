@@ -124,7 +124,7 @@ def describe(
     as_json: Json = False,
 ) -> None:
     """Counts, sums and quantiles of a trace."""
-    from plexrl.traces import describe_jobs, describe_lengths, fit_workload
+    from plexrl.traces import describe_jobs, describe_lengths, fit_lengths, fit_workload
     from plexrl.traces.describe import offered_load
 
     source = _opened(trace, layout, skip_bad)
@@ -134,9 +134,15 @@ def describe(
         found = describe_jobs(source.rows)
         if gpus is not None:
             found["offered_load"] = offered_load(found, gpus)
-    laws = []
-    if fit and source.table.name == "jobs":
-        laws = fit_workload(_opened(trace, layout, skip_bad).rows).describe()
+    laws: list[tuple[str, str, float | None]] = []
+    if fit:
+        rows = _opened(trace, layout, skip_bad).rows
+        if source.table.name == "jobs":
+            laws = fit_workload(rows).describe()
+        else:
+            model = fit_lengths(rows)
+            found["group_correlation"] = model.correlation
+            laws = [("output_tokens", model.fit.law.describe(), model.fit.distance)]
         found["laws"] = [{"of": of, "law": law, "distance": off} for of, law, off in laws]
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
@@ -150,20 +156,27 @@ def describe(
 def generate(
     out: Out,
     jobs: Annotated[int | None, typer.Option(min=1, help="So many jobs.")] = None,
-    days: Annotated[float | None, typer.Option(help="Those that arrive in so many days.")] = None,
+    days: Annotated[
+        float | None, typer.Option(min=0.0, help="Those that arrive in so many days.")
+    ] = None,
     fit: Annotated[
         str | None, typer.Option(help="Follow the laws of this trace; none: the published profile.")
     ] = None,
-    jobs_per_day: Annotated[float, typer.Option(help="Of the published profile.")] = 12.0,
+    jobs_per_day: Annotated[float, typer.Option(min=1e-3, help="Of the published profile.")] = 12.0,
     profiles: Annotated[bool, typer.Option(help="Give jobs RL cycles.")] = True,
-    cap_days: Annotated[float, typer.Option(help="Longest job.")] = 14.0,
+    cap_days: Annotated[float, typer.Option(min=1e-3, help="Longest job.")] = 14.0,
     lengths: Annotated[
         int | None, typer.Option(min=1, help="Write response lengths of so many prompts instead.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 8,
     correlation: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Of the lengths of responses to one prompt.")
-    ] = 0.5,
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Of the lengths of responses to one prompt; else that of --fit, else 0.5.",
+        ),
+    ] = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -211,11 +224,11 @@ def record(
 
 
 def _generate_lengths(
-    out: Path, prompts: int, samples: int, correlation: float, fit: str | None, seed: int
+    out: Path, prompts: int, samples: int, correlation: float | None, fit: str | None, seed: int
 ) -> int:
-    from plexrl.traces import bundled, generate_lengths, write_lengths
-    from plexrl.traces.fitting import fit as fitted
+    from plexrl.traces import bundled, fit_lengths, generate_lengths, write_lengths
     from plexrl.traces.formats import read_histogram
+    from plexrl.traces.generator import GROUP_CORRELATION
 
     law: Law
     if fit is None:
@@ -224,10 +237,15 @@ def _generate_lengths(
         source = _opened(fit, None, False)
         if source.table.name != "lengths":
             raise typer.BadParameter(f"{fit} has no response lengths to follow")
-        found = fitted([float(row.output_tokens) for row in source.rows])
-        law = found.law
+        model = fit_lengths(source.rows)
+        law = model.fit.law
+        correlation = model.correlation if correlation is None else correlation
     made = generate_lengths(
-        law, seed=seed, prompts=prompts, samples_per_prompt=samples, correlation=correlation
+        law,
+        seed=seed,
+        prompts=prompts,
+        samples_per_prompt=samples,
+        correlation=GROUP_CORRELATION if correlation is None else correlation,
     )
     return write_lengths(out, made)
 

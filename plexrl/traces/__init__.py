@@ -4,6 +4,7 @@ from plexrl.traces.bundled import bundled
 from plexrl.traces.describe import describe_jobs, describe_lengths
 from plexrl.traces.files import read_jobs, read_lengths, validate, write_jobs, write_lengths
 from plexrl.traces.generator import generate_jobs, generate_lengths, with_profiles
+from plexrl.traces.length_model import LengthModel, fit_lengths
 from plexrl.traces.problems import Problem, Problems
 from plexrl.traces.published import MODEL_CLASSES, ModelClass
 from plexrl.traces.recorder import record
@@ -17,6 +18,7 @@ __all__ = [
     "JOBS",
     "LENGTHS",
     "MODEL_CLASSES",
+    "LengthModel",
     "ModelClass",
     "Problem",
     "Problems",
@@ -31,6 +33,7 @@ __all__ = [
     "check_trace",
     "describe_jobs",
     "describe_lengths",
+    "fit_lengths",
     "fit_workload",
     "generate_jobs",
     "generate_lengths",

@@ -12,6 +12,7 @@ from itertools import accumulate, islice
 from random import Random
 from typing import Any
 
+from plexrl.errors import InvalidRequestError
 from plexrl.traces.laws import STANDARD, Law
 from plexrl.traces.published import MODEL_CLASSES, ModelClass, class_of_size, cycles_in
 from plexrl.traces.schema import ResponseLength, TraceJob
@@ -39,7 +40,13 @@ def generate_jobs(
     prefix: str = "job",
 ) -> Iterator[TraceJob]:
     """Jobs of a workload, in order: so many, or those that arrive within a span; with `profiles`
-    each has a published RL profile, of its class or for its size."""
+    each has a published RL profile, of its class or for its size.
+
+    Raises:
+        InvalidRequestError: a span is all that bounds a workload whose jobs all come at once.
+    """
+    if jobs is None and workload.gap.quantile(1.0) <= 0:
+        raise InvalidRequestError("these jobs all come at once: say how many are wanted")
     endless = _endless(workload, seed, cap_s, profiles, prefix)
     for job in islice(endless, jobs):
         if span_s is not None and job.submit_s > span_s:

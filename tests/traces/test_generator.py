@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from plexrl.errors import InvalidRequestError
 from plexrl.traces import (
     MODEL_CLASSES,
+    ResponseLength,
     Shape,
     TraceJob,
     bundled,
+    fit_lengths,
     fit_workload,
     generate_jobs,
     generate_lengths,
@@ -110,6 +112,30 @@ def test_lengths_follow_the_histogram_and_go_together_in_groups() -> None:
     ranks = (np.argsort(np.argsort(lengths)) + 0.5) / len(lengths)
     scores = np.array([NormalDist().inv_cdf(float(rank)) for rank in ranks]).reshape(-1, 4)
     assert np.corrcoef(scores[:, 0], scores[:, 1])[0, 1] == pytest.approx(0.6, abs=0.03)
+    model = fit_lengths(rows)
+    assert model.correlation == pytest.approx(0.6, abs=0.03)
+    assert model.fit.distance <= 0.02
+
+
+def test_a_correlation_is_told_only_of_groups() -> None:
+    lone = [ResponseLength(output_tokens=at + 1) for at in range(50)]
+    assert fit_lengths(lone).correlation is None
+    single = [replace(row, group=str(at)) for at, row in enumerate(lone)]
+    assert fit_lengths(single).correlation is None
+    pairs = [replace(row, group=str(at // 2)) for at, row in enumerate(lone)]
+    correlation = fit_lengths(pairs).correlation
+    assert correlation is not None
+    assert correlation > 0.95
+    with pytest.raises(InvalidRequestError, match="one length or more"):
+        fit_lengths([])
+
+
+def test_jobs_that_all_come_at_once_need_a_number() -> None:
+    backlog = [TraceJob(job_id=str(at), submit_s=0.0, gpus=1, duration_s=60.0) for at in range(9)]
+    workload = fit_workload(backlog)
+    assert len(list(generate_jobs(workload, seed=1, jobs=4))) == 4
+    with pytest.raises(InvalidRequestError, match="all come at once"):
+        list(generate_jobs(workload, seed=1, span_s=60.0))
 
 
 @pytest.mark.parametrize(
