@@ -157,6 +157,8 @@ class Transport:
             ) as response:
                 if response.status_code >= 400:
                     response.read()
+                    if response.status_code in ELSEWHERE:
+                        self._endpoints.failed(url)
                     raise error_of(response)
                 yield from response.iter_lines()
         except httpx.TransportError as error:
@@ -219,6 +221,8 @@ class AsyncTransport:
             ) as response:
                 if response.status_code >= 400:
                     await response.aread()
+                    if response.status_code in ELSEWHERE:
+                        self._endpoints.failed(url)
                     raise error_of(response)
                 async for line in response.aiter_lines():
                     yield line

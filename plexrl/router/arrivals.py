@@ -1,18 +1,22 @@
 """Bodies on their way into this router: how many bytes of them there may be at a time.
 
 A body is admitted by the length that its request announces, before any of it is taken. One that is
-refused is read to its end and dropped, since a client that is still sending would not hear why.
+refused is read to its end and dropped, since a client that is still sending would not hear why. One
+of which nothing more comes is given up, or a client that died would keep others out for ever.
 """
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
-from plexrl.errors import OverloadedError
+from plexrl.errors import ConnectionLostError, OverloadedError
 
 RETRY_AFTER_S_MIN = 0.1
 RETRY_AFTER_S_MAX = 60.0
+STALL_S = 60.0
+"""Silence in the middle of a body after which its client is taken for dead."""
 NEWEST = 0.25
 """Weight of the newest body in the rate."""
 
@@ -71,3 +75,22 @@ class Arrivals:
             self._bytes_per_s = bytes_per_s
         else:
             self._bytes_per_s += NEWEST * (bytes_per_s - self._bytes_per_s)
+
+
+async def steady(chunks: AsyncIterator[bytes], stall_s: float = STALL_S) -> AsyncIterator[bytes]:
+    """The chunks of a body as they come.
+
+    Raises:
+        ConnectionLostError: none came for `stall_s` seconds.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(stall_s):
+                chunk = await anext(chunks)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise ConnectionLostError(
+                f"nothing came of the request's body for {stall_s:g} s: send it again"
+            ) from error
+        yield chunk

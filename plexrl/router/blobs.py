@@ -6,10 +6,14 @@ not read: what checks, plans and sends them works on the page cache's own bytes.
 """
 
 import asyncio
+import hashlib
 import itertools
+import logging
 import mmap
 import os
 import time
+import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
@@ -20,6 +24,8 @@ from plexrl.errors import PayloadTooLargeError, StorageError, UnknownOperationEr
 from plexrl.ids import BlobRef
 from plexrl.wire.tensors import Body
 
+LOG = logging.getLogger(__name__)
+
 RESULT_SUFFIX = ".out"
 """Ends the name of every result."""
 
@@ -27,7 +33,15 @@ INLINE_BYTES_MAX = 2 << 20
 """Up to this size a body is written, checked and split on the event loop, in about a millisecond:
 threads would cost an operation's latency more."""
 
+RECENT_BYTES_MAX = 64 << 20
+"""Of small payloads, kept in memory until they are first read."""
+
+NAME_BYTES_MAX = 200
+"""Of a file's name, of which systems take 255; a longer one is cut and told apart by a digest."""
+
 _NUMBERS = itertools.count()
+_PROCESS = uuid.uuid4().hex[:12]
+"""Routers of several machines, or of containers with the same process ids, may share a store."""
 
 
 class Upload:
@@ -53,6 +67,8 @@ class BlobStore:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._recent: OrderedDict[BlobRef, Body] = OrderedDict()
+        self._recent_bytes = 0
 
     async def write(self, ref: BlobRef, *parts: Body) -> None:
         """Store a blob, given in parts; the same name again is stored again.
@@ -71,6 +87,8 @@ class BlobStore:
         Raises:
             UnknownOperationError: it has been discarded.
         """
+        if (recent := self._take_recent(ref)) is not None:
+            return recent
         path = self._path(ref)
         try:
             if path.stat().st_size <= INLINE_BYTES_MAX:
@@ -116,9 +134,10 @@ class BlobStore:
             raise
 
     async def publish(self, upload: Upload, ref: BlobRef) -> None:
-        """Store what has arrived under a name. Raises as `write`."""
+        """Store what has arrived under a name that no other blob ever has. Raises as `write`."""
         if upload.path is None:
             await self.write(ref, upload.body)
+            self._keep_recent(ref, upload.body)
             return
         try:
             upload.path.rename(self._path(ref))
@@ -127,7 +146,14 @@ class BlobStore:
 
     def discard(self, ref: BlobRef) -> None:
         """Give a blob up; one that is gone already is no error."""
+        self._take_recent(ref)
         self._path(ref).unlink(missing_ok=True)
+
+    async def discard_all(self, refs: Sequence[BlobRef]) -> None:
+        """As `discard`, beside the event loop: to free a file's pages takes time."""
+        for ref in refs:
+            self._take_recent(ref)
+        await asyncio.to_thread(self._unlink, refs)
 
     def discard_results(self, *, older_than_s: float) -> None:
         """Give up results that were written longer ago than that, and what a killed router left
@@ -141,6 +167,26 @@ class BlobStore:
                 except FileNotFoundError:
                     # Another router was quicker.
                     continue
+
+    def _unlink(self, refs: Sequence[BlobRef]) -> None:
+        for ref in refs:
+            try:
+                self._path(ref).unlink(missing_ok=True)
+            except OSError as error:
+                LOG.error("the blob %s stays: %s", ref, error)
+
+    def _keep_recent(self, ref: BlobRef, body: Body) -> None:
+        self._take_recent(ref)
+        self._recent[ref] = body
+        self._recent_bytes += len(body)
+        while self._recent_bytes > RECENT_BYTES_MAX:
+            self._take_recent(next(iter(self._recent)))
+
+    def _take_recent(self, ref: BlobRef) -> Body | None:
+        body = self._recent.pop(ref, None)
+        if body is not None:
+            self._recent_bytes -= len(body)
+        return body
 
     def _write(self, ref: BlobRef, parts: Sequence[Body]) -> None:
         path = self._path(ref)
@@ -160,10 +206,10 @@ class BlobStore:
         )
 
     def _part_path(self, name: str) -> Path:
-        return self._directory / f"{name[:150]}.{os.getpid()}.{next(_NUMBERS)}.part"
+        return self._directory / f"{name[:150]}.{_PROCESS}.{next(_NUMBERS)}.part"
 
     def _path(self, ref: BlobRef) -> Path:
-        return self._directory / quote(ref, safe="")
+        return self._directory / _file_name(ref)
 
 
 class _Arriving:
@@ -216,6 +262,15 @@ class _Arriving:
         return StorageError(
             f"the blob store {self.path.parent} cannot be written ({error}): free space there"
         )
+
+
+def _file_name(ref: BlobRef) -> str:
+    name = quote(ref, safe="")
+    if len(name) <= NAME_BYTES_MAX:
+        return name
+    digest = hashlib.blake2b(ref.encode(), digest_size=16).hexdigest()
+    # No id has a '~'.
+    return f"{name[:120]}~{digest}{Path(ref).suffix}"
 
 
 def _write_all(fd: int, chunks: Sequence[Body]) -> None:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from plexrl.errors import ExecutionError, PlexRLError
+from plexrl.errors import ConnectionLostError, ExecutionError, PlexRLError
 from plexrl.ids import BlobRef
 from plexrl.router.blobs import RESULT_SUFFIX, BlobStore
 from plexrl.router.reductions import gather_metrics, gather_moves, state_moved
@@ -84,15 +84,18 @@ class Executor:
             await asyncio.wait({run.task, sent}, return_when=asyncio.FIRST_COMPLETED)
             sent.cancel()
         for address in command.addresses:
-            await self.link(address).send({"request": "abort", "operation": command.operation})
+            try:
+                await self.link(address).send({"request": "abort", "operation": command.operation})
+            except (ConnectionLostError, OSError) as error:
+                # Nothing runs there any more; the other ranks are to hear it all the same.
+                LOG.info("%s is not told to end %s: %s", address, command.operation, error)
 
     async def on_discard(self, peer: Peer, params: Plain) -> None:
         """The scheduler gives blobs up."""
         del peer
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, DiscardBlobs)
-        for ref in command.blobs:
-            self._blobs.discard(ref)
+        await self._blobs.discard_all(command.blobs)
 
     async def close(self) -> None:
         """Stop everything; the scheduler has another router carry on."""
@@ -109,6 +112,10 @@ class Executor:
         """The connection to a worker, made when it is first used."""
         return self._links.setdefault(address, WorkerLink(address))
 
+    def forget_link(self, address: str) -> None:
+        """A worker is gone: its address is never used again."""
+        self._links.pop(address, None)
+
     async def _execute(self, command: RunOperation, sent: asyncio.Event) -> None:
         began_at = time.monotonic()
         # Once the workers have answered, a failure here no longer leaves the state as it was.
@@ -120,6 +127,7 @@ class Executor:
             await self._conclude(command, parts, answers, began_at)
         except WorkerGoneError as error:
             LOG.info("%s: worker %s is gone", command.operation, error)
+            self.forget_link(str(error))
         except PlexRLError as error:
             self._report_failure(command, error, state_intact=not is_applied)
         except Exception:

@@ -18,7 +18,7 @@ from plexrl.errors import (
     OverloadedError,
     PermissionDeniedError,
 )
-from plexrl.router.arrivals import Arrivals
+from plexrl.router.arrivals import Arrivals, steady
 from plexrl.router.blobs import BlobStore, Upload
 from plexrl.router.checkpoint_owners import CheckpointOwners
 from plexrl.router.engines import Engines
@@ -134,7 +134,8 @@ class Gateway:
         """
         try:
             with self._arrivals.admit(caller.tenant, _announced(request, self.body_bytes_max)):
-                upload = await self.blobs.receive(request.stream(), self.body_bytes_max)
+                chunks = steady(request.stream())
+                upload = await self.blobs.receive(chunks, self.body_bytes_max)
         except ClientDisconnect as error:
             raise ConnectionLostError("the client went away before its request's end") from error
         except OverloadedError:
@@ -147,8 +148,8 @@ class Gateway:
 
     async def _drain(self, request: Request) -> None:
         left = self.body_bytes_max
-        with suppress(ClientDisconnect):
-            async for chunk in request.stream():
+        with suppress(ClientDisconnect, ConnectionLostError):
+            async for chunk in steady(request.stream()):
                 left -= len(chunk)
                 if left < 0:
                     return

@@ -9,6 +9,7 @@ from typing import Any
 from plexrl.errors import (
     ConnectionLostError,
     DeadlineExceededError,
+    LeaseLostError,
     PlexRLError,
     UnavailableError,
 )
@@ -73,8 +74,12 @@ class SchedulerLink:
                 self.connected.set()
                 reporting = asyncio.create_task(self._send_reports(peer))
                 await running
-            except (ConnectionLostError, DeadlineExceededError) as error:
+            except PlexRLError as error:
+                # One that is stopping refuses even the greeting.
                 LOG.info("no scheduler (%s); connecting again", error)
+            except Exception:
+                # A bug of ours that one order met; without a connection no other would be met.
+                LOG.exception("the scheduler's connection failed; connecting again")
             finally:
                 self._peer = None
                 for task in (running, reporting):
@@ -95,6 +100,11 @@ class SchedulerLink:
                     return
                 except DeadlineExceededError:
                     # A full journal holds reports back; say it again.
+                    continue
+                except (UnavailableError, LeaseLostError) as error:
+                    # It is stopping, or leads no more: the next one is to hear it.
+                    LOG.info("the scheduler takes no reports now (%s)", error)
+                    await asyncio.sleep(RECONNECT_S)
                     continue
                 except PlexRLError as error:
                     LOG.error("the scheduler refused %s %s: %s", method, params, error)

@@ -161,7 +161,8 @@ class DeploymentRequest(_Strict):
     )
     exclusive: bool = Field(False, description="share the GPUs with nobody")
     backend: str | None = Field(
-        None, description="fsdp for train; torch for forward; torch or vllm for rollout"
+        None,
+        description="train: fsdp, megatron, deepspeed; forward: torch; rollout: torch, vllm",
     )
     optimizer: Literal["device", "host"] = Field(
         "device",
@@ -177,8 +178,8 @@ class DeploymentRequest(_Strict):
     activation_checkpointing: bool = Field(
         False, description="train: compute activations again in the backward pass, to save memory"
     )
-    max_sequence_tokens: int = Field(512, ge=2)
-    max_concurrent_samples: int = Field(256, ge=1)
+    max_sequence_tokens: int = Field(512, ge=2, le=1 << 22)
+    max_concurrent_samples: int = Field(256, ge=1, le=1 << 16)
     kv_cache_bytes: int | None = Field(
         None,
         strict=True,

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import uuid
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -124,7 +125,7 @@ class SpanSender:
                         break
                     after = int(rows[-1]["index"])
                     self._write_place(after)
-            except PlexRLError as error:
+            except (PlexRLError, OSError) as error:
                 LOG.info("no operations to send as spans: %s", error)
 
     async def _rows(self, after: int) -> list[Row]:
@@ -144,7 +145,8 @@ class SpanSender:
             return 0
 
     def _write_place(self, after: int) -> None:
-        part = self._place.with_suffix(".part")
+        # Several routers may keep their places in one folder.
+        part = self._place.with_suffix(f".{uuid.uuid4().hex[:12]}.part")
         part.write_text(json.dumps({"after": after}))
         part.rename(self._place)
 

@@ -53,7 +53,9 @@ class WorkerLink:
                 LOG.info("%s: %s; asking again", self._address, error)
                 await asyncio.sleep(RECONNECT_S)
             finally:
-                self._waiting.pop(name, None)
+                # The same run may have been asked for anew meanwhile.
+                if self._waiting.get(name) is future:
+                    del self._waiting[name]
 
     async def send(self, header: Header, payload: Sequence[Buffer] = ()) -> None:
         """Send one frame. Raises `ConnectionLostError` or `OSError`."""

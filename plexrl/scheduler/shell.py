@@ -25,6 +25,7 @@ from plexrl.errors import (
     PlexRLError,
     StorageError,
     UnavailableError,
+    UnknownOperationError,
 )
 from plexrl.ids import NodeId, OperationId
 from plexrl.scheduler.commands import (
@@ -96,7 +97,7 @@ class Shell:
         self._kept: deque[_Item] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._migrating: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Condition()
+        self._awaited: dict[OperationId, set[asyncio.Future[None]]] = {}
 
     async def request(self, event: Event) -> None:
         """Have a client's event accepted.
@@ -131,15 +132,17 @@ class Shell:
 
     async def wait_final(self, operation: OperationId, timeout_s: float) -> None:
         """Return when the operation is final or `timeout_s` seconds have passed."""
-
-        def is_final() -> bool:
-            return self.core.is_final(operation)
-
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(is_final)
-        except TimeoutError:
+        if self.core.is_final(operation):
             return
+        final: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._awaited.setdefault(operation, set())
+        waiting.add(final)
+        try:
+            await asyncio.wait({final}, timeout=timeout_s)
+        finally:
+            waiting.discard(final)
+            if not waiting and self._awaited.get(operation) is waiting:
+                del self._awaited[operation]
 
     async def run(self) -> None:
         """Take in events until cancelled.
@@ -181,8 +184,7 @@ class Shell:
             commands += self._handle(item, now)
         self._position, self._at = position, now
         self._snapshot_if_due()
-        async with self._changed:
-            self._changed.notify_all()
+        self._tell_final()
         await self._carry_out(commands)
 
     async def _append(self, entries: list[Entry]) -> int:
@@ -193,6 +195,20 @@ class Shell:
             # The thread goes on; whoever closes the journal next must not meet it there.
             await asyncio.wait({writing})
             raise
+
+    def _tell_final(self) -> None:
+        """Wake those who wait for what is final now."""
+        for operation in [each for each in self._awaited if self._is_over(each)]:
+            for final in self._awaited.pop(operation):
+                if not final.done():
+                    final.set_result(None)
+
+    def _is_over(self, operation: OperationId) -> bool:
+        try:
+            return self.core.is_final(operation)
+        except UnknownOperationError:
+            # Final, and forgotten within the same batch: whoever waits meets the same error.
+            return True
 
     def _snapshot_if_due(self) -> None:
         if self._position - self._snapshot_position < self._snapshot_events:

@@ -72,8 +72,11 @@ class Controls:
     def resume_if_due(self) -> None:
         """Let paused generations go on once their time is over."""
         if self._generator is not None and self.paused_for_s() == 0.0:
-            LOG.info("the pause is over")
             self._resume_at = None
+            if self._mover.is_torn:
+                # Nothing may be drawn with what is there; the process is about to be ended.
+                return
+            LOG.info("the pause is over")
             self._generator.resume()
 
     def _answer(self, kind: str, header: Plain) -> Plain:
@@ -91,4 +94,9 @@ class Controls:
             raise InvalidRequestError("this is no rollout deployment: it has no engine")
         if not self._mover.is_resident:
             raise ConflictError("the engine's weights are not on the device: it runs nothing")
+        if self._mover.is_torn:
+            raise ConflictError(
+                "a weight sync was cut, so the engine's weights are of no version: it is being "
+                "restarted, and begins anew what was under way"
+            )
         return self._generator

@@ -11,7 +11,7 @@ from plexrl.statemanager.client import LoadReport, MoveReport, StateManagerClien
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.backend import Backend
 from plexrl.worker.checkpointing import save_checkpoint
-from plexrl.worker.weight_sync import sync_weights
+from plexrl.worker.weight_sync import SplitVersionError, sync_weights
 
 if TYPE_CHECKING:
     from plexrl.statemanager.keys import StateSlice
@@ -45,6 +45,8 @@ class StateMover:
         self._registered: tuple[StateSlice, ...] | None = None
         """What the StateManager knows of the arena; absent: nothing."""
         self.is_resident = False
+        # For good: such a process is about to be ended.
+        self._is_split = False
 
     def move(self, kind: OperationKind, command: Plain) -> Plain:
         """Carry out one of `MOVES`; returns what was measured.
@@ -70,12 +72,17 @@ class StateMover:
             case OperationKind.PUBLISH:
                 return _plain(self._client.publish(seq=seq, token=token))
             case _:
-                return sync_weights(self._backend, self._client, command)
+                try:
+                    return sync_weights(self._backend, self._client, command)
+                except SplitVersionError:
+                    self._is_split = True
+                    raise
 
     @property
     def is_torn(self) -> bool:
-        """A weight sync was cut, so what is on the device is of no version."""
-        return self._client.is_torn
+        """A weight sync was cut, so what is on the device is of no version: on this rank, or over
+        the ranks of one engine."""
+        return self._is_split or self._client.is_torn
 
     def written(self) -> None:
         """An operation other than a move has written to the state."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from plexrl.errors import PlexRLError
+from plexrl.errors import ExecutionError, PlexRLError
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.delta import DeltaPolicy
 from plexrl.statemanager.state_digest import digest_of_slices
@@ -24,7 +24,7 @@ _PULLED, _REFUSED, _TORN = "pulled", "refused", "torn"
 """What the ranks of an engine tell each other of a sync in flight."""
 
 
-class SplitVersionError(Exception):
+class SplitVersionError(ExecutionError):
     """The ranks of one engine have weights of two versions. No refusal: the state is lost."""
 
 
@@ -85,15 +85,24 @@ def _standing_still(
     generator.pause(recompute_kv=params.recompute_kv)
     try:
         yield
-    except PlexRLError:
+    except PlexRLError as error:
         outcomes = set(generator.gather(_TORN if client.is_torn else _REFUSED))
+        if len(outcomes) > 1:
+            raise SplitVersionError(_split(f"this rank did not: {error}")) from error
         if outcomes == {_REFUSED} and not was_paused:
             generator.resume()
         raise
     if set(generator.gather(_PULLED)) != {_PULLED}:
-        raise SplitVersionError("other ranks of the engine did not get the weights that this has")
+        raise SplitVersionError(_split("this rank did"))
     if not was_paused:
         generator.resume()
+
+
+def _split(how: str) -> str:
+    return (
+        f"not all ranks of the engine got the weights ({how}): its workers are restarted from "
+        "their last complete state; sync again"
+    )
 
 
 def policy_of(params: SyncWeightsParams) -> DeltaPolicy | None:

@@ -1,11 +1,21 @@
 """Which router is asked, how long one is patient, and what is left of a deadline."""
 
+import asyncio
+import json
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
-from plexrl.client.transport import Call, Endpoints, Patience, Transport
-from plexrl.errors import ConnectionLostError, InvalidRequestError, OverloadedError
+from plexrl.client.transport import AsyncTransport, Call, Endpoints, Patience, Transport
+from plexrl.errors import (
+    ConnectionLostError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
 
 
 def test_a_router_that_fails_is_left_for_the_next_once() -> None:
@@ -51,3 +61,54 @@ def test_a_deadline_is_counted_from_the_call_and_not_from_each_try() -> None:
     with pytest.raises(ConnectionLostError, match=r"127\.0\.0\.1:9"):
         transport.request(call)
     transport.close()
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A router that says that it is away, or one that streams."""
+
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Router)
+        self.send_response(self.server.status)
+        self.end_headers()
+        error = {"code": "unavailable", "message": "no scheduler", "details": {}}
+        body = {"error": error} if self.server.status >= 400 else {"done": True}
+        self.wfile.write(json.dumps(body).encode() + b"\n")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+        del format, args
+
+
+class Router(ThreadingHTTPServer):
+    """Answers every request with one status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.status = status
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+def test_a_stream_too_is_asked_of_another_router_than_one_that_is_away() -> None:
+    call = Call(method="GET", path="/x")
+
+    async def lines_of(transport: AsyncTransport) -> list[str]:
+        with pytest.raises(UnavailableError):
+            [line async for line in transport.lines(call)]
+        found = [line async for line in transport.lines(call)]
+        await transport.close()
+        return found
+
+    with Router(503) as away, Router(200) as here:
+        urls = f"{away.url},{here.url}"
+        transport = Transport(urls, "key", 5.0)
+        with pytest.raises(UnavailableError):
+            list(transport.lines(call))
+        assert list(transport.lines(call)) == ['{"done": true}']
+        transport.close()
+        assert asyncio.run(lines_of(AsyncTransport(urls, "key", 5.0))) == ['{"done": true}']
+        for router in (away, here):
+            router.shutdown()

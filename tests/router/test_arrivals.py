@@ -1,11 +1,13 @@
 """Bytes on their way in are bounded, and come to nothing when they have arrived."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 
 import pytest
 
-from plexrl.errors import OverloadedError
-from plexrl.router.arrivals import Arrivals
+from plexrl.errors import ConnectionLostError, OverloadedError
+from plexrl.router.arrivals import Arrivals, steady
 
 
 def test_tenants_are_bounded_by_themselves_and_together() -> None:
@@ -36,3 +38,18 @@ def test_a_body_that_breaks_off_is_not_counted_on() -> None:
     with pytest.raises(ConnectionError), arrivals.admit("a", 5):
         raise ConnectionError
     assert arrivals.bytes_arriving == 0
+
+
+def test_a_body_that_stops_coming_is_given_up_and_one_that_comes_is_whole() -> None:
+    async def coming(*, ends: bool) -> AsyncIterator[bytes]:
+        yield b"one"
+        yield b"two"
+        if not ends:
+            await asyncio.Event().wait()
+
+    async def read(*, ends: bool, stall_s: float) -> list[bytes]:
+        return [chunk async for chunk in steady(coming(ends=ends), stall_s)]
+
+    assert asyncio.run(read(ends=True, stall_s=60.0)) == [b"one", b"two"]
+    with pytest.raises(ConnectionLostError, match="send it again"):
+        asyncio.run(read(ends=False, stall_s=0.5))

@@ -10,7 +10,7 @@ import pytest
 
 from plexrl.errors import PayloadTooLargeError, StorageError, UnknownOperationError
 from plexrl.ids import BlobRef
-from plexrl.router.blobs import INLINE_BYTES_MAX, BlobStore, Upload
+from plexrl.router.blobs import INLINE_BYTES_MAX, RECENT_BYTES_MAX, BlobStore, Upload
 
 
 @pytest.mark.parametrize("size", [0, 10, INLINE_BYTES_MAX + 1])
@@ -25,6 +25,47 @@ def test_a_blob_comes_back_as_it_was_until_it_is_discarded(tmp_path: Path, size:
     store.discard(ref)
     with pytest.raises(UnknownOperationError, match="no longer kept"):
         asyncio.run(store.read(ref))
+
+
+@pytest.mark.parametrize("suffix", [".in", ".out"])
+def test_the_longest_ids_are_names_of_blobs_too(tmp_path: Path, suffix: str) -> None:
+    store = BlobStore(tmp_path)
+    refs = [BlobRef(f"a{':' * 198}{last}{suffix}") for last in "bc"]
+    for ref in refs:
+        asyncio.run(store.write(ref, ref.encode()))
+    assert [bytes(asyncio.run(store.read(ref))) for ref in refs] == [r.encode() for r in refs]
+    assert all(path.suffix == suffix for path in tmp_path.iterdir())
+    for ref in refs:
+        store.discard(ref)
+    assert not list(tmp_path.iterdir())
+
+
+def spoil(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.write_bytes(b"of the file")
+
+
+def test_small_payloads_wait_in_memory_within_a_bound(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    refs = [BlobRef(f"{number}.in") for number in range(RECENT_BYTES_MAX // (1 << 20) + 2)]
+
+    async def run() -> None:
+        for ref in refs:
+            upload = await store.receive(arriving(ref.encode().ljust(1 << 20)), 1 << 20)
+            await store.publish(upload, ref)
+        spoil(tmp_path)
+        read = [bytes(await store.read(ref)) for ref in refs]
+        assert read[:2] == [b"of the file"] * 2
+        assert read[2:] == [ref.encode().ljust(1 << 20) for ref in refs[2:]]
+        # A run that is repeated has the file.
+        assert bytes(await store.read(refs[-1])) == b"of the file"
+        upload = await store.receive(arriving(b"x"), 1)
+        await store.publish(upload, BlobRef("x.in"))
+        store.discard(BlobRef("x.in"))
+        with pytest.raises(UnknownOperationError):
+            await store.read(BlobRef("x.in"))
+
+    asyncio.run(run())
 
 
 def test_old_results_go_and_payloads_and_new_results_stay(tmp_path: Path) -> None:

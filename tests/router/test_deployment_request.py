@@ -56,6 +56,12 @@ def test_a_layout_that_cannot_run_is_refused_by_its_field(
     assert refused.value.details["field"] == field
 
 
+@pytest.mark.parametrize("field", ["max_sequence_tokens", "max_concurrent_samples"])
+def test_what_an_engine_keeps_books_of_is_bounded_before_it_is_made(field: str) -> None:
+    with pytest.raises(ValidationError, match=field):
+        request("rollout", **{field: 10**9})
+
+
 @pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64, 2**80])
 @pytest.mark.parametrize("where", ["model", "lora"])
 def test_a_seed_that_no_generator_takes_is_refused(where: str, seed: int) -> None:

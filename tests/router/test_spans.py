@@ -98,3 +98,10 @@ def test_a_collector_gets_every_operation_once_over_refusals_and_restarts(
     assert collector.services == {"plexrl"}
     names = {span.name for span in collector.spans}
     assert names == {"plexrl.optim_step", "queue", "switch", "transfer", "compute"}
+
+
+def test_a_sender_that_cannot_keep_its_place_goes_on(tmp_path: Path) -> None:
+    log = Log([logged(index) for index in range(1, 8)])
+    with collecting() as collector:
+        asyncio.run(send_until(log, collector, tmp_path / "none" / "spans.json", 7 * 5))
+    assert len(collector.spans) == 7 * 5

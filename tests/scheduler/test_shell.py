@@ -13,7 +13,9 @@ from plexrl.errors import (
     LeaseLostError,
     StorageError,
     UnavailableError,
+    UnknownOperationError,
 )
+from plexrl.ids import OperationId
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
@@ -71,6 +73,17 @@ class SlowJournal:
 
     def close(self) -> None:
         raise NotImplementedError
+
+
+class ForgetfulCore(SchedulerCore):
+    """A core with one operation that runs, until it is forgotten."""
+
+    knows = True
+
+    def is_final(self, operation: OperationId) -> bool:
+        if not self.knows:
+            raise UnknownOperationError(f"there is no operation {operation!r}, or not any more")
+        return False
 
 
 def tenant(name: str) -> ev.TenantCreated:
@@ -189,5 +202,28 @@ def test_a_router_that_takes_nothing_is_cut_off_and_the_next_one_is_sent_to() ->
         other.close()
         await asyncio.gather(*running, return_exceptions=True)
         deaf[1].close()
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_what_is_forgotten_at_once_is_told_so() -> None:
+    async def run() -> None:
+        journal = SlowJournal()
+        journal.may_write.set()
+        core = ForgetfulCore(config())
+        shell = Shell(core, journal, Clock(0.0))
+        running = asyncio.create_task(shell.run())
+        waiting = asyncio.create_task(shell.wait_final(OperationId("o"), WAIT_S))
+        await asyncio.sleep(0)
+        core.knows = False
+        await shell.request(tenant("a"))
+        async with asyncio.timeout(WAIT_S):
+            await waiting
+            # The loop goes on, and whoever asks from now on meets the error.
+            await shell.request(tenant("b"))
+            with pytest.raises(UnknownOperationError):
+                await shell.wait_final(OperationId("o"), WAIT_S)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(run())

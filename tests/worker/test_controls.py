@@ -26,10 +26,10 @@ class Router:
 
     def __init__(self, backend: TorchRolloutBackend, socket_path: Path) -> None:
         # Nothing here moves state, so nobody listens there.
-        client = StateManagerClient(
+        self.client = StateManagerClient(
             str(socket_path), deployment="j/r", rank=0, world_size=1, ticket=b""
         )
-        self.mover = StateMover(backend, client, "g")
+        self.mover = StateMover(backend, self.client, "g")
         self.controls = Controls(backend, self.mover, TokenStreams())
         self._socket, self._there = socket.socketpair()
         self._socket.settimeout(20.0)
@@ -121,6 +121,20 @@ def test_a_pause_ends_when_its_time_is_over_and_not_before(
     assert not router.ask("resume")["answer"]["paused"]
     assert router.controls.paused_for_s() is None
     assert not router.ask("engine_stats")["answer"]["paused"]
+
+
+def test_nobody_has_an_engine_go_on_whose_weights_are_of_no_version(
+    router: Router, backend: TorchRolloutBackend
+) -> None:
+    backend.build()
+    router.mover.is_resident = True
+    begin(router, backend, "one")
+    assert router.ask("pause", for_s=0.0)["answer"]["paused"]
+    router.client._puller.is_torn = True
+    router.controls.resume_if_due()
+    assert router.ask("resume")["error"]["code"] == "conflict"
+    assert not backend.has_work
+    assert router.controls.paused_for_s() is None, "it waits for what its agent does to it"
 
 
 def test_what_is_no_control_is_left_to_others(router: Router) -> None:

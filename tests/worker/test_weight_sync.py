@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from plexrl.errors import PlexRLError, StateLostError, UnavailableError
+from plexrl.errors import StateLostError, UnavailableError
 from plexrl.statemanager.pull import PullWay
-from plexrl.worker.weight_sync import SplitVersionError, sync_weights
+from plexrl.wire.operations import OperationKind
+from plexrl.worker.residency import StateMover
+from plexrl.worker.weight_sync import SplitVersionError
 
 if TYPE_CHECKING:
     from plexrl.statemanager.client import StateManagerClient
@@ -25,6 +27,8 @@ COMMAND = {
     "sources": ["s"],
     "source": "a",
     "source_seq": 3,
+    "seq": 1,
+    "token": 1,
 }
 PULLED = SimpleNamespace(
     bytes_by_source={},
@@ -89,14 +93,16 @@ class Rank:
 
 
 def synced(*ranks: Rank) -> list[Any]:
-    """What the sync comes to on each rank."""
+    """What the sync comes to on each rank, and whether the rank's weights are of no version."""
 
     def one(rank: Rank) -> Any:
-        client = cast("StateManagerClient", rank)
+        mover = StateMover(cast("Backend", rank), cast("StateManagerClient", rank), "g")
+        mover.is_resident = True
         try:
-            return sync_weights(cast("Backend", rank), client, COMMAND)["weights_seq"]
+            found: Any = mover.move(OperationKind.SYNC_WEIGHTS, COMMAND)["weights_seq"]
         except Exception as error:
-            return error
+            found = error
+        return found, mover.is_torn
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(one, ranks))
@@ -112,14 +118,14 @@ def test_ranks_that_have_all_pulled_are_as_they_were(was_paused: bool) -> None:
     ranks = pair(None, None)
     for rank in ranks:
         rank.paused = was_paused
-    assert synced(*ranks) == [3, 3]
+    assert synced(*ranks) == [(3, False), (3, False)]
     assert [rank.paused for rank in ranks] == [was_paused, was_paused]
 
 
 def test_ranks_that_are_all_refused_go_on_with_the_former_weights() -> None:
     fault = StateLostError("the version is gone")
     ranks = pair(fault, fault)
-    assert synced(*ranks) == [fault, fault]
+    assert synced(*ranks) == [(fault, False), (fault, False)]
     assert not any(rank.paused or rank.is_new for rank in ranks)
 
 
@@ -127,8 +133,8 @@ def test_ranks_that_are_all_refused_go_on_with_the_former_weights() -> None:
 def test_no_token_is_drawn_while_ranks_have_weights_of_two_versions(is_torn: bool) -> None:
     fault = UnavailableError("its sources are gone", retry_after_s=1.0)
     ranks = pair(None, fault, is_torn=is_torn)
-    found, refused = synced(*ranks)
-    assert isinstance(found, SplitVersionError)
-    assert not isinstance(found, PlexRLError), "the state is not as it was, so workers begin anew"
-    assert refused is fault
+    found = synced(*ranks)
+    assert [type(error) for error, _ in found] == [SplitVersionError] * 2
+    assert "its sources are gone" in str(found[1][0])
+    assert all(is_lost for _, is_lost in found), "so the workers begin anew"
     assert all(rank.paused for rank in ranks)
