@@ -1,5 +1,6 @@
 """What operations answer."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ class TrainResult:
     """What a `forward_backward` measured."""
 
     metrics: dict[str, float]
-    """`loss`, `tokens`, and means over tokens of what the loss reports."""
+    """`loss`, `tokens`, and means over tokens of what the loss reports; NaN: not finite."""
     logprobs: list[Any]
     """For each row float32 `[tokens]`, before the step."""
 
@@ -135,7 +136,9 @@ def train_decoder(lengths: list[int]) -> Decoder:
     """Decodes a `forward_backward` result."""
 
     def decode(result: Mapping[str, Any], arrays: "Arrays") -> TrainResult:
-        return TrainResult(dict(result["metrics"]), split_rows(arrays["logprobs"], lengths))
+        # JSON has no number for what is not finite: there is null in its place.
+        metrics = {n: math.nan if v is None else v for n, v in result["metrics"].items()}
+        return TrainResult(metrics, split_rows(arrays["logprobs"], lengths))
 
     return decode
 

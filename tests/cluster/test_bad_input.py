@@ -57,7 +57,9 @@ def test_values_that_are_not_numbers_are_placed(job: plexrl.Job) -> None:
 def test_a_gradient_that_is_not_finite_is_dropped_and_training_goes_on(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL, workers=2)
     huge = plexrl.Batch([[3, 4, 5]], {"weights": [[0, 3e38, 3e38]]})
-    actor.forward_backward(huge, plexrl.losses.custom()).result()
+    trained = actor.forward_backward(huge, plexrl.losses.custom()).result()
+    assert not np.isfinite(trained.metrics["loss"])
+    assert trained.metrics["tokens"] == 2.0
     with pytest.raises(errors.NonFiniteGradientError, match="dropped"):
         actor.optim_step(learning_rate=0.1).result()
     actor.forward_backward(some_batch(1), plexrl.losses.grpo())
