@@ -36,12 +36,18 @@ def operations(
 
     with open_cluster(url, api_key, data_dir) as cluster:
         cluster.attach_job(job, heartbeat=False)
-        found = [
-            row
-            for row in operation_rows(cluster, job)
-            if deployment in (None, row["deployment"], row["deployment"].rpartition("/")[2])
-            and kind in (None, row["kind"])
-        ][-last:]
+        known = list(operation_rows(cluster, job))
+    of_deployment = [
+        row
+        for row in known
+        if deployment in (None, row["deployment"], row["deployment"].rpartition("/")[2])
+    ]
+    found = [row for row in of_deployment if kind in (None, row["kind"])][-last:]
+    if known and not found and not as_json:
+        there = {(row["deployment"].rpartition("/")[2], row["kind"]) for row in known}
+        names = ", ".join(" ".join(pair) for pair in sorted(there))
+        print_line(f"{job} has no finished operations of that deployment and kind. It has: {names}")
+        return
     rows = [
         (
             row["index"],

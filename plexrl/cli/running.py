@@ -126,9 +126,9 @@ def up(
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("out/demo"),
-    steps: Annotated[int, typer.Option(help="RL steps of each job.")] = 150,
+    steps: Annotated[int, typer.Option(min=1, help="RL steps of each job.")] = 150,
     seed: Annotated[int, typer.Option(help="Of models, data and sampling.")] = 1,
-    workers: Annotated[int, typer.Option(help="Workers of a training group.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Workers of a training group.")] = 2,
     backend: Annotated[str | None, typer.Option(help="That trains; default: fsdp.")] = None,
     layout: Annotated[
         str | None, typer.Option(help="Of a training group, as dp=1,tp=2; default: dp=workers.")

@@ -161,7 +161,8 @@ class DeploymentRequest(_Strict):
     )
     exclusive: bool = Field(False, description="share the GPUs with nobody")
     backend: str | None = Field(
-        None, description="fsdp for train; torch for forward; torch or vllm for rollout"
+        None,
+        description="train: fsdp, megatron, deepspeed; forward: torch; rollout: torch, vllm",
     )
     optimizer: Literal["device", "host"] = Field(
         "device",

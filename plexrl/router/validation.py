@@ -96,7 +96,7 @@ def check_source(spec: DeploymentSpec, source: DeploymentSpec) -> None:
         return
     raise InvalidRequestError(
         f"the source has {_adapters(source.lora)} and this deployment {_adapters(spec.lora)}: what "
-        "the one publishes the other cannot use; make both with the same lora"
+        "the one publishes the other cannot use; make both with the same lora, or both without"
     )
 
 

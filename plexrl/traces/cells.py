@@ -1,7 +1,7 @@
 """Values as the text of a CSV cell, and back, exactly. Pure."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plexrl.traces.schema import Column, Fault, Table, TraceSegment
@@ -24,14 +24,14 @@ def defaults(table: Table[Any]) -> dict[str, Any]:
 
 
 def parse_cells(
-    table: Table[Any], cells: Mapping[str, str], absent: Mapping[str, Any]
+    columns: Sequence[tuple[int, Column]], row: Sequence[str], absent: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Fault]]:
-    """The typed values of a line, `absent` where a cell is empty, and what could not be read."""
-    values: dict[str, Any] = {}
+    """The typed values of a line whose columns stand at those places, `absent` where there is no
+    cell or an empty one, and what could not be read."""
+    values = dict(absent)
     faults: list[Fault] = []
-    for column in table.columns:
-        text = cells.get(column.name, "")
-        values[column.name] = absent[column.name]
+    for place, column in columns:
+        text = row[place]
         if text:
             try:
                 values[column.name] = parse_cell(column, text)

@@ -35,13 +35,14 @@ def read_csv(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:
     if {name for name, _ in faults} & {each.name for each in table.columns}:
         return
     absent = defaults(table)
+    columns = [(header.index(each.name), each) for each in table.columns if each.name in header]
     for line, row in found:
         if len(row) != len(header):
             field = header[len(row)] if len(row) < len(header) else ""
             message = f"has {len(row)} cells, and the header has {len(header)}"
             report(Problem(line=line, field=field, message=message))
             continue
-        values, unread = parse_cells(table, dict(zip(header, row, strict=True)), absent)
+        values, unread = parse_cells(columns, row, absent)
         yield line, values, unread
 
 

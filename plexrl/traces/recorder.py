@@ -104,7 +104,7 @@ def _row(job: Plain, runs: Mapping[str, _Runs], now: float) -> TraceJob | None:
         state_bytes=sum(each["state_bytes"] for each in training),
         priority=job["priority"],
         wait_s=max(0.0, first_s - job["submitted_at"]),
-        outcome=job["state"] if job["state"] in OUTCOMES else "",
+        outcome=job["state"].lower() if job["state"].lower() in OUTCOMES else "",
         **demand,
     )
 

@@ -219,6 +219,9 @@ def test_the_log_tells_where_time_went_and_is_exported(
     assert "forward_backward" in table.output, table.output
     told = CliRunner().invoke(app, ["operations", name, "--json", "--kind", "load", *where])
     assert [each["kind"] for each in json.loads(told.output)] == ["load"]
+    typo = CliRunner().invoke(app, ["operations", name, "--kind", "laod", *where])
+    assert "It has: " in typo.output, typo.output
+    assert "actor load" in " ".join(typo.output.split())
     out = tmp_path / "trace.json"
     CliRunner().invoke(app, ["trace", name, "--out", str(out), *where])
     events = json.loads(out.read_text())["traceEvents"]

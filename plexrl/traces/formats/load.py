@@ -90,6 +90,9 @@ FORMATS: dict[str, Format] = {
 """By the names that `plexrl traces convert --from` takes."""
 
 
+DATES_FROM_S = 1e8
+"""Seconds beyond this are a date since 1970: no trace of requests is three years long."""
+
 _UNORDERED = replace(
     JOBS,
     order=None,
@@ -143,7 +146,7 @@ def load(path: str | Path, name: str | None = None, on_problem: Report | None = 
     records = _records(path, known, loaded.problems)
     parsed = _parsed(records, known, loaded.left_out)
     if known.table is LENGTHS:
-        loaded.rows = checked(parsed, LENGTHS, loaded.problems)
+        loaded.rows = checked(_relative(parsed), LENGTHS, loaded.problems)
     else:
         # Sources are not in our order, nor are their times of ours before they are sorted.
         unordered = checked(parsed, _UNORDERED, loaded.problems)
@@ -172,3 +175,16 @@ def _parsed(records: Iterator[Record], known: Format, left_out: Counter[str]) ->
             left_out[values] += 1
             continue
         yield line, {**absent, **values}, fields.faults
+
+
+def _relative(parsed: Iterator[Parsed]) -> Iterator[Parsed]:
+    """Arrivals that are dates come to count from the first; others stay as they are."""
+    start_s: float | None = None
+    for line, values, faults in parsed:
+        arrival_s = values["arrival_s"]
+        if arrival_s is not None and not faults:
+            if start_s is None:
+                start_s = arrival_s if arrival_s > DATES_FROM_S else 0.0
+            if start_s:
+                values["arrival_s"] = round(arrival_s - start_s, 6)
+        yield line, values, faults
