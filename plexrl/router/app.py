@@ -27,13 +27,9 @@ from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.schemas import ErrorResponse
 from plexrl.router.spans import SpanSender
 from plexrl.router.specs import DeploymentSpecs
+from plexrl.router.sweeping import discard_old_results, discard_orphans
 
 LOG = logging.getLogger(__name__)
-
-RESULT_KEPT_S = 3600.0
-"""How long a result can be fetched."""
-
-SWEEP_S = 60.0
 
 DESCRIPTION = """Model execution for RL as a shared service. Operations are submitted, admitted by
 the scheduler in its own order, and answered with a result or a reason to wait. Errors are
@@ -53,7 +49,8 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
         del app
         running = [
             asyncio.create_task(gateway.scheduler.run()),
-            asyncio.create_task(_discard_old_results(gateway)),
+            asyncio.create_task(discard_old_results(gateway.blobs)),
+            asyncio.create_task(discard_orphans(gateway.blobs, gateway.scheduler)),
         ]
         if spans is not None:
             running.append(asyncio.create_task(spans.run()))
@@ -82,12 +79,6 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
     ):
         app.include_router(routes(gateway))
     return app, gateway
-
-
-async def _discard_old_results(gateway: Gateway) -> None:
-    while True:
-        await asyncio.to_thread(gateway.blobs.discard_results, older_than_s=RESULT_KEPT_S)
-        await asyncio.sleep(SWEEP_S)
 
 
 def _make_gateway(config: RouterConfig) -> Gateway:

@@ -14,9 +14,10 @@ import os
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import xxhash
 
@@ -25,6 +26,9 @@ from plexrl.ids import BlobRef
 from plexrl.wire.tensors import Body
 
 LOG = logging.getLogger(__name__)
+
+PAYLOAD_SUFFIX = ".in"
+"""Ends the name of every payload."""
 
 RESULT_SUFFIX = ".out"
 """Ends the name of every result."""
@@ -149,11 +153,23 @@ class BlobStore:
         self._take_recent(ref)
         self._path(ref).unlink(missing_ok=True)
 
-    async def discard_all(self, refs: Sequence[BlobRef]) -> None:
-        """As `discard`, beside the event loop: to free a file's pages takes time."""
+    def discard_all(self, refs: Iterable[BlobRef]) -> None:
+        """As `discard`; one that cannot be given up is logged and left."""
         for ref in refs:
-            self._take_recent(ref)
-        await asyncio.to_thread(self._unlink, refs)
+            try:
+                self.discard(ref)
+            except OSError as error:
+                LOG.error("the blob %s stays: %s", ref, error)
+
+    def payloads(self, *, older_than_s: float) -> list[BlobRef]:
+        """Of the payloads stored longer ago than that, those whose files bear their full names."""
+        limit = time.time() - older_than_s
+        found = []
+        for path in sorted(self._directory.glob(f"*{PAYLOAD_SUFFIX}")):
+            with suppress(FileNotFoundError):
+                if "~" not in path.name and path.stat().st_mtime < limit:
+                    found.append(BlobRef(unquote(path.name)))
+        return found
 
     def discard_results(self, *, older_than_s: float) -> None:
         """Give up results that were written longer ago than that, and what a killed router left
@@ -167,13 +183,6 @@ class BlobStore:
                 except FileNotFoundError:
                     # Another router was quicker.
                     continue
-
-    def _unlink(self, refs: Sequence[BlobRef]) -> None:
-        for ref in refs:
-            try:
-                self._path(ref).unlink(missing_ok=True)
-            except OSError as error:
-                LOG.error("the blob %s stays: %s", ref, error)
 
     def _keep_recent(self, ref: BlobRef, body: Body) -> None:
         self._take_recent(ref)

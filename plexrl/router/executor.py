@@ -95,7 +95,7 @@ class Executor:
         del peer
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, DiscardBlobs)
-        await self._blobs.discard_all(command.blobs)
+        self._blobs.discard_all(command.blobs)
 
     async def close(self) -> None:
         """Stop everything; the scheduler has another router carry on."""

@@ -22,7 +22,7 @@ from plexrl.errors import (
     from_wire,
 )
 from plexrl.ids import BlobRef
-from plexrl.router.blobs import INLINE_BYTES_MAX, Upload
+from plexrl.router.blobs import INLINE_BYTES_MAX, PAYLOAD_SUFFIX, Upload
 from plexrl.router.gateway import FINAL, Gateway
 from plexrl.router.validation import (
     Checked,
@@ -206,7 +206,7 @@ async def _submit(gateway: Gateway, fields: Plain, checked: Checked, upload: Upl
     payload: BlobRef | None = None
     if checked.has_batch:
         # A name of this request's own, so that no other one, refused or repeated, can discard it.
-        payload = BlobRef(f"{operation}.{uuid.uuid4().hex[:16]}.in")
+        payload = BlobRef(f"{operation}.{uuid.uuid4().hex[:16]}{PAYLOAD_SUFFIX}")
         await gateway.blobs.publish(upload, payload)
     try:
         view = await gateway.scheduler.call(

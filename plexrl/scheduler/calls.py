@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from plexrl.errors import InvalidRequestError, from_wire
-from plexrl.ids import DeploymentId, JobId, OperationId, RouterId, TenantId
+from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, RouterId, TenantId
 from plexrl.scheduler.events import OperationFailed
 
 Plain = dict[str, Any]
@@ -38,6 +38,13 @@ class Authenticate:
     """Whose key is this?"""
 
     key_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeedlessPayloads:
+    """Which of these does no operation need?"""
+
+    blobs: tuple[BlobRef, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

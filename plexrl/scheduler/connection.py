@@ -202,6 +202,7 @@ class RouterCalls:
         """Calls of the router itself."""
         return {
             "authenticate": (calls.Authenticate, self._authenticate),
+            "needless_payloads": (calls.NeedlessPayloads, self._needless_payloads),
             "operation_finished": (ev.OperationFinished, self._operation_finished),
             "operation_failed": (ev.OperationFailed, self._operation_failed),
         }
@@ -211,6 +212,11 @@ class RouterCalls:
     async def _authenticate(self, call: calls.Authenticate) -> Plain:
         tenant, is_operator = self._core.authenticate(call.key_digest)
         return {"tenant": tenant, "is_operator": is_operator}
+
+    async def _needless_payloads(self, call: calls.NeedlessPayloads) -> Plain:
+        # A leader that was replaced unawares does not know what has been accepted since.
+        await self._shell.confirm_lead()
+        return {"blobs": self._core.needless_payloads(call.blobs)}
 
     async def _create_tenant(self, scope: Scope, call: calls.CreateTenant) -> Plain:
         _check_operator(scope)

@@ -5,6 +5,7 @@ object, and a journal of (event, now) replayed into a new one gives the same sta
 checked whole before anything changes, so a refused one leaves no trace.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,7 +20,7 @@ from plexrl.errors import (
     UnknownJobError,
     UnknownOperationError,
 )
-from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId, TenantId
+from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId, NodeId, OperationId, TenantId
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.admission import check_it_can_fit, enqueue_deployment, wake_patient
 from plexrl.scheduler.backpressure import check_room
@@ -456,6 +457,12 @@ class SchedulerCore:
     def status(self, now: float, tenant: TenantId | None = None) -> View:
         """The cluster in a few numbers, as a tenant or (None) the operator may see them."""
         return cluster_view(self._context, tenant, now)
+
+    def needless_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
+        """Those of no operation that is yet to end or kept for a recovery."""
+        operations = self._context.state.operations.values()
+        needed = {each.payload for each in operations if each.is_logged or not each.state.is_final}
+        return [blob for blob in blobs if blob not in needed]
 
     def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:
         """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""

@@ -53,6 +53,9 @@ def advance(context: Context, group: Group, now: float) -> None:
         return
     if stops(context, holder):
         return
+    if _leans_on_its_source(holder, now):
+        _snapshot(context, group, holder, now)
+        return
     if not holder.running and not _goes_on(context, holder, now):
         waiting = _waiting(context, group, now, besides=holder)
         if waiting and _may_be_relieved(context, group, holder, waiting, now):
@@ -367,14 +370,25 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
             len(holder.log) >= context.config.snapshot_operations
             and now >= holder.no_snapshot_until
         ):
-            holder.idle_since = None
-            _move(context, group, holder, OperationKind.SNAPSHOT, holder.completed_seq, now)
+            _snapshot(context, group, holder, now)
             return
         _go_on_with_burst(context, holder, head, now)
         holder.queue.pop(0)
         start(context, group, holder, head, now)
         if head.kind != OperationKind.GENERATE:
             return
+
+
+def _leans_on_its_source(holder: Deployment, now: float) -> bool:
+    """Whether a recovery would replay a sync or load of weights: a forward deployment keeps them
+    for long after its trainer's are published no more, so it is to be stored before that."""
+    is_idle = not holder.running and now >= holder.no_snapshot_until
+    return is_idle and holder.kind == "forward" and bool(holder.log)
+
+
+def _snapshot(context: Context, group: Group, holder: Deployment, now: float) -> None:
+    holder.idle_since = None
+    _move(context, group, holder, OperationKind.SNAPSHOT, holder.completed_seq, now)
 
 
 def _go_on_with_burst(context: Context, holder: Deployment, head: Operation, now: float) -> None:

@@ -144,6 +144,10 @@ class Shell:
             if not waiting and self._awaited.get(operation) is waiting:
                 del self._awaited[operation]
 
+    async def confirm_lead(self) -> None:
+        """Make sure that no other scheduler has taken anything in. Raises as `Journal.renew`."""
+        await asyncio.to_thread(self._journal.renew)
+
     async def run(self) -> None:
         """Take in events until cancelled.
 

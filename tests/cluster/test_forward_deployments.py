@@ -7,7 +7,7 @@ import pytest
 
 import plexrl
 from plexrl.errors import InvalidRequestError
-from tests.cluster.tools import VOCABULARY, some_batch
+from tests.cluster.tools import VOCABULARY, kill_worker, some_batch
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=7, hidden=32)
 BATCH = some_batch(3, rows=9)
@@ -34,6 +34,20 @@ def test_a_reference_is_its_trainers_policy_as_of_the_last_sync(job: plexrl.Job)
     step(actor, 2)
     assert np.allclose(logprobs(reference), old, atol=1e-5)
     assert np.abs(logprobs(actor) - old).max() > 1e-3
+
+
+def test_a_killed_reference_has_the_weights_of_its_last_sync_again(job: plexrl.Job) -> None:
+    actor = job.train_deployment("actor", MODEL)
+    reference = job.reference_deployment("reference", MODEL, workers=2)
+    rollout = job.rollout_deployment("rollout", MODEL)
+    step(actor, 1)
+    reference.sync_weights(actor).result(60)
+    old = logprobs(actor)
+    for seed in range(2, 6):
+        step(actor, seed)
+        rollout.sync_weights(actor).result(60)
+    kill_worker(reference, 1)
+    assert np.allclose(logprobs(reference), old, atol=1e-5)
 
 
 def test_weights_that_did_not_change_are_copied_out_once(cluster: plexrl.Cluster) -> None:

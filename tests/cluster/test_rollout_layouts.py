@@ -93,7 +93,7 @@ def test_a_router_that_dies_finds_what_the_ranks_did(
 ) -> None:
     split = job.rollout_deployment("split", MODEL, parallelism=plexrl.Parallelism(tp=2))
     wanted = drawn(split)
-    sampling = plexrl.SamplingParams(max_tokens=300, seed=2, ignore_eos=True)
+    sampling = plexrl.SamplingParams(max_tokens=200, seed=2, ignore_eos=True)
     long = split.generate(PROMPTS, n=4, sampling=sampling)
     then = split.barrier()
     wait_until(lambda: split.status()["running"] == ["generate"], "it does not begin")

@@ -41,7 +41,10 @@ def process_of(embedded: EmbeddedCluster, module: str) -> psutil.Process:
     return found[0]
 
 
-def kill_worker(deployment: plexrl.TrainDeployment | plexrl.RolloutDeployment, rank: int) -> None:
+def kill_worker(
+    deployment: plexrl.TrainDeployment | plexrl.RolloutDeployment | plexrl.ReferenceDeployment,
+    rank: int,
+) -> None:
     """`kill -9` the process of one rank: the one that listens on its socket."""
     address = deployment.status()["ranks"][rank]["address"]
     for process in psutil.process_iter():

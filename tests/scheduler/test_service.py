@@ -55,6 +55,7 @@ ROUTER_ASKS: dict[str, Plain] = {
 }
 ROUTER_REPORTS: dict[str, Plain] = {
     "authenticate": {"key_digest": digest("a")},
+    "needless_payloads": {"blobs": ["o.0.in"]},
     "operation_finished": {"operation": "o", "token": 1, "compute_s": 0.0},
     "operation_failed": {
         "operation": "o",
@@ -131,6 +132,20 @@ def test_a_router_makes_no_agents_reports_and_an_agent_no_routers_calls(tmp_path
                     assert isinstance(error, errors.PermissionDeniedError), method
             after = await router.call("get_deployment", {**A, "deployment": "j/actor"})
             assert after == before
+
+    run_live(talk)
+
+
+def test_a_router_learns_which_payloads_no_operation_needs(tmp_path: Path) -> None:
+    async def talk() -> None:
+        async with live(tmp_path) as cluster:
+            router = await with_one_job(cluster)
+            submitted = {**barrier_of(A, "j/actor", "o2"), "payload": "o2.0.in"}
+            await router.call("submit_operation", submitted)
+            asked = {"blobs": ["o2.0.in", "o2.1.in"]}
+            assert await router.call("needless_payloads", asked) == {"blobs": ["o2.1.in"]}
+            await router.call("cancel_operation", {**A, "operation": "o2"})
+            assert await router.call("needless_payloads", asked) == asked
 
     run_live(talk)
 

@@ -177,7 +177,9 @@ def first_adapters() -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "dp2" else []) for n in CASES]
+)
 def test_adapters_learn_what_plain_torch_has_them_learn(
     name: str, daemon: Daemon, tmp_path: Path, reference: dict[str, torch.Tensor]
 ) -> None:
