@@ -162,13 +162,20 @@ class Worker:
             raise
         self._controls.begun(call.operation)
 
+    def _tells_of_lost_ranks(self, error: Exception) -> bool:
+        """Generations ended because another rank did, and through no fault of theirs."""
+        del error
+        return False
+
     def _step(self, generator: RolloutBackend) -> None:
         try:
             finished = generator.step()
-        except Exception:
+        except Exception as cause:
             LOG.exception("generation failed")
             error = ExecutionError("generation failed on the worker: see `plexrl logs`")
-            for name, _ in list(self._started.values()):
+            # Unanswered, a generation is begun anew by the workers that come next.
+            unanswered = self._tells_of_lost_ranks(cause)
+            for name, _ in [] if unanswered else list(self._started.values()):
                 self._fail(name, error, state_intact=False)
             # What the engine holds is beyond repair; the agent reports the exit.
             raise SystemExit(1) from None

@@ -15,7 +15,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.backend import Backend
 from plexrl.worker.engine.backend import TorchRolloutBackend
-from plexrl.worker.engine.tensor_parallel import Order, Orders, RankGroup
+from plexrl.worker.engine.tensor_parallel import Order, Orders, RankGroup, is_of_lost_rank
 from plexrl.worker.process import Worker
 from plexrl.worker.replies import RunName
 from plexrl.worker.residency import StateMover
@@ -54,6 +54,9 @@ class LeadingWorker(Worker):
     def _admitted(self, name: RunName, kind: OperationKind) -> None:
         if kind != OperationKind.GENERATE:
             self._orders.send(RUN, name)
+
+    def _tells_of_lost_ranks(self, error: Exception) -> bool:
+        return is_of_lost_rank(error)
 
 
 class FollowingWorker(Worker):

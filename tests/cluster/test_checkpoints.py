@@ -37,7 +37,7 @@ def job(two_nodes: EmbeddedCluster) -> Iterator[plexrl.Job]:
 
 def train(actor: plexrl.TrainDeployment, seed: int) -> None:
     actor.forward_backward(some_batch(seed), plexrl.losses.grpo())
-    actor.optim_step(learning_rate=1e-2).result(60)
+    actor.optim_step(learning_rate=1e-2).result(120)
 
 
 def parameters(path: str) -> dict[str, torch.Tensor]:
@@ -57,13 +57,13 @@ def test_ranks_of_two_nodes_make_one_checkpoint_that_training_resumes_from(
     saving = actor.save_checkpoint("one", step=1)
     pinned = saving.pinned(60)
     train(actor, 2)
-    after = actor.save_checkpoint("two", step=2).result(60)
-    saved = saving.result(60)
+    after = actor.save_checkpoint("two", step=2).result(120)
+    saved = saving.result(120)
     assert saved == {**pinned, "durable": True}
     assert not same(parameters(saved["path"]), parameters(after["path"]))
-    actor.load_checkpoint("one").result(60)
+    actor.load_checkpoint("one").result(120)
     train(actor, 2)
-    again = actor.save_checkpoint("again").result(60)
+    again = actor.save_checkpoint("again").result(120)
     assert same(parameters(again["path"]), parameters(after["path"]))
     listed = {each["name"]: each for each in job.checkpoints()}
     assert sorted(listed) == ["again", "one", "two"]
@@ -77,10 +77,10 @@ def test_transformers_loads_shards_of_another_dtype(job: plexrl.Job, tied: bool)
     config = {**MODEL.config, "tie_word_embeddings": tied}
     model = replace(MODEL, config_json=msgspec.json.encode(config).decode())
     actor = job.train_deployment("actor", model)
-    whole = parameters(actor.save_checkpoint("whole").result(60)["path"])
+    whole = parameters(actor.save_checkpoint("whole").result(120)["path"])
     saved = actor.save_checkpoint(
         "small", format="hf", dtype="bfloat16", shard_bytes_max=50_000
-    ).result(60)
+    ).result(120)
     path = Path(saved["path"])
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
@@ -90,7 +90,7 @@ def test_transformers_loads_shards_of_another_dtype(job: plexrl.Job, tied: bool)
     assert {p.dtype for p in found.values()} == {torch.bfloat16}
     assert same(found, {name: p.bfloat16() for name, p in whole.items()})
     with pytest.raises(errors.CheckpointNotFoundError, match="resume"):
-        actor.load_checkpoint("small").result(60)
+        actor.load_checkpoint("small").result(120)
 
 
 def test_a_rollout_takes_a_checkpoint_that_was_just_asked_for(job: plexrl.Job) -> None:
@@ -99,11 +99,11 @@ def test_a_rollout_takes_a_checkpoint_that_was_just_asked_for(job: plexrl.Job) -
         train(actor, 3)
     actor.save_checkpoint("one").pinned(60)
     rollout = job.rollout_deployment("rollout", MODEL)
-    rollout.load_checkpoint("one").result(60)
+    rollout.load_checkpoint("one").result(120)
     sampling = plexrl.SamplingParams(max_tokens=8, temperature=0.0)
-    loaded = rollout.generate([[3, 4, 5]], sampling=sampling).result(60).samples[0][0]
-    rollout.sync_weights(actor).result(60)
-    synced = rollout.generate([[3, 4, 5]], sampling=sampling).result(60).samples[0][0]
+    loaded = rollout.generate([[3, 4, 5]], sampling=sampling).result(120).samples[0][0]
+    rollout.sync_weights(actor).result(120)
+    synced = rollout.generate([[3, 4, 5]], sampling=sampling).result(120).samples[0][0]
     assert loaded.tokens == synced.tokens
     assert loaded.logprobs.tolist() == synced.logprobs.tolist()
 
@@ -111,15 +111,15 @@ def test_a_rollout_takes_a_checkpoint_that_was_just_asked_for(job: plexrl.Job) -
 def test_old_checkpoints_go_as_the_controller_says(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     for step in range(1, 6):
-        actor.save_checkpoint(f"c{step}", step=step, keep_last=1, keep_every=2).result(60)
+        actor.save_checkpoint(f"c{step}", step=step, keep_last=1, keep_every=2).result(120)
     wanted = ["c2", "c4", "c5"]
     wait_until(lambda: [c["name"] for c in job.checkpoints()] == wanted, "they did not go")
     with pytest.raises(errors.CheckpointNotFoundError):
-        actor.load_checkpoint("c1").result(60)
+        actor.load_checkpoint("c1").result(120)
     with pytest.raises(errors.InvalidRequestError, match="keep_last"):
         actor.save_checkpoint("c6", keep_last=0)
     with pytest.raises(errors.InvalidRequestError, match="operator"):
-        actor.save_checkpoint("c6", upload=True).result(60)
+        actor.save_checkpoint("c6", upload=True).result(120)
     assert actor.status()["incarnation"] == 1
 
 

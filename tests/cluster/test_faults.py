@@ -55,7 +55,7 @@ def test_a_killed_workers_job_goes_on_with_every_step_applied_once(
                 waiting[-1].result()
                 kill_worker(actor, rank)
         for future in waiting:
-            future.result(60)
+            future.result(120)
         weights = checkpoint_weights(actor)
         assert actor.status()["incarnation"] == 2
         assert bystander.status()["incarnation"] == 1
@@ -71,7 +71,7 @@ def test_a_worker_killed_with_operations_queued_loses_none(
         waiting = [train(actor, step) for step in range(STEPS)]
         kill_worker(actor, 0)
         for future in waiting:
-            future.result(60)
+            future.result(120)
         weights = checkpoint_weights(actor)
     assert weights == undisturbed
 
@@ -87,7 +87,7 @@ def test_a_killed_rollout_worker_comes_back_with_its_synced_weights(
         sampling = plexrl.SamplingParams(max_tokens=6, seed=2)
         before = rollout.generate([[3, 4, 5]], n=4, sampling=sampling).result()
         kill_worker(rollout, 0)
-        after = rollout.generate([[3, 4, 5]], n=4, sampling=sampling).result(60)
+        after = rollout.generate([[3, 4, 5]], n=4, sampling=sampling).result(120)
     assert [s.tokens for s in after.samples[0]] == [s.tokens for s in before.samples[0]]
 
 
@@ -107,7 +107,7 @@ def test_a_killed_part_comes_back_and_no_operation_is_lost_or_repeated(
             if step in (2, 5):
                 process_of(embedded, module).send_signal(signal.SIGKILL)
         for future in waiting:
-            future.result(60)
+            future.result(120)
         weights = checkpoint_weights(actor)
     assert weights == undisturbed
 
@@ -121,7 +121,7 @@ def test_workers_die_with_their_agent(embedded: EmbeddedCluster, cluster: plexrl
         assert len(below) >= 3, "the fork server and two workers"
         agent.kill()
         wait_until(lambda: not any(p.is_running() for p in below), "workers outlive their agent")
-        actor.barrier().result(60)
+        actor.barrier().result(120)
 
 
 CONTROLLER = """

@@ -15,11 +15,11 @@ BATCH = some_batch(3, rows=9)
 
 def step(actor: plexrl.TrainDeployment, seed: int) -> None:
     actor.forward_backward(some_batch(seed), plexrl.losses.grpo())
-    actor.optim_step(learning_rate=1e-2).result(60)
+    actor.optim_step(learning_rate=1e-2).result(120)
 
 
 def logprobs(model: plexrl.TrainDeployment | plexrl.ReferenceDeployment) -> np.ndarray:
-    return np.concatenate(model.forward(BATCH).result(60).logprobs)
+    return np.concatenate(model.forward(BATCH).result(120).logprobs)
 
 
 def test_a_reference_is_its_trainers_policy_as_of_the_last_sync(job: plexrl.Job) -> None:
@@ -30,7 +30,7 @@ def test_a_reference_is_its_trainers_policy_as_of_the_last_sync(job: plexrl.Job)
     step(actor, 1)
     old = logprobs(actor)
     assert np.array_equal(logprobs(reference), first)
-    assert reference.sync_weights(actor).result(60)["bytes_moved"] > 0
+    assert reference.sync_weights(actor).result(120)["bytes_moved"] > 0
     step(actor, 2)
     assert np.allclose(logprobs(reference), old, atol=1e-5)
     assert np.abs(logprobs(actor) - old).max() > 1e-3
@@ -41,11 +41,11 @@ def test_a_killed_reference_has_the_weights_of_its_last_sync_again(job: plexrl.J
     reference = job.reference_deployment("reference", MODEL, workers=2)
     rollout = job.rollout_deployment("rollout", MODEL)
     step(actor, 1)
-    reference.sync_weights(actor).result(60)
+    reference.sync_weights(actor).result(120)
     old = logprobs(actor)
     for seed in range(2, 6):
         step(actor, seed)
-        rollout.sync_weights(actor).result(60)
+        rollout.sync_weights(actor).result(120)
     kill_worker(reference, 1)
     assert np.allclose(logprobs(reference), old, atol=1e-5)
 
@@ -75,11 +75,13 @@ def test_weights_that_did_not_change_are_copied_out_once(cluster: plexrl.Cluster
 def test_scores_come_in_the_batchs_order_whatever_the_ranks(job: plexrl.Job) -> None:
     one = job.reward_deployment("one", MODEL)
     two = job.reward_deployment("two", MODEL, workers=2)
-    wanted = one.score(BATCH).result(60).scores
+    wanted = one.score(BATCH).result(120).scores
     assert wanted.shape == (9,)
     assert wanted.dtype == np.float32
     assert len(set(wanted.tolist())) == 9
-    assert np.allclose(two.score(BATCH, micro_batch_tokens=20).result(60).scores, wanted, atol=1e-5)
+    assert np.allclose(
+        two.score(BATCH, micro_batch_tokens=20).result(120).scores, wanted, atol=1e-5
+    )
 
 
 def test_what_a_forward_deployment_cannot_do_is_refused(job: plexrl.Job) -> None:

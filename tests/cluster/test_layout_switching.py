@@ -90,9 +90,9 @@ def test_a_rollout_pulls_from_tensor_ranks_and_agrees_with_them(cluster: plexrl.
         batch = plexrl.Batch([[*p, *s.tokens] for p, s in flat])
         trained = actor.forward(batch).result().logprobs
         # What tensor ranks wrote, one data rank loads.
-        actor.save_checkpoint("end").result(60)
+        actor.save_checkpoint("end").result(120)
         single = job.train_deployment("single", MODEL)
-        single.load_checkpoint("end").result(60)
+        single.load_checkpoint("end").result(120)
         assert checkpoint_weights(single, "again") == checkpoint_weights(actor, "end-too")
     assert moved["bytes_moved"] == 4 * plexrl.model_spec.parameter_count(MODEL)
     for (prompt, sample), logprobs in zip(flat, trained, strict=True):

@@ -25,7 +25,7 @@ PROMPTS = [[3, 4, 5], [6, 7]]
 
 def step(actor: plexrl.TrainDeployment, seed: int) -> float:
     actor.forward_backward(some_batch(seed), plexrl.losses.grpo())
-    return actor.optim_step(learning_rate=1e-2, grad_clip_norm=1.0).result(60).metrics["grad_norm"]
+    return actor.optim_step(learning_rate=1e-2, grad_clip_norm=1.0).result(120).metrics["grad_norm"]
 
 
 def moved(cluster: plexrl.Cluster, job: plexrl.Job, kind: str) -> list[dict[str, Any]]:
@@ -43,22 +43,22 @@ def test_adapters_train_and_a_rollout_speaks_as_its_trainer_after_every_sync(
     rollout = job.rollout_deployment("rollout", MODEL, lora=LORA, parallelism=replicas)
     reference = job.reference_deployment("reference", MODEL)
     batch = some_batch(0)
-    untrained = np.concatenate(actor.forward(batch).result(60).logprobs)
-    base = np.concatenate(reference.forward(batch).result(60).logprobs)
+    untrained = np.concatenate(actor.forward(batch).result(120).logprobs)
+    base = np.concatenate(reference.forward(batch).result(120).logprobs)
     assert np.allclose(untrained, base, atol=1e-5), "training begins with the model as it is"
     last = untrained
     for turn in range(4):
         step(actor, turn)
-        report = rollout.sync_weights(actor, delta=turn % 2 == 1).result(60)
+        report = rollout.sync_weights(actor, delta=turn % 2 == 1).result(120)
         assert report["bytes_wanted"] == 2 * STATE_BYTES
         sampling = plexrl.SamplingParams(max_tokens=6, seed=turn, ignore_eos=True)
-        groups = rollout.generate(PROMPTS, n=2, sampling=sampling).result(60).samples
+        groups = rollout.generate(PROMPTS, n=2, sampling=sampling).result(120).samples
         samples = [(p, s) for p, group in zip(PROMPTS, groups, strict=True) for s in group]
         rows = plexrl.Batch([[*prompt, *sample.tokens] for prompt, sample in samples])
-        trained = actor.forward(rows).result(60).logprobs
+        trained = actor.forward(rows).result(120).logprobs
         for (prompt, sample), row in zip(samples, trained, strict=True):
             assert np.allclose(row[len(prompt) :], sample.logprobs, atol=1e-4)
-        now = np.concatenate(actor.forward(batch).result(60).logprobs)
+        now = np.concatenate(actor.forward(batch).result(120).logprobs)
         assert np.abs(now - last).max() > 1e-4
         last = now
 
@@ -103,8 +103,8 @@ def test_a_checkpoint_of_adapters_is_one_that_peft_loads(job: plexrl.Job) -> Non
     rollout = job.rollout_deployment("rollout", MODEL, lora=LORA)
     for turn in range(2):
         step(actor, turn)
-    folder = Path(actor.save_checkpoint("adapters").result(60)["path"])
-    wanted = actor.forward(some_batch(0)).result(60).logprobs
+    folder = Path(actor.save_checkpoint("adapters").result(120)["path"])
+    wanted = actor.forward(some_batch(0)).result(120).logprobs
     assert not (folder / "model.safetensors").exists()
     assert (folder / "tokenizer.json").is_file()
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -122,15 +122,15 @@ def test_a_checkpoint_of_adapters_is_one_that_peft_loads(job: plexrl.Job) -> Non
     rows = plexrl.Batch([[3, 4, 5, 6]])
     logits = model(input_ids=torch.tensor([[3, 4, 5, 6]])).logits[0].log_softmax(-1)
     merged = logits[range(3), [4, 5, 6]].detach().numpy()
-    assert np.allclose(actor.forward(rows).result(60).logprobs[0][1:], merged, atol=1e-5)
+    assert np.allclose(actor.forward(rows).result(120).logprobs[0][1:], merged, atol=1e-5)
     step(actor, 9)
-    actor.load_checkpoint("adapters").result(60)
-    again = actor.forward(some_batch(0)).result(60).logprobs
+    actor.load_checkpoint("adapters").result(120)
+    again = actor.forward(some_batch(0)).result(120).logprobs
     assert all(np.array_equal(one, other) for one, other in zip(wanted, again, strict=True))
-    rollout.load_checkpoint("adapters").result(60)
+    rollout.load_checkpoint("adapters").result(120)
     sampling = plexrl.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    [[sample]] = rollout.generate([[3, 4]], sampling=sampling).result(60).samples
-    spoken = actor.forward(plexrl.Batch([[3, 4, *sample.tokens]])).result(60).logprobs[0]
+    [[sample]] = rollout.generate([[3, 4]], sampling=sampling).result(120).samples
+    spoken = actor.forward(plexrl.Batch([[3, 4, *sample.tokens]])).result(120).logprobs[0]
     assert np.allclose(spoken[2:], sample.logprobs, atol=1e-4)
 
 

@@ -43,11 +43,11 @@ def test_a_rollout_and_another_backend_go_on_from_what_megatron_has_trained(
         moved = rollout.sync_weights(actor).result(120)
         sampling = plexrl.SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
         prompts = [[3, 4, 5], [6, 7, 8, 9]]
-        samples = rollout.generate(prompts, n=2, sampling=sampling).result(60).samples
+        samples = rollout.generate(prompts, n=2, sampling=sampling).result(120).samples
         flat = [(p, s) for p, group in zip(prompts, samples, strict=True) for s in group]
         batch = plexrl.Batch([[*p, *s.tokens] for p, s in flat])
-        trained = actor.forward(batch).result(60).logprobs
-        actor.save_checkpoint("end").result(60)
+        trained = actor.forward(batch).result(120).logprobs
+        actor.save_checkpoint("end").result(120)
         other = job.train_deployment("other", MODEL, workers=2)
         other.load_checkpoint("end").result(120)
         # The files have their tensors in the order of each backend's memory.
@@ -79,9 +79,9 @@ def test_a_model_with_experts_trains_and_is_saved(cluster: plexrl.Cluster) -> No
         layout = plexrl.Parallelism(dp=2, ep=2)
         actor = job.train_deployment("actor", model, backend="megatron", parallelism=layout)
         step(actor, 0)
-        saved = actor.save_checkpoint("end").result(60)
+        saved = actor.save_checkpoint("end").result(120)
         row = [3, 4, 5, 6]
-        (found,) = actor.forward(plexrl.Batch([row])).result(60).logprobs
+        (found,) = actor.forward(plexrl.Batch([row])).result(120).logprobs
         loaded = AutoModelForCausalLM.from_pretrained(saved["path"])
     tokens = torch.tensor([row])
     with torch.no_grad():

@@ -50,7 +50,7 @@ def logprobs(folder: Path) -> list[np.ndarray]:
 
 
 def assert_speaks_as(model: Any, wanted: list[np.ndarray], atol: float = 1e-5) -> None:
-    found = model.forward(plexrl.Batch(ROWS)).result(60).logprobs
+    found = model.forward(plexrl.Batch(ROWS)).result(120).logprobs
     for row, expected in zip(found, wanted, strict=True):
         assert np.allclose(row[1:], expected, atol=atol)
 
@@ -69,15 +69,15 @@ def test_a_directory_in_shards_is_every_deployments_model_and_is_saved_as_one(
     assert_speaks_as(job.reference_deployment("reference", model), wanted)
     rollout = job.rollout_deployment("rollout", model)
     sampling = plexrl.SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-    [[sample]] = rollout.generate([ROWS[0]], sampling=sampling).result(60).samples
-    spoken = actor.forward(plexrl.Batch([[*ROWS[0], *sample.tokens]])).result(60).logprobs[0]
+    [[sample]] = rollout.generate([ROWS[0]], sampling=sampling).result(120).samples
+    spoken = actor.forward(plexrl.Batch([[*ROWS[0], *sample.tokens]])).result(120).logprobs[0]
     assert np.allclose(spoken[len(ROWS[0]) :], sample.logprobs, atol=1e-4)
 
     actor.forward_backward(some_batch(1), plexrl.losses.grpo())
-    actor.optim_step(learning_rate=1e-2).result(60)
-    saved = Path(actor.save_checkpoint("saved", shard_bytes_max=40_000).result(60)["path"])
+    actor.optim_step(learning_rate=1e-2).result(120)
+    saved = Path(actor.save_checkpoint("saved", shard_bytes_max=40_000).result(120)["path"])
     assert len(list(saved.glob("model-*.safetensors"))) > 1
-    trained = [row[1:] for row in actor.forward(plexrl.Batch(ROWS)).result(60).logprobs]
+    trained = [row[1:] for row in actor.forward(plexrl.Batch(ROWS)).result(120).logprobs]
     assert not np.allclose(trained[0], wanted[0], atol=1e-3)
     for found, expected in zip(logprobs(saved), trained, strict=True):
         assert np.allclose(found, expected, atol=1e-5)

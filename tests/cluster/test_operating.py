@@ -76,7 +76,7 @@ def cli(cluster: plexrl.Cluster, *words: str) -> str:
 
 def train(actor: plexrl.TrainDeployment, step: int) -> float:
     actor.forward_backward(some_batch(step), plexrl.losses.grpo())
-    return actor.optim_step(learning_rate=1e-2, grad_clip_norm=1.0).result(60).metrics["grad_norm"]
+    return actor.optim_step(learning_rate=1e-2, grad_clip_norm=1.0).result(120).metrics["grad_norm"]
 
 
 def test_what_the_cluster_was_started_with_reaches_its_parts(
@@ -102,9 +102,9 @@ def test_a_job_without_gpus_is_told_why_and_until_when(
     operator: plexrl.Cluster, tenant: plexrl.Cluster
 ) -> None:
     first = tenant.create_job("first", expected_s=600)
-    first.train_deployment("a", MODEL, workers=2).barrier().result(60)
+    first.train_deployment("a", MODEL, workers=2).barrier().result(120)
     second = tenant.create_job("second", expected_s=900)
-    second.train_deployment("a", MODEL, workers=2).barrier().result(60)
+    second.train_deployment("a", MODEL, workers=2).barrier().result(120)
     with pytest.raises(errors.QuotaExceededError, match="priority 5 is above"):
         tenant.create_job("third", priority=5)
     cli(operator, "tenants", "set", own_name(operator), "--priority-max", "5")
@@ -130,7 +130,7 @@ def test_a_job_without_gpus_is_told_why_and_until_when(
     for told in ("capacity", "nobody", "starts in", "dedicated", "No estimate"):
         assert told in words
     first.finish()
-    future.result(60)
+    future.result(120)
     assert third.explain()["deployments"][0]["placement"]["way"] == "dedicated"
 
 
@@ -141,7 +141,7 @@ def test_a_job_with_a_known_demand_is_shown_the_groups_it_fits(tenant: plexrl.Cl
     ]
     jobs = [tenant.create_job("known") for _ in traces]
     for job, trace in zip(jobs, traces, strict=True):
-        job.train_deployment("actor", MODEL, workers=2, trace=trace).barrier().result(60)
+        job.train_deployment("actor", MODEL, workers=2, trace=trace).barrier().result(120)
     first, second = (job.explain()["deployments"][0] for job in jobs)
     assert second["placement"]["way"] == "strict"
     assert second["group"] == first["group"]
@@ -165,7 +165,7 @@ def test_a_gang_waits_for_its_last_member(tenant: plexrl.Cluster) -> None:
         future = actor.barrier()
         assert job.explain()["operations"][0]["rule"] == "gang"
         job.train_deployment("critic", MODEL)
-        future.result(60)
+        future.result(120)
 
 
 def test_usage_is_the_sum_of_what_ran(operator: plexrl.Cluster, tenant: plexrl.Cluster) -> None:
@@ -174,7 +174,7 @@ def test_usage_is_the_sum_of_what_ran(operator: plexrl.Cluster, tenant: plexrl.C
         for step in range(3):
             train(actor, step)
         with pytest.raises(errors.CheckpointNotFoundError):
-            actor.load_checkpoint("nothing").result(60)
+            actor.load_checkpoint("nothing").result(120)
         log = operator.operations(job=job.job)
     usage = {row["kind"]: row for row in tenant.usage()}
     ran = Counter(row["kind"] for row in log if row["started_at"] is not None)
@@ -237,7 +237,7 @@ def test_a_quota_on_jobs_makes_the_next_one_wait(
     view = operator.configure_tenant(name, jobs_max=1, weight=2.5)
     assert (view["jobs_max"], view["weight"], view["gpus_max"]) == (1, 2.5, None)
     first = tenant.create_job("first")
-    first.train_deployment("actor", MODEL).barrier().result(60)
+    first.train_deployment("actor", MODEL).barrier().result(120)
     second = tenant.create_job("second")
     future = second.train_deployment("actor", MODEL).barrier()
     (operation,) = second.explain()["operations"]
@@ -245,7 +245,7 @@ def test_a_quota_on_jobs_makes_the_next_one_wait(
     assert "its quota is 1" in operation["reason"]
     assert "its quota is 1" in cli(tenant, "explain", second.job).replace("\n", " ")
     cli(operator, "tenants", "set", name, "--jobs-max", "none")
-    future.result(60)
+    future.result(120)
     row = next(each for each in operator.tenants() if each["tenant"] == name)
     assert (row["jobs_max"], row["weight"], row["jobs_running"]) == (None, 2.5, 2)
 
@@ -263,7 +263,7 @@ def test_a_budget_that_is_used_up_refuses_new_work(
     with pytest.raises(errors.QuotaExceededError):
         actor.barrier()
     operator.configure_tenant(name, gpu_seconds_max=None)
-    actor.barrier().result(60)
+    actor.barrier().result(120)
 
 
 def test_a_drained_nodes_job_goes_on_elsewhere_as_if_nothing_had_been(
@@ -299,7 +299,7 @@ def test_a_tenant_sees_only_its_own_and_runs_nothing(
     operator: plexrl.Cluster, tenant: plexrl.Cluster
 ) -> None:
     job = operator.create_job("secret")
-    job.train_deployment("actor", MODEL).barrier().result(60)
+    job.train_deployment("actor", MODEL).barrier().result(120)
     assert tenant.usage() == []
     response = httpx.get(
         f"{tenant.url}/v1/jobs/{job.job}/explain",
@@ -415,7 +415,7 @@ def test_async_controllers_operate_too(operator: plexrl.Cluster, tenant: plexrl.
 
 def test_tables_for_people(operator: plexrl.Cluster, tenant: plexrl.Cluster) -> None:
     job = tenant.create_job("shown")
-    job.train_deployment("actor", MODEL).barrier().result(60)
+    job.train_deployment("actor", MODEL).barrier().result(120)
     assert "fast" in cli(operator, "nodes")
     assert f"{job.job}/actor" in cli(operator, "groups")
     assert own_name(operator) in cli(operator, "tenants", "list")

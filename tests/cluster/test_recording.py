@@ -23,12 +23,12 @@ def test_what_a_job_did_is_recorded(
         actor = job.train_deployment("actor", model)
         rollout = job.rollout_deployment("rollout", model)
         for cycle in range(CYCLES):
-            rollout.generate([[3, 4, 5]], sampling=sampling).result(60)
+            rollout.generate([[3, 4, 5]], sampling=sampling).result(120)
             batch = some_batch(cycle)
-            actor.forward(batch).result(60)
+            actor.forward(batch).result(120)
             actor.forward_backward(batch, plexrl.losses.grpo())
-            actor.optim_step(learning_rate=1e-3).result(60)
-            rollout.sync_weights(actor).result(60)
+            actor.optim_step(learning_rate=1e-3).result(120)
+            rollout.sync_weights(actor).result(120)
     out = tmp_path / "live.parquet"
     where = ["--url", embedded.url, "--api-key", embedded.api_key]
     told = CliRunner().invoke(app, ["traces", "record", str(out), *where, "--json"])

@@ -30,7 +30,7 @@ def drawn(rollout: plexrl.RolloutDeployment) -> list[list[int]]:
     return [
         sample.tokens
         for future in futures
-        for samples in future.result(60).samples
+        for samples in future.result(120).samples
         for sample in samples
     ]
 
@@ -50,15 +50,15 @@ def test_a_layout_draws_what_one_worker_draws_before_and_after_a_sync(
     assert before == drawn(alone)
     actor.forward_backward(some_batch(1), plexrl.losses.grpo())
     actor.optim_step(learning_rate=1e-2)
-    moved = split.sync_weights(actor).result(60)
-    whole = alone.sync_weights(actor).result(60)
+    moved = split.sync_weights(actor).result(120)
+    whole = alone.sync_weights(actor).result(120)
     assert whole["bytes_moved"] * layout.dp <= moved["bytes_moved"]
     assert moved["bytes_moved"] < 1.05 * layout.dp * whole["bytes_moved"], "to each rank its part"
     after = drawn(split)
     assert after == drawn(alone)
     assert after != before
     assert len(split.status()["engines"]) == layout.dp
-    assert split.barrier().result(60) == {}
+    assert split.barrier().result(120) == {}
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
@@ -75,13 +75,13 @@ def test_a_lost_tensor_rank_is_replaced_with_its_group_and_nothing_is_lost(
     wanted = drawn(alone)
     assert drawn(split) == wanted
     long = plexrl.SamplingParams(max_tokens=200, seed=2, ignore_eos=True)
-    [whole] = alone.generate([[3]], n=4, sampling=long).result(60).samples
+    [whole] = alone.generate([[3]], n=4, sampling=long).result(120).samples
     incarnation = split.status()["incarnation"]
     future = paused_in_the_middle(
         split, lambda: split.generate([[3]], n=4, sampling=long), running=4
     )
     kill_worker(split, rank)
-    [found] = future.result(60).samples
+    [found] = future.result(120).samples
     assert [sample.tokens for sample in found] == [sample.tokens for sample in whole]
     assert split.status()["incarnation"] > incarnation
     kill_worker(split, rank)
@@ -98,8 +98,8 @@ def test_a_router_that_dies_finds_what_the_ranks_did(
     then = split.barrier()
     wait_until(lambda: split.status()["running"] == ["generate"], "it does not begin")
     process_of(embedded, "plexrl.router").kill()
-    assert long.result(60).samples[0][0].finish_reason == "length"
-    assert then.result(60) == {}
+    assert long.result(120).samples[0][0].finish_reason == "length"
+    assert then.result(120) == {}
     assert drawn(split) == wanted
 
 
@@ -115,12 +115,12 @@ def test_ranks_generate_within_a_budget_each_and_can_be_streamed(job: plexrl.Job
     sampling = plexrl.SamplingParams(max_tokens=44, seed=3, ignore_eos=True)
     future = split.generate([[3, 4, 5, 6], [7, 8]], n=3, sampling=sampling, stream=True)
     chunks = list(future.stream())
-    result = future.result(60)
+    result = future.result(120)
     assert result.metrics["preemptions"] > 0
     assert sum(len(chunk.tokens) for chunk in chunks) == 6 * 44
     trained = job.train_deployment("actor", MODEL)
     rows = [[7, 8, *sample.tokens] for sample in result.samples[1]]
-    logprobs = trained.forward(plexrl.Batch(rows)).result(60).logprobs
+    logprobs = trained.forward(plexrl.Batch(rows)).result(120).logprobs
     for row, sample in zip(logprobs, result.samples[1], strict=True):
         assert np.abs(row[2:] - sample.logprobs).max() < 1e-4
 

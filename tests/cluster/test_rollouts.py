@@ -40,8 +40,8 @@ def test_a_cache_within_its_budget_draws_the_same_and_says_what_it_cost(
     assert short.status()["engines"] == [], "before its first operation it has no weights"
     sampling = plexrl.SamplingParams(max_tokens=44, seed=3, ignore_eos=True)
     prompts = [[3, 4, 5, 6], [7, 8], [9]]
-    wanted = plenty.generate(prompts, n=2, sampling=sampling).result(60)
-    found = short.generate(prompts, n=2, sampling=sampling).result(60)
+    wanted = plenty.generate(prompts, n=2, sampling=sampling).result(120)
+    found = short.generate(prompts, n=2, sampling=sampling).result(120)
     tokens = [[sample.tokens for sample in samples] for samples in found.samples]
     assert tokens == [[sample.tokens for sample in samples] for samples in wanted.samples]
     assert found.samples[0][0].weights == ((0, found.weights_seq),)
@@ -87,7 +87,7 @@ def test_a_pause_stops_every_engine_and_changes_no_token(
     embedded: EmbeddedCluster, job: plexrl.Job, layout: plexrl.Parallelism
 ) -> None:
     rollout = job.rollout_deployment("rollout", MODEL, parallelism=layout)
-    wanted = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(60)
+    wanted = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(120)
     future = paused(rollout)
     process_of(embedded, "plexrl.router").kill()
     stopped = [each["steps"] for each in rollout.pause()]
@@ -95,15 +95,15 @@ def test_a_pause_stops_every_engine_and_changes_no_token(
     assert [each["steps"] for each in rollout.status()["engines"]] == stopped
     rollout.resume()
     assert not any(each["paused"] for each in rollout.resume()), "once more is no harm"
-    assert tokens_of(future.result(60)) == tokens_of(wanted)
-    assert later.result(60).samples[0][0].finish_reason == "length"
+    assert tokens_of(future.result(120)) == tokens_of(wanted)
+    assert later.result(120).samples[0][0].finish_reason == "length"
 
 
 def test_a_pause_that_nobody_ends_ends_by_itself(job: plexrl.Job) -> None:
     rollout = job.rollout_deployment("rollout", MODEL)
     future = paused(rollout)
     rollout.pause(for_s=0.2)
-    assert future.result(60).samples[0][0].finish_reason == "length"
+    assert future.result(120).samples[0][0].finish_reason == "length"
 
 
 @LAYOUTS
@@ -111,7 +111,7 @@ def test_an_interrupted_generation_returns_what_it_has(
     job: plexrl.Job, layout: plexrl.Parallelism
 ) -> None:
     rollout = job.rollout_deployment("rollout", MODEL, parallelism=layout)
-    whole = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(60)
+    whole = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(120)
     future = paused(rollout)
     found = future.interrupt(60)
     rollout.resume()
@@ -121,7 +121,7 @@ def test_an_interrupted_generation_returns_what_it_has(
         assert 0 < len(sample.tokens) < LONG.max_tokens
         assert sample.tokens == complete.tokens[: len(sample.tokens)]
         assert np.array_equal(sample.logprobs, complete.logprobs[: len(sample.tokens)])
-    again = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(60)
+    again = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(120)
     assert tokens_of(again) == tokens_of(whole), "nothing of it is left in the engine"
 
 
@@ -152,14 +152,14 @@ def test_weights_change_in_flight_and_samples_say_which_drew_them(
 ) -> None:
     rollout = job.rollout_deployment("rollout", MODEL, parallelism=layout)
     actor = job.train_deployment("actor", MODEL)
-    old = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(60)
+    old = rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG).result(120)
     future = paused(rollout)
     stepped(actor)
     sync = rollout.sync_weights(actor, in_flight=True, recompute_kv=recompute_kv)
-    assert sync.result(60)["way"] == "full"
+    assert sync.result(120)["way"] == "full"
     assert all(each["paused"] for each in rollout.status()["engines"]), "as it was before"
     rollout.resume()
-    mixed = future.result(60)
+    mixed = future.result(120)
     rows, cuts = [], []
     prompts = [[3, 4, 5], [6, 7]]
     for prompt, samples, before in zip(prompts, mixed.samples, old.samples, strict=True):
@@ -170,14 +170,14 @@ def test_weights_change_in_flight_and_samples_say_which_drew_them(
             assert sample.tokens != former.tokens
             rows.append([*prompt, *sample.tokens])
             cuts.append(len(prompt) + cut)
-    trained = actor.forward(plexrl.Batch(rows)).result(60).logprobs
+    trained = actor.forward(plexrl.Batch(rows)).result(120).logprobs
     whole = zip(rows, cuts, trained, samples_of(mixed), strict=True)
     for row, cut, logprobs, sample in whole:
         drawn = len(row) - cut
         worst = np.abs(logprobs[cut:] - sample.logprobs[-drawn:]).max()
         # With the former cache they are neither the old policy's nor the new one's.
         assert worst < 1e-4 if recompute_kv else worst > 1e-4
-    new = rollout.generate([[3, 4, 5]], sampling=plexrl.SamplingParams(max_tokens=4)).result(60)
+    new = rollout.generate([[3, 4, 5]], sampling=plexrl.SamplingParams(max_tokens=4)).result(120)
     assert new.weights_seq == old.weights_seq + 1
     assert new.samples[0][0].weights == ((0, new.weights_seq),)
 
@@ -204,7 +204,7 @@ def test_there_must_be_something_to_pause(job: plexrl.Job) -> None:
     rollout = job.rollout_deployment("rollout", MODEL)
     with pytest.raises(ConflictError, match=r"no workers now|not on the device"):
         rollout.pause()
-    rollout.barrier().result(60)
+    rollout.barrier().result(120)
     assert rollout.pause()[0]["paused"], "an engine that does nothing can be paused as well"
     rollout.resume()
     with pytest.raises(InvalidRequestError, match="for_s"):

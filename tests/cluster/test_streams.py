@@ -97,7 +97,7 @@ def test_both_clients_stream_all_tokens_of_the_result_while_it_runs_and_after(
     assert not future.done(), "the first tokens come before the last ones"
     rollout.resume()
     chunks += stream
-    result = future.result(60)
+    result = future.result(120)
     assert tokens_of(chunks) == tokens_in(result)
     assert tokens_of(list(future.stream())) == tokens_in(result), "from the result, once more"
 
@@ -147,7 +147,7 @@ def test_a_stream_goes_on_behind_its_last_event_on_another_router(
     assert names[0] == "tokens"
     assert names[-1] == "done"
     assert names.count("tokens") > 1, "the other router told them as they were drawn"
-    flat = [sample for samples in future.result(60).samples for sample in samples]
+    flat = [sample for samples in future.result(120).samples for sample in samples]
     assert rows == {index: sample.tokens for index, sample in enumerate(flat)}
 
 
@@ -158,7 +158,7 @@ def test_a_reader_may_ask_that_the_generation_goes_with_it(
     query = {"on_disconnect": "cancel"}
     with http.stream("GET", path_of(future), params=query) as response:
         next(line for line in response.iter_lines() if "rows" in line)
-    [samples] = future.result(60).samples
+    [samples] = future.result(120).samples
     assert samples[-1].finish_reason == "abort"
     assert len(samples[-1].tokens) < LONG.max_tokens
 
@@ -172,7 +172,7 @@ def test_a_worker_that_dies_under_a_stream_repeats_nothing_to_its_reader(
     kill_worker(rollout, 0)
     chunks += stream
     assert rollout.status()["incarnation"] == 2
-    assert tokens_of(chunks) == tokens_in(future.result(60))
+    assert tokens_of(chunks) == tokens_in(future.result(120))
 
 
 def test_a_slow_reader_gets_the_rest_at_once(
@@ -196,7 +196,7 @@ def test_what_cannot_be_streamed_is_refused(
     plain = rollout.generate([[3]], sampling=sampling)
     with pytest.raises(InvalidRequestError, match="not submitted with `stream`"):
         list(plain.stream())
-    plain.result(60)
+    plain.result(120)
     with pytest.raises(InvalidRequestError, match="not submitted with `stream`"):
         list(plain.stream())
     refused = http.get(path_of(rollout.barrier()))

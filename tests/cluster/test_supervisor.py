@@ -101,7 +101,7 @@ def test_a_restart_on_the_same_data_goes_on_with_the_jobs_it_had(tmp_path: Path)
             cluster.attach_job("long") as job,
         ):
             actor = job.train_deployment("actor", MODEL, workers=2)
-            got = actor.forward(some_batch(9)).result(60).logprobs
+            got = actor.forward(some_batch(9)).result(120).logprobs
     finally:
         second.close()
     assert all((a == b).all() for a, b in zip(want, got, strict=True))

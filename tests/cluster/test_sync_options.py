@@ -23,8 +23,8 @@ def test_rollouts_by_delta_and_by_all_bytes_come_to_the_same_bits(job: plexrl.Jo
     wide = job.rollout_deployment("wide", model)
     for number in range(3):
         step(actor, number)
-        found = by_delta.sync_weights(actor, delta=True, digest=True).result(60)
-        every = plain.sync_weights(actor, delta=False, digest=True).result(60)
+        found = by_delta.sync_weights(actor, delta=True, digest=True).result(120)
+        every = plain.sync_weights(actor, delta=False, digest=True).result(120)
         assert found["digest"] == every["digest"]
         assert found["bytes_wanted"] == every["bytes_moved"] == 2 * parameters
         assert found["way"] == ("full" if number == 0 else "delta")
@@ -34,19 +34,19 @@ def test_rollouts_by_delta_and_by_all_bytes_come_to_the_same_bits(job: plexrl.Jo
     # Within a machine nothing is compared unless that is asked for.
     for _ in range(2):
         step(actor, 7)
-        assert wide.sync_weights(actor).result(60)["way"] == "full"
+        assert wide.sync_weights(actor).result(120)["way"] == "full"
 
 
 def test_weights_that_were_loaded_are_no_base_of_a_delta(job: plexrl.Job) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=6)
     actor = job.train_deployment("actor", model, workers=1)
     rollout = job.rollout_deployment("rollout", model)
-    first = rollout.sync_weights(actor, digest=True).result(60)
-    actor.save_checkpoint("other").result(60)
+    first = rollout.sync_weights(actor, digest=True).result(120)
+    actor.save_checkpoint("other").result(120)
     step(actor, 1, learning_rate=1e-2)
-    second = rollout.sync_weights(actor, delta=True, digest=True).result(60)
-    rollout.load_checkpoint("other").result(60)
-    third = rollout.sync_weights(actor, delta=True, digest=True).result(60)
+    second = rollout.sync_weights(actor, delta=True, digest=True).result(120)
+    rollout.load_checkpoint("other").result(120)
+    third = rollout.sync_weights(actor, delta=True, digest=True).result(120)
     assert second["digest"] == third["digest"] != first["digest"]
     assert third["way"] == "full"
 
@@ -58,9 +58,9 @@ def test_a_rollout_in_bfloat16_speaks_nearly_as_its_trainer(job: plexrl.Job) -> 
     step(actor, 3, learning_rate=1e-2)
     rollout.sync_weights(actor)
     sampling = plexrl.SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
-    [samples] = rollout.generate([[3, 4, 5]], n=2, sampling=sampling).result(60).samples
+    [samples] = rollout.generate([[3, 4, 5]], n=2, sampling=sampling).result(120).samples
     batch = plexrl.Batch([[3, 4, 5, *sample.tokens] for sample in samples])
-    for sample, trained in zip(samples, actor.forward(batch).result(60).logprobs, strict=True):
+    for sample, trained in zip(samples, actor.forward(batch).result(120).logprobs, strict=True):
         differences = np.abs(trained[3:] - sample.logprobs)
         assert 0 < differences.max() < 0.1
 

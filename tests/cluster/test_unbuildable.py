@@ -58,7 +58,7 @@ def test_a_deployment_that_cannot_be_built_ends_its_job_with_the_reason(
     view = job._deploy("one", kind, model, {"backend": backend, "workers": 2})
     deployment = plexrl.TrainDeployment(job._transport, view)
     with pytest.raises(OperationCancelledError, match=reason):
-        deployment.barrier().result(60)
+        deployment.barrier().result(120)
     [ended] = [each for each in bare.jobs() if each["job"] == job.job]
     assert ended["state"] == "FAILED"
     assert "cannot be built" in ended["reason"]

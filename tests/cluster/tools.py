@@ -72,7 +72,7 @@ def some_batch(seed: int, rows: int = 12) -> plexrl.Batch:
 
 def checkpoint_weights(actor: plexrl.TrainDeployment, name: str = "end") -> bytes:
     """The bytes of the deployment's weights as a checkpoint has them."""
-    path = Path(actor.save_checkpoint(name).result(60)["path"])
+    path = Path(actor.save_checkpoint(name).result(120)["path"])
     return (path / "model.safetensors").read_bytes()
 
 

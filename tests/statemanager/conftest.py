@@ -1,5 +1,6 @@
 """A real daemon in a process of its own, over a real socket, memory file system and disk."""
 
+import contextlib
 import json
 import os
 import resource
@@ -115,7 +116,11 @@ class Daemon:
     def descriptors(self) -> int:
         """How many the process has open, without those of its tiers' and its device's memory, which
         it keeps."""
-        found = [path.readlink().name for path in Path(f"/proc/{self.pid}/fd").iterdir()]
+        found = []
+        for path in Path(f"/proc/{self.pid}/fd").iterdir():
+            # One may be closed while they are listed.
+            with contextlib.suppress(FileNotFoundError):
+                found.append(path.readlink().name)
         return len([name for name in found if "segment" not in name])
 
     def segment_bytes(self) -> int:

@@ -1,5 +1,7 @@
 """One engine on two gloo processes against the same engine in one."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,31 @@ def test_boxes_make_up_the_tensor_once(count: int, extent: int, width: int) -> N
 def test_what_cannot_be_shared_equally_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"k_proj.weight has 32 rows, which 3 tensor-"):
         box_of("model.layers.0.self_attn.k_proj.weight", (32, 64), 1, 3)
+
+
+RANK = """
+import os, sys, torch, torch.distributed as dist
+from plexrl.worker.engine.tensor_parallel import is_of_lost_rank
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+dist.all_reduce(torch.ones(1))
+if rank == 1:
+    os._exit(9)
+try:
+    while True:
+        dist.all_reduce(torch.ones(1))
+except RuntimeError as error:
+    print(is_of_lost_rank(error), is_of_lost_rank(RuntimeError("another shape was expected")))
+os._exit(0)
+"""
+
+
+def test_a_collective_that_lost_a_rank_is_told_from_a_fault_of_ones_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RANK]
+    first, second = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    told, _ = first.communicate()
+    second.communicate()
+    assert told.decode() == "True False\n"

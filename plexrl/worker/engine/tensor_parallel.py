@@ -210,3 +210,11 @@ def _bare(generation: Generation) -> Generation:
     return replace(
         generation, emit=None, tokens=[], logprobs=[], finish=[], segments=[], unfinished=0
     )
+
+
+def is_of_lost_rank(error: BaseException) -> bool:
+    """It was raised by a collective whose other ranks have gone, or no longer answer."""
+    # What gloo raises has no type of its own, but names the place in its source.
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
