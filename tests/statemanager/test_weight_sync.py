@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from typing import cast
 
 import msgspec
@@ -154,12 +155,15 @@ def test_bytes_of_a_daemon_that_died_before_it_confirmed_are_pulled_again(
         rank.close()
 
 
-def train(config: dict[str, object], steps: int) -> None:
-    """A trainer in a process of its own: a step, a publish, the next step."""
+def train(config: dict[str, object], steps: int, pulled_one: Event) -> None:
+    """A trainer in a process of its own: a step, a publish, the next step. It is not through before
+    a version was pulled."""
     daemon = Daemon(msgspec.convert(config, StateManagerConfig))
     rank = Rank(daemon, ACTOR, 0, fsdp(0, 1))
     for version in range(1, steps + 1):
         rank.publish(version)
+        if version == steps // 2:
+            assert pulled_one.wait(DEADLINE_S)
     rank.close()
 
 
@@ -182,7 +186,9 @@ def test_a_rollout_pulls_whole_versions_while_the_trainer_goes_on(
     rollout = Rank(node, ROLLOUT, 0, tensor_parallel(0, 1), dtype=dtype)
     sources = [node.config.listen if way == "shared memory" else node.tcp]
     config = msgspec.to_builtins(node.config)
-    trainer = get_context("spawn").Process(target=train, args=(config, steps))
+    spawn = get_context("spawn")
+    pulled_one = spawn.Event()
+    trainer = spawn.Process(target=train, args=(config, steps, pulled_one))
     trainer.start()
     pulled: set[int] = set()
 
@@ -201,6 +207,7 @@ def test_a_rollout_pulls_whole_versions_while_the_trainer_goes_on(
                 )
                 assert rollout.holds(seq)
                 pulled.add(seq)
+                pulled_one.set()
         return steps in pulled
 
     wait_until(caught_up)
