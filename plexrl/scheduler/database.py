@@ -17,6 +17,7 @@ from plexrl.errors import InvalidRequestError, JournalFullError, StorageError
 
 SQLITE_BUSY_S = 5.0
 """How long a transaction waits for another process's."""
+SQLITE_RETRY_S = 0.01
 
 POSTGRES_DISK_FULL = "53100"
 POSTGRES_MIGRATION_LOCK = 0x706C6578
@@ -107,7 +108,7 @@ class Sqlite:
             self._path, timeout=SQLITE_BUSY_S, check_same_thread=False, isolation_level=None
         )
         try:
-            connection.execute("PRAGMA journal_mode=WAL")
+            _use_wal(connection)
             connection.execute("PRAGMA synchronous=FULL")
             if self._bytes_max is not None:
                 (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
@@ -117,6 +118,21 @@ class Sqlite:
             connection.close()
             raise
         return connection
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    # While another process makes the same new file a WAL one, this is refused at once: SQLite does
+    # not wait there as it does for a transaction.
+    deadline = time.monotonic() + SQLITE_BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            if not is_busy or time.monotonic() >= deadline:
+                raise
+            time.sleep(SQLITE_RETRY_S)
 
 
 class Postgres:

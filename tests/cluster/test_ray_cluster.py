@@ -277,8 +277,8 @@ def test_a_cluster_that_ends_leaves_nothing_in_ray_or_on_the_machine(
     on_ray.close()
     _, alive = psutil.wait_procs(started, timeout=30)
     assert alive == []
-    assert actors() == []
-    assert groups() == []
+    # Ray itself ends an actor's processes a moment after whoever owned them.
+    wait_until(lambda: not actors() and not groups(), "actors or placement groups stay")
     folders = Folders.of(on_ray.data_dir)
     assert not folders.run.exists()
     assert not folders.shared_memory.exists()

@@ -390,3 +390,18 @@ def test_passwords_are_not_told() -> None:
         SqlJournal("postgresql://user:hush@localhost:1/name")
     assert "hush" not in str(caught.value)
     assert "hush" not in str(caught.value.details)
+
+
+def test_a_file_that_another_process_is_just_making_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with (
+        closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        other.execute("CREATE TABLE meanwhile (x)")
+        other.execute("BEGIN IMMEDIATE")
+        opening = pool.submit(SqlJournal, str(path))
+        done, _ = wait([opening], timeout=0.2)
+        other.execute("ROLLBACK")
+        with closing(opening.result()):
+            assert not done
