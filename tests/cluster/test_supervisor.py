@@ -32,7 +32,7 @@ def test_a_signal_ends_every_process_and_removes_every_file(
     assert len(children) >= 7, "router, scheduler, StateManager, agent, fork server, two workers"
     os.kill(running.pid, sig)
     running.close()
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
     assert not folders.run.exists()
     assert not folders.shared_memory.exists()
@@ -45,7 +45,7 @@ def test_a_killed_supervisor_takes_its_processes_along_and_the_next_one_cleans_u
     running = start_embedded(tmp_path, gpus_per_node=1)
     children = psutil.Process(running.pid).children(recursive=True)
     os.kill(running.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
     again = start_embedded(tmp_path, gpus_per_node=1)
     with plexrl.connect(again.url, again.api_key) as cluster:

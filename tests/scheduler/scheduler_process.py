@@ -26,7 +26,7 @@ class SchedulerProcess:
             "journal": journal,
             "operator_key_digest": "0",
             "holder": name,
-            "lease_s": 1.0,
+            "lease_s": 2.0,
             **changes,
         }
         self._config = folder / f"{name}.json"

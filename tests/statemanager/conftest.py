@@ -30,7 +30,7 @@ from plexrl.statemanager.ticket_key import read_ticket_key
 from plexrl.statemanager.tickets import Claims, Role, job_of
 from tests.statemanager.memory_files import memory_file_bytes
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 POLL_S = 0.005
 MIB = 1 << 20
 ALL_PARTS = frozenset({StatePart.PARAMETER, StatePart.OPTIMIZER})

@@ -28,7 +28,7 @@ from plexrl.wire.framing import (
 from plexrl.wire.rpc import Peer
 from plexrl.wire.tensors import decode_body, encode_body
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 LENGTHS = struct.Struct("<IQ")
 
 DEEP_MSGPACK = b"\x81\xa1a" + b"\x91" * 50_000 + b"\xc0"
