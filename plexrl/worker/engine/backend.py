@@ -1,5 +1,6 @@
 """The engine as a rollout backend: weights in an arena, results as the wire wants them."""
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -37,7 +38,7 @@ Made = TypeVar("Made", bound=RolloutEngine)
 """The kind of engine that a backend makes."""
 
 
-class EngineBackend(Generic[Made]):
+class EngineBackend(ABC, Generic[Made]):
     """One worker's engine, of whatever kind; what makes it one of a kind is in `_arrange` and
     `_start`."""
 
@@ -212,14 +213,14 @@ class EngineBackend(Generic[Made]):
         """Some generation is unfinished, and not because the engine is paused."""
         return self._built is not None and self._built.has_work
 
+    @abstractmethod
     def _arrange(self, model: "nn.Module") -> dict[str, int | None]:
         """The model's parameters by name, in the arena's order; elements that are kept free for
         one where that is more than it has."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _start(self, model: "nn.Module") -> Made:
         """The engine, on a model whose weights are in the arena now."""
-        raise NotImplementedError
 
     def _result(self, generation: Generation) -> BackendResult:
         """`segments` lists `[row, start, weights_seq]` of rows that other versions drew."""
