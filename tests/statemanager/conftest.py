@@ -298,6 +298,23 @@ def make_shard() -> Iterator[MakeShard]:
         shard.close()
 
 
+def daemon_in(folder: Path, nbytes: int) -> Daemon:
+    """One that runs, with a host and an NVMe tier of `nbytes` each; its owner cleans up."""
+    made = Daemon(
+        StateManagerConfig(
+            node="n",
+            listen=str(folder / "sm.sock"),
+            host_dir=tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm"),
+            host_bytes=nbytes,
+            nvme_dir=str(folder / "nvme"),
+            nvme_bytes=nbytes,
+            checkpoint_dir=str(folder),
+        )
+    )
+    made.start()
+    return made
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     """Return once `holds()`; fail when it does not in time."""
     pause = threading.Event()

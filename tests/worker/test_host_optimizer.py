@@ -1,31 +1,18 @@
 """An optimizer in host memory, against the one on the device, on real gloo ranks."""
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.multiprocessing as mp
 
-from plexrl.statemanager.config import StateManagerConfig
-from tests.statemanager.conftest import Daemon
+from tests.statemanager.conftest import Daemon, daemon_in
 from tests.worker import host_optimizer_ranks as ranks
 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    made = Daemon(
-        StateManagerConfig(
-            node="n",
-            listen=str(tmp_path / "sm.sock"),
-            host_dir=tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm"),
-            host_bytes=256 << 20,
-            nvme_dir=str(tmp_path / "nvme"),
-            nvme_bytes=256 << 20,
-            checkpoint_dir=str(tmp_path),
-        )
-    )
-    made.start()
+    made = daemon_in(tmp_path, 256 << 20)
     yield made
     made.clean_up()
 

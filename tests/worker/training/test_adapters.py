@@ -1,7 +1,6 @@
 """Adapters on a frozen model, sharded by FSDP, against plain torch that merges them by hand."""
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from plexrl.model_spec import tiny_qwen2
 from plexrl.router.dispatch import plan_batch
 from plexrl.router.reductions import loss_denominator
 from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.keys import StatePart
 from plexrl.wire.operations import AdamParams, ForwardBackwardParams, OperationKind
 from plexrl.worker.arena_tensors import view
@@ -31,7 +29,7 @@ from plexrl.worker.models import build_model
 from plexrl.worker.packing import micro_batches
 from plexrl.worker.residency import StateMover
 from plexrl.worker.training.backend import TrainingBackend
-from tests.statemanager.conftest import Daemon
+from tests.statemanager.conftest import Daemon, daemon_in
 from tests.worker.training.ranks import batch
 
 MODEL = tiny_qwen2("0123456789abcdefghijk", seed=1, hidden=32)
@@ -113,17 +111,7 @@ def train(rank: int, name: str, folder: str, listen: str, tickets: list[bytes]) 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("adapters")
-    made = Daemon(
-        StateManagerConfig(
-            node="n",
-            listen=str(folder / "sm.sock"),
-            host_dir=tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm"),
-            host_bytes=64 << 20,
-            nvme_dir=str(folder / "nvme"),
-            nvme_bytes=64 << 20,
-        )
-    )
-    made.start()
+    made = daemon_in(folder, 64 << 20)
     yield made
     made.clean_up()
 

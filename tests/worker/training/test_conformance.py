@@ -2,7 +2,6 @@
 
 import functools
 import json
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,10 @@ import torch
 
 from plexrl.errors import NonFiniteGradientError, from_wire
 from plexrl.router.reductions import gather_metrics
-from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.keys import StatePart
 from plexrl.wire.tensors import Array, Arrays
 from plexrl.worker.models import build_model, named_parameters
-from tests.statemanager.conftest import Daemon
+from tests.statemanager.conftest import daemon_in
 from tests.worker.training import reference
 from tests.worker.training.cases import CASES, WRITER, Case
 from tests.worker.training.compiling import COMPILING
@@ -43,18 +41,7 @@ Records = list[dict[str, Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], Records]]:
     """Runs a case when it is first asked for."""
     folder = tmp_path_factory.mktemp("conformance")
-    daemon = Daemon(
-        StateManagerConfig(
-            node="n",
-            listen=str(folder / "sm.sock"),
-            host_dir=tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm"),
-            host_bytes=256 << 20,
-            nvme_dir=str(folder / "nvme"),
-            nvme_bytes=256 << 20,
-            checkpoint_dir=str(folder),
-        )
-    )
-    daemon.start()
+    daemon = daemon_in(folder, 256 << 20)
 
     failures: dict[str, BaseException] = {}
 
