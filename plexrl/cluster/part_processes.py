@@ -1,11 +1,15 @@
 """The processes that a supervisor has started: watched, started again when they die, ended."""
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import IO
 
+from plexrl.cluster.lifeline import PARENT
 from plexrl.cluster.parts import Folders, Part, write_config
 from plexrl.cluster.tuning import tuned
 from plexrl.errors import UnavailableError
@@ -28,6 +32,8 @@ class PartProcesses:
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._outputs: dict[str, asyncio.BaseTransport] = {}
+        """The reading ends of what they write to."""
         self._watchers: list[asyncio.Task[None]] = []
 
     async def start(self, part: Part) -> None:
@@ -37,32 +43,34 @@ class PartProcesses:
             UnavailableError: it did not; its log says why.
         """
         log_path = self._folders.data / "logs" / f"{part.name}.log"
-        environment, options = dict(os.environ), []
+        environment, options = {**os.environ, PARENT: str(os.getpid())}, []
         if part.module in MOVES_MEMORY:
             environment = tuned(environment)
         if part.module == "plexrl.statemanager":
             # Started by hand or by systemd it outlives whoever did that.
             options = ["--end-with-parent"]
-        with log_path.open("ab") as log:
+        config = write_config(part, self._folders)
+        self._close_output(part)
+        reader, self._outputs[part.name], told = await _pipe()
+        with log_path.open("ab") as log, told:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 part.module,
                 "--config",
-                str(write_config(part, self._folders)),
+                str(config),
                 *options,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=told,
                 stderr=log,
                 env=environment,
                 # Ctrl-C is the supervisor's; it ends the parts in their order.
                 start_new_session=True,
             )
         self._processes[part.name] = process
-        assert process.stdout is not None
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                line = await process.stdout.readline()
+                line = await reader.readline()
         except TimeoutError:
             line = b""
         if b'"ready"' not in line:
@@ -85,16 +93,21 @@ class PartProcesses:
     async def end(self, part: Part) -> None:
         """End a part that is not watched any more, if it runs."""
         process = self._processes.get(part.name)
-        if process is None or process.returncode is not None:
-            return
-        process.terminate()
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
+        if process is not None and process.returncode is None:
+            process.terminate()
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await process.wait()
+            except TimeoutError:
+                LOG.error("%s did not end in %g s; killed", part.name, STOP_TIMEOUT_S)
+                process.kill()
                 await process.wait()
-        except TimeoutError:
-            LOG.error("%s did not end in %g s; killed", part.name, STOP_TIMEOUT_S)
-            process.kill()
-            await process.wait()
+        self._close_output(part)
+
+    def _close_output(self, part: Part) -> None:
+        output = self._outputs.pop(part.name, None)
+        if output is not None:
+            output.close()
 
     async def _watch(self, part: Part) -> None:
         pause_s = RESTART_S
@@ -102,11 +115,28 @@ class PartProcesses:
             began = asyncio.get_running_loop().time()
             code = await self._processes[part.name].wait()
             LOG.warning("%s ended with %s; starting it again", part.name, code)
+            # What it had started must not meet what its successor starts.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._processes[part.name].pid, signal.SIGKILL)
             if asyncio.get_running_loop().time() - began > STABLE_S:
                 pause_s = RESTART_S
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RESTART_S_MAX)
             try:
                 await self.start(part)
-            except UnavailableError as error:
-                LOG.error("%s", error)
+            except (UnavailableError, OSError) as error:
+                LOG.error("%s: %s", part.name, error)
+
+
+async def _pipe() -> tuple[asyncio.StreamReader, asyncio.BaseTransport, IO[bytes]]:
+    """A reader, its transport, and what a part writes to.
+
+    Not asyncio's own: for that, a process has not ended before all its descendants have closed
+    what they inherited.
+    """
+    ours, theirs = os.pipe()
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours, "rb", buffering=0)
+    )
+    return reader, transport, os.fdopen(theirs, "wb", buffering=0)

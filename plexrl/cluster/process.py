@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -11,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from plexrl.cluster.lifeline import die_with_parent
+from plexrl.cluster.lifeline import PARENT, die_with_parent, named_parent
 from plexrl.errors import InvalidRequestError
 
 ConfigT = TypeVar("ConfigT")
@@ -61,7 +62,10 @@ def remove_socket(path: str) -> None:
 def set_up_process(*, ends_with_parent: bool = True) -> None:
     """Tie this process to its parent, if so, and send its log to standard error."""
     if ends_with_parent:
-        die_with_parent()
+        # Not for what this process starts.
+        parent = named_parent(os.environ)
+        os.environ.pop(PARENT, None)
+        die_with_parent(parent=parent)
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,

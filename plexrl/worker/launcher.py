@@ -2,14 +2,17 @@
 
 import multiprocessing
 import multiprocessing.forkserver
+import os
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
+from plexrl.cluster.lifeline import PARENT, die_with_parent
 from plexrl.worker.config import WorkerConfig
 
 STOP_GRACE_S = 2.0
+EXIT_ORPHANED = 3
 PRELOAD = ["plexrl.worker.fork_server_lifeline", "plexrl.worker.preload"]
 """Imported by the fork server, in this order."""
 
@@ -57,7 +60,11 @@ class LocalLauncher:
 
     def warm_up(self) -> None:
         """Start the fork server, which then loads torch on its own time."""
-        multiprocessing.forkserver.ensure_running()
+        os.environ[PARENT] = str(os.getpid())
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            del os.environ[PARENT]
 
     def start(self, config: WorkerConfig) -> "LocalWorker":
         """Fork a worker; the first one waits for the fork server to have loaded torch."""
@@ -113,6 +120,13 @@ class LocalWorker:
 
 
 def _main(config: WorkerConfig, ready: Connection) -> None:
+    from plexrl.worker.fork_server_lifeline import FORK_SERVER
+
+    die_with_parent(parent=FORK_SERVER)
+    agent = multiprocessing.parent_process()
+    if agent is not None and not agent.is_alive():
+        # It died between asking for this process and the fork; nobody wants it.
+        os._exit(EXIT_ORPHANED)
     from plexrl.worker.process import run_worker
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)

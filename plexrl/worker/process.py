@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from plexrl.cluster.lifeline import die_with_parent
 from plexrl.deployment_spec import deployment_spec_from_json
 from plexrl.errors import ConflictError, ExecutionError, InvalidRequestError, PlexRLError
 from plexrl.statemanager.client import StateManagerClient
@@ -246,7 +245,6 @@ def _call(
 
 def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
     """Be a worker until killed; `ready` is called once requests can come."""
-    die_with_parent()
     _redirect_output(config.log_path)
     logging.basicConfig(
         level=logging.INFO,

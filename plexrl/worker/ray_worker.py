@@ -5,6 +5,7 @@ import socket
 import traceback
 from multiprocessing.connection import Connection
 
+from plexrl.cluster.lifeline import die_with_parent
 from plexrl.worker.config import WorkerConfig
 
 EXIT_FAILED = 1
@@ -18,6 +19,7 @@ class RayWorkerActor:
         `True` once requests can come. The connection ends with the process."""
         from plexrl.worker.process import run_worker
 
+        die_with_parent()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect(launcher)
         connection = Connection(sock.detach())
