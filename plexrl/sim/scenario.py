@@ -1,0 +1,135 @@
+"""What one simulated run depends on, and nothing else: equal scenarios have equal results, to the
+byte. Plain frozen values, so that a run can be carried out in any process. Pure.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from plexrl.errors import InvalidRequestError
+from plexrl.traces import TraceJob
+
+GIB = 1 << 30
+TIB = 1 << 40
+
+
+class JobSource(Protocol):
+    """Where a scenario's jobs come from. Can be pickled."""
+
+    def jobs(self) -> Iterator[TraceJob]:
+        """The jobs in order of submission, from the first, each time anew and the same."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeType:
+    """A kind of node: what its moves take, and what it costs. The rates are those of one H200 node
+    with pinned host memory (PCIe 5, 8 NVMe drives)."""
+
+    name: str = "h200"
+    gpus: int = 8
+    gpu_memory_bytes: int = 141 * GIB
+    """Per GPU."""
+    host_memory_bytes: int = 2 * TIB
+    nvme_bytes: int = 28 * TIB
+    host_bytes_per_s: float = 50e9
+    """Between a GPU and host memory, per GPU."""
+    nvme_bytes_per_s: float = 20e9
+    """Between host memory and NVMe, per node."""
+    network_bytes_per_s: float = 50e9
+    """Between nodes, per node."""
+    move_fixed_s: float = 0.5
+    """Of each move, whatever its size."""
+    speed: float = 1.0
+    """Of training work, by that of the trace's nodes."""
+    price: float = 2.5
+    """Of a GPU-hour."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Equal nodes of a cluster, for training. Rollouts run on GPUs of their own, outside."""
+
+    nodes: int
+    node_type: NodeType = field(default_factory=NodeType)
+    nodes_per_block: int = 16
+    """Neighbours in the topology."""
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.nodes_per_block < 1:
+            raise InvalidRequestError(
+                f"a pool has at least 1 node, and so has a block: not {self.nodes} and "
+                f"{self.nodes_per_block}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolStalls:
+    """Rollouts that wait for tools."""
+
+    chance: float
+    """Of a cycle to have one."""
+    mean_s: float
+    sigma: float = 1.0
+    """Of the logarithm of its seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behaviour:
+    """How the jobs' cycles differ from their profiles."""
+
+    jitter: float | None = None
+    """Sigma of the logarithm of a rollout's seconds and of a cycle's training work; absent: as each
+    job's trace row has it (`jitter_s / period_s`)."""
+    correlation: float = 0.5
+    """Of the two: long rollouts have many tokens."""
+    responses: int = 0
+    """Responses of a rollout, of which the longest decides when it ends, with lengths of the
+    `lengths` law; 0: a rollout's seconds are lognormal by `jitter`."""
+    lengths: str = "r1"
+    """Law of response lengths: `r1` (bundled) or the path of a trace of response lengths."""
+    stalls: ToolStalls | None = None
+    staleness: int | None = None
+    """Steps that rollouts may run ahead; absent: as each job's trace row has it."""
+    controller_s: float = 0.01
+    """From an answer to the submission of the next operation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """What breaks, as Poisson processes; 0 s: never."""
+
+    node_mtbf_s: float = 0.0
+    """Of one node."""
+    repair_s: float = 1800.0
+    worker_mtbf_s: float = 0.0
+    """Of one WPG's processes."""
+
+
+Detail = Literal["burst", "operation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One run."""
+
+    source: JobSource
+    pools: tuple[Pool, ...]
+    policy: str = "spread+backfill"
+    """A name of `plexrl.sim.policies`."""
+    seed: int = 0
+    behaviour: Behaviour = field(default_factory=Behaviour)
+    failures: Failures = field(default_factory=Failures)
+    switch_s: float | None = None
+    """Of a context switch, half each way; absent: by the node type's rates."""
+    detail: Detail = "burst"
+    """`burst`: segments of a cycle that touch are one operation; `operation`: each is its own."""
+    check: bool = False
+    """Check the invariants all along."""
+    window_s: tuple[float, float] | None = None
+    """Whose spans are kept for a Gantt chart."""
+
+    @property
+    def gpus(self) -> int:
+        """Training GPUs of the cluster."""
+        return sum(pool.nodes * pool.node_type.gpus for pool in self.pools)
