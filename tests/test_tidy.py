@@ -45,6 +45,7 @@ OTHER_CORES = (
     "router/reductions.py",
     "router/stream_events.py",
     "router/validation.py",
+    "sim/job_run.py",
     "statemanager/boxes.py",
     "statemanager/casts.py",
     "statemanager/checkpoint/plan.py",
