@@ -9,10 +9,11 @@ for.
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from plexrl.ids import DeploymentId, FencingToken, JobId, OperationId
 from plexrl.scheduler.demand import DemandTrace, Segment
+from plexrl.sim.cycles import CycleLaw, DrawnCycle
 from plexrl.sim.scenario import Behaviour
 from plexrl.traces import TraceJob
 from plexrl.traces.published import cycles_in
@@ -21,33 +22,9 @@ from plexrl.wire.operations import MUTATING, OperationKind
 if TYPE_CHECKING:
     from plexrl.scheduler.commands import RunOperation
 
-KINDS = {"log_prob": OperationKind.FORWARD, "update": OperationKind.FORWARD_BACKWARD}
+KINDS = {"update": OperationKind.FORWARD_BACKWARD}
 """Of a cycle's segments by their function; others are forward passes, and the last one of a cycle
 is its optimizer step."""
-
-TOUCHING_S = 1e-6
-"""Segments that are no further apart are one stretch of work."""
-
-
-class Draw(Protocol):
-    """One cycle as it was drawn."""
-
-    @property
-    def rollout_s(self) -> float: ...
-    @property
-    def segments_s(self) -> tuple[float, ...]: ...
-    @property
-    def gaps_s(self) -> tuple[float, ...]: ...
-    @property
-    def tokens(self) -> int: ...
-
-
-class Law(Protocol):
-    """Draws the cycles of one job."""
-
-    def draw(self, number: int) -> Draw:
-        """The cycle of that number, from 0; always the same."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +93,10 @@ class JobRun:
         self,
         trace: TraceJob,
         name: str,
-        law: Law,
+        law: CycleLaw,
         *,
         staleness: int,
         state_bytes: int,
-        by_segment: bool,
     ) -> None:
         self.trace = trace
         self.law = law
@@ -129,10 +105,7 @@ class JobRun:
         self.gpus = trace.gpus
         self.state_bytes = state_bytes
         self.staleness = staleness
-        self.by_segment = by_segment
-        self.kinds = tuple(
-            KINDS.get(segment.function, OperationKind.FORWARD) for segment in trace.segments
-        )
+        self.kinds = (*map(kind_of, law.functions[:-1]), OperationKind.OPTIM_STEP)
         self.cycles = cycles_of(trace)
         self.alone: AloneClock | None = None
         """Absent until the job is placed, for its pace depends on its node type."""
@@ -151,7 +124,7 @@ class JobRun:
         self.answered_at = 0.0
         """When the controller can next submit, after its last answer."""
         self.cycle_began_at = 0.0
-        self.draws: deque[Draw] = deque()
+        self.draws: deque[DrawnCycle] = deque()
         """Of rollouts that are over or under way, and not trained on."""
         self.steps: tuple[Step, ...] = ()
         """Of the cycle that trains."""
@@ -201,31 +174,22 @@ class JobRun:
         self.trained += 1
         return self.alone.cycle(drawn.rollout_s, self.steps, self.speed)
 
-    def steps_of(self, drawn: Draw) -> tuple[Step, ...]:
-        """The operations of a cycle: each segment one, or each stretch of segments that touch."""
-        works, gaps = drawn.segments_s, drawn.gaps_s
-        last = len(works) - 1
-        if not self.by_segment and not any(gap > TOUCHING_S for gap in gaps):
-            return (Step(OperationKind.OPTIM_STEP, sum(works), 0.0),)
-        found: list[Step] = []
-        for index, work_s in enumerate(works):
-            gap_s = gaps[index - 1] if index else 0.0
-            kind = OperationKind.FORWARD
-            if index == last:
-                kind = OperationKind.OPTIM_STEP
-            elif index < len(self.kinds):
-                kind = self.kinds[index]
-            if found and not self.by_segment and gap_s <= TOUCHING_S:
-                before = found[-1]
-                found[-1] = Step(kind, before.work_s + work_s, before.gap_s)
-            else:
-                found.append(Step(kind, work_s, gap_s))
-        return tuple(found)
+    def steps_of(self, drawn: DrawnCycle) -> tuple[Step, ...]:
+        """The operations of a cycle."""
+        works = drawn.segments_s
+        if len(works) == 1:
+            return (Step(OperationKind.OPTIM_STEP, works[0], 0.0),)
+        return tuple(map(Step, self.kinds, works, (0.0, *drawn.gaps_s)))
 
     def step_named(self, operation: str) -> Step:
         """The step of any cycle, by its operation's name: for one that is repeated."""
         cycle, index = operation.rsplit(":", 2)[1:]
         return self.steps_of(self.law.draw(int(cycle)))[int(index)]
+
+
+def kind_of(function: str) -> OperationKind:
+    """What segments are that come before the last of a cycle; of several in one, the last says."""
+    return KINDS.get(function.rsplit("+", 1)[-1], OperationKind.FORWARD)
 
 
 def cycles_of(job: TraceJob) -> int:

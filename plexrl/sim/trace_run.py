@@ -10,15 +10,16 @@ from plexrl.errors import PlexRLError, UnavailableError
 from plexrl.ids import NodeId, OperationId, TenantId
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
-from plexrl.sim.collector import Collector
-from plexrl.sim.interim import CycleLaw, MoveCosts
+from plexrl.sim.collector import Collector, RunKind
+from plexrl.sim.cycles import CycleLaw
+from plexrl.sim.device_state import device_state_bytes
 from plexrl.sim.job_run import AloneClock, JobRun, demand_of
+from plexrl.sim.move_costs import MoveCosts
 from plexrl.sim.policies import sim_policy
 from plexrl.sim.result import SimResult, Speed
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.shell import FOREVER_S, VirtualShell, virtual_config
 from plexrl.traces import TraceJob
-from plexrl.traces.published import STATE_BYTES_PER_PARAMETER, class_of_size
 from plexrl.wire.operations import OperationKind
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ HISTORY = 64
 PRIORITY_MAX = 100
 """Of the core; a trace's may be higher."""
 
-MOVES = {
+MOVES: dict[OperationKind, RunKind] = {
     OperationKind.LOAD: "load",
     OperationKind.OFFLOAD: "offload",
     OperationKind.SNAPSHOT: "offload",
@@ -69,7 +70,7 @@ class TraceRun:
             for index, pool in enumerate(scenario.pools)
             for number in range(pool.nodes)
         }
-        self._type_names = {pool.node_type.name for pool in scenario.pools}
+        self._types = {pool.node_type.name: pool.node_type for pool in scenario.pools}
         self._tenants: set[str] = set()
         self._lost_nodes: set[str] = set()
         self._in_doubt: list[JobRun] = []
@@ -179,16 +180,14 @@ class TraceRun:
         self.jobs_seen += 1
         scenario, shell = self.scenario, self.shell
         behaviour = scenario.behaviour
-        state_bytes = job.state_bytes
-        if state_bytes is None:
-            state_bytes = round(STATE_BYTES_PER_PARAMETER * class_of_size(job.gpus).parameters)
+        kind = self._types.get(job.node_type, scenario.pools[0].node_type)
+        state_bytes = device_state_bytes(job, kind)
         run = JobRun(
             job,
             f"j{self.jobs_seen}",
-            CycleLaw(job, behaviour, scenario.seed),
+            CycleLaw(job, behaviour, scenario.seed, detail=scenario.detail),
             staleness=job.staleness if behaviour.staleness is None else behaviour.staleness,
             state_bytes=state_bytes,
-            by_segment=scenario.detail == "operation",
         )
         self._runs[run.deployment] = run
         self._collector.job_submitted(job, shell.now)
@@ -214,7 +213,7 @@ class TraceRun:
             state_bytes=state_bytes,
             exclusive=False,
             spec_json="{}",
-            node_type=job.node_type if job.node_type in self._type_names else "",
+            node_type=job.node_type if job.node_type in self._types else "",
             trace=demand_of(job, behaviour) if scenario.warm else None,
         )
         try:
@@ -308,7 +307,8 @@ class TraceRun:
     def _stop_workers(self, command: cmd.StopWorkers) -> None:
         run = self._runs.get(command.deployment)
         if run is not None:
-            run.run = None
+            if run.run is not None:
+                self._tell_of_run(run, run.run)
             self._in_doubt.append(run)
 
     def _release_state(self, command: cmd.ReleaseState) -> None:
@@ -352,26 +352,28 @@ class TraceRun:
         if run is None or run.run is not command:
             # Cut off: its workers were lost.
             return
-        run.run = None
-        move = MOVES.get(command.kind)
-        self._collector.ran(
-            command.group,
-            run.trace.job_id,
-            run.gpus,
-            move or "run",
-            run.run_began_at,
-            self.shell.now,
-        )
+        self._tell_of_run(run, command)
         self._tell(
             ev.OperationFinished(
                 operation=command.operation, token=command.token, compute_s=run.run_s
             )
         )
-        if move is None:
-            if command.operation == run.operation:
-                self._answered(run)
+        if command.operation == run.operation:
+            self._answered(run)
         elif command.kind == OperationKind.OFFLOAD:
             self._switches += 1
+
+    def _tell_of_run(self, run: JobRun, command: cmd.RunOperation) -> None:
+        """It is over, or was cut off."""
+        run.run = None
+        self._collector.ran(
+            command.group,
+            run.trace.job_id,
+            run.gpus,
+            MOVES.get(command.kind, "run"),
+            run.run_began_at,
+            self.shell.now,
+        )
 
     # Controllers
 
