@@ -17,8 +17,8 @@ from itertools import pairwise
 
 from plexrl.sim.chance import normals, stream, uniform
 from plexrl.sim.response_lengths import read_longest_of
-from plexrl.sim.scenario import Behaviour, ToolStalls
-from plexrl.traces.schema import TraceJob, TraceSegment
+from plexrl.sim.scenario import Behaviour, Detail, ToolStalls
+from plexrl.traces.schema import TOLERANCE_S, TraceJob, TraceSegment
 
 TOKENS = 1_000_000
 """Of a mean cycle."""
@@ -28,9 +28,6 @@ SYNC = "sync"
 
 WHOLE = "run"
 """Function of the one segment of a job that has none: it needs its GPUs all the time."""
-
-TOUCHING_S = 0.01
-"""Segments that are no further apart touch: times in traces are rounded."""
 
 LANES = 4
 """Random numbers that a cycle may use: for the two factors, and for its stall."""
@@ -74,20 +71,35 @@ class CycleLaw:
         "_sigma",
         "_stalls",
         "_work_s",
+        "functions",
         "mean",
     )
 
-    def __init__(self, job: TraceJob, behaviour: Behaviour, seed: int) -> None:
-        """Raises InvalidRequestError: the trace of response lengths cannot be read."""
+    def __init__(
+        self, job: TraceJob, behaviour: Behaviour, seed: int, *, detail: Detail = "operation"
+    ) -> None:
+        """With `detail="burst"` segments that touch are one.
+
+        Raises:
+            InvalidRequestError: the trace of response lengths cannot be read.
+        """
         segments = _segments(job)
         period_s = job.period_s if job.period_s is not None else job.service_s
-        gaps_s = tuple(_gap_s(before, after) for before, after in pairwise(segments))
-        lengths_s = tuple(each.duration_s for each in segments)
-        self._rollout_s = max(0.0, period_s - math.fsum(lengths_s) - math.fsum(gaps_s))
-        # By segment: what goes with the tokens, and what does not.
-        self._work_s = tuple(0.0 if s.function == SYNC else s.duration_s for s in segments)
-        self._fixed_s = tuple(s.duration_s if s.function == SYNC else 0.0 for s in segments)
-        self.mean = DrawnCycle(self._rollout_s, lengths_s, gaps_s, TOKENS)
+        gaps_s = tuple(
+            max(0.0, after.offset_s - before.offset_s - before.duration_s)
+            for before, after in pairwise(segments)
+        )
+        busy_s = math.fsum(each.duration_s for each in segments)
+        self._rollout_s = max(0.0, period_s - busy_s - math.fsum(gaps_s))
+        self.functions: tuple[str, ...]
+        """Of the segments that are drawn; of those that were made one, joined by `+`."""
+        self.functions, self._work_s, self._fixed_s, gaps_s = _merged(segments, gaps_s, detail)
+        self.mean = DrawnCycle(
+            self._rollout_s,
+            tuple(map(sum, zip(self._work_s, self._fixed_s, strict=True))),
+            gaps_s,
+            TOKENS,
+        )
         """Without any scatter: the profile itself."""
         self._key = stream(seed, "cycles", job.job_id)
         self._stalls = behaviour.stalls if behaviour.stalls and behaviour.stalls.chance else None
@@ -160,9 +172,34 @@ def _segments(job: TraceJob) -> tuple[TraceSegment, ...]:
     return (TraceSegment(function=WHOLE, offset_s=0.0, duration_s=whole_s),)
 
 
-def _gap_s(before: TraceSegment, after: TraceSegment) -> float:
-    gap_s = after.offset_s - before.offset_s - before.duration_s
-    return gap_s if gap_s > TOUCHING_S else 0.0
+def _merged(
+    segments: tuple[TraceSegment, ...], gaps_s: tuple[float, ...], detail: Detail
+) -> tuple[tuple[str, ...], tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """Functions, seconds that go with the tokens, seconds that do not, and the gaps between."""
+    functions: list[str] = []
+    work_s: list[float] = []
+    fixed_s: list[float] = []
+    kept_s: list[float] = []
+    for segment, gap_s in zip(segments, (math.inf, *gaps_s), strict=True):
+        is_sync = segment.function == SYNC
+        work = 0.0 if is_sync else segment.duration_s
+        fixed = segment.duration_s if is_sync else 0.0
+        if detail == "burst" and gap_s <= MERGED_GAP_S:
+            functions[-1] += f"+{segment.function}"
+            work_s[-1] += work
+            fixed_s[-1] += fixed
+            continue
+        if functions:
+            kept_s.append(gap_s)
+        functions.append(segment.function)
+        work_s.append(work)
+        fixed_s.append(fixed)
+    return tuple(functions), tuple(work_s), tuple(fixed_s), tuple(kept_s)
+
+
+MERGED_GAP_S = 0.01 + TOLERANCE_S
+"""Segments that are this near each other touch: offsets in traces are rounded, some to a hundredth
+of a second."""
 
 
 def _stall_s(stalls: ToolStalls, normal: float) -> float:

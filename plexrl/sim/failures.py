@@ -1,8 +1,8 @@
-"""What breaks in a simulated cluster, and when: Poisson processes that no policy has a part in. Pure.
+"""What breaks in a simulated cluster, and when: Poisson processes that no policy has a part in.
 
 A node that is up fails after an exponential time and is back a fixed time later. A WPG's processes
 fail at instants counted from their job's submission; one that comes while there are none hits
-nobody. So of one seed every policy meets the same failures.
+nobody. So of one seed every policy meets the same failures. Pure.
 """
 
 import heapq

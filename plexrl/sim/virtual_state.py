@@ -1,13 +1,13 @@
 """Where the states of deployments lie that are not on their GPUs, and what moving them takes.
 
-Each node keeps versions in host memory and spills to NVMe what is expected to be needed last, by the
-StateManager's own choice (`plexrl.statemanager.residency.place`), from what the scheduler says of
-next uses. What is left out of the StateManager's ways:
+Each node keeps versions in host memory and spills to NVMe what is expected to be needed last, by
+the StateManager's own choice (`plexrl.statemanager.residency.place`), from what the scheduler says
+of next uses. Where this departs from the StateManager:
 
 - A version moves as one, whatever its ranks share, and takes its device bytes.
-- Copies that it writes to NVMe ahead of pressure: a version counts as copied, and leaves host memory
-  at no cost, once it has lain idle for as long as the node's NVMe needs for all of a host tier that
-  is `DRAIN_FROM` full. Copies are given up for whatever needs their room.
+- Of copies that are written to NVMe ahead of pressure: a version counts as copied, and leaves host
+  memory at no cost, once it has lain idle for as long as the node's NVMe needs for all of a host
+  tier that is `DRAIN_FROM` full. Copies take no room: they are given up for whatever needs it.
 - Moves beside each other do not slow each other down.
 
 Laws, which `check` proves: no tier holds more than its bound; every version lies whole in one tier

@@ -178,25 +178,24 @@ def test_stalls_of_tools_come_on_top_of_the_rollout() -> None:
     assert statistics.mean(hit) == pytest.approx(50.0, rel=0.04)
 
 
-def test_segments_keep_their_order_and_the_idle_time_between_them() -> None:
+def test_a_burst_is_the_sum_of_its_touching_segments() -> None:
     job = job_of(
         segments=(
             TraceSegment(function="log_prob", offset_s=100.0, duration_s=10.0),
-            TraceSegment(function="update", offset_s=110.001, duration_s=30.0),
+            TraceSegment(function="update", offset_s=110.0, duration_s=30.0),
             TraceSegment(function="critic", offset_s=150.0, duration_s=20.0),
             TraceSegment(function="sync", offset_s=170.0, duration_s=5.0),
         )
     )
-    law = CycleLaw(job, Behaviour(), 1)
-    assert law.mean.gaps_s == (0.0, pytest.approx(9.999), 0.0)
-    assert law.mean.rollout_s + law.mean.training_s == pytest.approx(job.period_s)
+    each, burst = (CycleLaw(job, Behaviour(), 1, detail=d) for d in ("operation", "burst"))
+    assert burst.functions == ("log_prob+update", "critic+sync")
     for number in range(20):
-        cycle = law.draw(number)
-        assert cycle.gaps_s == law.mean.gaps_s
-        log_prob_s, update_s, critic_s, sync_s = cycle.segments_s
-        assert (update_s, critic_s) == pytest.approx((3 * log_prob_s, 2 * log_prob_s))
-        assert sync_s == 5.0
-        assert cycle.busy_s == pytest.approx(6 * log_prob_s + 5.0)
+        one, other = each.draw(number), burst.draw(number)
+        assert other.segments_s == pytest.approx(
+            (sum(one.segments_s[:2]), sum(one.segments_s[2:])), rel=1e-12
+        )
+        assert other.gaps_s == (10.0,)
+        assert (one.rollout_s, one.tokens) == (other.rollout_s, other.tokens)
 
 
 def test_a_job_without_segments_needs_its_gpus_all_the_time() -> None:
