@@ -121,6 +121,7 @@ def admit(context: Context, now: float) -> list[Deployment]:
     turns = [(_turn(context, context.deployment(name), now), name) for name in names]
     heapq.heapify(turns)
     ahead: set[_Wish] = set()
+    wishes = {_wish(context.deployment(name)) for name in names}
     failed: set[tuple[object, ...]] = set()
     placed: list[Deployment] = []
     seen: set[DeploymentId] = set()
@@ -152,7 +153,10 @@ def admit(context: Context, now: float) -> list[Deployment]:
         if len(gang) == 1:
             failed |= likeness
         if not context.policy.backfills or _starves(context, deployment, now):
-            ahead.update((each.node_type, each.workers) for each in gang)
+            ahead.update(_wish(each) for each in gang)
+            if all(_is_behind(wish, ahead) for wish in wishes):
+                # Jobs that have GPUs already came before: nobody else may have any.
+                break
     return placed
 
 
@@ -232,6 +236,15 @@ def _ways_left(
             left = [way for way in found[each.deployment] if way != Way.DEDICATED]
             found[each.deployment] = tuple(left)
     return found
+
+
+def _wish(deployment: Deployment) -> _Wish:
+    return deployment.node_type, deployment.workers
+
+
+def _is_behind(wish: _Wish, ahead: set[_Wish]) -> bool:
+    """Whether all that is wished for is what somebody ahead may be waiting for."""
+    return any(wish[1] == other[1] and _alike(wish[0], other[0]) for other in ahead)
 
 
 def _alike(one_type: str, other_type: str) -> bool:

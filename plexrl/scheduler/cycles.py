@@ -26,11 +26,12 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
         if context.policy.repacks:
             # Only these policies plan by time; the others count members.
             _follow(context, deployment)
+        if context.policy.plans_by_profile:
+            # Its group may take others now.
+            context.place_waiting = context.place_waiting or bool(context.waiting)
         job = context.job(deployment.job)
         if job.state == JobState.PROFILING:
             job.state = next_state(job.state, JobTrigger.CYCLE_ENDED)
-        # Its group may take others now.
-        context.place_waiting = context.place_waiting or bool(context.waiting)
         consider_repacking(context, deployment, now)
     elif context.policy.repacks and _is_beside_plan(context, deployment):
         _follow(context, deployment)

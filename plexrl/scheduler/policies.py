@@ -38,6 +38,8 @@ class PlacementPolicy(Protocol):
     that have."""
     repacks: bool
     """Jobs are placed again once their profile is known."""
+    plans_by_profile: bool
+    """Whom a group takes follows from its members' profiles."""
     keeps_in_host: bool
     """Where several WPGs share a group, their states stay in host memory, never on NVMe."""
 
@@ -54,6 +56,7 @@ class Isolated:
     backfills = True
     guards_slack = False
     repacks = False
+    plans_by_profile = False
     keeps_in_host = False
 
     def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
@@ -69,6 +72,7 @@ class Pack:
     backfills = True
     guards_slack = False
     repacks = False
+    plans_by_profile = False
     keeps_in_host = False
 
     def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
@@ -84,6 +88,7 @@ class Spread:
     backfills = False
     guards_slack = True
     repacks = True
+    plans_by_profile = True
     keeps_in_host = False
 
     def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
@@ -113,6 +118,7 @@ class CoExecution:
     backfills = True
     guards_slack = False
     repacks = False
+    plans_by_profile = True
     keeps_in_host = True
 
     def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
