@@ -4,20 +4,21 @@ The scheduler's own core decides everything. What is here submits jobs as their 
 controllers, and says how long things take. Nothing is kept of a job that has ended.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from plexrl.errors import PlexRLError, UnavailableError
 from plexrl.ids import NodeId, OperationId, TenantId
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from plexrl.sim.collector import Collector, RunKind
-from plexrl.sim.cycles import CycleLaw
+from plexrl.sim.cycles import CycleLaw, Cycles
 from plexrl.sim.device_state import device_state_bytes
 from plexrl.sim.job_run import AloneClock, JobRun, demand_of
 from plexrl.sim.move_costs import MoveCosts
 from plexrl.sim.policies import sim_policy
 from plexrl.sim.result import SimResult, Speed
-from plexrl.sim.scenario import Scenario
+from plexrl.sim.scenario import Behaviour, Detail, Scenario
 from plexrl.sim.shell import FOREVER_S, VirtualShell, virtual_config
 from plexrl.traces import TraceJob
 from plexrl.wire.operations import OperationKind
@@ -39,10 +40,24 @@ MOVES: dict[OperationKind, RunKind] = {
 """Kinds that are the scheduler's own, and what a measure calls them."""
 
 
+class Laws(Protocol):
+    """Makes the law of each job's cycles."""
+
+    def __call__(self, job: TraceJob, behaviour: Behaviour, seed: int, *, detail: Detail) -> Cycles:
+        """Of a job that is submitted now."""
+        ...
+
+
+CycleEnded = Callable[[str, float], None]
+"""Told of each cycle: its job in the trace, and the seconds that it took, with all waiting."""
+
+
 class TraceRun:
     """One run. The shell's clock is driven from outside."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(
+        self, scenario: Scenario, *, laws: Laws = CycleLaw, on_cycle: CycleEnded | None = None
+    ) -> None:
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
         config = virtual_config(**{"history": HISTORY, **policy.settings})
@@ -57,6 +72,8 @@ class TraceRun:
             },
         )
         self._collector = Collector(scenario)
+        self._laws = laws
+        self._on_cycle = on_cycle
         self._costs = MoveCosts(scenario.pools, scenario.switch_s)
         self._controller_s = scenario.behaviour.controller_s
         self._snapshots_after = config.snapshot_operations
@@ -185,7 +202,7 @@ class TraceRun:
         run = JobRun(
             job,
             f"j{self.jobs_seen}",
-            CycleLaw(job, behaviour, scenario.seed, detail=scenario.detail),
+            self._laws(job, behaviour, scenario.seed, detail=scenario.detail),
             staleness=job.staleness if behaviour.staleness is None else behaviour.staleness,
             state_bytes=state_bytes,
         )
@@ -428,7 +445,10 @@ class TraceRun:
             self.shell.at(now + gap_s, self._submit_step, run)
             return
         alone_s = run.end_cycle()
-        self._collector.cycle_ended(run.trace.job_id, now, now - run.cycle_began_at, alone_s)
+        took_s = now - run.cycle_began_at
+        self._collector.cycle_ended(run.trace.job_id, now, took_s, alone_s)
+        if self._on_cycle is not None:
+            self._on_cycle(run.trace.job_id, took_s)
         run.cycle_began_at = now
         if run.trained == run.cycles:
             self._finish(run, "completed")
