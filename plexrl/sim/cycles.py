@@ -69,6 +69,14 @@ class Cycles(Protocol):
         ...
 
 
+class Laws(Protocol):
+    """Makes what says it, for a job that is submitted."""
+
+    def __call__(
+        self, job: TraceJob, behaviour: Behaviour, seed: int, *, detail: Detail
+    ) -> Cycles: ...
+
+
 class CycleLaw:
     """Draws a job's cycles."""
 

@@ -17,17 +17,16 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.cycles import CycleLaw, DrawnCycle
+from plexrl.sim.cycles import CycleLaw, DrawnCycle, Laws
 from plexrl.sim.recording import RecordedJob
 from plexrl.sim.replay import simulate
 from plexrl.sim.scenario import Behaviour, Detail, NodeType, Pool, Scenario
-from plexrl.sim.trace_run import Laws
 from plexrl.traces import TraceJob
 
 WARM_UP_CYCLES = 3
 """Of each job, that are replayed and not compared: the live scheduler still makes their profile."""
 
-FAST_BYTES_PER_S = 1e18
+FAST_BYTES_PER_S = 1e24
 """Where moves take no longer for more bytes."""
 
 Seconds = Mapping[str, Sequence[float]]

@@ -56,8 +56,8 @@ class RecordedJob:
     """Of its training deployment."""
     state_bytes: int
     began_at: float
-    """When it was submitted, on the cluster's clock. Its first cycle begins there, and all that comes
-    before its first operation counts as its rollout."""
+    """When it was submitted, on the cluster's clock. Its first cycle begins there, and all that
+    comes before its first operation counts as its rollout."""
     kinds: tuple[str, ...]
     """Of the operations of a cycle."""
     cycles: tuple[RecordedCycle, ...]

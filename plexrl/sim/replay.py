@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from plexrl.sim.cycles import CycleLaw
+from plexrl.sim.cycles import CycleLaw, Laws
 from plexrl.sim.result import SimResult, Speed
 from plexrl.sim.scenario import Scenario
-from plexrl.sim.trace_run import CycleEnded, Laws, TraceRun
+from plexrl.sim.trace_run import CycleEnded, TraceRun
 
 HAPPENINGS = 2048
 """From one look at the wall clock to the next."""

@@ -4,27 +4,23 @@ The scheduler's own core decides everything. What is here submits jobs as their 
 controllers, and says how long things take. Nothing is kept of a job that has ended.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
 
 from plexrl.errors import PlexRLError, UnavailableError
 from plexrl.ids import NodeId, OperationId, TenantId
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from plexrl.sim.collector import Collector, RunKind
-from plexrl.sim.cycles import CycleLaw, Cycles
+from plexrl.sim.cycles import CycleLaw, Laws
 from plexrl.sim.device_state import device_state_bytes
 from plexrl.sim.job_run import AloneClock, JobRun, demand_of
 from plexrl.sim.move_costs import MoveCosts
 from plexrl.sim.policies import sim_policy
 from plexrl.sim.result import SimResult, Speed
-from plexrl.sim.scenario import Behaviour, Detail, Scenario
-from plexrl.sim.shell import FOREVER_S, VirtualShell, virtual_config
+from plexrl.sim.scenario import Scenario
+from plexrl.sim.shell import FOREVER_S, VirtualShell, arrivals, readiness, virtual_config
 from plexrl.traces import TraceJob
 from plexrl.wire.operations import OperationKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HISTORY = 64
 """Finished operations that the core remembers: nobody asks for them."""
@@ -38,14 +34,6 @@ MOVES: dict[OperationKind, RunKind] = {
     OperationKind.SNAPSHOT: "offload",
 }
 """Kinds that are the scheduler's own, and what a measure calls them."""
-
-
-class Laws(Protocol):
-    """Makes the law of each job's cycles."""
-
-    def __call__(self, job: TraceJob, behaviour: Behaviour, seed: int, *, detail: Detail) -> Cycles:
-        """Of a job that is submitted now."""
-        ...
 
 
 CycleEnded = Callable[[str, float], None]
@@ -308,16 +296,9 @@ class TraceRun:
         run = self._runs.get(command.deployment)
         if run is None or run.incarnation != command.incarnation:
             return
-        for rank in command.ranks:
+        for rank, event in zip(command.ranks, readiness(command), strict=True):
             if rank.node not in self._lost_nodes:
-                self._tell(
-                    ev.WorkerReady(
-                        deployment=command.deployment,
-                        rank=rank.rank,
-                        incarnation=command.incarnation,
-                        address="w",
-                    )
-                )
+                self._tell(event)
         if run.may_roll and not run.rolled:
             self._roll(run)
 
@@ -340,8 +321,8 @@ class TraceRun:
             self.shell.at(self.shell.now + took_s, self._migrated, command)
 
     def _migrated(self, command: cmd.MigrateState) -> None:
-        for node in command.nodes:
-            self._tell(ev.StateMigrated(deployment=command.deployment, node=node, seq=command.seq))
+        for event in arrivals(command):
+            self._tell(event)
 
     def _run_operation(self, command: cmd.RunOperation) -> None:
         run = self._runs[command.deployment]
