@@ -97,6 +97,11 @@ class Checker:
         self._running: dict[str, _Lock] = {}
         """By operation."""
 
+    def watch(self, event: ev.Event, commands: Sequence[cmd.Command], now: float) -> None:
+        """An event and what it gave rise to, at once."""
+        self.event(event, now)
+        self.commands(event, commands, now)
+
     def event(self, event: ev.Event, now: float) -> None:
         """The core was told, and has not refused it."""
         if now < self._now:
