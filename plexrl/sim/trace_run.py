@@ -10,6 +10,7 @@ from plexrl.errors import PlexRLError, UnavailableError
 from plexrl.ids import NodeId, OperationId, TenantId
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
+from plexrl.sim.checks import Checker
 from plexrl.sim.collector import Collector, RunKind
 from plexrl.sim.cycles import CycleLaw, Laws
 from plexrl.sim.device_state import device_state_bytes
@@ -60,6 +61,9 @@ class TraceRun:
             },
         )
         self._collector = Collector(scenario)
+        self._checker = Checker(scenario, self.shell.core) if scenario.check else None
+        if self._checker is not None:
+            self.shell.watch(self._checker.watch)
         self._laws = laws
         self._on_cycle = on_cycle
         self._costs = MoveCosts(scenario.pools, scenario.switch_s)
@@ -76,6 +80,8 @@ class TraceRun:
             for number in range(pool.nodes)
         }
         self._types = {pool.node_type.name: pool.node_type for pool in scenario.pools}
+        self._has_one_speed = len({kind.speed for kind in self._types.values()}) == 1
+        """Otherwise what a cycle takes depends on where each of its operations ran."""
         self._tenants: set[str] = set()
         self._lost_nodes: set[str] = set()
         self._in_doubt: list[JobRun] = []
@@ -96,8 +102,11 @@ class TraceRun:
         self._expect_next_job(None)
 
     def check_it_ended(self) -> None:
-        """Raises `UnavailableError` where jobs are left and nothing more can happen."""
+        """Raises `UnavailableError` where jobs are left and nothing more can happen, and
+        `InvariantError` where the checked laws say that something is left."""
         if not self._runs:
+            if self._checker is not None:
+                self._checker.finish(self.shell.now)
             return
         waiting = [run.trace.job_id for run in self._runs.values()]
         raise UnavailableError(
@@ -166,10 +175,15 @@ class TraceRun:
         try:
             view = self.shell.core.job_view(run.job, self.shell.now)
         except PlexRLError:
-            self._end(run, "failed")
+            self._give_up(run)
             return
         if view["state"] in ("FAILED", "CANCELLED"):
-            self._end(run, "failed")
+            self._give_up(run)
+
+    def _give_up(self, run: JobRun) -> None:
+        if self._checker is not None:
+            self._checker.given_up(run.job)
+        self._end(run, "failed")
 
     # Jobs come and go
 
@@ -425,6 +439,9 @@ class TraceRun:
             gap_s = max(run.steps[run.step].gap_s, self._controller_s)
             self.shell.at(now + gap_s, self._submit_step, run)
             return
+        if self._checker is not None and self._has_one_speed:
+            work_s = sum(step.work_s for step in run.steps)
+            self._checker.drawn(run.job, work_s / run.speed)
         alone_s = run.end_cycle()
         took_s = now - run.cycle_began_at
         self._collector.cycle_ended(run.trace.job_id, now, took_s, alone_s)
