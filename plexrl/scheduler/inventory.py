@@ -6,6 +6,7 @@ and `check` compares the two.
 
 from plexrl.ids import GroupId, NodeId
 from plexrl.scheduler.capacity import CapacityIndex, Shape
+from plexrl.scheduler.commands import RankPlacement
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.demand import Footprint, project, whole_ring
 from plexrl.scheduler.node_pool import NodeKind, NodePool
@@ -136,17 +137,30 @@ class Inventory:
         host, total = [], []
         for node in _nodes(group):
             known = self._state.nodes[node]
-            kept = sum(
-                share(self._state.deployments[member], node)
-                for name in self._groups_on[node]
-                for member in self._state.groups[name].members
-                if self._state.groups[name].shared
-            )
+            kept = self._kept_bytes(node)
             ranks = sum(gpu.node == node for gpu in group.gpus)
             scale = len(group.gpus) / ranks
             host.append(int((known.host_memory_bytes - kept) * scale))
             total.append(int((known.host_memory_bytes + known.nvme_bytes - kept) * scale))
         return min(host), min(total)
+
+    def find_gpus(self, deployment: Deployment) -> tuple[RankPlacement, ...] | None:
+        """Free GPUs for a new group of the deployment's; None where there are none.
+
+        Where the policy keeps states in host memory, with it none of their nodes keeps more than
+        that. One that has its nodes to itself is never switched away from, and may be larger.
+        """
+        per_rank = -(-deployment.state_bytes // deployment.workers)
+        wanted = (deployment.workers, deployment.node_type, per_rank)
+        if not self._policy.keeps_in_host or deployment.kind == "rollout" or deployment.exclusive:
+            return self.pool.find(*wanted)
+
+        def fits(node: NodeId, ranks: int) -> bool:
+            kept = self._kept_bytes(node)
+            more = deployment.state_bytes * ranks // deployment.workers
+            return not kept or kept + more <= self._state.nodes[node].host_memory_bytes
+
+        return self.pool.find(*wanted, fits)
 
     def spills(self, group: Group) -> bool:
         """Whether the states kept on the group's nodes are more than host memory holds."""
@@ -157,6 +171,15 @@ class Inventory:
         anew = Inventory(self._config, self._policy, self._state)
         assert self.pool.snapshot() == anew.pool.snapshot(), "the pool of free GPUs has drifted"
         self.index.check_equal(anew.index)
+
+    def _kept_bytes(self, node: NodeId) -> int:
+        """Of all states of shared groups on that node."""
+        return sum(
+            share(self._state.deployments[member], node)
+            for name in self._groups_on.get(node, ())
+            for member in self._state.groups[name].members
+            if self._state.groups[name].shared
+        )
 
     def _reserve(self, deployment: Deployment, *, strict: bool) -> None:
         group = self._group_of(deployment)
