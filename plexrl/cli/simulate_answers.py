@@ -9,11 +9,12 @@ from typing import Any
 
 from plexrl.cli.context import print_line
 from plexrl.cli.simulate_progress import Runs
+from plexrl.cli.simulate_report import report
 from plexrl.cli.simulate_setup import Questions
 from plexrl.cli.simulate_tables import (
     Run,
     gap_recovered,
-    isolated_drains,
+    isolated_runs,
     print_changes,
     print_plans,
     print_runs,
@@ -145,7 +146,7 @@ def show(found: Answers) -> None:
 
 def document(found: Answers) -> str:
     """For programs: the same for the same question, all but `speed`."""
-    isolated = isolated_drains(found.runs)
+    isolated = isolated_runs(found.runs)
     survey = found.survey
     return dumps(
         {
@@ -197,15 +198,10 @@ def write(found: Answers, folder: Path, *, quiet: bool) -> None:
     except OSError as error:
         raise InvalidRequestError(f"cannot write to {folder}: {error}") from error
     told = [folder / "results.json"]
-    try:
-        from plexrl.sim.report import write_report
-    except ImportError as error:
-        sys.stderr.write(
-            f"plexrl: no report.html, as {error.name} is not installed: "
-            "pip install 'plexrl[simulator]'\n"
-        )
-    else:
-        told.append(write_report([result for _, result in found.runs], folder))
+    page = (
+        report(found.trace, found.survey, found.runs, found.plans, folder) if found.runs else None
+    )
+    told += [page] if page else []
     if not quiet:
         print_line("Written: " + ", ".join(map(str, told)))
 

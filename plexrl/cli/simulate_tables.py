@@ -1,10 +1,12 @@
 """The tables of `plexrl simulate` for people."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from plexrl.cli.context import print_line, print_table
 from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.objectives import Objective, utilisation
+from plexrl.sim.report.comparison import BASELINE, recovered
 from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.survey import Survey
@@ -23,8 +25,8 @@ def print_survey(trace: str, survey: Survey) -> None:
 
 def print_runs(runs: Sequence[Run]) -> None:
     """A row a run."""
-    varies = _varying([scenario for scenario, _ in runs])
-    isolated = isolated_drains(runs)
+    varies = varying([scenario for scenario, _ in runs])
+    isolated = isolated_runs(runs)
     columns = ("policy", "nodes", *varies, "drain", "bound", "gap recovered")
     columns += ("wait p50", "wait p95", "slowdown p50", "p95", "training", "GPU-h/cycle")
     columns += ("switches", "failed", "cost")
@@ -35,7 +37,7 @@ def print_runs(runs: Sequence[Run]) -> None:
             (
                 scenario.policy,
                 nodes_of(scenario),
-                *(_setting(scenario, name) for name in varies),
+                *(setting(scenario, name) for name in varies),
                 span(result.drain_s),
                 span(result.bounds.bound_s),
                 "" if gap is None else percent(gap),
@@ -72,7 +74,7 @@ def print_plans(plans: Sequence[CapacityPlan]) -> None:
     columns = ("policy", "nodes", *(each.text for each in objectives), "cost")
     print_table("Smallest cluster", columns, rows)
     for plan in plans:
-        print_line(_said(plan))
+        print_line(said(plan))
 
 
 def print_changes(changes: Sequence[tuple[str, Run, Run, bool]]) -> None:
@@ -98,25 +100,20 @@ def print_changes(changes: Sequence[tuple[str, Run, Run, bool]]) -> None:
     print_table("What if", (*columns, "cost", "", "by"), rows)
 
 
-def isolated_drains(runs: Sequence[Run]) -> dict[tuple[object, ...], float]:
-    """Drain times of the isolated runs, by all of their settings but the policy."""
-    return {
-        _but_policy(scenario): result.drain_s
-        for scenario, result in runs
-        if scenario.policy == "isolated"
-    }
+def isolated_runs(runs: Sequence[Run]) -> dict[Scenario, SimResult]:
+    """The isolated runs, by their scenarios."""
+    return {_isolated(scenario): result for scenario, result in runs if scenario.policy == BASELINE}
 
 
 def gap_recovered(
-    scenario: Scenario, result: SimResult, isolated: Mapping[tuple[object, ...], float]
+    scenario: Scenario, result: SimResult, isolated: Mapping[Scenario, SimResult]
 ) -> float | None:
     """Part of the time between the isolated run's drain and the bound that is saved; None where no
     isolated run is beside it, or leaves nothing to save."""
-    alone_s = isolated.get(_but_policy(scenario))
-    if alone_s is None or scenario.policy == "isolated":
+    alone = isolated.get(_isolated(scenario))
+    if alone is None or scenario.policy == BASELINE:
         return None
-    gap_s = alone_s - result.bounds.bound_s
-    return (alone_s - result.drain_s) / gap_s if gap_s > 0 else None
+    return recovered(result, alone)
 
 
 def nodes_of(scenario: Scenario) -> str:
@@ -170,7 +167,8 @@ def difference(was: float, now: float) -> str:
     return f"{100 * (now - was) / was:+.1f} %" if was else ""
 
 
-def _said(plan: CapacityPlan) -> str:
+def said(plan: CapacityPlan) -> str:
+    """The answer of a search, and how far it can be trusted."""
     search = plan.search
     tried = f"{len(search.probes)} sizes were run"
     if search.nodes is None:
@@ -200,17 +198,15 @@ def _part(of: float, whole: float) -> float:
     return of / whole if whole else 0.0
 
 
-def _but_policy(scenario: Scenario) -> tuple[object, ...]:
-    return (
-        *(scenario.source, scenario.pools, scenario.seed, scenario.behaviour),
-        *(scenario.failures, scenario.switch_s, scenario.detail),
-    )
+def _isolated(scenario: Scenario) -> Scenario:
+    return replace(scenario, policy=BASELINE)
 
 
 _SETTINGS = ("seed", "jitter", "staleness", "switch")
 
 
-def _setting(scenario: Scenario, name: str) -> str:
+def setting(scenario: Scenario, name: str) -> str:
+    """A setting that sweeps vary, as text; empty where the trace decides."""
     value = {
         "seed": scenario.seed,
         "jitter": scenario.behaviour.jitter,
@@ -220,10 +216,9 @@ def _setting(scenario: Scenario, name: str) -> str:
     return "" if value is None else f"{value:g}"
 
 
-def _varying(scenarios: Sequence[Scenario]) -> tuple[str, ...]:
-    return tuple(
-        name for name in _SETTINGS if len({_setting(each, name) for each in scenarios}) > 1
-    )
+def varying(scenarios: Sequence[Scenario]) -> tuple[str, ...]:
+    """Names of the settings, but policy and size, in which scenarios differ."""
+    return tuple(name for name in _SETTINGS if len({setting(each, name) for each in scenarios}) > 1)
 
 
 def _without_empty(

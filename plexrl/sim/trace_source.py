@@ -1,4 +1,4 @@
-"""Where a scenario's jobs come from: a trace, or the generator. Picklable, and the same each time."""
+"""Where a scenario's jobs come from: a trace or the generator. Picklable; the same each time."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,6 +16,7 @@ from plexrl.traces import (
 )
 from plexrl.traces.bundled import PREFIX
 from plexrl.traces.problems import Report
+from plexrl.traces.workload import CAP_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +85,11 @@ class PublishedSource:
 
     def jobs(self) -> Iterator[TraceJob]:
         """The jobs in order of submission."""
-        cap_s = {} if self.shape.cap_s is None else {"cap_s": self.shape.cap_s}
         made = generate_jobs(
-            published_workload(self.jobs_per_day), seed=self.seed, span_s=self.span_s, **cap_s
+            published_workload(self.jobs_per_day),
+            seed=self.seed,
+            span_s=self.span_s,
+            cap_s=CAP_S if self.shape.cap_s is None else self.shape.cap_s,
         )
         return _up_to(shaped(made, self.shape), self.gpus_max)
 

@@ -3,7 +3,6 @@
 A price changes no decision, so a run that differs in prices only is priced anew, not run again.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from plexrl.errors import InvalidRequestError
@@ -95,10 +94,7 @@ def _free(pool: Pool) -> Pool:
 
 
 def _number(given: str, name: str, text: str) -> float:
-    sizes: Sequence[str] = [""]
-    if name in _FIELDS:
-        sizes = sorted(_SIZES, key=len, reverse=True)
-    for suffix in sizes:
+    for suffix in sorted(_SIZES, key=len, reverse=True) if name in _FIELDS else ("",):
         if text.endswith(suffix):
             try:
                 value = float(text.removesuffix(suffix)) * _SIZES[suffix]
