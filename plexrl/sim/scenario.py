@@ -144,6 +144,11 @@ class Scenario:
     seed: int = 0
     behaviour: Behaviour = field(default_factory=Behaviour)
     failures: Failures = field(default_factory=Failures)
+    warm: bool = True
+    """Jobs declare their demand when they are submitted, as those that came before would; otherwise
+    the scheduler has to profile each."""
+    launch_s: float = 30.0
+    """Of a job's worker processes: imports, process groups, the model's build."""
     switch_s: float | None = None
     """Of a context switch, half each way; absent: by the node type's rates."""
     detail: Detail = "burst"
