@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from plexrl.cli.context import print_line, print_table
+from plexrl.cli.context import print_line
 from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.objectives import Objective, utilisation
 from plexrl.sim.report.comparison import BASELINE, recovered
@@ -11,7 +12,18 @@ from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.survey import Survey
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 Run = tuple[Scenario, SimResult]
+
+WIDE = 150
+"""Characters of a terminal on which a run's figures fit in one row."""
+WORDS_WIDTH = 22
+"""That no column of words is squeezed below."""
+SLOWDOWN = "Slowdown"
+LEFT = ("policy", "what if", "by")
+"""Columns of words."""
 
 
 def print_survey(trace: str, survey: Survey) -> None:
@@ -24,80 +36,87 @@ def print_survey(trace: str, survey: Survey) -> None:
 
 
 def print_runs(runs: Sequence[Run]) -> None:
-    """A row a run."""
+    """A row a run, in one table where the terminal is wide enough for it."""
     varies = varying([scenario for scenario, _ in runs])
     isolated = isolated_runs(runs)
-    columns = ("policy", "nodes", *varies, "drain", "bound", "gap recovered")
-    columns += ("wait p50", "wait p95", "slowdown p50", "p95", "training", "GPU-h/cycle")
-    columns += ("switches", "failed", "cost")
-    rows = []
+    names: Columns = {"policy": [], "nodes": [], **{name: [] for name in varies}}
+    times: Columns = {}
+    slower: Columns = {}
+    gpus: Columns = {}
     for scenario, result in runs:
         gap = gap_recovered(scenario, result, isolated)
-        rows.append(
-            (
-                scenario.policy,
-                nodes_of(scenario),
-                *(setting(scenario, name) for name in varies),
-                span(result.drain_s),
-                span(result.bounds.bound_s),
-                "" if gap is None else percent(gap),
-                span(result.wait.median),
-                span(result.wait.p95),
-                percent(result.job_slowdown.median),
-                percent(result.job_slowdown.p95),
-                percent(utilisation(result)),
-                f"{result.gpu_hours_per_cycle:,.2f}",
-                f"{result.switches:,}",
-                f"{result.failed_jobs:,}",
-                money(result.cost),
-            )
+        values = {"policy": scenario.policy, "nodes": nodes_of(scenario)}
+        _add(names, values | {name: setting(scenario, name) for name in varies})
+        _add(
+            times,
+            {
+                "drain": span(result.drain_s),
+                "bound": span(result.bounds.bound_s),
+                "gap recovered": "" if gap is None else percent(gap),
+                "wait p50": span(result.wait.median),
+                "wait p95": span(result.wait.p95),
+            },
         )
-    shown = _without_empty(columns, rows)
-    print_table(f"{runs[0][1].jobs + runs[0][1].failed_jobs:,} jobs", *shown)
+        _add(
+            slower,
+            {
+                "job p50": percent(result.job_slowdown.median),
+                "job mean": percent(result.job_slowdown.mean),
+                "job p95": percent(result.job_slowdown.p95),
+                "cycle p50": percent(result.cycle_slowdown.median),
+                "cycle p95": percent(result.cycle_slowdown.p95),
+            },
+        )
+        _add(
+            gpus,
+            {
+                "training": percent(utilisation(result)),
+                "GPU-h/cycle": f"{result.gpu_hours_per_cycle:,.2f}",
+                "switches": f"{result.switches:,}",
+                "failed jobs": f"{result.failed_jobs:,}" if result.failed_jobs else "",
+                "fairness": f"{result.fairness:.3f}",
+                "cost": money(result.cost),
+            },
+        )
+    jobs = max(result.jobs + result.failed_jobs for _, result in runs)
+    _print_groups(names, {f"{jobs:,} jobs": times, SLOWDOWN: slower, "GPUs": gpus})
 
 
 def print_plans(plans: Sequence[CapacityPlan]) -> None:
     """The smallest cluster of each policy, the figures of its objectives, and how sure that is."""
-    objectives = plans[0].objectives
-    rows = []
+    columns: Columns = {}
     for plan in plans:
         size = plan.search.nodes
         result = plan.results[size if size is not None else max(plan.results)]
-        rows.append(
-            (
-                plan.policy,
-                "none" if plan.nodes is None else f"{plan.nodes:,}",
-                *(shown(each, each.value(result)) for each in objectives),
-                money(result.cost),
-            )
-        )
-    columns = ("policy", "nodes", *(each.text for each in objectives), "cost")
-    print_table("Smallest cluster", columns, rows)
+        cells = {
+            "policy": plan.policy,
+            "nodes": "none" if plan.nodes is None else f"{plan.nodes:,}",
+        }
+        cells |= {each.text: shown(each, each.value(result)) for each in plan.objectives}
+        _add(columns, cells | {"cost": money(result.cost)})
+    _print_groups({}, {"Smallest cluster": columns})
     for plan in plans:
         print_line(said(plan))
 
 
 def print_changes(changes: Sequence[tuple[str, Run, Run, bool]]) -> None:
     """What-ifs: (what, the run as it stands, the run as changed, whether that was run)."""
-    rows = []
+    names: Columns = {}
+    figures: Columns = {}
     for text, (scenario, was), (_, now), ran in changes:
-        rows.append(
-            (
-                text,
-                scenario.policy,
-                nodes_of(scenario),
-                span(now.drain_s),
-                difference(was.drain_s, now.drain_s),
-                span(now.wait.p95),
-                difference(was.wait.p95, now.wait.p95),
-                percent(now.job_slowdown.median),
-                money(now.cost),
-                difference(was.cost, now.cost),
-                "run" if ran else "priced anew",
-            )
+        _add(names, {"what if": text, "policy": scenario.policy, "nodes": nodes_of(scenario)})
+        _add(
+            figures,
+            {
+                "drain": difference(was.drain_s, now.drain_s),
+                "wait p95": difference(was.wait.p95, now.wait.p95),
+                "slowdown p50": percent(now.job_slowdown.median),
+                "cost": money(now.cost),
+                "cost by": difference(was.cost, now.cost),
+                "by": "run" if ran else "priced",
+            },
         )
-    columns = ("what if", "policy", "nodes", "drain", "", "wait p95", "", "slowdown p50")
-    print_table("What if", (*columns, "cost", "", "by"), rows)
+    _print_groups(names, {"What if, by how much of what it was": figures})
 
 
 def isolated_runs(runs: Sequence[Run]) -> dict[Scenario, SimResult]:
@@ -221,16 +240,53 @@ def varying(scenarios: Sequence[Scenario]) -> tuple[str, ...]:
     return tuple(name for name in _SETTINGS if len({setting(each, name) for each in scenarios}) > 1)
 
 
-def _without_empty(
-    columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """A column that says nothing in any row only takes room."""
-    kept = [
-        at
-        for at, name in enumerate(columns)
-        if any(row[at] and not (name == "failed" and row[at] == "0") for row in rows)
-    ]
-    return (
-        tuple(columns[at] for at in kept),
-        [tuple(row[at] for at in kept) for row in rows],
-    )
+Columns = dict[str, list[str]]
+"""Cells, by their column's name."""
+
+
+def _add(columns: Columns, cells: Mapping[str, str]) -> None:
+    for name, cell in cells.items():
+        columns.setdefault(name, []).append(cell)
+
+
+def _print_groups(names: Columns, groups: Mapping[str, Columns]) -> None:
+    """All groups beside `names`, or each by itself on a narrow terminal. A column that says nothing
+    in any row only takes room."""
+    from rich.console import Console
+
+    said_of = {title: _saying(columns) for title, columns in groups.items()}
+    joined: Columns = {
+        f"{title.lower()} {name}" if title == SLOWDOWN else name: cells
+        for title, columns in said_of.items()
+        for name, cells in columns.items()
+    }
+    console = Console()
+    if console.width >= WIDE:
+        console.print(_table(next(iter(groups)), {**names, **joined}))
+        return
+    for title, columns in said_of.items():
+        console.print(_table(title, {**names, **columns}))
+
+
+def _saying(columns: Columns) -> Columns:
+    return {name: cells for name, cells in columns.items() if any(cells)}
+
+
+def _table(title: str, columns: Columns) -> "Table":
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, cells in columns.items():
+        if name in LEFT:
+            width = max(len(text) for text in (*cells, name))
+            table.add_column(name, overflow="fold", min_width=min(width, WORDS_WIDTH))
+        else:
+            # A heading takes a line for each word, a number one.
+            words = name.split() or [""]
+            width = max(len(text) for text in (*cells, *words))
+            table.add_column("\n".join(words), justify="right", min_width=width)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*(Text(cell) for cell in row))
+    return table
