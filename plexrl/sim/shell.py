@@ -20,6 +20,9 @@ FOREVER_S = 1e12
 
 NEVER = math.inf
 
+VIRTUAL = "virtual"
+"""Address of every worker."""
+
 Watcher = Callable[[ev.Event, list[cmd.Command], float], None]
 """Told of each event when the core has answered it, and before its commands are carried out."""
 
@@ -104,6 +107,37 @@ class VirtualShell:
         # Not among the happenings: most timers are overtaken by earlier ones, and would pile up.
         if command.at < self._timer_at:
             self._timer_at = command.at
+
+
+def readiness(command: cmd.LaunchWorkers) -> list[ev.WorkerReady]:
+    """What a launch comes to, once its processes listen."""
+    return [
+        ev.WorkerReady(
+            deployment=command.deployment,
+            rank=rank.rank,
+            incarnation=command.incarnation,
+            address=VIRTUAL,
+        )
+        for rank in command.ranks
+    ]
+
+
+def arrivals(command: cmd.MigrateState) -> list[ev.StateMigrated]:
+    """What a migration comes to, once every node has its copy."""
+    return [
+        ev.StateMigrated(deployment=command.deployment, node=node, seq=command.seq)
+        for node in command.nodes
+    ]
+
+
+def log_to(lines: list[bytes]) -> Watcher:
+    """A watcher that writes each event and its commands down, one line of JSON each."""
+
+    def watch(event: ev.Event, commands: list[cmd.Command], now: float) -> None:
+        lines.append(b"%r %s" % (now, ev.CODEC.encode(event)))
+        lines.extend(b"  " + cmd.CODEC.encode(command) for command in commands)
+
+    return watch
 
 
 def virtual_config(

@@ -18,7 +18,7 @@ from plexrl.sim.move_costs import MoveCosts
 from plexrl.sim.policies import sim_policy
 from plexrl.sim.result import SimResult, Speed
 from plexrl.sim.scenario import Scenario
-from plexrl.sim.shell import FOREVER_S, VirtualShell, virtual_config
+from plexrl.sim.shell import FOREVER_S, VirtualShell, arrivals, readiness, virtual_config
 from plexrl.traces import TraceJob
 from plexrl.wire.operations import OperationKind
 
@@ -291,16 +291,9 @@ class TraceRun:
         run = self._runs.get(command.deployment)
         if run is None or run.incarnation != command.incarnation:
             return
-        for rank in command.ranks:
+        for rank, event in zip(command.ranks, readiness(command), strict=True):
             if rank.node not in self._lost_nodes:
-                self._tell(
-                    ev.WorkerReady(
-                        deployment=command.deployment,
-                        rank=rank.rank,
-                        incarnation=command.incarnation,
-                        address="w",
-                    )
-                )
+                self._tell(event)
         if run.may_roll and not run.rolled:
             self._roll(run)
 
@@ -323,8 +316,8 @@ class TraceRun:
             self.shell.at(self.shell.now + took_s, self._migrated, command)
 
     def _migrated(self, command: cmd.MigrateState) -> None:
-        for node in command.nodes:
-            self._tell(ev.StateMigrated(deployment=command.deployment, node=node, seq=command.seq))
+        for event in arrivals(command):
+            self._tell(event)
 
     def _run_operation(self, command: cmd.RunOperation) -> None:
         run = self._runs[command.deployment]
