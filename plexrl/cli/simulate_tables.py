@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 Run = tuple[Scenario, SimResult]
 
-WIDE = 150
-"""Characters of a terminal on which a run's figures fit in one row."""
 WORDS_WIDTH = 22
 """That no column of words is squeezed below."""
 SLOWDOWN = "Slowdown"
@@ -65,6 +63,7 @@ def print_runs(runs: Sequence[Run]) -> None:
                 "job p95": percent(result.job_slowdown.p95),
                 "cycle p50": percent(result.cycle_slowdown.median),
                 "cycle p95": percent(result.cycle_slowdown.p95),
+                "fairness": f"{result.fairness:.3f}",
             },
         )
         _add(
@@ -74,7 +73,6 @@ def print_runs(runs: Sequence[Run]) -> None:
                 "GPU-h/cycle": f"{result.gpu_hours_per_cycle:,.2f}",
                 "switches": f"{result.switches:,}",
                 "failed jobs": f"{result.failed_jobs:,}" if result.failed_jobs else "",
-                "fairness": f"{result.fairness:.3f}",
                 "cost": money(result.cost),
             },
         )
@@ -108,11 +106,11 @@ def print_changes(changes: Sequence[tuple[str, Run, Run, bool]]) -> None:
         _add(
             figures,
             {
-                "drain": difference(was.drain_s, now.drain_s),
-                "wait p95": difference(was.wait.p95, now.wait.p95),
+                "drain": difference(was.drain_s, now.drain_s, span(now.drain_s)),
+                "wait p95": difference(was.wait.p95, now.wait.p95, span(now.wait.p95)),
                 "slowdown p50": percent(now.job_slowdown.median),
                 "cost": money(now.cost),
-                "cost by": difference(was.cost, now.cost),
+                "cost by": difference(was.cost, now.cost, money(now.cost)),
                 "by": "run" if ran else "priced",
             },
         )
@@ -179,11 +177,11 @@ def money(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def difference(was: float, now: float) -> str:
-    """By how much of what it was."""
+def difference(was: float, now: float, absolute: str) -> str:
+    """By how much of what it was; from nothing it is `absolute`."""
     if was == now:
         return "="
-    return f"{100 * (now - was) / was:+.1f} %" if was else ""
+    return f"{100 * (now - was) / was:+.1f} %" if was else f"+{absolute}"
 
 
 def said(plan: CapacityPlan) -> str:
@@ -261,8 +259,9 @@ def _print_groups(names: Columns, groups: Mapping[str, Columns]) -> None:
         for name, cells in columns.items()
     }
     console = Console()
-    if console.width >= WIDE:
-        console.print(_table(next(iter(groups)), {**names, **joined}))
+    one = _table(next(iter(groups)), {**names, **joined})
+    if console.measure(one).minimum <= console.width:
+        console.print(one)
         return
     for title, columns in said_of.items():
         console.print(_table(title, {**names, **columns}))
@@ -277,7 +276,9 @@ def _table(title: str, columns: Columns) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for name, cells in columns.items():
         if name in LEFT:
             width = max(len(text) for text in (*cells, name))

@@ -47,6 +47,8 @@ def change(given: str) -> Change:
     value = _number(given, name, text)
     if name != "nodes":
         with_fields(NodeType(), {field: value}, where=f"what if {given!r}")
+    elif not isinstance(value, int):
+        raise InvalidRequestError(f"what if {given!r}: {text!r} is no whole number of nodes")
     elif value < 1:
         raise InvalidRequestError(f"what if {given!r}: a cluster has at least 1 node")
     return Change(text=given, field=field, value=value)
