@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from plexrl.ids import DeploymentId, FencingToken, JobId, OperationId
 from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.sim.cycles import CycleLaw, DrawnCycle
+from plexrl.sim.cycles import Cycles, DrawnCycle
 from plexrl.sim.scenario import Behaviour
 from plexrl.traces import TraceJob
 from plexrl.traces.published import cycles_in
@@ -91,7 +91,7 @@ class JobRun:
         self,
         trace: TraceJob,
         name: str,
-        law: CycleLaw,
+        law: Cycles,
         *,
         staleness: int,
         state_bytes: int,

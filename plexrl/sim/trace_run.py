@@ -4,7 +4,7 @@ The scheduler's own core decides everything. What is here submits jobs as their 
 controllers, and says how long things take. Nothing is kept of a job that has ended.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from plexrl.errors import PlexRLError, UnavailableError
 from plexrl.ids import NodeId, OperationId, TenantId
@@ -12,7 +12,7 @@ from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from plexrl.sim.checks import Checker
 from plexrl.sim.collector import Collector, RunKind
-from plexrl.sim.cycles import CycleLaw
+from plexrl.sim.cycles import CycleLaw, Laws
 from plexrl.sim.device_state import device_state_bytes
 from plexrl.sim.job_run import AloneClock, JobRun, demand_of
 from plexrl.sim.move_costs import MoveCosts
@@ -22,9 +22,6 @@ from plexrl.sim.scenario import Scenario
 from plexrl.sim.shell import FOREVER_S, VirtualShell, arrivals, readiness, virtual_config
 from plexrl.traces import TraceJob
 from plexrl.wire.operations import OperationKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HISTORY = 64
 """Finished operations that the core remembers: nobody asks for them."""
@@ -40,10 +37,16 @@ MOVES: dict[OperationKind, RunKind] = {
 """Kinds that are the scheduler's own, and what a measure calls them."""
 
 
+CycleEnded = Callable[[str, float], None]
+"""Told of each cycle: its job in the trace, and the seconds that it took, with all waiting."""
+
+
 class TraceRun:
     """One run. The shell's clock is driven from outside."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(
+        self, scenario: Scenario, *, laws: Laws = CycleLaw, on_cycle: CycleEnded | None = None
+    ) -> None:
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
         config = virtual_config(**{"history": HISTORY, **policy.settings})
@@ -61,6 +64,8 @@ class TraceRun:
         self._checker = Checker(scenario, self.shell.core) if scenario.check else None
         if self._checker is not None:
             self.shell.watch(self._checker.watch)
+        self._laws = laws
+        self._on_cycle = on_cycle
         self._costs = MoveCosts(scenario.pools, scenario.switch_s)
         self._controller_s = scenario.behaviour.controller_s
         self._snapshots_after = config.snapshot_operations
@@ -199,7 +204,7 @@ class TraceRun:
         run = JobRun(
             job,
             f"j{self.jobs_seen}",
-            CycleLaw(job, behaviour, scenario.seed, detail=scenario.detail),
+            self._laws(job, behaviour, scenario.seed, detail=scenario.detail),
             staleness=job.staleness if behaviour.staleness is None else behaviour.staleness,
             state_bytes=state_bytes,
         )
@@ -438,7 +443,10 @@ class TraceRun:
             work_s = sum(step.work_s for step in run.steps)
             self._checker.drawn(run.job, work_s / run.speed)
         alone_s = run.end_cycle()
-        self._collector.cycle_ended(run.trace.job_id, now, now - run.cycle_began_at, alone_s)
+        took_s = now - run.cycle_began_at
+        self._collector.cycle_ended(run.trace.job_id, now, took_s, alone_s)
+        if self._on_cycle is not None:
+            self._on_cycle(run.trace.job_id, took_s)
         run.cycle_began_at = now
         if run.trained == run.cycles:
             self._finish(run, "completed")
