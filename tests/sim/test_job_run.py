@@ -83,16 +83,16 @@ def test_gaps_snapshots_and_fast_nodes_count() -> None:
 
 def test_touching_segments_are_one_operation_or_each_its_own() -> None:
     burst, each = run("burst"), run("operation")
-    assert burst.steps_of(burst.law.mean) == (
+    assert burst.steps_of(burst.law.draw(0)) == (
         Step(OperationKind.FORWARD_BACKWARD, 25.0, 0.0),
         Step(STEP, 5.0, 5.0),
     )
-    assert each.steps_of(each.law.mean) == (
+    assert each.steps_of(each.law.draw(0)) == (
         Step(FORWARD, 10.0, 0.0),
         Step(OperationKind.FORWARD_BACKWARD, 15.0, 0.0),
         Step(STEP, 5.0, 5.0),
     )
-    assert each.step_named("j1:2:1") == each.steps_of(each.law.mean)[1]
+    assert each.step_named("j1:2:1") == each.steps_of(each.law.draw(0))[1]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
