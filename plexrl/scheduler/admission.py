@@ -24,6 +24,7 @@ from plexrl.scheduler.context import Context
 from plexrl.scheduler.node_pool import NodeKind
 from plexrl.scheduler.placement import leave, patience_ends_at, place, shares, ways
 from plexrl.scheduler.policies import Way
+from plexrl.scheduler.scarcity import alike, over_quota
 from plexrl.scheduler.state import Deployment, Job, Tenant
 from plexrl.scheduler.usage import recent_gpu_seconds
 
@@ -166,23 +167,6 @@ def waiting_order(context: Context, now: float) -> list[Deployment]:
     return sorted(waiting, key=lambda each: _turn(context, each, now))
 
 
-def over_quota(context: Context, job: Job, gpus: int) -> str | None:
-    """Which of its tenant's quotas `job` waits for; None where it may have `gpus` more."""
-    tenant = context.state.tenants.get(job.tenant)
-    if tenant is None:
-        return None
-    held_gpus, held_jobs = context.holdings(job.tenant)
-    has_gpus = any(context.deployment(name).group is not None for name in job.deployments)
-    if tenant.jobs_max is not None and not has_gpus and held_jobs >= tenant.jobs_max:
-        return f"tenant {job.tenant!r} runs {held_jobs} jobs, its quota is {tenant.jobs_max}"
-    if tenant.gpus_max is not None and held_gpus + gpus > tenant.gpus_max:
-        return (
-            f"tenant {job.tenant!r} holds {held_gpus} GPUs, its quota is {tenant.gpus_max}; this "
-            f"asks for {gpus}"
-        )
-    return None
-
-
 def why_not_yet(context: Context, deployment: Deployment) -> tuple[str, str] | None:
     """(reason, rule) for which `deployment` may not have GPUs even where some are free."""
     job = context.job(deployment.job)
@@ -229,7 +213,7 @@ def _ways_left(
     if _is_partial(context, context.job(gang[0].job)):
         return found
     for each in gang:
-        rivals = [workers for kind, workers in ahead if _alike(kind, each.node_type)]
+        rivals = [workers for kind, workers in ahead if alike(kind, each.node_type)]
         if each.workers in rivals:
             found[each.deployment] = ()
         elif rivals:
@@ -244,12 +228,7 @@ def _wish(deployment: Deployment) -> _Wish:
 
 def _is_behind(wish: _Wish, ahead: set[_Wish]) -> bool:
     """Whether all that is wished for is what somebody ahead may be waiting for."""
-    return any(wish[1] == other[1] and _alike(wish[0], other[0]) for other in ahead)
-
-
-def _alike(one_type: str, other_type: str) -> bool:
-    """Whether two wishes could be for the same node."""
-    return "" in (one_type, other_type) or one_type == other_type
+    return any(wish[1] == other[1] and alike(wish[0], other[0]) for other in ahead)
 
 
 def _unpassable(context: Context, now: float) -> list[DeploymentId]:

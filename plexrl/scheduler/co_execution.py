@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from plexrl.scheduler.switch_cost import round_trip_s
+from plexrl.scheduler.switch_cost import load_s, offload_s
 
 if TYPE_CHECKING:
     from plexrl.scheduler.context import Context
@@ -43,22 +43,28 @@ def stretch(turns: Sequence[Turn], length_s: float) -> float:
     return math.fsum(length_s / turn.cycle_s - 1.0 for turn in turns)
 
 
-def turn_of(context: "Context", deployment: "Deployment") -> Turn | None:
-    """What the deployment asks of a round; None without a profile."""
+def turn_of(context: "Context", deployment: "Deployment", group: "Group") -> Turn | None:
+    """What the deployment asks, or would ask, of a round of `group`; None without a profile."""
     trace = deployment.trace
     if trace is None:
         return None
     worst_s = trace.busy_s * (1.0 + trace.jitter_s / trace.period_s)
-    return Turn(cycle_s=trace.period_s, turn_s=worst_s + round_trip_s(context, deployment))
+    switches_s = offload_s(context, deployment, group) + load_s(context, deployment, group)
+    return Turn(cycle_s=trace.period_s, turn_s=worst_s + switches_s)
 
 
-def added_stretch(context: "Context", group: "Group", newcomer: Turn) -> float | None:
-    """By what part the cycles of `group` would become longer, summed over members and newcomer;
+def added_stretch(context: "Context", group: "Group", deployment: "Deployment") -> float | None:
+    """By what part cycles would become longer with the deployment in `group`, summed over all.
+
     None where the group has no turn for it, or somebody would wait more than the service level
-    allows."""
+    allows.
+    """
+    newcomer = turn_of(context, deployment, group)
+    if newcomer is None:
+        return None
     turns = []
     for name in group.members:
-        turn = turn_of(context, context.deployment(name))
+        turn = turn_of(context, context.deployment(name), group)
         if turn is None:
             return None
         turns.append(turn)

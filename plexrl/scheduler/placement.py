@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from plexrl.errors import CapacityError
 from plexrl.ids import GroupId
 from plexrl.scheduler.capacity import Shape, ShapeTable
-from plexrl.scheduler.co_execution import added_stretch, turn_of
+from plexrl.scheduler.co_execution import added_stretch
 from plexrl.scheduler.contention import Contention, Resident, TurnRule, predict
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.demand import DemandTrace, project
 from plexrl.scheduler.folds import ShiftSearch
 from plexrl.scheduler.policies import Way
+from plexrl.scheduler.scarcity import is_scarce
 from plexrl.scheduler.state import Deployment, Group, PlacementRecord, Reservation
 from plexrl.scheduler.switch_cost import load_s, offload_s
 
@@ -118,6 +119,7 @@ def ways(context: Context, deployment: Deployment, now: float) -> tuple[Way, ...
     return context.policy.ways(
         has_profile=deployment.trace is not None,
         is_patience_over=now >= patience_ends_at(context, deployment),
+        is_scarce=context.policy.repacks and is_scarce(context, deployment),
     )
 
 
@@ -220,12 +222,13 @@ def contention_with(context: Context, deployment: Deployment, choice: Choice) ->
     somebody's demand is not known."""
     if deployment.trace is None:
         return None
-    residents = [_resident(context, deployment, deployment.trace)]
-    for name in context.state.groups[choice.group].members:
+    group = context.state.groups[choice.group]
+    residents = [_resident(context, deployment, deployment.trace, group)]
+    for name in group.members:
         member = context.deployment(name)
         if member.reservation is None or member.reservation.trace is None:
             return None
-        residents.append(_resident(context, member, member.reservation.trace))
+        residents.append(_resident(context, member, member.reservation.trace, group))
     key = tuple(residents)
     known = context.contentions.get(key)
     if known is None:
@@ -258,11 +261,15 @@ def has_critical(trace: DemandTrace) -> bool:
     return any(each.slack_s < each.duration_s for each in trace.segments)
 
 
-def _resident(context: Context, deployment: Deployment, trace: DemandTrace) -> Resident:
+def _resident(
+    context: Context, deployment: Deployment, trace: DemandTrace, group: Group
+) -> Resident:
+    # To two digits: with every move measured they change in the last ones, and what is predicted
+    # of the same residents would have to be predicted anew.
     return Resident(
         trace=trace,
-        load_s=load_s(context, deployment),
-        offload_s=offload_s(context, deployment),
+        load_s=float(f"{load_s(context, deployment, group):.2g}"),
+        offload_s=float(f"{offload_s(context, deployment, group):.2g}"),
     )
 
 
@@ -355,8 +362,7 @@ def _by_room(context: Context, deployment: Deployment, way: Way) -> Choice | Non
 
 def _by_round(context: Context, deployment: Deployment) -> Choice | None:
     """The group whose round takes the deployment at the least cost; of equal ones the fullest."""
-    newcomer = turn_of(context, deployment)
-    if newcomer is None or deployment.trace is None:
+    if deployment.trace is None:
         return None
     best: tuple[tuple[float, ...], Choice] | None = None
     for shape in _shapes(context, deployment):
@@ -367,7 +373,7 @@ def _by_round(context: Context, deployment: Deployment) -> Choice | None:
         for row in np.flatnonzero(room).tolist():
             group = table.groups[row]
             assert group is not None, "a free row was chosen"
-            cost = added_stretch(context, context.state.groups[group], newcomer)
+            cost = added_stretch(context, context.state.groups[group], deployment)
             if cost is None:
                 continue
             key = (cost, -float(table.load[row]), float(table.serial[row]))

@@ -43,9 +43,12 @@ class PlacementPolicy(Protocol):
     keeps_in_host: bool
     """Where several WPGs share a group, their states stay in host memory, never on NVMe."""
 
-    def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
+    def ways(
+        self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
+    ) -> tuple[Way, ...]:
         """The ways to try, best first. `is_patience_over`: a job without a profile has waited long
-        enough for a group of its own."""
+        enough for a group of its own. `is_scarce`: others wait for the GPUs that a new group would
+        take."""
         ...
 
 
@@ -59,9 +62,11 @@ class Isolated:
     plans_by_profile = False
     keeps_in_host = False
 
-    def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
+    def ways(
+        self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
+    ) -> tuple[Way, ...]:
         """Only new groups."""
-        del has_profile, is_patience_over
+        del has_profile, is_patience_over, is_scarce
         return (Way.DEDICATED,)
 
 
@@ -75,9 +80,11 @@ class Pack:
     plans_by_profile = False
     keeps_in_host = False
 
-    def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
+    def ways(
+        self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
+    ) -> tuple[Way, ...]:
         """A group that exists before a new one."""
-        del has_profile, is_patience_over
+        del has_profile, is_patience_over, is_scarce
         return (Way.PACKED, Way.DEDICATED)
 
 
@@ -91,8 +98,13 @@ class Spread:
     plans_by_profile = True
     keeps_in_host = False
 
-    def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
-        """Warm: fit strictly, else new, else overlap least. Cold: new, in the end any."""
+    def ways(
+        self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
+    ) -> tuple[Way, ...]:
+        """Warm: fit strictly, else new, else overlap least; where others wait for GPUs, overlap
+        before new. Cold: new, in the end any."""
+        if has_profile and is_scarce:
+            return (Way.STRICT, Way.OVERLAP, Way.DEDICATED)
         if has_profile:
             return (Way.STRICT, Way.DEDICATED, Way.OVERLAP)
         if is_patience_over:
@@ -121,9 +133,11 @@ class CoExecution:
     plans_by_profile = True
     keeps_in_host = True
 
-    def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
+    def ways(
+        self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
+    ) -> tuple[Way, ...]:
         """A round that has room, else a new group; without a profile no round can be planned."""
-        del is_patience_over
+        del is_patience_over, is_scarce
         return (Way.CO_EXECUTED, Way.DEDICATED) if has_profile else (Way.DEDICATED,)
 
 

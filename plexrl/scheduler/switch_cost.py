@@ -3,8 +3,8 @@
 A move of a WPG's state is `fixed_s + bytes / rate`, one law for each path; the sum over a
 switch is the setup cost of PlexRL §4.4. A WPG that has moved this way before predicts itself;
 others are predicted by the law of their path, fitted to the moves of all WPGs on nodes of a type;
-a path that nothing is known of by a cautious guess. Bytes are those of one node, whose ranks move
-at once.
+a path that nothing is known of by the way back, and failing that by a cautious guess. Bytes are
+those of one node, whose ranks move at once.
 """
 
 from typing import TYPE_CHECKING
@@ -20,21 +20,36 @@ if TYPE_CHECKING:
 HOST = "host"
 NVME = "nvme"
 
+WAY_BACK = {
+    OperationKind.LOAD: OperationKind.OFFLOAD,
+    OperationKind.OFFLOAD: OperationKind.LOAD,
+}
+"""Over the same links."""
 
-def load_s(context: "Context", deployment: "Deployment") -> float:
-    """Predicted seconds to bring the state onto the GPUs from where it lies now."""
+
+def load_s(context: "Context", deployment: "Deployment", group: "Group | None" = None) -> float:
+    """Predicted seconds to bring the state onto the GPUs from where it lies now.
+
+    `group`: on whose GPUs one that has none is thought of.
+    """
     estimates = deployment.estimates
     if not deployment.nvme_bytes:
         known = estimates.seconds_by_kind.get(OperationKind.LOAD)
-        return known if known is not None else _by_law(context, deployment, OperationKind.LOAD)
+        if known is not None:
+            return known
+        return _by_law(context, deployment, OperationKind.LOAD, HOST, group)
     known = estimates.nvme_load_seconds
-    return known if known is not None else _by_law(context, deployment, OperationKind.LOAD, NVME)
+    if known is not None:
+        return known
+    return _by_law(context, deployment, OperationKind.LOAD, NVME, group)
 
 
-def offload_s(context: "Context", deployment: "Deployment") -> float:
-    """Predicted seconds to bring the state off the GPUs."""
+def offload_s(context: "Context", deployment: "Deployment", group: "Group | None" = None) -> float:
+    """Predicted seconds to bring the state off the GPUs; `group` as for `load_s`."""
     known = deployment.estimates.seconds_by_kind.get(OperationKind.OFFLOAD)
-    return known if known is not None else _by_law(context, deployment, OperationKind.OFFLOAD)
+    if known is not None:
+        return known
+    return _by_law(context, deployment, OperationKind.OFFLOAD, HOST, group)
 
 
 def round_trip_s(context: "Context", deployment: "Deployment") -> float:
@@ -66,9 +81,9 @@ def observe_move(
     if moved is None or not moved.bytes_moved:
         return
     nodes = len({rank.node for rank in deployment.ranks}) or 1
-    law = context.state.move_laws.setdefault(
-        _path(context, deployment, operation.kind, tier), MoveLaw()
-    )
+    node = context.state.nodes.get(deployment.ranks[0].node) if deployment.ranks else None
+    path = _path(operation.kind, tier, "" if node is None else node.node_type)
+    law = context.state.move_laws.setdefault(path, MoveLaw())
     law.observe(moved.bytes_moved / nodes, event.compute_s)
 
 
@@ -94,17 +109,23 @@ def state_reported(context: "Context", event: "StateReported", now: float) -> No
 
 
 def _by_law(
-    context: "Context", deployment: "Deployment", kind: OperationKind, tier: str = HOST
+    context: "Context",
+    deployment: "Deployment",
+    kind: OperationKind,
+    tier: str,
+    group: "Group | None",
 ) -> float:
-    nodes = len({rank.node for rank in deployment.ranks}) or 1
+    gpus = deployment.ranks or (() if group is None else group.gpus)
+    nodes = len({gpu.node for gpu in gpus}) or 1
+    node = context.state.nodes.get(gpus[0].node) if gpus else None
+    node_type = "" if node is None else node.node_type
     nbytes = deployment.state_bytes / nodes
-    law = context.state.move_laws.get(_path(context, deployment, kind, tier))
+    laws = context.state.move_laws
+    law = laws.get(_path(kind, tier, node_type))
+    if law is None and tier == HOST:
+        law = laws.get(_path(WAY_BACK[kind], tier, node_type))
     return law.seconds(nbytes) if law is not None else nbytes / MOVE_BYTES_PER_S
 
 
-def _path(context: "Context", deployment: "Deployment", kind: OperationKind, tier: str) -> str:
-    node_type = ""
-    if deployment.ranks:
-        node = context.state.nodes.get(deployment.ranks[0].node)
-        node_type = node.node_type if node is not None else ""
+def _path(kind: OperationKind, tier: str, node_type: str) -> str:
     return f"{kind.value}/{tier}/{node_type}"

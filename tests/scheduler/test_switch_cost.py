@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plexrl.ids import DeploymentId
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.demand import DemandTrace, Segment
 from plexrl.scheduler.estimates import MOVE_BYTES_PER_S, MoveLaw
+from plexrl.scheduler.switch_cost import load_s, offload_s
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -141,6 +143,42 @@ def test_a_newcomer_is_predicted_by_the_moves_of_others(cluster: FakeCluster) ->
     load_s, offload_s = predicted(cluster, newcomer)
     assert load_s == pytest.approx(0.5)
     assert offload_s == pytest.approx(1.0)
+
+
+def test_one_without_gpus_is_predicted_on_the_nodes_of_the_group_that_it_is_tried_on() -> None:
+    """Its state would be on four nodes, whose moves go on side by side."""
+    cluster = FakeCluster(policy="spread")
+    for number in range(4):
+        cluster.join_node(2, f"n{number}", node_type="h200")
+    cluster.join_router()
+    placed, waiting = deploy_on(cluster, "a", 8), deploy_on(cluster, "b", 8)
+    context = cluster.core._context
+    group = context.group_of(context.deployment(placed))
+    assert group is not None
+    newcomer = context.deployment(waiting)
+    assert newcomer.group is None
+    assert load_s(context, newcomer, group) == STATE / 4 / MOVE_BYTES_PER_S
+    context.state.move_laws["load/host/h200"] = law_of([(STATE, 2.0)])
+    assert load_s(context, newcomer, group) == pytest.approx(0.5)
+    assert offload_s(context, newcomer, group) == pytest.approx(0.5), "as the way there"
+    context.state.move_laws["offload/host/h200"] = law_of([(STATE, 4.0)])
+    assert offload_s(context, newcomer, group) == pytest.approx(1.0)
+
+
+def deploy_on(cluster: FakeCluster, name: str, workers: int) -> DeploymentId:
+    cluster.job(name)
+    cluster.send(
+        ev.DeploymentCreated(
+            deployment=f"{name}/actor",
+            job=name,
+            kind="train",
+            workers=workers,
+            state_bytes=STATE,
+            exclusive=False,
+            spec_json="{}",
+        )
+    )
+    return DeploymentId(f"{name}/actor")
 
 
 def test_state_that_was_spilled_makes_the_load_dearer_until_it_is_back(

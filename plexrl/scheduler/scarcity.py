@@ -1,0 +1,45 @@
+"""Whether GPUs are scarce: who else waits for them, and may have them."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plexrl.scheduler.context import Context
+    from plexrl.scheduler.state import Deployment, Job
+
+
+def is_scarce(context: "Context", deployment: "Deployment") -> bool:
+    """Whether somebody else who may have GPUs waits for more than would be left free, had
+    `deployment` a group of its own."""
+    pool = context.inventory.pool
+    for name in context.waiting:
+        other = context.deployment(name)
+        if other is deployment or not alike(other.node_type, deployment.node_type):
+            continue
+        if (
+            other.workers > pool.free_gpus(other.node_type) - deployment.workers
+            and over_quota(context, context.job(other.job), other.workers) is None
+        ):
+            return True
+    return False
+
+
+def alike(one_type: str, other_type: str) -> bool:
+    """Whether two wishes could be for the same node."""
+    return "" in (one_type, other_type) or one_type == other_type
+
+
+def over_quota(context: "Context", job: "Job", gpus: int) -> str | None:
+    """Which of its tenant's quotas `job` waits for; None where it may have `gpus` more."""
+    tenant = context.state.tenants.get(job.tenant)
+    if tenant is None:
+        return None
+    held_gpus, held_jobs = context.holdings(job.tenant)
+    has_gpus = any(context.deployment(name).group is not None for name in job.deployments)
+    if tenant.jobs_max is not None and not has_gpus and held_jobs >= tenant.jobs_max:
+        return f"tenant {job.tenant!r} runs {held_jobs} jobs, its quota is {tenant.jobs_max}"
+    if tenant.gpus_max is not None and held_gpus + gpus > tenant.gpus_max:
+        return (
+            f"tenant {job.tenant!r} holds {held_gpus} GPUs, its quota is {tenant.gpus_max}; this "
+            f"asks for {gpus}"
+        )
+    return None
