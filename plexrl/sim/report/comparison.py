@@ -10,6 +10,8 @@ from plexrl.sim.result import SimResult
 BASELINE = "isolated"
 DRAWN_RUNS_MAX = 10
 """Of one plot: more lines could not be told apart."""
+LEAST_GAP = 1e-3
+"""Of the isolated drain time: a part of less than that says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +53,11 @@ def baseline(result: SimResult, results: Sequence[SimResult]) -> SimResult | Non
 
 def recovered(result: SimResult, isolated: SimResult) -> float | None:
     """What part of the gap from the isolated drain time to the lower bound `result` recovers;
-    absent where there is no gap."""
+    absent where there is no gap to speak of."""
     gap = isolated.drain_s - result.bounds.bound_s
-    return (isolated.drain_s - result.drain_s) / gap if gap > 0 else None
+    if gap <= LEAST_GAP * isolated.drain_s:
+        return None
+    return (isolated.drain_s - result.drain_s) / gap
 
 
 def sizes(runs: Sequence[Run]) -> tuple[int, ...]:

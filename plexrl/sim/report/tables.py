@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from plexrl.sim.report.comparison import Run
 from plexrl.sim.report.units import ABSENT, duration, percent, short
-from plexrl.sim.report.utilisation import trained
+from plexrl.sim.report.utilisation import part_of_cluster, trained
+from plexrl.sim.result import Distribution
 
 TENANTS_MAX = 50
 
@@ -18,21 +19,76 @@ class Table:
     """(name, how many columns)."""
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    breaks: frozenset[int] = frozenset()
+    """Rows that a line stands above."""
 
 
 def summary(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
-    """Every run, with a row each. Columns of no meaning for these runs are left out."""
-    compared = any(run.ratio is not None for run in runs) and len(runs) > 1
-    broken = any(run.result.failures or run.result.failed_jobs for run in runs)
-    parts = [
+    """Every run, with a row each: how long, and at what price."""
+    columns = {
+        "time": [duration(run.result.drain_s) for run in runs],
+        "lower bound": [duration(run.result.bounds.bound_s) for run in runs],
+    }
+    if len(runs) > 1 and any(run.ratio is not None for run in runs):
+        columns["of isolated"] = [percent(run.ratio) for run in runs]
+        columns["gap recovered"] = [percent(run.recovered) for run in runs]
+    waits = {
+        "p50": [duration(run.result.wait.median) for run in runs],
+        "p95": [duration(run.result.wait.p95) for run in runs],
+    }
+    bill = {
+        "cost": [short(run.result.cost) for run in runs],
+        "GPU-h a cycle": [short(run.result.gpu_hours_per_cycle) for run in runs],
+    }
+    among = {"fairness": [f"{run.result.fairness:.3f}" for run in runs]}
+    return _table(
+        runs,
         _cluster(runs, gpus_per_node),
-        _drain(runs, compared=compared),
-        _wait(runs),
-        _slowdown(runs),
-        _gpus(runs),
-        _cost(runs),
-        *([_losses(runs)] if broken else []),
-    ]
+        ("jobs", {"ended": [f"{run.result.jobs:,}" for run in runs]}),
+        ("drain", columns),
+        ("wait of jobs", waits),
+        ("bill", bill),
+        ("tenants", among),
+    )
+
+
+def slowdowns(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
+    """Every run, with a row each: what sharing costs its jobs, and what the GPUs do."""
+    gpus = {
+        "train": [percent(trained(run)) for run in runs],
+        "switch": [percent(part_of_cluster(run, run.result.switch_gpu_hours)) for run in runs],
+        "in a group": [
+            percent(part_of_cluster(run, run.result.training_gpu_hours)) for run in runs
+        ],
+        "switches": [f"{run.result.switches:,}" for run in runs],
+    }
+    completion = [run.result.completion for run in runs]
+    losses = {
+        "failures": [f"{run.result.failures:,}" for run in runs],
+        "jobs given up": [f"{run.result.failed_jobs:,}" for run in runs],
+    }
+    broken = any(run.result.failures or run.result.failed_jobs for run in runs)
+    return _table(
+        runs,
+        _cluster(runs, gpus_per_node),
+        ("slowdown of cycles", _quantiles([run.result.cycle_slowdown for run in runs])),
+        ("slowdown of placed jobs", _quantiles([run.result.job_slowdown for run in runs])),
+        (
+            "completion, times alone",
+            {
+                "median": [short(times.median) for times in completion],
+                "p95": [short(times.p95) for times in completion],
+            },
+        ),
+        ("training GPUs", gpus),
+        *([("losses", losses)] if broken else []),
+    )
+
+
+Part = tuple[str, dict[str, list[str]]]
+
+
+def _table(runs: Sequence[Run], *parts: Part) -> Table:
     return Table(
         groups=(("", 1), *((name, len(columns)) for name, columns in parts)),
         columns=("run", *(head for _, columns in parts for head in columns)),
@@ -40,87 +96,30 @@ def summary(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
             (run.label, *(cells[place] for _, columns in parts for cells in columns.values()))
             for place, run in enumerate(runs)
         ),
+        breaks=frozenset(
+            place
+            for place in range(1, len(runs))
+            if runs[place].result.gpus != runs[place - 1].result.gpus
+        ),
     )
-
-
-Part = tuple[str, dict[str, list[str]]]
 
 
 def _cluster(runs: Sequence[Run], gpus_per_node: int | None) -> Part:
-    columns = {"GPUs": [f"{run.result.gpus:,}" for run in runs]}
-    if gpus_per_node is not None:
-        nodes = [f"{run.result.gpus / gpus_per_node:,g}" for run in runs]
-        columns = {"nodes": nodes, **columns}
-    return "cluster", {**columns, "jobs ended": [f"{run.result.jobs:,}" for run in runs]}
-
-
-def _drain(runs: Sequence[Run], *, compared: bool) -> Part:
-    columns = {
-        "time": [duration(run.result.drain_s) for run in runs],
-        "lower bound": [duration(run.result.bounds.bound_s) for run in runs],
-    }
-    if compared:
-        columns["by isolated"] = [percent(run.ratio) for run in runs]
-        columns["gap recovered"] = [percent(run.recovered) for run in runs]
-    return "drain", columns
-
-
-def _wait(runs: Sequence[Run]) -> Part:
-    return "wait of jobs", {
-        "p50": [duration(run.result.wait.median) for run in runs],
-        "p95": [duration(run.result.wait.p95) for run in runs],
+    gpus = {"GPUs": [f"{run.result.gpus:,}" for run in runs]}
+    if gpus_per_node is None:
+        return "cluster", gpus
+    return "cluster", {
+        "nodes": [f"{run.result.gpus / gpus_per_node:,g}" for run in runs],
+        **gpus,
     }
 
 
-def _slowdown(runs: Sequence[Run]) -> Part:
-    return "slowdown of cycles", {
-        "median": [percent(run.result.cycle_slowdown.median) for run in runs],
-        "mean": [percent(run.result.cycle_slowdown.mean) for run in runs],
-        "p95": [percent(run.result.cycle_slowdown.p95) for run in runs],
+def _quantiles(of: Sequence[Distribution]) -> dict[str, list[str]]:
+    return {
+        "median": [percent(distribution.median) for distribution in of],
+        "mean": [percent(distribution.mean) for distribution in of],
+        "p95": [percent(distribution.p95) for distribution in of],
     }
-
-
-def _gpus(runs: Sequence[Run]) -> Part:
-    return "GPUs", {
-        "train": [percent(trained(run)) for run in runs],
-        "GPU-h a cycle": [short(run.result.gpu_hours_per_cycle) for run in runs],
-        "switches": [f"{run.result.switches:,}" for run in runs],
-    }
-
-
-def _cost(runs: Sequence[Run]) -> Part:
-    return "bill", {
-        "cost": [short(run.result.cost) for run in runs],
-        "fairness": [f"{run.result.fairness:.3f}" for run in runs],
-    }
-
-
-def _losses(runs: Sequence[Run]) -> Part:
-    return "losses", {
-        "failures": [f"{run.result.failures:,}" for run in runs],
-        "jobs given up": [f"{run.result.failed_jobs:,}" for run in runs],
-    }
-
-
-def job_slowdowns(runs: Sequence[Run]) -> Table:
-    """How much longer jobs took once placed, and all in all."""
-    return Table(
-        groups=(("", 1), ("slowdown of jobs once placed", 4), ("completion by duration alone", 3)),
-        columns=("run", "median", "mean", "p95", "p99", "median", "mean", "p95"),
-        rows=tuple(
-            (
-                run.label,
-                percent(run.result.job_slowdown.median),
-                percent(run.result.job_slowdown.mean),
-                percent(run.result.job_slowdown.p95),
-                percent(run.result.job_slowdown.p99),
-                short(run.result.completion.median),
-                short(run.result.completion.mean),
-                short(run.result.completion.p95),
-            )
-            for run in runs
-        ),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
