@@ -104,6 +104,7 @@ def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
         payload_digest=event.payload_digest,
         after=after,
         in_flight=event.in_flight,
+        ends_burst=event.ends_burst,
     )
     taken_in(context, context.state.operations[event.operation])
     _queue(context, deployment, event.operation, now)

@@ -6,7 +6,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.scheduler.ordering import ORDERINGS
 from plexrl.scheduler.policies import POLICIES
 from plexrl.sim.policies import SIM_POLICIES, sim_policy
-from plexrl.sim.virtual_cluster import virtual_config
+from plexrl.sim.shell import virtual_config
 
 
 @pytest.mark.parametrize("name", SIM_POLICIES)
