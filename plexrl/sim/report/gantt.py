@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from plexrl.sim.report.comparison import Run
-from plexrl.sim.report.figure import Key, Picture, Plot, draw, plain
+from plexrl.sim.report.figure import GROUND, THEME, Key, Picture, Plot, draw, plain
 from plexrl.sim.report.style import JOB_COLOURS, SWITCH_COLOUR
 from plexrl.sim.report.units import duration, time_unit
 from plexrl.sim.result import Span
@@ -21,8 +21,6 @@ TALL = 20
 """Groups above which the time stands above the rows, too."""
 PIXELS_FROM = 2500
 """Spans of one picture above which bars become pixels: as outlines they would weigh megabytes."""
-GROUND = "#eceff3"
-"""Light in both themes: the switches' dark must show."""
 
 
 def gantt_plot(runs: Sequence[Run], window_s: tuple[float, float] | None = None) -> Plot | None:
@@ -41,12 +39,16 @@ def gantt_plot(runs: Sequence[Run], window_s: tuple[float, float] | None = None)
         title="Who held which group",
         says=f"{duration(end - start)} of the trace from {duration(start)} after its start, in "
         f"{unit.name}. A row is a group, a colour within a row a job ({len(jobs):,} jobs in all, "
-        "so colours come again from row to row), dark are the switches between jobs, and the "
-        "light ground is idle.",
+        "so colours come again from row to row), black are the switches between jobs, and on the "
+        "bare ground the group is idle, or is not there. A bar's job is shown where the pointer "
+        "rests.",
         pictures=tuple(
             _picture(f"gantt{index}", run, start, end) for index, run in enumerate(shown)
         ),
-        keys=(Key(label="switch", colour=SWITCH_COLOUR), Key(label="idle", colour=GROUND)),
+        keys=(
+            Key(label="switch", colour=SWITCH_COLOUR),
+            Key(label="idle, or no group", colour=THEME[GROUND]),
+        ),
         wide=True,
     )
 

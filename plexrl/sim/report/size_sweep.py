@@ -96,5 +96,6 @@ def _panel(
         axes.set_xlabel("GPUs" if gpus_per_node is None else "nodes")
         axes.set_ylabel(unit)
         axes.set_ylim(bottom=0)
+        axes.tick_params(axis="x", pad=7)
 
     return draw(name, SIZE, paint, describes=f"{title} over the size of the cluster")

@@ -12,7 +12,7 @@ from plexrl.sim.report.comparison import BASELINE, Run
 JOB_COLOURS = (
     *("#2a6fbb", "#e69f00", "#3d9a50", "#c2579b", "#56b4e9", "#d55e00", "#8e5bb5", "#a8a13a"),
 )
-SWITCH_COLOUR = "#1d2733"
+SWITCH_COLOUR = "#10161d"
 FIXED = {
     BASELINE: ("#858c94", (6.0, 2.0)),
     "pack": ("#d9822b", (7.0, 1.5, 1.5, 1.5)),
@@ -47,6 +47,6 @@ def looks(runs: Sequence[Run]) -> dict[str, Look]:
             index = others.index(label)
             colour = COLOURS[index % len(COLOURS)]
             # A colour that comes again has another dash, and neighbours differ in both.
-            dash = DASHES[(index + index // len(COLOURS)) % len(DASHES)]
+            dash = DASHES[(index + 2 * (index // len(COLOURS))) % len(DASHES)]
         found[label] = Look(colour=colour, dash=dash, marker=MARKERS[place % len(MARKERS)])
     return found

@@ -1,12 +1,12 @@
 """The report's tables as text. Pure."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from plexrl.sim.report.comparison import Run
 from plexrl.sim.report.units import ABSENT, duration, percent, short
 from plexrl.sim.report.utilisation import part_of_cluster, trained
-from plexrl.sim.result import Distribution
+from plexrl.sim.result import Distribution, TenantResult
 
 TENANTS_MAX = 50
 
@@ -123,44 +123,48 @@ def _quantiles(of: Sequence[Distribution]) -> dict[str, list[str]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TenantsTable:
-    """Tenants of the drawn runs, with what was left out."""
+class TenantsTables:
+    """Tenants of the drawn runs."""
 
-    table: Table
+    waits: Table
+    slowdowns: Table
     left_out: int
     """Tenants of the least GPU-hours."""
 
 
-def tenants(runs: Sequence[Run]) -> TenantsTable | None:
-    """A row a tenant, by its training GPU-hours in the first run; the last row is Jain's index.
-    Absent where no run tells tenants apart."""
+def tenants(runs: Sequence[Run]) -> TenantsTables | None:
+    """A row a tenant, by its training GPU-hours in the first run, and a column a run. Absent where
+    no run tells tenants apart."""
     shown = [run for run in runs if len(run.result.tenants) > 1]
     if not shown:
         return None
     of = [{tenant.tenant: tenant for tenant in run.result.tenants} for run in shown]
-    first = {name: tenant.gpu_hours for tenants in reversed(of) for name, tenant in tenants.items()}
-    names = sorted(first, key=lambda name: (-first[name], name))
-    rows = []
-    for name in names[:TENANTS_MAX]:
-        cells = [tenants.get(name) for tenants in of]
-        known = next(cell for cell in cells if cell is not None)
-        rows.append(
-            (
-                name or "(none)",
-                f"{known.jobs:,}",
-                short(known.gpu_hours),
-                *(ABSENT if cell is None else duration(cell.wait_mean_s) for cell in cells),
-                *(ABSENT if cell is None else short(cell.slowdown_mean) for cell in cells),
-            )
+    # Each as the first run has it that knows it.
+    known = {name: tenant for rows in reversed(of) for name, tenant in rows.items()}
+    names = sorted(known, key=lambda name: (-known[name].gpu_hours, name))
+    heads = [
+        (name or "(none)", f"{known[name].jobs:,}", short(known[name].gpu_hours))
+        for name in names[:TENANTS_MAX]
+    ]
+    cells = [[rows.get(name) for rows in of] for name in names[:TENANTS_MAX]]
+    waits = [[_cell(cell, lambda t: duration(t.wait_mean_s)) for cell in row] for row in cells]
+    times = [[_cell(cell, lambda t: short(t.slowdown_mean)) for cell in row] for row in cells]
+    fairness = ("fairness", "", "", *(f"{run.result.fairness:.3f}" for run in shown))
+
+    def table(title: str, rows: Sequence[Sequence[str]]) -> Table:
+        return Table(
+            groups=(("", 3), (title, len(shown))),
+            columns=("tenant", "jobs", "GPU-h", *(run.label for run in shown)),
+            rows=tuple((*head, *row) for head, row in zip(heads, rows, strict=True)),
         )
-    blank = ("",) * (2 + len(shown))
-    rows.append(("fairness", *blank, *(f"{run.result.fairness:.3f}" for run in shown)))
-    labels = tuple(run.label for run in shown)
-    return TenantsTable(
-        table=Table(
-            groups=(("", 3), ("mean wait", len(shown)), ("mean slowdown, times alone", len(shown))),
-            columns=("tenant", "jobs", "GPU-h", *labels, *labels),
-            rows=tuple(rows),
-        ),
-        left_out=max(len(names) - TENANTS_MAX, 0),
+
+    slow = table("mean completion, times alone", times)
+    return TenantsTables(
+        waits=table("mean wait", waits),
+        slowdowns=replace(slow, rows=(*slow.rows, fairness), breaks=frozenset({len(heads)})),
+        left_out=len(names) - len(heads),
     )
+
+
+def _cell(tenant: TenantResult | None, text: Callable[[TenantResult], str]) -> str:
+    return ABSENT if tenant is None else text(tenant)
