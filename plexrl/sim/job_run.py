@@ -21,6 +21,7 @@ from plexrl.wire.operations import MUTATING, OperationKind
 
 if TYPE_CHECKING:
     from plexrl.scheduler.commands import RunOperation
+    from plexrl.sim.node_states import StateMove
 
 KINDS = {"update": OperationKind.FORWARD_BACKWARD}
 """Of a cycle's segments by their function; others are forward passes, and the last one of a cycle
@@ -133,6 +134,8 @@ class JobRun:
         self.operation = OperationId("")
         self.run: RunOperation | None = None
         """What the WPG is at."""
+        self.move: StateMove | None = None
+        """Of its state, where it is at that."""
         self.run_began_at = 0.0
         self.run_s = 0.0
         self.token = FencingToken(0)
