@@ -4,15 +4,16 @@ The scheduler's own core decides everything. What is here submits jobs as their 
 controllers, and says how long things take. Nothing is kept of a job that has ended.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from plexrl.errors import PlexRLError, UnavailableError
-from plexrl.ids import DeploymentId, NodeId, OperationId, TenantId
+from plexrl.ids import NodeId, OperationId, TenantId
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from plexrl.sim.breakdowns import Breakdowns
+from plexrl.sim.checks import Checker
 from plexrl.sim.collector import Collector, RunKind
-from plexrl.sim.cycles import CycleLaw
+from plexrl.sim.cycles import CycleLaw, Laws
 from plexrl.sim.device_state import device_state_bytes
 from plexrl.sim.job_run import AloneClock, JobRun, demand_of
 from plexrl.sim.move_costs import MoveCosts
@@ -23,9 +24,6 @@ from plexrl.sim.scenario import Scenario
 from plexrl.sim.shell import FOREVER_S, VirtualShell, readiness, virtual_config
 from plexrl.traces import TraceJob
 from plexrl.wire.operations import OperationKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HISTORY = 64
 """Finished operations that the core remembers: nobody asks for them."""
@@ -41,10 +39,16 @@ MOVES: dict[OperationKind, RunKind] = {
 """Kinds that are the scheduler's own, and what a measure calls them."""
 
 
+CycleEnded = Callable[[str, float], None]
+"""Told of each cycle: its job in the trace, and the seconds that it took, with all waiting."""
+
+
 class TraceRun:
     """One run. The shell's clock is driven from outside."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(
+        self, scenario: Scenario, *, laws: Laws = CycleLaw, on_cycle: CycleEnded | None = None
+    ) -> None:
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
         config = virtual_config(**{"history": HISTORY, **policy.settings})
@@ -60,6 +64,11 @@ class TraceRun:
             },
         )
         self._collector = Collector(scenario)
+        self._checker = Checker(scenario, self.shell.core) if scenario.check else None
+        if self._checker is not None:
+            self.shell.watch(self._checker.watch)
+        self._laws = laws
+        self._on_cycle = on_cycle
         self._costs = MoveCosts(scenario.pools, scenario.switch_s)
         self._controller_s = scenario.behaviour.controller_s
         self._snapshots_after = config.snapshot_operations
@@ -74,6 +83,8 @@ class TraceRun:
             for number in range(pool.nodes)
         }
         self._types = {pool.node_type.name: pool.node_type for pool in scenario.pools}
+        self._has_one_speed = len({kind.speed for kind in self._types.values()}) == 1
+        """Otherwise what a cycle takes depends on where each of its operations ran."""
         self._tenants: set[str] = set()
         self._states = NodeStates(self.shell, self._costs, self._node_types, self._tell)
         self._breakdowns = Breakdowns(
@@ -103,8 +114,12 @@ class TraceRun:
         self._expect_next_job(None)
 
     def check_it_ended(self) -> None:
-        """Raises `UnavailableError` where jobs are left and nothing more can happen."""
+        """Raises `UnavailableError` where jobs are left and nothing more can happen, and
+        `InvariantError` where the checked laws say that something is left."""
         if not self._runs:
+            if self._checker is not None:
+                self._checker.finish(self.shell.now)
+                self._states.check()
             return
         waiting = [run.trace.job_id for run in self._runs.values()]
         raise UnavailableError(
@@ -129,14 +144,14 @@ class TraceRun:
         """A lost node is back, with what has survived."""
         self._join_node(node)
 
-    def lose_worker(self, deployment: DeploymentId) -> None:
+    def lose_worker(self, deployment: str, rank: int = 0) -> None:
         """A worker process is dead, if the deployment has any."""
         run = self._runs.get(deployment)
         if run is None or not run.incarnation:
             return
         self._failed()
         exited = ev.WorkerExited(
-            deployment=deployment, rank=0, incarnation=run.incarnation, reason="failure"
+            deployment=run.deployment, rank=rank, incarnation=run.incarnation, reason="failure"
         )
         self._tell(exited)
 
@@ -176,10 +191,15 @@ class TraceRun:
         try:
             view = self.shell.core.job_view(run.job, self.shell.now)
         except PlexRLError:
-            self._end(run, "failed")
+            self._give_up(run)
             return
         if view["state"] in ("FAILED", "CANCELLED"):
-            self._end(run, "failed")
+            self._give_up(run)
+
+    def _give_up(self, run: JobRun) -> None:
+        if self._checker is not None:
+            self._checker.given_up(run.job)
+        self._end(run, "failed")
 
     # Jobs come and go
 
@@ -200,7 +220,7 @@ class TraceRun:
         run = JobRun(
             job,
             f"j{self.jobs_seen}",
-            CycleLaw(job, behaviour, scenario.seed, detail=scenario.detail),
+            self._laws(job, behaviour, scenario.seed, detail=scenario.detail),
             staleness=job.staleness if behaviour.staleness is None else behaviour.staleness,
             state_bytes=state_bytes,
         )
@@ -444,8 +464,14 @@ class TraceRun:
             gap_s = max(run.steps[run.step].gap_s, self._controller_s)
             self.shell.at(now + gap_s, self._submit_step, run)
             return
+        if self._checker is not None and self._has_one_speed:
+            work_s = sum(step.work_s for step in run.steps)
+            self._checker.drawn(run.job, work_s / run.speed)
         alone_s = run.end_cycle()
-        self._collector.cycle_ended(run.trace.job_id, now, now - run.cycle_began_at, alone_s)
+        took_s = now - run.cycle_began_at
+        self._collector.cycle_ended(run.trace.job_id, now, took_s, alone_s)
+        if self._on_cycle is not None:
+            self._on_cycle(run.trace.job_id, took_s)
         run.cycle_began_at = now
         if run.trained == run.cycles:
             self._finish(run, "completed")

@@ -79,12 +79,9 @@ def test_what_never_fails_has_no_failures() -> None:
 @pytest.mark.parametrize("policy", sorted(SIM_POLICIES))
 def test_every_cycle_counts_once_though_nodes_and_workers_fail(policy: str) -> None:
     failures = Failures(node_mtbf_s=20_000.0, repair_s=900.0, worker_mtbf_s=12_000.0)
-    result = simulate(scenario(failures, policy=policy))
+    result = simulate(scenario(failures, policy=policy, check=True))
     assert (result.jobs, result.failed_jobs, result.cycles) == (10, 0, 300)
     assert result.failures >= 5
-    still = simulate(scenario(Failures(), policy=policy))
-    assert still.failures == 0
-    assert result.events > still.events
 
 
 def test_what_is_carried_out_again_makes_the_group_busy_again() -> None:
@@ -94,6 +91,7 @@ def test_what_is_carried_out_again_makes_the_group_busy_again() -> None:
     assert (broken.jobs, broken.failed_jobs, broken.cycles) == (2, 0, 60)
     assert broken.busy_gpu_hours > whole.busy_gpu_hours
     assert broken.completion.mean > whole.completion.mean
+    assert (whole.failures, broken.failures) == (0, pytest.approx(20, abs=12))
 
 
 def test_policies_meet_the_same_node_failures() -> None:
