@@ -91,7 +91,7 @@ def test_what_is_carried_out_again_makes_the_group_busy_again() -> None:
     assert (broken.jobs, broken.failed_jobs, broken.cycles) == (2, 0, 60)
     assert broken.busy_gpu_hours > whole.busy_gpu_hours
     assert broken.completion.mean > whole.completion.mean
-    assert (whole.failures, broken.failures) == (0, pytest.approx(20, abs=12))
+    assert whole.failures == 0 < broken.failures
 
 
 def test_policies_meet_the_same_node_failures() -> None:
