@@ -6,7 +6,13 @@ controllers, and says how long things take. Nothing is kept of a job that has en
 
 from collections.abc import Callable, Iterator
 
-from plexrl.errors import PlexRLError, UnavailableError
+from plexrl.errors import (
+    CapacityError,
+    InvalidRequestError,
+    ModelDoesNotFitError,
+    UnavailableError,
+    UnknownJobError,
+)
 from plexrl.ids import NodeId, OperationId, TenantId
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
@@ -190,11 +196,17 @@ class TraceRun:
             return
         try:
             view = self.shell.core.job_view(run.job, self.shell.now)
-        except PlexRLError:
+        except UnknownJobError:
             self._give_up(run)
             return
         if view["state"] in ("FAILED", "CANCELLED"):
             self._give_up(run)
+            return
+        group = self.shell.core.deployment_view(run.deployment, self.shell.now)["group"]
+        if group is None:
+            self._leave_group(run)
+        else:
+            self._join_group(run, group)
 
     def _give_up(self, run: JobRun) -> None:
         if self._checker is not None:
@@ -254,7 +266,7 @@ class TraceRun:
         )
         try:
             self._tell(created)
-        except PlexRLError:
+        except (CapacityError, ModelDoesNotFitError, InvalidRequestError):
             # Larger than the cluster, or than its memory: the core has said so, and it is over.
             self._finish(run, "failed")
         self._expect_next_job(None)
