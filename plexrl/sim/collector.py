@@ -145,6 +145,9 @@ class Collector:
         if kind == "run":
             self._busy_gpu_s += held
             self._trains.add(start_s, end_s, gpus)
+            if group in self._unbilled:
+                # Its state has stayed: that was a snapshot.
+                self._bill_itself(group)
             if job is not None:
                 job.busy_gpu_s += held
                 job.tenant.gpu_s += held

@@ -142,3 +142,16 @@ def test_what_is_kept_does_not_grow_with_the_jobs() -> None:
     found = finish(collector, now)
     assert found.jobs == 3000
     assert len(found.utilisation) <= SERIES_BINS
+
+
+def test_a_snapshot_is_the_jobs_own_and_not_the_next_ones() -> None:
+    collector = Collector(scenario())
+    for name, tenant in (("a", "ann"), ("b", "bob")):
+        collector.job_submitted(job(name, tenant=tenant), 0.0)
+    collector.ran("g", "a", 8, "offload", 0.0, 10.0)
+    collector.ran("g", "a", 8, "run", 10.0, 20.0)
+    collector.ran("g", "a", 8, "offload", 20.0, 21.0)
+    collector.ran("g", "b", 8, "load", 21.0, 22.0)
+    found = finish(collector, 100.0)
+    held = {each.tenant: each.gpu_hours * HOUR_S / 8 for each in found.tenants}
+    assert held == pytest.approx({"ann": 20.0, "bob": 2.0})

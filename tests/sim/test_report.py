@@ -302,14 +302,18 @@ def test_runs_that_share_a_name_are_numbered_and_labels_replace_policies() -> No
     assert [run.label for run in compare(results, ["a", "b", "c"])] == ["a", "b", "c"]
 
 
-def test_ratio_needs_one_isolated_run_of_the_same_size() -> None:
+def test_ratio_needs_an_isolated_run_of_the_same_size_and_bound() -> None:
     shared = run_of("spread", drain_s=432_000.0)
     (alone,) = compare([shared])
     assert alone.ratio is None
     _, other_size = compare([run_of("isolated", gpus=8), shared])
     assert other_size.ratio is None
-    _, _, ambiguous = compare([run_of("isolated"), run_of("isolated"), shared])
+    slower = run_of("isolated", drain_s=1_728_000.0)
+    _, _, ambiguous = compare([run_of("isolated"), slower, shared])
     assert ambiguous.ratio is None
+    other_seed = replace(slower, bounds=Bounds(critical_path_s=90_000.0, area_s=216_000.0))
+    _, _, told_apart = compare([run_of("isolated"), other_seed, shared])
+    assert told_apart.ratio == pytest.approx(0.5)
 
 
 def test_report_of_nothing_and_labels_that_do_not_match_are_refused(tmp_path: Path) -> None:
