@@ -38,6 +38,7 @@ def report(
         scenario_lines=scenario_lines(trace, survey, scenarios, plans),
         labels=labels(scenarios),
         gpus_per_node=sizes.pop() if len(sizes) == 1 else None,
+        window_s=scenarios[0].window_s,
     )
 
 
