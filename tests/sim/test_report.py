@@ -333,7 +333,7 @@ def test_numbers_are_short() -> None:
     assert [short(x) for x in (0.0, 0.01234, 12.34, 1234.5, float("nan"))] == [
         *("0", "0.0123", "12.3", "1,234", "\N{EN DASH}")
     ]
-    assert percent(0.1234) == "12.3 %"
+    assert [percent(part) for part in (0.1234, -1e-6, -0.5)] == ["12.3 %", "0.0 %", "-50.0 %"]
 
 
 def test_many_bars_become_pixels_and_are_the_same_each_time(tmp_path: Path) -> None:

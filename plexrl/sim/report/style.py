@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from plexrl.sim.report.comparison import BASELINE, Run
 
 JOB_COLOURS = (
-    *("#2a6fbb", "#e69f00", "#3d9a50", "#c2579b", "#56b4e9", "#d55e00", "#8e5bb5", "#a8a13a"),
+    *("#4590de", "#e69f00", "#3d9a50", "#cf6aab", "#7cc8f2", "#d55e00", "#a983d6", "#a8a13a"),
 )
 SWITCH_COLOUR = "#10161d"
 FIXED = {

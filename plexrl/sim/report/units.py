@@ -51,4 +51,5 @@ def percent(part: float | None) -> str:
     """As `12.3 %`."""
     if part is None or not math.isfinite(part):
         return ABSENT
-    return f"{100 * part:,.1f} %"
+    # Rounding first and adding 0 leaves no minus before a zero.
+    return f"{round(100 * part, 1) + 0.0:,.1f} %"
