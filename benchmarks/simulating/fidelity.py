@@ -32,10 +32,10 @@ from plexrl.sim.recording import Overheads, overheads, recorded_run
 from plexrl.traces.recorder import record
 
 JOBS = (
-    LiveJob(name="a", rows=56, hidden=64),
-    LiveJob(name="b", rows=90, hidden=64),
-    LiveJob(name="c", rows=40, hidden=128),
-    LiveJob(name="d", rows=12, hidden=256),
+    LiveJob(name="a", rows=12, hidden=192),
+    LiveJob(name="b", rows=12, hidden=256),
+    LiveJob(name="c", rows=10, hidden=320),
+    LiveJob(name="d", rows=8, hidden=384),
 )
 RUNS = (("hrrs", (2, 4)), ("fifo-bursts", (3,)))
 """Ordering, and of how many of `JOBS` its runs are."""
@@ -94,9 +94,7 @@ def found_in(
     return Found(
         ordering=ordering,
         replay=compare_replay(recorded, policy),
-        law=compare_law(
-            [replace(row, job_id=names[row.job_id]) for row in rows], recorded, policy, SEEDS
-        ),
+        law=compare_law(rows, recorded, policy, SEEDS, names=names),
         machine_load=machine_load,
     )
 
