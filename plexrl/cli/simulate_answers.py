@@ -197,10 +197,10 @@ def write(found: Answers, folder: Path, *, quiet: bool) -> None:
     except OSError as error:
         raise InvalidRequestError(f"cannot write to {folder}: {error}") from error
     told = [folder / "results.json"]
-    page = (
-        report(found.trace, found.survey, found.runs, found.plans, folder) if found.runs else None
-    )
-    told += [page] if page else []
+    if found.runs:
+        changes = _compared(found)
+        page = report(found.trace, found.survey, found.runs, found.plans, changes, folder)
+        told += [page] if page else []
     if not quiet:
         print_line("Written: " + ", ".join(map(str, told)))
 
