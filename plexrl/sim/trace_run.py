@@ -400,9 +400,10 @@ class TraceRun:
         if command.kind in MOVES:
             self._moved(run, command)
             return
+        computed_s = max(0.0, run.run_s - self.scenario.control_s)
         self._tell(
             ev.OperationFinished(
-                operation=command.operation, token=command.token, compute_s=run.run_s
+                operation=command.operation, token=command.token, compute_s=computed_s
             )
         )
         if command.operation == run.operation:
@@ -411,7 +412,7 @@ class TraceRun:
     def _moved(self, run: JobRun, command: cmd.RunOperation) -> None:
         move = run.move
         assert move is not None, f"{command.operation} ends that never began"
-        answer = move.answer(command)
+        answer = move.answer(command, self.scenario.control_s)
         self._switches += command.kind == OperationKind.OFFLOAD and move.is_made
         self._tell(answer)
         for report in move.reports:
