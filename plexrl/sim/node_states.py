@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from plexrl.errors import PlexRLError, StateLostError, StateTierFullError
 from plexrl.ids import DeploymentId, NodeId
@@ -15,20 +15,21 @@ from plexrl.sim.virtual_state import Move, VirtualState
 from plexrl.wire.operations import OperationKind
 
 
-@dataclass(frozen=True, slots=True)
-class StateMove:
+class StateMove(NamedTuple):
     """A load, an offload or a snapshot under way."""
 
     took_s: float
     outcome: Move | PlexRLError
 
-    def answer(self, command: cmd.RunOperation) -> ev.OperationFinished | ev.OperationFailed:
-        """What the workers say of it in the end."""
+    def answer(
+        self, command: cmd.RunOperation, control_s: float
+    ) -> ev.OperationFinished | ev.OperationFailed:
+        """What the workers say of it in the end; `control_s` of it they have not seen."""
         if isinstance(self.outcome, Move):
             return ev.OperationFinished(
                 operation=command.operation,
                 token=command.token,
-                compute_s=self.took_s,
+                compute_s=max(0.0, self.took_s - control_s),
                 moved=self.outcome.moved,
             )
         return ev.OperationFailed(
