@@ -60,6 +60,11 @@ class VirtualShell:
             **carriers,
         }
 
+    @property
+    def planned(self) -> int:
+        """Happenings to come, and the core's next timer."""
+        return len(self._heap) + (self._timer_at < NEVER)
+
     def watch(self, watcher: Watcher) -> None:
         """Have `watcher` told of every event from now on."""
         self._watchers.append(watcher)
@@ -77,8 +82,9 @@ class VirtualShell:
         """
         commands = self._handle(event, self.now)
         self.events += 1
-        for watcher in self._watchers:
-            watcher(event, commands, self.now)
+        if self._watchers:
+            for watcher in self._watchers:
+                watcher(event, commands, self.now)
         carriers = self._carriers
         for command in commands:
             carriers[type(command)](command)

@@ -1,31 +1,28 @@
 """What the policies make of three months of jobs on 2 048 training GPUs.
 
-    python -m benchmarks.simulator.drain [--full] [--json] [workload …]
-
-Workloads:
-
 * `mix`: 90 days of the published 7B, 30B and 235B jobs (12 a day, published GPU counts, Philly's
-  durations, 15 % jitter), all waiting at the start;
-* `mix-async`: the same with one step of staleness, as in PlexRL §6.3;
+  durations up to 14 days, 15 % jitter), all waiting at the start;
+* `mix, stale`: the same with one step of staleness, as in PlexRL §6.3;
 * `philly`: the bundled Philly trace, its arrivals six times as fast, durations capped at 14 days,
-  cycles of the published profiles; `philly-async` likewise;
-* `philly-backlog`: the same jobs, all waiting at the start.
+  cycles of the published profiles by size; `philly, stale` likewise;
+* `philly, backlog`: the same jobs, all waiting at the start.
 
-Without `--full` of Philly every eighth job is run, on an eighth of the cluster. A run of all its
-74 167 jobs is some 15 million events a policy.
+In full that is 6 million events a policy for the mix and 50 million for Philly. Without `--full`
+the jobs of the mix have an eighth of their cycles, and of Philly every eighth job is run, with an
+eighth of its cycles, on an eighth of the cluster, its arrivals eight times as fast again.
 
-*gap*: part of what lies between `isolated` and the bound that is won, (isolated - drain) /
+*gap*: part of what lies between `isolated` and the bound that is won: (isolated - drain) /
 (isolated - bound). *cycles*: how much longer than the same drawn cycles alone. *wait*: from
 submission to first GPUs, by the job's length alone (PlexRL Fig. 8). *fairness*: Jain's index over
-tenants' mean slowdowns.
+tenants' mean slowdowns, waiting included.
 """
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
-from benchmarks.report import report
+from benchmarks.simulating.part import Part
 from plexrl.sim.policies import SIM_POLICIES
 from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import Behaviour, JobSource, Pool, Scenario
@@ -42,21 +39,31 @@ PHILLY = Shape(compress=6.0, cap_s=14 * DAY_S)
 BACKLOG = Shape(backlog=True, cap_s=14 * DAY_S)
 
 COLUMNS = (
-    *("policy", "drain, days", "of isolated", "gap", "cycles +median", "+mean", "+p95"),
-    *("wait median", "wait mean", "fairness", "switches"),
+    *("policy", "days", "of isolated", "gap", "cycles +median", "+mean", "+p95"),
+    *("wait median", "mean", "fairness", "switches"),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EveryNth:
-    """A part of a trace: each `step`-th of its jobs."""
+class Sample:
+    """A part of a trace: each `step`-th of its jobs, with one of so many cycles."""
 
     source: JobSource
-    step: int
+    step: int = 1
+    shorter: int = 1
 
     def jobs(self) -> Iterator[TraceJob]:
         """In their order."""
-        return islice(self.source.jobs(), 0, None, self.step)
+        for job in islice(self.source.jobs(), 0, None, self.step):
+            assert job.cycles is not None, f"{job.job_id} has no cycles"
+            assert job.period_s is not None, f"{job.job_id} has no period"
+            cycles = max(1, job.cycles // self.shorter)
+            yield replace(
+                job,
+                submit_s=job.submit_s / self.shorter,
+                cycles=cycles,
+                duration_s=cycles * job.period_s,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,21 +87,20 @@ class Workload:
 
 def workloads(*, full: bool) -> dict[str, Workload]:
     """By name."""
-    step = 1 if full else SAMPLE
-    mix = PublishedSource(span_s=90 * DAY_S, shape=BACKLOG, seed=SEED)
+    part = 1 if full else SAMPLE
+    mix = Sample(source=PublishedSource(span_s=90 * DAY_S, shape=BACKLOG, seed=SEED), shorter=part)
 
     def philly(shape: Shape, staleness: int = 0) -> Workload:
         whole = TraceSource(trace="bundled:philly", shape=shape, seed=SEED)
-        return Workload(
-            source=EveryNth(source=whole, step=step), nodes=NODES // step, staleness=staleness
-        )
+        sample = Sample(source=whole, step=part, shorter=part)
+        return Workload(source=sample, nodes=NODES // part, staleness=staleness)
 
     return {
         "mix": Workload(source=mix, nodes=NODES),
-        "mix-async": Workload(source=mix, nodes=NODES, staleness=1),
+        "mix, stale": Workload(source=mix, nodes=NODES, staleness=1),
         "philly": philly(PHILLY),
-        "philly-async": philly(PHILLY, staleness=1),
-        "philly-backlog": philly(BACKLOG),
+        "philly, stale": philly(PHILLY, staleness=1),
+        "philly, backlog": philly(BACKLOG),
     }
 
 
@@ -150,11 +156,10 @@ def _row(name: str, result: SimResult, isolated: SimResult) -> tuple[str, ...]:
 
 
 def figures_of(name: str, found: Mapping[str, SimResult]) -> dict[str, float]:
-    """Those of `spread+backfill`, and every policy's drain."""
+    """Those of `spread+backfill`, and every policy's drain. The mix's have plain names."""
     isolated, best = found["isolated"], found["spread+backfill"]
     slower = best.cycle_slowdown
-    # The synchronous mix is what the bars are about.
-    mark = "" if name == "mix" else f"{name.replace('-', '_')}_"
+    mark = "" if name == "mix" else f"{name.replace(', ', '_')}_"
     figures = {
         f"{mark}drain_ratio": best.drain_s / isolated.drain_s,
         f"{mark}gap_recovered": recovered(isolated, best),
@@ -168,29 +173,15 @@ def figures_of(name: str, found: Mapping[str, SimResult]) -> dict[str, float]:
     return figures
 
 
-def measure(
-    names: Sequence[str] = (), *, full: bool = False
-) -> tuple[list[tuple[str, ...]], dict[str, float]]:
-    """Rows of `COLUMNS` and figures."""
-    rows: list[tuple[str, ...]] = []
-    figures: dict[str, float] = {}
+def measure(*, full: bool) -> Part:
+    """Every workload under every policy."""
+    part = Part(title="Drain of three months' jobs, 2 048 GPUs", columns=COLUMNS)
     for name, workload in workloads(full=full).items():
-        if names and name not in names:
-            continue
         sys.stderr.write(f"drain: {name} …\n")
         found = results(workload)
-        title = f"{name}: {found['isolated'].jobs} jobs, {found['isolated'].gpus} GPUs"
-        rows += [(title, *[""] * (len(COLUMNS) - 1)), *table(found)]
-        figures |= figures_of(name, found)
-    return rows, figures
-
-
-def main() -> None:
-    """Run the workloads that the command line names, else all."""
-    names = [each for each in sys.argv[1:] if not each.startswith("--")]
-    rows, figures = measure(names, full="--full" in sys.argv)
-    report("Drain of three months on 2 048 GPUs", COLUMNS, rows, figures)
-
-
-if __name__ == "__main__":
-    main()
+        isolated = found["isolated"]
+        title = f"{name}: {isolated.jobs} jobs, {isolated.gpus} GPUs"
+        part.rows.append((title, *[""] * (len(COLUMNS) - 1)))
+        part.rows.extend(table(found))
+        part.figures.update(figures_of(name, found))
+    return part

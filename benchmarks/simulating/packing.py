@@ -1,7 +1,5 @@
 """Two jobs on one training group beside two groups: GPU-hours of a step (PlexRL §6.2, Tab. 1).
 
-    python -m benchmarks.simulator.packing [--json]
-
 The paper reports that two-job packing needs 31.36, 30.10 and 37.58 % fewer GPU-hours than the
 asynchronous split deployment. A job has T training and R rollout GPUs; alone a step of C seconds
 costs (T + R) C, and two jobs on one group cost (T / 2 + R) (1 + s) C each, if sharing slows their
@@ -23,12 +21,11 @@ Both jobs of a pair are of one size and begin together; each runs `CYCLES` cycle
 """
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from benchmarks.report import report
+from benchmarks.simulating.part import Part
 from plexrl.sim.replay import simulate
 from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import Behaviour, Pool, Scenario
@@ -99,12 +96,12 @@ def fitting_counts(kind: ModelClass, slowdown: float) -> str:
     return f"{near[0]} to {near[-1]}" if near else "none"
 
 
-def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
-    """Rows of `COLUMNS` and figures."""
-    rows, figures = [], {}
+def measure(*, full: bool) -> Part:
+    """Each size, with one step of staleness and without."""
+    del full
+    part = Part(title="Two jobs on one training group", columns=COLUMNS)
     for staleness, word in ((1, "one step stale"), (0, "synchronous")):
         for kind in MODEL_CLASSES.values():
-            sys.stderr.write(f"packing: {kind.name}, {word} …\n")
             saved, slower, shares = [], [], []
             for seed in SEEDS:
                 split = run(kind, groups=2, staleness=staleness, seed=seed)
@@ -116,7 +113,7 @@ def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
             error = stdev(saved) / math.sqrt(len(saved))
             cost = fmean(slower)
             anyhow = (saving(kind.gpus, ratio * kind.gpus, cost) for ratio in RATIOS)
-            rows.append(
+            part.rows.append(
                 (
                     f"{kind.name}, {word}",
                     f"{cost:.1%}",
@@ -131,16 +128,6 @@ def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
                 )
             )
             mark = "" if staleness else "_synchronous"
-            figures[f"saved_{kind.name}{mark}"] = mean
-            figures[f"sharing_slowdown_{kind.name}{mark}"] = cost
-    return rows, figures
-
-
-def main() -> None:
-    """Print the table."""
-    rows, figures = measure()
-    report("Two jobs on one training group", COLUMNS, rows, figures)
-
-
-if __name__ == "__main__":
-    main()
+            part.figures[f"saved_{kind.name}{mark}"] = mean
+            part.figures[f"sharing_slowdown_{kind.name}{mark}"] = cost
+    return part
