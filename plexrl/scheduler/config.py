@@ -50,9 +50,9 @@ class SchedulerConfig:
     """A job's period may be stretched by this part to divide the ring."""
     load_max: float = 1.0
     """Summed duty up to which a group takes members."""
-    overlap_max: float = 1.0
-    """Part of a job's busy time that may collide with residents' by the plan, each counted: at 1,
-    not more than one of them is busy then on average. What comes of it once phases have settled is
+    overlap_max: float = 2.0
+    """Part of a job's busy time that may collide with residents' by the plan, each counted: at 2,
+    not more than two of them are busy then on average. What comes of it once phases have settled is
     predicted, and bounded by `waiting_part_max`."""
     interference_weight: float = 10.0
     """λ: seconds of delayed start that one second of interference a cycle is worth."""

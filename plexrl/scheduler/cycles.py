@@ -5,7 +5,7 @@ from plexrl.scheduler.context import Context
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.placement import reserve_anew, shares
 from plexrl.scheduler.profiler import ProfilerConfig, refresh
-from plexrl.scheduler.relocation import consider_relief, consider_repacking
+from plexrl.scheduler.relocation import consider_relief, consider_repacking, holds_up_others
 from plexrl.scheduler.state import Deployment
 
 PROFILES_MAX = 10_000
@@ -33,8 +33,11 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
         if job.state == JobState.PROFILING:
             job.state = next_state(job.state, JobTrigger.CYCLE_ENDED)
         consider_repacking(context, deployment, now)
-    elif context.policy.repacks and _is_beside_plan(context, deployment):
-        _follow(context, deployment)
+    else:
+        if context.policy.repacks and _is_beside_plan(context, deployment):
+            _follow(context, deployment)
+        if holds_up_others(context, deployment):
+            consider_repacking(context, deployment, now)
     consider_relief(context, deployment, now)
 
 

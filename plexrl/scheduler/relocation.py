@@ -21,6 +21,7 @@ from plexrl.scheduler.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.placement import Choice, find, join, leave, nearest, place, shares, ways
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.profiler import forget_open_cycle, waiting_part
+from plexrl.scheduler.scarcity import is_scarce
 from plexrl.scheduler.state import Deployment, MoveCause, Relocation, Residency, WpgState
 from plexrl.scheduler.switch_cost import HOST, round_trip_s, state_lies
 
@@ -46,8 +47,18 @@ REOPEN_PART = 0.8
 """Of the bound on waiting, below which all members must be for a group to take members again."""
 
 
+def holds_up_others(context: Context, deployment: Deployment) -> bool:
+    """Whether it has a group to itself that others wait for."""
+    return (
+        bool(context.waiting)
+        and deployment.group is not None
+        and len(context.state.groups[deployment.group].members) == 1
+        and is_scarce(context, deployment)
+    )
+
+
 def consider_repacking(context: Context, deployment: Deployment, now: float) -> None:
-    """A profile is new: is there a group in whose gaps the job would pay to run?"""
+    """A profile is new, or others wait for its GPUs: would the job pay to run in another's gaps?"""
     if not context.policy.repacks or not may_move(context, deployment, now):
         return
     choice = _destination(context, deployment, MoveCause.REPACK, now)
@@ -291,6 +302,8 @@ def _destination(
     match cause:
         case MoveCause.REPACK:
             near = nearest(context, deployment, now, strict=True, count=4)
+            if not near and holds_up_others(context, deployment):
+                near = nearest(context, deployment, now, strict=False, count=4)
             found = _reachable(context, deployment, near)
             if found and gain_s(context, deployment, found[0]) > HYSTERESIS * cost_s(
                 context, deployment

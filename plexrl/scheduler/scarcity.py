@@ -8,16 +8,21 @@ if TYPE_CHECKING:
 
 
 def is_scarce(context: "Context", deployment: "Deployment") -> bool:
-    """Whether somebody else who may have GPUs waits for more than would be left free, had
-    `deployment` a group of its own."""
+    """Whether somebody else who may have GPUs waits for more than are free; or, where `deployment`
+    has none itself, than would be left had it a group of its own."""
     pool = context.inventory.pool
+    taken = deployment.workers if deployment.group is None else 0
     for name in context.waiting:
         other = context.deployment(name)
         if other is deployment or not alike(other.node_type, deployment.node_type):
             continue
+        job = context.job(other.job)
+        if len(job.deployments) < job.gang:
+            # It waits for the rest of its gang.
+            continue
         if (
-            other.workers > pool.free_gpus(other.node_type) - deployment.workers
-            and over_quota(context, context.job(other.job), other.workers) is None
+            other.workers > pool.free_gpus(other.node_type) - taken
+            and over_quota(context, job, other.workers) is None
         ):
             return True
     return False

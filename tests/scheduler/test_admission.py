@@ -274,6 +274,21 @@ def test_a_starving_job_is_passed_for_free_gpus_by_nobody() -> None:
     assert placed(cluster) == ["large/actor"]
 
 
+def test_behind_those_who_may_not_be_passed_a_job_that_has_gpus_still_gets_the_rest() -> None:
+    cluster = cluster_of(4, policy="isolated")
+    submit(cluster, "part", 1)
+    submit(cluster, "hog", 3)
+    submit(cluster, "large", 4)
+    submit(cluster, "small", 2)
+    cluster.deploy("part/reference", workers=2)
+    cluster.pass_time(BOUND_S)
+    assert placed(cluster) == ["hog/actor", "part/actor"]
+    end(cluster, "hog")
+    assert placed(cluster) == ["part/actor", "part/reference"]
+    end(cluster, "part")
+    assert placed(cluster) == ["large/actor"]
+
+
 def test_a_starving_job_holds_up_nobody_who_wants_other_nodes() -> None:
     cluster = FakeCluster(policy="isolated")
     cluster.join_node(4, "x", node_type="x")

@@ -103,6 +103,25 @@ def test_spread_makes_a_new_group_before_it_overlaps() -> None:
     assert group_of(cluster, "c") is None, "its load would be above load_max"
 
 
+@pytest.mark.parametrize(
+    ("quota", "gang", "way"),
+    [(None, 0, "overlap"), (4, 0, "dedicated"), (None, 2, "dedicated")],
+    ids=["may have GPUs", "held by its quota", "half a gang"],
+)
+def test_where_others_wait_for_gpus_an_overlap_comes_before_a_new_group(
+    quota: int | None, gang: int, way: str
+) -> None:
+    cluster = cluster_of(8, "spread+backfill", load_max=2.0, waiting_part_max=1.0)
+    submit(cluster, "a", trace(60.0))
+    cluster.send(ev.TenantCreated(tenant="other", key_digest="k"))
+    limits = {"jobs_max": None, "gpus_max": quota, "gpu_seconds_max": None}
+    cluster.send(ev.TenantConfigured(tenant="other", weight=1.0, **limits))
+    cluster.job("large", tenant="other", gang=gang)
+    cluster.deploy("large/actor", workers=7)
+    submit(cluster, "b", trace(60.0))
+    assert placement(cluster, "b")["way"] == way
+
+
 @pytest.mark.parametrize(("overlap_max", "way"), [(0.2, None), (0.3, "overlap")])
 def test_overlap_is_accepted_up_to_its_bound(overlap_max: float, way: str | None) -> None:
     """15 s of 60 s lie on another's time at best: two gaps of 35 s are free."""

@@ -93,6 +93,20 @@ def test_a_job_without_a_gap_stays_alone() -> None:
     assert moves(cluster, "a") + moves(cluster, "b") == 0
 
 
+def test_a_job_alone_makes_room_for_who_waits_though_there_is_no_gap_for_it() -> None:
+    """Where nobody waits the same two stay apart."""
+    cluster = cluster_of(waiting_part_max=1.0)
+    with_jobs(cluster, "a", "b")
+    cluster.job("large")
+    cluster.deploy("large/actor", workers=4)
+    live(cluster, {"a": 55.0, "b": 35.0}, 90.1, 8)
+    assert moves(cluster, "a") + moves(cluster, "b") == 1
+    assert len(cluster.core.list_groups(cluster.now)) == 1
+    cluster.send(ev.JobFinished(job="large", outcome="completed"))
+    live(cluster, {"a": 55.0, "b": 35.0}, 90.1, 8)
+    assert moves(cluster, "a") + moves(cluster, "b") == 1
+
+
 @pytest.mark.parametrize(("state_gigabytes", "moved"), [(100, 1), (600, 0)])
 def test_a_move_must_be_worth_its_cost(state_gigabytes: int, moved: int) -> None:
     cluster = FakeCluster(policy="spread", profile_cycles=2)
