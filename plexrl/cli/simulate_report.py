@@ -127,6 +127,8 @@ def _failures(scenario: Scenario) -> str:
         parts.append(
             f"a node every {span(failures.node_mtbf_s)}, back after {span(failures.repair_s)}"
         )
+        if failures.state_survives < 1.0:
+            parts.append(f"{failures.state_survives:.0%} of them with their state")
     if failures.worker_mtbf_s:
         parts.append(f"a job's workers every {span(failures.worker_mtbf_s)}")
     return "; ".join(parts) or "none"
