@@ -129,18 +129,18 @@ def simulate(
     repair_minutes: Annotated[
         float, typer.Option(min=0.0, help="Until a node is back.", rich_help_panel=_FAULTS)
     ] = 30.0,
+    worker_mtbf_hours: Annotated[
+        float, typer.Option(min=0.0, help="Of a job's workers.", rich_help_panel=_FAULTS)
+    ] = 0.0,
     state_survives: Annotated[
         float,
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Part of lost nodes that keep their state.",
+            help="Part of lost nodes that come back with their host memory.",
             rich_help_panel=_FAULTS,
         ),
     ] = 1.0,
-    worker_mtbf_hours: Annotated[
-        float, typer.Option(min=0.0, help="Of a job's workers.", rich_help_panel=_FAULTS)
-    ] = 0.0,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
