@@ -4,27 +4,32 @@ The scheduler's own core decides everything. What is here submits jobs as their 
 controllers, and says how long things take. Nothing is kept of a job that has ended.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
-from plexrl.errors import PlexRLError, UnavailableError
+from plexrl.errors import (
+    CapacityError,
+    InvalidRequestError,
+    ModelDoesNotFitError,
+    UnavailableError,
+    UnknownJobError,
+)
 from plexrl.ids import NodeId, OperationId, TenantId
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
+from plexrl.sim.breakdowns import Breakdowns
 from plexrl.sim.checks import Checker
 from plexrl.sim.collector import Collector, RunKind
-from plexrl.sim.cycles import CycleLaw
+from plexrl.sim.cycles import CycleLaw, Laws
 from plexrl.sim.device_state import device_state_bytes
 from plexrl.sim.job_run import AloneClock, JobRun, demand_of
 from plexrl.sim.move_costs import MoveCosts
+from plexrl.sim.node_states import NodeStates
 from plexrl.sim.policies import sim_policy
 from plexrl.sim.result import SimResult, Speed
 from plexrl.sim.scenario import Scenario
-from plexrl.sim.shell import FOREVER_S, VirtualShell, arrivals, readiness, virtual_config
+from plexrl.sim.shell import FOREVER_S, VirtualShell, readiness, virtual_config
 from plexrl.traces import TraceJob
 from plexrl.wire.operations import OperationKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HISTORY = 64
 """Finished operations that the core remembers: nobody asks for them."""
@@ -40,10 +45,16 @@ MOVES: dict[OperationKind, RunKind] = {
 """Kinds that are the scheduler's own, and what a measure calls them."""
 
 
+CycleEnded = Callable[[str, float], None]
+"""Told of each cycle: its job in the trace, and the seconds that it took, with all waiting."""
+
+
 class TraceRun:
     """One run. The shell's clock is driven from outside."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(
+        self, scenario: Scenario, *, laws: Laws = CycleLaw, on_cycle: CycleEnded | None = None
+    ) -> None:
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
         config = virtual_config(**{"history": HISTORY, **policy.settings})
@@ -55,12 +66,15 @@ class TraceRun:
                 cmd.StopWorkers: self._stop_workers,
                 cmd.ReleaseState: self._release_state,
                 cmd.MigrateState: self._migrate_state,
+                cmd.PrefetchState: self._prefetch_state,
             },
         )
         self._collector = Collector(scenario)
         self._checker = Checker(scenario, self.shell.core) if scenario.check else None
         if self._checker is not None:
             self.shell.watch(self._checker.watch)
+        self._laws = laws
+        self._on_cycle = on_cycle
         self._costs = MoveCosts(scenario.pools, scenario.switch_s)
         self._controller_s = scenario.behaviour.controller_s
         self._snapshots_after = config.snapshot_operations
@@ -78,7 +92,15 @@ class TraceRun:
         self._has_one_speed = len({kind.speed for kind in self._types.values()}) == 1
         """Otherwise what a cycle takes depends on where each of its operations ran."""
         self._tenants: set[str] = set()
-        self._lost_nodes: set[str] = set()
+        self._states = NodeStates(self.shell, self._costs, self._node_types, self._tell)
+        self._breakdowns = Breakdowns(
+            self.shell,
+            scenario,
+            [NodeId(name) for name in self._node_types],
+            lose_node=self.lose_node,
+            return_node=self.return_node,
+            lose_worker=self.lose_worker,
+        )
         self._in_doubt: list[JobRun] = []
         """Jobs whose workers the core has stopped: did they end, or move?"""
         self._is_last_seen = False
@@ -93,7 +115,8 @@ class TraceRun:
         """Have the cluster there, and the first job come."""
         self.shell.connect_router()
         for node in self._node_types:
-            self._join_node(node)
+            self._join_node(NodeId(node))
+        self._breakdowns.start()
         self._expect_next_job(None)
 
     def check_it_ended(self) -> None:
@@ -102,6 +125,7 @@ class TraceRun:
         if not self._runs:
             if self._checker is not None:
                 self._checker.finish(self.shell.now)
+                self._states.check()
             return
         waiting = [run.trace.job_id for run in self._runs.values()]
         raise UnavailableError(
@@ -115,39 +139,41 @@ class TraceRun:
             self.shell.now, self.shell.events, self._switches, self._failures, speed
         )
 
-    def lose_node(self, node: str) -> None:
-        """A node is gone, with the processes on it."""
-        self._lost_nodes.add(node)
-        self._failures += 1
-        self._collector.failed(self.shell.now)
-        self._tell(ev.NodeLost(node=NodeId(node)))
+    def lose_node(self, node: NodeId, survives: bool = True) -> None:
+        """A node is gone, with the processes on it; what it had in host memory `survives`, or it
+        does not."""
+        self._states.node_lost(node, survives)
+        self._failed()
+        self._tell(ev.NodeLost(node=node))
 
-    def return_node(self, node: str) -> None:
-        """A lost node is back; its state has outlived it."""
-        self._lost_nodes.discard(node)
+    def return_node(self, node: NodeId) -> None:
+        """A lost node is back, with what has survived."""
         self._join_node(node)
 
-    def lose_worker(self, deployment: str, rank: int) -> None:
-        """A worker process is dead."""
+    def lose_worker(self, deployment: str, rank: int = 0) -> None:
+        """A worker process is dead, if the deployment has any."""
         run = self._runs.get(deployment)
         if run is None or not run.incarnation:
             return
-        self._failures += 1
-        self._collector.failed(self.shell.now)
+        self._failed()
         exited = ev.WorkerExited(
             deployment=run.deployment, rank=rank, incarnation=run.incarnation, reason="failure"
         )
         self._tell(exited)
 
+    def _failed(self) -> None:
+        self._failures += 1
+        self._collector.failed(self.shell.now)
+
     # The cluster
 
-    def _join_node(self, node: str) -> None:
+    def _join_node(self, node: NodeId) -> None:
         kind = self._node_types[node]
         pool, number = node[1:].split("n")
         per_block = self.scenario.pools[int(pool)].nodes_per_block
         self._tell(
             ev.NodeJoined(
-                node=NodeId(node),
+                node=node,
                 gpus=kind.gpus,
                 gpu_memory_bytes=kind.gpu_memory_bytes,
                 host_memory_bytes=kind.host_memory_bytes,
@@ -155,6 +181,7 @@ class TraceRun:
                 node_type=kind.name,
                 block=f"p{pool}b{int(number) // per_block}",
                 nvme_bytes=kind.nvme_bytes,
+                states=self._states.node_back(node),
             )
         )
 
@@ -169,11 +196,17 @@ class TraceRun:
             return
         try:
             view = self.shell.core.job_view(run.job, self.shell.now)
-        except PlexRLError:
+        except UnknownJobError:
             self._give_up(run)
             return
         if view["state"] in ("FAILED", "CANCELLED"):
             self._give_up(run)
+            return
+        group = self.shell.core.deployment_view(run.deployment, self.shell.now)["group"]
+        if group is None:
+            self._leave_group(run)
+        else:
+            self._join_group(run, group)
 
     def _give_up(self, run: JobRun) -> None:
         if self._checker is not None:
@@ -199,12 +232,13 @@ class TraceRun:
         run = JobRun(
             job,
             f"j{self.jobs_seen}",
-            CycleLaw(job, behaviour, scenario.seed, detail=scenario.detail),
+            self._laws(job, behaviour, scenario.seed, detail=scenario.detail),
             staleness=job.staleness if behaviour.staleness is None else behaviour.staleness,
             state_bytes=state_bytes,
         )
         self._runs[run.deployment] = run
         self._collector.job_submitted(job, shell.now)
+        self._breakdowns.job_submitted(run.deployment, job.job_id)
         tenant = TenantId(job.tenant or "-")
         if tenant not in self._tenants:
             self._tenants.add(tenant)
@@ -232,7 +266,7 @@ class TraceRun:
         )
         try:
             self._tell(created)
-        except PlexRLError:
+        except (CapacityError, ModelDoesNotFitError, InvalidRequestError):
             # Larger than the cluster, or than its memory: the core has said so, and it is over.
             self._finish(run, "failed")
         self._expect_next_job(None)
@@ -246,6 +280,8 @@ class TraceRun:
         if self._runs.pop(run.deployment, None) is None:
             return
         run.run = None
+        self._states.forget(run.deployment)
+        self._breakdowns.job_ended(run.deployment)
         self._leave_group(run)
         self.jobs_done += 1
         alone_s = 0.0 if run.alone is None else run.alone.now
@@ -281,6 +317,7 @@ class TraceRun:
         if run is None:
             return
         self._join_group(run, command.group)
+        self._states.launched(command, run.state_bytes)
         run.incarnation = command.incarnation
         kind = self._node_types[command.ranks[0].node]
         run.node_type, run.speed = kind.name, kind.speed
@@ -306,7 +343,7 @@ class TraceRun:
         if run is None or run.incarnation != command.incarnation:
             return
         for rank, event in zip(command.ranks, readiness(command), strict=True):
-            if rank.node not in self._lost_nodes:
+            if not self._states.is_away(rank.node):
                 self._tell(event)
         if run.may_roll and not run.rolled:
             self._roll(run)
@@ -319,19 +356,16 @@ class TraceRun:
             self._in_doubt.append(run)
 
     def _release_state(self, command: cmd.ReleaseState) -> None:
+        self._states.release(command)
         run = self._runs.get(command.deployment)
         if run is not None:
             self._in_doubt.append(run)
 
     def _migrate_state(self, command: cmd.MigrateState) -> None:
-        run = self._runs.get(command.deployment)
-        if run is not None:
-            took_s = self._costs.migrate_s(run.node_type, run.state_bytes, run.gpus)
-            self.shell.at(self.shell.now + took_s, self._migrated, command)
+        self._states.migrate(command)
 
-    def _migrated(self, command: cmd.MigrateState) -> None:
-        for event in arrivals(command):
-            self._tell(event)
+    def _prefetch_state(self, command: cmd.PrefetchState) -> None:
+        self._states.prefetch(command)
 
     def _run_operation(self, command: cmd.RunOperation) -> None:
         run = self._runs[command.deployment]
@@ -349,10 +383,8 @@ class TraceRun:
         """Of what is no part of the cycle at hand: a move, or work that is done again."""
         if command.kind not in MOVES:
             return run.step_named(command.operation).work_s / run.speed
-        where = (run.node_type, run.state_bytes, run.gpus)
-        if command.kind == OperationKind.LOAD:
-            return self._costs.load_s(*where, "host")
-        return self._costs.offload_s(*where, "host")
+        run.move = self._states.begin(command)
+        return run.move.took_s
 
     def _ran(self, command: cmd.RunOperation) -> None:
         run = self._runs.get(command.deployment)
@@ -360,6 +392,9 @@ class TraceRun:
             # Cut off: its workers were lost.
             return
         self._tell_of_run(run, command)
+        if command.kind in MOVES:
+            self._moved(run, command)
+            return
         self._tell(
             ev.OperationFinished(
                 operation=command.operation, token=command.token, compute_s=run.run_s
@@ -367,8 +402,15 @@ class TraceRun:
         )
         if command.operation == run.operation:
             self._answered(run)
-        elif command.kind == OperationKind.OFFLOAD:
-            self._switches += 1
+
+    def _moved(self, run: JobRun, command: cmd.RunOperation) -> None:
+        move = run.move
+        assert move is not None, f"{command.operation} ends that never began"
+        answer = move.answer(command)
+        self._switches += command.kind == OperationKind.OFFLOAD and move.is_made
+        self._tell(answer)
+        for report in move.reports:
+            self._tell(report)
 
     def _tell_of_run(self, run: JobRun, command: cmd.RunOperation) -> None:
         """It is over, or was cut off."""
@@ -438,7 +480,10 @@ class TraceRun:
             work_s = sum(step.work_s for step in run.steps)
             self._checker.drawn(run.job, work_s / run.speed)
         alone_s = run.end_cycle()
-        self._collector.cycle_ended(run.trace.job_id, now, now - run.cycle_began_at, alone_s)
+        took_s = now - run.cycle_began_at
+        self._collector.cycle_ended(run.trace.job_id, now, took_s, alone_s)
+        if self._on_cycle is not None:
+            self._on_cycle(run.trace.job_id, took_s)
         run.cycle_began_at = now
         if run.trained == run.cycles:
             self._finish(run, "completed")
