@@ -8,7 +8,7 @@ from benchmarks.simulating.part import Part
 from benchmarks.simulating.workloads import passers
 from plexrl.sim.replay import simulate
 
-JOBS = 250
+JOBS = 200
 TIMES = 10
 BAR_MB, BAR_GROWTH = 600.0, 1.10
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,15 @@ GROUP_GPUS = 32
 MODEL = "7B"
 """Of every job: four of them fill a group's time without more contention than jitter makes."""
 
-NODE = NodeType(nvme_bytes=0)
-POOL = Pool(nodes=GROUPS * GROUP_GPUS // NODE.gpus, node_type=NODE)
-STATE_BYTES = NODE.host_memory_bytes * GROUP_GPUS // NODE.gpus // RESIDENTS - GIB
-"""Host memory holds the states of that many residents, and there is nowhere else."""
+DEMAND = MODEL_CLASSES[MODEL].demand()
+NODE_GPUS = 8
+NODE = NodeType(
+    gpus=NODE_GPUS,
+    host_memory_bytes=RESIDENTS * DEMAND["state_bytes"] * NODE_GPUS // GROUP_GPUS + GIB,
+    nvme_bytes=0,
+)
+"""Room for the states of `RESIDENTS` jobs and no more: no policy puts a fifth on a group."""
+POOL = Pool(nodes=GROUPS * GROUP_GPUS // NODE_GPUS, node_type=NODE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +34,13 @@ class Residents:
     def jobs(self) -> Iterator[TraceJob]:
         """All within the first cycle, one after the other."""
         for index in range(GROUPS * RESIDENTS):
-            demand = MODEL_CLASSES[MODEL].demand()
-            demand["state_bytes"] = STATE_BYTES
             yield TraceJob(
                 job_id=f"job{index}",
                 submit_s=float(index),
                 gpus=GROUP_GPUS,
                 tenant=f"tenant{index % 8}",
-                cycles=max(1, round(self.days * DAY_S / demand["period_s"])),
-                **demand,
+                cycles=max(1, round(self.days * DAY_S / DEMAND["period_s"])),
+                **DEMAND,
             )
 
 
@@ -51,8 +54,6 @@ class Passers:
 
     def jobs(self) -> Iterator[TraceJob]:
         """At a steady pace that the cluster keeps up with."""
-        demand = MODEL_CLASSES[MODEL].demand()
-        demand["state_bytes"] = STATE_BYTES
         for index in range(self.count):
             yield TraceJob(
                 job_id=f"job{index}",
@@ -60,7 +61,7 @@ class Passers:
                 gpus=GROUP_GPUS,
                 tenant=f"tenant{index % 5000}",
                 cycles=self.cycles,
-                **demand,
+                **DEMAND,
             )
 
 
