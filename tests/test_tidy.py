@@ -45,6 +45,7 @@ OTHER_CORES = (
     "router/reductions.py",
     "router/stream_events.py",
     "router/validation.py",
+    "sim/group_members.py",
     "sim/job_run.py",
     "sim/report/comparison.py",
     "sim/report/style.py",

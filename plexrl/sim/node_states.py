@@ -22,13 +22,15 @@ class StateMove:
     took_s: float
     outcome: Move | PlexRLError
 
-    def answer(self, command: cmd.RunOperation) -> ev.OperationFinished | ev.OperationFailed:
-        """What the workers say of it in the end."""
+    def answer(
+        self, command: cmd.RunOperation, control_s: float
+    ) -> ev.OperationFinished | ev.OperationFailed:
+        """What the workers say of it in the end; `control_s` of it they have not seen."""
         if isinstance(self.outcome, Move):
             return ev.OperationFinished(
                 operation=command.operation,
                 token=command.token,
-                compute_s=self.took_s,
+                compute_s=max(0.0, self.took_s - control_s),
                 moved=self.outcome.moved,
             )
         return ev.OperationFailed(
