@@ -132,6 +132,15 @@ def simulate(
     worker_mtbf_hours: Annotated[
         float, typer.Option(min=0.0, help="Of a job's workers.", rich_help_panel=_FAULTS)
     ] = 0.0,
+    state_survives: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Part of lost nodes that come back with their host memory.",
+            rich_help_panel=_FAULTS,
+        ),
+    ] = 1.0,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -230,6 +239,7 @@ def simulate(
             node_mtbf_s=node_mtbf_hours * HOUR_S,
             repair_s=repair_minutes * 60.0,
             worker_mtbf_s=worker_mtbf_hours * HOUR_S,
+            state_survives=state_survives,
         ),
         warm=not cold,
         switch_s=switch_s,

@@ -12,9 +12,8 @@ for reading a trace of response lengths.
 """
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from plexrl.sim.chance import normals, stream, uniform
 from plexrl.sim.response_lengths import read_longest_of
@@ -34,8 +33,7 @@ LANES = 4
 """Random numbers that a cycle may use: for the two factors, and for its stall."""
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnCycle:
+class DrawnCycle(NamedTuple):
     """One cycle, in seconds on nodes of the trace and without waiting."""
 
     rollout_s: float
@@ -83,9 +81,11 @@ class CycleLaw:
     __slots__ = (
         "_common",
         "_fixed_s",
+        "_gaps_s",
         "_key",
         "_longest",
         "_own",
+        "_parts_s",
         "_rollout_s",
         "_shift",
         "_sigma",
@@ -121,6 +121,8 @@ class CycleLaw:
             TOKENS,
         )
         """Without any scatter: the profile itself."""
+        self._parts_s = tuple(zip(self._work_s, self._fixed_s, strict=True))
+        self._gaps_s = gaps_s
         self._key = stream(seed, "cycles", job.job_id)
         self._stalls = behaviour.stalls if behaviour.stalls and behaviour.stalls.chance else None
         responses = behaviour.responses
@@ -158,11 +160,8 @@ class CycleLaw:
             rollout_s += _stall_s(self._stalls, normals(self._key, at + 3)[0])
         return DrawnCycle(
             rollout_s,
-            tuple(
-                work * work_s + fixed_s
-                for work_s, fixed_s in zip(self._work_s, self._fixed_s, strict=True)
-            ),
-            self.mean.gaps_s,
+            tuple([work * work_s + fixed_s for work_s, fixed_s in self._parts_s]),
+            self._gaps_s,
             max(1, round(TOKENS * work)),
         )
 
