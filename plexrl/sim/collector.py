@@ -213,6 +213,7 @@ class Collector:
             switch_gpu_hours=self._switch_gpu_s / HOUR_S,
             rollout_gpu_hours=rollout_hours,
             cost=self._rollout_cost + _cluster_price(self._scenario) * self._drain_s / HOUR_S,
+            rollout_cost=self._rollout_cost,
             gpu_hours_per_cycle=per_cycle,
             utilisation=self._utilisation(now),
             tenants=self._tenants.results(),
