@@ -40,8 +40,8 @@ def gantt_plot(runs: Sequence[Run], window_s: tuple[float, float] | None = None)
         says=f"{duration(end - start)} of the trace from {duration(start)} after its start, in "
         f"{unit.name}. A row is a group, a colour within a row a job ({len(jobs):,} jobs in all, "
         "so colours come again from row to row), black are the switches between jobs, and on the "
-        "bare ground the group is idle, or is not there. A bar's job is shown where the pointer "
-        "rests.",
+        "bare ground the group is idle, or is not there. In charts of at most "
+        f"{PIXELS_FROM:,} bars a bar's job is shown where the pointer rests.",
         pictures=tuple(
             _picture(f"gantt{index}", run, start, end) for index, run in enumerate(shown)
         ),
