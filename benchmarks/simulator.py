@@ -1,19 +1,22 @@
-"""The simulator: its speed and memory.
+"""The simulator: its speed and memory, and what it says of the published figures.
 
     python benchmarks/simulator.py [--json] [--full] [part …]
 
-Parts: speed, memory; all by default. Everything runs through the scheduler's own core. `--full`
-takes the three months as they are (minutes a policy) instead of extrapolating from a day.
+Parts: speed, memory, packing, drain; all by default. Everything runs through the scheduler's own
+core. `--full` takes the three months as they are (minutes a policy) instead of extrapolating from a
+day (speed, memory) or taking samples (drain).
 """
 
 import sys
 
 from benchmarks.report import report
-from benchmarks.simulating import memory, speed
+from benchmarks.simulating import drain, memory, packing, speed
 
 PARTS = {
     "speed": speed.measure,
     "memory": memory.measure,
+    "packing": packing.measure,
+    "drain": drain.measure,
 }
 
 

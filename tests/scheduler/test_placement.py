@@ -114,10 +114,10 @@ def test_where_others_wait_for_gpus_an_overlap_comes_before_a_new_group(
     cluster = cluster_of(8, "spread+backfill", load_max=2.0, waiting_part_max=1.0)
     submit(cluster, "a", trace(60.0))
     cluster.send(ev.TenantCreated(tenant="other", key_digest="k"))
-    limits = {"jobs_max": None, "gpus_max": quota, "gpu_seconds_max": None}
-    cluster.send(ev.TenantConfigured(tenant="other", weight=1.0, **limits))
     cluster.job("large", tenant="other", gang=gang)
     cluster.deploy("large/actor", workers=7)
+    limits = {"jobs_max": None, "gpus_max": quota, "gpu_seconds_max": None}
+    cluster.send(ev.TenantConfigured(tenant="other", weight=1.0, **limits))
     submit(cluster, "b", trace(60.0))
     assert placement(cluster, "b")["way"] == way
 
