@@ -67,6 +67,8 @@ def _is_beside_plan(context: Context, deployment: Deployment) -> bool:
     reservation, cycle = deployment.reservation, deployment.cycle
     if reservation is None or reservation.trace is None or cycle is None:
         return False
-    period = context.inventory.footprint(deployment).period
+    assert deployment.group is not None, f"{deployment.deployment} has a plan and no group"
+    footprint = context.inventory.index.footprint(deployment.group, deployment.deployment)
+    period = footprint.period
     beside = (cycle.started_at % context.config.horizon_slots - reservation.shift) % period
     return min(beside, period - beside) > PHASE_TOLERANCE * period

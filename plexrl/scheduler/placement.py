@@ -146,11 +146,11 @@ def leave(context: Context, deployment: Deployment) -> None:
 
 def reserve_anew(context: Context, deployment: Deployment, shift: float) -> None:
     """Replace the deployment's footprint by that of its present trace, at `shift` slots."""
-    context.inventory.release(deployment)
-    deployment.reservation = Reservation(shift=shift, trace=deployment.trace)
+    reservation = Reservation(shift=shift, trace=deployment.trace)
+    deployment.reservation = reservation
+    context.inventory.reserve_anew(deployment)
     overlap_s = _overlap_s(context, deployment)
-    deployment.reservation = replace(deployment.reservation, overlap_s=overlap_s)
-    context.inventory.reserve(deployment, strict=False)
+    deployment.reservation = replace(reservation, overlap_s=overlap_s)
     _give_time_back(context, context.state.groups[_placed(deployment)])
 
 
@@ -169,15 +169,15 @@ def _give_time_back(context: Context, group: Group) -> None:
 
 def _overlap_s(context: Context, deployment: Deployment) -> float:
     """Seconds of a cycle in which another member with a profile is busy. One without gives way."""
-    footprint = context.inventory.footprint(deployment)
-    others = np.zeros(footprint.horizon_slots, dtype=np.bool_)
-    for name in context.state.groups[_placed(deployment)].members:
-        reservation = context.deployment(name).reservation
+    index, group = context.inventory.index, context.state.groups[_placed(deployment)]
+    others = 0
+    for name in group.members:
+        reservation = context.state.deployments[name].reservation
         if name == deployment.deployment or reservation is None or reservation.trace is None:
             continue
-        others |= context.inventory.footprint(context.deployment(name)).weights() > 0
-    busy = footprint.weights() > 0
-    return float(np.count_nonzero(busy & others)) / footprint.cycles
+        others |= index.busy(group.group, name)
+    both = others & index.busy(group.group, deployment.deployment)
+    return both.bit_count() / index.footprint(group.group, deployment.deployment).cycles
 
 
 def find(context: Context, deployment: Deployment, way: Way, now: float) -> Choice | None:
