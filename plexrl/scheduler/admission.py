@@ -200,6 +200,7 @@ def _place_all(
             for each in reversed(done):
                 leave(context, each)
                 each.ranks = ()
+                each.nodes = ()
                 each.placement = None
             return False
         done.append(deployment)

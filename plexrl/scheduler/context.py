@@ -10,6 +10,7 @@ from plexrl.scheduler.contention import Contention, Resident
 from plexrl.scheduler.inventory import Inventory
 from plexrl.scheduler.ordering import Ordering, make_ordering
 from plexrl.scheduler.policies import PlacementPolicy, make_policy
+from plexrl.scheduler.profiler import ProfilerConfig
 from plexrl.scheduler.state import Deployment, Group, Job, State, WpgState
 
 
@@ -31,6 +32,7 @@ class Context:
     policy: PlacementPolicy = field(init=False)
     ordering: Ordering = field(init=False)
     anticipates: bool = field(init=False)
+    profiler: ProfilerConfig = field(init=False)
     inventory: Inventory = field(init=False)
     """Derived from the state; so is `waiting`."""
     waiting: dict[DeploymentId, None] = field(default_factory=dict)
@@ -60,7 +62,13 @@ class Context:
         self.relocating.clear()
         self._held.clear()
         self.contentions.clear()
+        self.profiler = ProfilerConfig(
+            cycles=config.profile_cycles, drift_tolerance=config.drift_tolerance
+        )
         for deployment in self.state.deployments.values():
+            if deployment.ranks and not deployment.nodes:
+                # Of a snapshot from before they were kept.
+                deployment.nodes = tuple(sorted({rank.node for rank in deployment.ranks}))
             if deployment.relocation is not None:
                 self.relocating[deployment.deployment] = None
             if deployment.state == WpgState.WAITING:

@@ -140,6 +140,10 @@ class Inventory:
         """Groups with GPUs on that node."""
         return list(self._groups_on.get(node, ()))
 
+    def nodes(self, group: Group) -> tuple[NodeId, ...]:
+        """Those that the group has GPUs on, by name."""
+        return tuple(self._lies[group.group])
+
     def footprint(self, deployment: Deployment) -> Footprint:
         """What the deployment's reservation takes of the ring."""
         horizon = self._config.horizon_slots

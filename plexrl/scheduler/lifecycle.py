@@ -9,7 +9,7 @@ from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.operations import drop_log, drop_past, fail
 from plexrl.scheduler.placement import leave
 from plexrl.scheduler.profiler import forget_open_cycle
-from plexrl.scheduler.relocation import drain, nodes_of, settle
+from plexrl.scheduler.relocation import drain, settle
 from plexrl.scheduler.state import Deployment, Job, Residency, WpgState
 from plexrl.scheduler.usage import meter
 from plexrl.wire.operations import OperationState
@@ -56,7 +56,7 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
             fail(context, operation, error, now)
     drop_log(context, deployment)
     drop_past(context, deployment)
-    nodes = nodes_of(deployment)
+    nodes = deployment.nodes
     if deployment.incarnation:
         context.emit(
             StopWorkers(
@@ -200,7 +200,7 @@ def stop(context: Context, deployment: Deployment, reason: str, now: float) -> b
         StopWorkers(
             deployment=deployment.deployment,
             incarnation=deployment.incarnation,
-            nodes=nodes_of(deployment),
+            nodes=deployment.nodes,
         )
     )
     deployment.state = WpgState.RECOVERING

@@ -85,6 +85,7 @@ def join(
     group.members.append(deployment.deployment)
     deployment.group = group.group
     deployment.ranks = group.gpus
+    deployment.nodes = context.inventory.nodes(group)
     trace = deployment.trace if shares(deployment) else None
     start_slot = int(now) % context.config.horizon_slots
     deployment.reservation = Reservation(
@@ -96,6 +97,7 @@ def join(
         group.members.remove(deployment.deployment)
         deployment.group = deployment.reservation = None
         deployment.ranks = ()
+        deployment.nodes = ()
         raise
     deployment.placement = PlacementRecord(
         at=now,

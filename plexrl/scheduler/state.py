@@ -292,6 +292,8 @@ class Deployment:
     residency: Residency = Residency.NONE
     group: GroupId | None = None
     ranks: tuple[RankPlacement, ...] = ()
+    nodes: tuple[NodeId, ...] = ()
+    """Of its ranks, each once, by name."""
     node_type: str = ""
     """Wanted; empty: any."""
     trace: DemandTrace | None = None

@@ -65,7 +65,7 @@ def observe_move(
         deployment.estimates.observe(operation.kind, 0, event.compute_s)
     if moved is None or not moved.bytes_moved:
         return
-    nodes = len({rank.node for rank in deployment.ranks}) or 1
+    nodes = len(deployment.nodes) or 1
     law = context.state.move_laws.setdefault(
         _path(context, deployment, operation.kind, tier), MoveLaw()
     )
@@ -74,9 +74,9 @@ def observe_move(
 
 def state_lies(deployment: "Deployment", tier: str) -> None:
     """A version was made or has arrived, all of it in `tier` until its nodes say otherwise."""
-    nodes = {rank.node for rank in deployment.ranks}
+    nodes = deployment.nodes
     per_node = deployment.state_bytes // max(1, len(nodes)) if tier == NVME else 0
-    deployment.nvme_bytes_by_node = dict.fromkeys(sorted(nodes), per_node) if per_node else {}
+    deployment.nvme_bytes_by_node = dict.fromkeys(nodes, per_node) if per_node else {}
     deployment.nvme_bytes = per_node
 
 
@@ -85,7 +85,7 @@ def state_reported(context: "Context", event: "StateReported", now: float) -> No
     del now
     for report in event.states:
         deployment = context.state.deployments.get(report.deployment)
-        if deployment is None or event.node not in {rank.node for rank in deployment.ranks}:
+        if deployment is None or event.node not in deployment.nodes:
             continue
         by_node = deployment.nvme_bytes_by_node
         by_node[event.node] = report.nvme_bytes
@@ -96,7 +96,7 @@ def state_reported(context: "Context", event: "StateReported", now: float) -> No
 def _by_law(
     context: "Context", deployment: "Deployment", kind: OperationKind, tier: str = HOST
 ) -> float:
-    nodes = len({rank.node for rank in deployment.ranks}) or 1
+    nodes = len(deployment.nodes) or 1
     nbytes = deployment.state_bytes / nodes
     law = context.state.move_laws.get(_path(context, deployment, kind, tier))
     return law.seconds(nbytes) if law is not None else nbytes / MOVE_BYTES_PER_S

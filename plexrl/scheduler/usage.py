@@ -23,13 +23,14 @@ FADE_STEP_S = 10.0
 def meter(state: State, deployment: Deployment, now: float) -> None:
     """Share the GPU time since the last call among the runs in flight."""
     since, deployment.metered_at = deployment.metered_at, now
-    if since is None or (not deployment.running and deployment.moving is None):
+    moving, running = deployment.moving, deployment.running
+    if since is None or (moving is None and not running):
         return
     held = max(0.0, now - since) * deployment.workers
-    moving, running = deployment.moving, deployment.running
     if moving is not None:
-        state.operations[moving.operation].gpu_seconds += held / (1 + len(running))
-        held -= held / (1 + len(running))
+        part = held / (1 + len(running))
+        state.operations[moving.operation].gpu_seconds += part
+        held -= part
     for name in running:
         state.operations[name].gpu_seconds += held / len(running)
 
