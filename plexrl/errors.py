@@ -33,6 +33,7 @@
     ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
     │   └── LeaseHeldError             503  lease_held        (another scheduler leads)
     ├── DeadlineExceededError          504  deadline_exceeded
+    ├── InvariantError                 500  invariant         (a simulated run broke a law)
     ├── DeviceError                    500  device            (a device's driver refused a call)
     │   ├── DeviceUnavailableError     503  device_unavailable (there is no such device)
     │   └── DeviceMemoryFullError      507  device_memory_full
@@ -221,6 +222,12 @@ class LeaseHeldError(UnavailableError):
 class DeadlineExceededError(PlexRLError):
     code = "deadline_exceeded"
     status = 504
+
+
+class InvariantError(PlexRLError):
+    """A bug of ours: `details["law"]` and `details["at_s"]` say which law was broken, and when."""
+
+    code = "invariant"
 
 
 class DeviceError(PlexRLError):

@@ -8,11 +8,11 @@ from plexrl.errors import InvalidRequestError
 GIB = 1 << 30
 HTTP = ("http://", "https://")
 
-POLICIES = ("isolated", "pack", "spread", "spread+backfill")
+POLICIES = ("isolated", "pack", "spread", "spread+backfill", "co-execution")
 """The scheduler's own; kept here too, for a cluster's parts do not import each other."""
 ORDERINGS = (
     *("hrrs", "hrrs-operations", "fifo-bursts", "fifo-operations"),
-    *("least-recently-served", "round-robin"),
+    *("shortest-first", "least-recently-served", "round-robin"),
 )
 """Likewise."""
 

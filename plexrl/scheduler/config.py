@@ -42,7 +42,8 @@ class SchedulerConfig:
     """Name under which this scheduler leads: stable over its restarts, for it takes over from
     itself at once, and no other's. Empty: made of the machine's name and `listen`."""
     policy: str = "pack"
-    """Placement: `isolated`, `pack`, `spread` or `spread+backfill` (see `policies`)."""
+    """Placement: `isolated`, `pack`, `spread`, `spread+backfill` or `co-execution` (see
+    `policies`)."""
     horizon_slots: int = 28_800
     """Slots of the planning ring, of one second each: 8 h (PlexRL §5.2.1)."""
     period_tolerance: float = 0.02

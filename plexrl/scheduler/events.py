@@ -248,6 +248,9 @@ class OperationSubmitted(Event):
     """From now on; not begun by then, it ends with `DeadlineExceededError`. Absent: none."""
     in_flight: bool = False
     """For `sync_weights`: beside generations that run, instead of after them."""
+    ends_burst: bool = False
+    """The last of its cycle's, of a job whose rollouts are made elsewhere: the group may go to
+    others at once, as after a publish."""
 
 
 @message

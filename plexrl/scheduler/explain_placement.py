@@ -104,6 +104,10 @@ def _attempt(context: Context, deployment: Deployment, way: Way, now: float) -> 
                 f"in the nearest of the {len(fits)} where it fits, a member would wait for more "
                 f"than {bound} of its time"
             )
+    if open_count and way == Way.CO_EXECUTED:
+        refused.append(
+            f"{open_count} have no turn left in their round, or not in host memory for its state"
+        )
     groups = f"{counts['groups']} groups of {deployment.workers} GPUs"
     row["why"] = groups + (": " + ", ".join(refused) if refused else "")
     return row

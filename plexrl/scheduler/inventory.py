@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from plexrl.ids import GroupId, NodeId
 from plexrl.scheduler.capacity import CapacityIndex, Shape
+from plexrl.scheduler.commands import RankPlacement
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.demand import Footprint, project, whole_ring
 from plexrl.scheduler.node_pool import NodeKind, NodePool
@@ -169,6 +170,24 @@ class Inventory:
             host.append(int((known.host_memory_bytes - kept) * scale))
             total.append(int((known.host_memory_bytes + known.nvme_bytes - kept) * scale))
         return min(host), min(total)
+
+    def find_gpus(self, deployment: Deployment) -> tuple[RankPlacement, ...] | None:
+        """Free GPUs for a new group of the deployment's; None where there are none.
+
+        Where the policy keeps states in host memory, with it none of their nodes keeps more than
+        that. One that has its nodes to itself is never switched away from, and may be larger.
+        """
+        per_rank = -(-deployment.state_bytes // deployment.workers)
+        wanted = (deployment.workers, deployment.node_type, per_rank)
+        if not self._policy.keeps_in_host or deployment.kind == "rollout" or deployment.exclusive:
+            return self.pool.find(*wanted)
+
+        def fits(node: NodeId, ranks: int) -> bool:
+            kept = self._kept.get(node, 0)
+            more = deployment.state_bytes * ranks // deployment.workers
+            return not kept or kept + more <= self._state.nodes[node].host_memory_bytes
+
+        return self.pool.find(*wanted, fits)
 
     def spills(self, group: Group) -> bool:
         """Whether the states kept on the group's nodes are more than host memory holds."""

@@ -5,7 +5,7 @@ spare, so that larger wishes still find theirs), else on neighbouring nodes of o
 topology (a rack, a rail), else on as few adjacent blocks as hold it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sortedcontainers import SortedDict, SortedList
@@ -112,11 +112,16 @@ class NodePool:
         )
 
     def find(
-        self, count: int, node_type: str, memory_bytes_min: int
+        self,
+        count: int,
+        node_type: str,
+        memory_bytes_min: int,
+        suits: Callable[[NodeId, int], bool] | None = None,
     ) -> tuple[RankPlacement, ...] | None:
         """`count` free GPUs of one kind, each of at least that memory; None where there are none.
 
-        Among kinds the one with the least memory that suffices, then by name."""
+        Among kinds the one with the least memory that suffices, then by name. `suits` says whether
+        so many GPUs may be taken of a node."""
         kinds = [
             key
             for key in self._kinds
@@ -126,6 +131,10 @@ class NodePool:
             kind = self._kinds[key]
             if kind.free_gpus < count:
                 continue
+            if suits is not None:
+                kind = self._suitable(kind, count, suits)
+                if kind.free_gpus < count:
+                    continue
             nodes = self._nodes_for(kind, count)
             chosen = [(node, gpu) for node in nodes for gpu in self._nodes[node].free][:count]
             return tuple(
@@ -133,6 +142,14 @@ class NodePool:
                 for rank, (node, gpu) in enumerate(chosen)
             )
         return None
+
+    def _suitable(self, kind: _Kind, count: int, suits: Callable[[NodeId, int], bool]) -> _Kind:
+        """The part of a kind of which as many GPUs as are wanted, or all that are free, suit."""
+        found = _Kind()
+        for free, node in kind.by_free:
+            if free and suits(node, min(free, count)):
+                _count_in(found, node, self._nodes[node])
+        return found
 
     def _nodes_for(self, kind: _Kind, count: int) -> list[NodeId]:
         at = kind.by_free.bisect_left((count, NodeId("")))
@@ -180,12 +197,7 @@ class NodePool:
 
     def _enter(self, node: NodeId) -> None:
         found = self._nodes[node]
-        kind = self._kinds.setdefault(found.kind, _Kind())
-        kind.by_free.add((len(found.free), node))
-        kind.free_gpus += len(found.free)
-        block = kind.blocks.setdefault(found.block, _Block())
-        block.nodes[node] = None
-        block.free_gpus += len(found.free)
+        _count_in(self._kinds.setdefault(found.kind, _Kind()), node, found)
 
     def _leave(self, node: NodeId) -> None:
         found = self._nodes[node]
@@ -197,6 +209,14 @@ class NodePool:
         block.free_gpus -= len(found.free)
         if not block.nodes:
             del kind.blocks[found.block]
+
+
+def _count_in(kind: _Kind, name: NodeId, node: _PoolNode) -> None:
+    kind.by_free.add((len(node.free), name))
+    kind.free_gpus += len(node.free)
+    block = kind.blocks.setdefault(node.block, _Block())
+    block.nodes[name] = None
+    block.free_gpus += len(node.free)
 
 
 def _by_node(gpus: Sequence[RankPlacement]) -> dict[NodeId, set[int]]:

@@ -105,6 +105,7 @@ def enqueue(
         payload_digest=event.payload_digest,
         after=after,
         in_flight=event.in_flight,
+        ends_burst=event.ends_burst,
     )
     taken_in(context, operation)
     _queue(context, deployment, event.operation, now)

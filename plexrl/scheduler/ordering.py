@@ -79,6 +79,17 @@ class FifoOperations:
         return (candidate.arrived_at, candidate.setup_s, candidate.name)
 
 
+class ShortestFirst:
+    """The shortest burst, the switch to it not counted (shortest job first)."""
+
+    holds_bursts = True
+    anticipates = False
+
+    def key(self, candidate: Candidate, now: float) -> Key:
+        del now
+        return (candidate.service_s, candidate.arrived_at, candidate.name)
+
+
 class LeastRecentlyServed:
     """Whoever had the group last the longest ago, a burst at a time (OpenRL)."""
 
@@ -107,6 +118,7 @@ ORDERINGS: dict[str, type[Ordering]] = {
     "hrrs-operations": HrrsPerOperation,
     "fifo-bursts": FifoBursts,
     "fifo-operations": FifoOperations,
+    "shortest-first": ShortestFirst,
     "least-recently-served": LeastRecentlyServed,
     "round-robin": RoundRobin,
 }

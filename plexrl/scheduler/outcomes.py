@@ -64,6 +64,8 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
             deployment.idle_since = now
         if operation.kind == OperationKind.PUBLISH:
             _published(context, deployment, operation, now)
+        elif operation.ends_burst and not command.replay:
+            _burst_over(context, deployment, now)
     context.touch(deployment.group)
 
 
@@ -249,6 +251,11 @@ def _published(context: Context, deployment: Deployment, operation: Operation, n
     deployment.published_seq = operation.seq
     for name in context.job(deployment.job).deployments:
         context.touch(context.deployment(name).group)
+    _burst_over(context, deployment, now)
+
+
+def _burst_over(context: Context, deployment: Deployment, now: float) -> None:
+    """A cycle's last step was made: unless more waits already, the group is free for others."""
     if not deployment.queue:
         end_burst(deployment, now)
         deployment.idle_since = None

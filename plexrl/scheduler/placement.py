@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from plexrl.errors import CapacityError
 from plexrl.ids import GroupId
 from plexrl.scheduler.capacity import Shape, ShapeTable
+from plexrl.scheduler.co_execution import added_stretch, turn_of
 from plexrl.scheduler.contention import Contention, Resident, TurnRule, predict
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.demand import DemandTrace, project
@@ -190,6 +191,8 @@ def find(context: Context, deployment: Deployment, way: Way, now: float) -> Choi
             return found[0] if found else None
         case Way.PACKED | Way.EMPTIEST:
             return _by_room(context, deployment, way)
+        case Way.CO_EXECUTED:
+            return _by_round(context, deployment)
         case _:
             raise AssertionError(f"{way} joins no group")
 
@@ -352,6 +355,29 @@ def _by_room(context: Context, deployment: Deployment, way: Way) -> Choice | Non
     return None if best is None else best[1]
 
 
+def _by_round(context: Context, deployment: Deployment) -> Choice | None:
+    """The group whose round takes the deployment at the least cost; of equal ones the fullest."""
+    newcomer = turn_of(context, deployment)
+    if newcomer is None or deployment.trace is None:
+        return None
+    best: tuple[tuple[float, ...], Choice] | None = None
+    for shape in _shapes(context, deployment):
+        table = context.inventory.index.table(shape)
+        room = has_room(context, table, deployment, deployment.trace.duty)
+        room &= table.host_bytes_free >= deployment.state_bytes
+        _leave_out_own(context, shape, deployment, room)
+        for row in np.flatnonzero(room).tolist():
+            group = table.groups[row]
+            assert group is not None, "a free row was chosen"
+            cost = added_stretch(context, context.state.groups[group], newcomer)
+            if cost is None:
+                continue
+            key = (cost, -float(table.load[row]), float(table.serial[row]))
+            if best is None or key < best[0]:
+                best = key, Choice(group=group, way=Way.CO_EXECUTED, cost=cost)
+    return None if best is None else best[1]
+
+
 def _leave_out_own(
     context: Context, shape: Shape, deployment: Deployment, room: NDArray[np.bool_]
 ) -> None:
@@ -393,8 +419,7 @@ def _spill_s(table: ShapeTable, row: int, deployment: Deployment) -> float:
 
 
 def _new_group(context: Context, deployment: Deployment) -> Group | None:
-    per_rank = -(-deployment.state_bytes // deployment.workers)
-    gpus = context.inventory.pool.find(deployment.workers, deployment.node_type, per_rank)
+    gpus = context.inventory.find_gpus(deployment)
     if gpus is None:
         return None
     state = context.state

@@ -22,6 +22,9 @@ class Way(StrEnum):
     """Join the fullest group that has room; needs no profile."""
     EMPTIEST = "emptiest"
     """Join the group of fewest members; needs no profile."""
+    CO_EXECUTED = "co-executed"
+    """Join the group in whose round it has a turn, all states staying in host memory, at the least
+    added cost."""
 
 
 class PlacementPolicy(Protocol):
@@ -35,6 +38,8 @@ class PlacementPolicy(Protocol):
     that have."""
     repacks: bool
     """Jobs are placed again once their profile is known."""
+    keeps_in_host: bool
+    """Where several WPGs share a group, their states stay in host memory, never on NVMe."""
 
     def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
         """The ways to try, best first. `is_patience_over`: a job without a profile has waited long
@@ -49,6 +54,7 @@ class Isolated:
     backfills = True
     guards_slack = False
     repacks = False
+    keeps_in_host = False
 
     def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
         """Only new groups."""
@@ -63,6 +69,7 @@ class Pack:
     backfills = True
     guards_slack = False
     repacks = False
+    keeps_in_host = False
 
     def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
         """A group that exists before a new one."""
@@ -77,6 +84,7 @@ class Spread:
     backfills = False
     guards_slack = True
     repacks = True
+    keeps_in_host = False
 
     def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
         """Warm: fit strictly, else new, else overlap least. Cold: new, in the end any."""
@@ -94,7 +102,26 @@ class SpreadBackfill(Spread):
     backfills = True
 
 
-POLICIES = ("isolated", "pack", "spread", "spread+backfill")
+class CoExecution:
+    """Groups whose members have a turn each in a round no longer than their longest cycle, with
+    their states in host memory; no group changes for a member's sake (RollMux, arXiv 2512.11306).
+
+    The rule for taking turns that belongs to it is `round-robin`.
+    """
+
+    name = "co-execution"
+    backfills = True
+    guards_slack = False
+    repacks = False
+    keeps_in_host = True
+
+    def ways(self, *, has_profile: bool, is_patience_over: bool) -> tuple[Way, ...]:
+        """A round that has room, else a new group; without a profile no round can be planned."""
+        del is_patience_over
+        return (Way.CO_EXECUTED, Way.DEDICATED) if has_profile else (Way.DEDICATED,)
+
+
+POLICIES = ("isolated", "pack", "spread", "spread+backfill", "co-execution")
 
 
 def make_policy(name: str) -> PlacementPolicy:
@@ -112,4 +139,6 @@ def make_policy(name: str) -> PlacementPolicy:
             return Spread()
         case "spread+backfill":
             return SpreadBackfill()
+        case "co-execution":
+            return CoExecution()
     raise InvalidRequestError(f"policy {name!r} is unknown: use one of {', '.join(POLICIES)}")

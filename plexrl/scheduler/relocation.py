@@ -324,8 +324,7 @@ def _elsewhere(
     for way in ways(context, deployment, now):
         match way:
             case Way.DEDICATED:
-                memory = -(-deployment.state_bytes // deployment.workers)
-                gpus = context.inventory.pool.find(deployment.workers, deployment.node_type, memory)
+                gpus = context.inventory.find_gpus(deployment)
                 reach = context.config.migrates or gpus is None or not _has_state(deployment)
                 if gpus is not None and (
                     reach or {gpu.node for gpu in gpus} <= set(deployment.state_nodes)

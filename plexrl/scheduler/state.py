@@ -209,6 +209,8 @@ class Operation:
     """Of a sync: the version that was published for it."""
     in_flight: bool = False
     """Of a sync: it may run beside generations."""
+    ends_burst: bool = False
+    """Nothing of its cycle comes after it."""
     result: BlobRef | None = None
     result_json: str = "{}"
     error_json: str | None = None

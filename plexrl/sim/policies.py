@@ -1,5 +1,10 @@
 """Policies by name: what a simulated scheduler is configured with. No rule stands here; all are the
 scheduler's own (`plexrl.scheduler.policies`, `plexrl.scheduler.ordering`). Pure.
+
+The four of PlexRL §6.3 take turns by the default rule. The comparison policies are what other
+systems do: where one says only who goes next, and not where jobs are placed, it gets `pack`, which
+needs no more than its users' labels do. `fcfs` and `sjf` differ from `spread+backfill` in the order
+alone, so a group is switched ahead of time for them too.
 """
 
 from collections.abc import Mapping
@@ -28,6 +33,44 @@ SIM_POLICIES: dict[str, SimPolicy] = {
         SimPolicy(name="spread", settings={"policy": "spread"}, source="PlexRL §6.3"),
         SimPolicy(
             name="spread+backfill", settings={"policy": "spread+backfill"}, source="PlexRL §6.3"
+        ),
+        SimPolicy(
+            name="rollmux",
+            settings={"policy": "co-execution", "ordering": "round-robin"},
+            source="RollMux, arXiv 2512.11306: co-execution groups, states in host memory",
+        ),
+        SimPolicy(
+            name="fifo-lock",
+            settings={"policy": "pack", "ordering": "fifo-bursts"},
+            source="llm-d RL time-slicing: a first-in-first-out lock for each group",
+        ),
+        SimPolicy(
+            name="least-recently-served",
+            settings={"policy": "pack", "ordering": "least-recently-served"},
+            source="OpenRL, pull request 143",
+        ),
+        SimPolicy(
+            name="fcfs",
+            settings={
+                "policy": "spread+backfill",
+                "ordering": "fifo-bursts",
+                "anticipation": True,
+            },
+            source="first come, first served in place of HRRS",
+        ),
+        SimPolicy(
+            name="sjf",
+            settings={
+                "policy": "spread+backfill",
+                "ordering": "shortest-first",
+                "anticipation": True,
+            },
+            source="shortest job first in place of HRRS",
+        ),
+        SimPolicy(
+            name="hrrs-literal",
+            settings={"policy": "spread+backfill", "ordering": "hrrs-operations"},
+            source="PlexRL §4.4 read by the letter: every operation competes",
         ),
     )
 }

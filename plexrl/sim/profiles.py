@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from random import Random
 
+from plexrl.traces.published import MODEL_CLASSES
+
 TOKENS = 1_000_000
 """Of a mean cycle."""
 
@@ -77,24 +79,18 @@ class JobProfile:
 CONTROLLER_STEPS = 3
 """Submissions of a cycle that the controller makes on an answer: update, sync, next rollout."""
 
-_PUBLISHED: dict[str, tuple[float, float, float, float]] = {
-    "7B": (289.03, 9.66, 38.08, 9.76),
-    "30B": (284.80, 19.62, 56.35, 7.57),
-    "235B": (589.71, 20.11, 82.39, 8.89),
-}
-
-PUBLISHED = tuple(_PUBLISHED)
+PUBLISHED = tuple(MODEL_CLASSES)
 """Names of the published profiles."""
 
 
 def published(name: str, *, sigma: float = 0.0, switch_s: float = 8.0) -> JobProfile:
     """The profile of that name, with lognormal draws and a context switch of this length."""
-    cycle_s, log_prob_s, update_s, sync_s = _PUBLISHED[name]
+    known = MODEL_CLASSES[name]
     return JobProfile(
-        rollout_s=cycle_s - log_prob_s - update_s - sync_s,
-        log_prob_s=log_prob_s,
-        update_s=update_s,
-        sync_s=sync_s,
+        rollout_s=known.period_s - known.log_prob_s - known.update_s - known.sync_s,
+        log_prob_s=known.log_prob_s,
+        update_s=known.update_s,
+        sync_s=known.sync_s,
         load_s=switch_s / 2,
         offload_s=switch_s / 2,
         rollout_sigma=sigma,

@@ -119,7 +119,9 @@ class SimResult:
     fairness: float
     """Jain's index over tenants' mean slowdowns: 1 is equal."""
     spans: tuple[Span, ...]
-    """Of the scenario's window."""
+    """Of the scenario's window, in the order of their ends."""
+    spans_left_out: int = 0
+    """There were more than a result can hold."""
     failures: int
     """Nodes and workers lost."""
     speed: Speed

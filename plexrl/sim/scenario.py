@@ -73,6 +73,13 @@ class ToolStalls:
     sigma: float = 1.0
     """Of the logarithm of its seconds."""
 
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.chance <= 1.0 and self.mean_s >= 0.0 and self.sigma >= 0.0):
+            raise InvalidRequestError(
+                "tool stalls have a chance of 0 to 1, a mean and a sigma of at least 0: not "
+                f"{self.chance:g}, {self.mean_s:g} s and {self.sigma:g}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behaviour:
@@ -94,6 +101,16 @@ class Behaviour:
     controller_s: float = 0.01
     """From an answer to the submission of the next operation."""
 
+    def __post_init__(self) -> None:
+        if not -1.0 <= self.correlation <= 1.0:
+            raise InvalidRequestError(f"a correlation is -1 to 1, not {self.correlation:g}")
+        given = (self.jitter or 0.0, self.responses, self.staleness or 0, self.controller_s)
+        if min(given) < 0:
+            raise InvalidRequestError(
+                "jitter, responses, staleness and controller_s are at least 0: not "
+                f"{self.jitter}, {self.responses}, {self.staleness} and {self.controller_s:g}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
@@ -104,6 +121,21 @@ class Failures:
     repair_s: float = 1800.0
     worker_mtbf_s: float = 0.0
     """Of one WPG's processes."""
+    state_survives: float = 1.0
+    """Part of lost nodes that come back with what they had in host memory, because an agent or the
+    network had failed. The others have what lay on NVMe; a job whose state is lost ends as failed,
+    for its user to begin again from a checkpoint."""
+
+    def __post_init__(self) -> None:
+        if min(self.node_mtbf_s, self.repair_s, self.worker_mtbf_s) < 0.0:
+            raise InvalidRequestError(
+                "times between failures and of repairs are at least 0 s: not "
+                f"{self.node_mtbf_s:g}, {self.repair_s:g} and {self.worker_mtbf_s:g}"
+            )
+        if not 0.0 <= self.state_survives <= 1.0:
+            raise InvalidRequestError(
+                f"state_survives is a part, 0 to 1, not {self.state_survives:g}"
+            )
 
 
 Detail = Literal["burst", "operation"]
@@ -120,6 +152,11 @@ class Scenario:
     seed: int = 0
     behaviour: Behaviour = field(default_factory=Behaviour)
     failures: Failures = field(default_factory=Failures)
+    warm: bool = True
+    """Jobs declare their demand when they are submitted, as those that came before would; otherwise
+    the scheduler has to profile each."""
+    launch_s: float = 30.0
+    """Of a job's worker processes: imports, process groups, the model's build."""
     switch_s: float | None = None
     """Of a context switch, half each way; absent: by the node type's rates."""
     detail: Detail = "burst"

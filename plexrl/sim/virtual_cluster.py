@@ -1,34 +1,37 @@
-"""A cluster on a virtual clock: the second shell round the scheduler's own core.
+"""A few jobs of a profile on a virtual cluster, cycle by cycle: what an ordering or a placement
+costs each of them.
 
-It does what the live shell does (take an event in, hand it to the core, carry the commands out) and
-nothing else: no rule of scheduling stands here. Operations take as long as their job's profile
-says, and time jumps from one happening to the next. Chance is in the drawn cycles only, which come
-from a seeded generator; happenings of equal time come in the order they were planned in.
+Operations take as long as their job's profile says. Chance is in the drawn cycles only, which come
+from a seeded generator. (A whole trace is `plexrl.sim.replay`'s.)
 
 A job is a serial loop: roll out (on GPUs of its own), `forward`, `forward_backward` and
 `optim_step` together, `sync_weights`, whose publish is the last of the group's work in a cycle.
 """
 
-import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
 from typing import Any
 
-from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, RouterId, TenantId
+from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, TenantId
 from plexrl.scheduler import SchedulerConfig, SchedulerCore
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.demand import DemandTrace
 from plexrl.sim.profiles import Cycle, JobProfile
+from plexrl.sim.shell import (
+    FOREVER_S,
+    VirtualShell,
+    arrivals,
+    log_to,
+    readiness,
+    virtual_config,
+)
 from plexrl.sim.slowdown import CycleRecord, JobReport, RunReport
 from plexrl.wire.operations import OperationKind
 
 BACKWARD_SHARE = 0.95
 """Of an update's seconds; the optimizer step has the rest."""
-
-FOREVER_S = 1e12
 
 PROFILER_SAMPLE = 8
 """Cycles from one reading of the core's waiting part to the next: it spans the newest 8, so that
@@ -99,32 +102,48 @@ class VirtualCluster:
         keep_log: bool = False,
     ) -> None:
         self._groups = groups
-        self._core = SchedulerCore(config or virtual_config())
+        self._shell = VirtualShell(
+            config or virtual_config(),
+            {
+                cmd.RunOperation: self._run_operation,
+                cmd.LaunchWorkers: self._launch_workers,
+                cmd.MigrateState: self._migrate_state,
+            },
+        )
         self._jobs = {JobId(plan.name): _Job(plan, Random(f"{seed}:{plan.name}")) for plan in plans}
-        self._now = 0.0
-        self._planned: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
-        self._timer_at: float | None = None
-        self._log: list[bytes] | None = [] if keep_log else None
+        self._log: list[bytes] = []
+        if keep_log:
+            self._shell.watch(log_to(self._log))
         self._answers: dict[OperationId, Callable[[], None]] = {}
         self.submitted = 0
         self.finished = 0
-        self.events = 0
 
     @property
     def core(self) -> SchedulerCore:
         """The core that decides."""
-        return self._core
+        return self._shell.core
+
+    @property
+    def events(self) -> int:
+        """Told to the core."""
+        return self._shell.events
 
     @property
     def log(self) -> bytes:
         """Every event and command, one JSON line each; empty unless it was asked for."""
-        return b"\n".join(self._log or [])
+        return b"\n".join(self._log)
+
+    @property
+    def _now(self) -> float:
+        return self._shell.now
+
+    def _send(self, event: ev.Event) -> None:
+        self._shell.send(event)
 
     def explained(self, name: str) -> dict[str, Any]:
         """What the core says of that job's train deployment."""
         job = self._jobs[JobId(name)]
-        told = self._core.explain_job(JobId(name), self._now)
+        told = self.core.explain_job(JobId(name), self._now)
         found: dict[str, Any] = next(
             each for each in told["deployments"] if each["deployment"] == job.actor
         )
@@ -139,18 +158,16 @@ class VirtualCluster:
         self._join("rollout", ROLLOUT, gpus=len(self._jobs))
         for number in range(self._groups):
             self._join(f"train{number}", TRAIN, gpus=1)
-        self._send(ev.RouterJoined(router=RouterId("router")))
+        self._shell.connect_router()
         for job in self._jobs.values():
-            self._at(job.plan.start_s, partial(self._start, job))
+            self._shell.at(job.plan.start_s, self._start, job)
         while not all(job.is_complete for job in self._jobs.values()):
-            if not self._planned:
+            if not self._shell.run(1):
                 stuck = [str(name) for name, job in self._jobs.items() if not job.is_complete]
                 raise RuntimeError(
                     f"at {self._now:g} s nothing more can happen, and these jobs are not complete: "
                     f"{', '.join(stuck)}: see `explained` for what each waits for"
                 )
-            self._now, _, happen = heapq.heappop(self._planned)
-            happen()
         return self._report()
 
     def _join(self, name: str, node_type: str, gpus: int) -> None:
@@ -165,55 +182,24 @@ class VirtualCluster:
             )
         )
 
-    # The shell: events in, commands out.
+    # Commands
 
-    def _at(self, time: float, happen: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self._planned, (time, self._count, happen))
+    def _run_operation(self, command: cmd.RunOperation) -> None:
+        took_s = self._duration_s(command)
+        self._shell.at(self._now + took_s, self._finish, (command, took_s))
 
-    def _send(self, event: ev.Event) -> None:
-        self.events += 1
-        commands = self._core.handle(event, self._now)
-        if self._log is not None:
-            self._log.append(b"%r %s" % (self._now, ev.CODEC.encode(event)))
-            self._log += [b"  " + cmd.CODEC.encode(command) for command in commands]
-        for command in commands:
-            self._carry_out(command)
+    def _launch_workers(self, command: cmd.LaunchWorkers) -> None:
+        self._shell.at(self._now, self._send_all, readiness(command))
 
-    def _carry_out(self, command: cmd.Command) -> None:
-        match command:
-            case cmd.RunOperation():
-                took_s = self._duration_s(command)
-                self._at(self._now + took_s, lambda: self._finish(command, took_s))
-            case cmd.SetTimer(at=at):
-                if self._timer_at is None or at < self._timer_at:
-                    self._timer_at = at
-                    self._at(at, lambda: self._fire(at))
-            case cmd.LaunchWorkers():
-                for rank in command.ranks:
-                    ready = ev.WorkerReady(
-                        deployment=command.deployment,
-                        rank=rank.rank,
-                        incarnation=command.incarnation,
-                        address=f"{command.deployment}:{rank.rank}",
-                    )
-                    self._at(self._now, partial(self._send, ready))
-            case cmd.MigrateState():
-                for node in command.nodes:
-                    moved = ev.StateMigrated(
-                        deployment=command.deployment, node=node, seq=command.seq
-                    )
-                    self._at(self._now, partial(self._send, moved))
-            case _:
-                # Nothing in a virtual cluster holds blobs, and none of its jobs ends early.
-                pass
+    def _migrate_state(self, command: cmd.MigrateState) -> None:
+        self._shell.at(self._now, self._send_all, arrivals(command))
 
-    def _fire(self, at: float) -> None:
-        if self._timer_at == at:
-            self._timer_at = None
-            self._send(ev.TimerFired())
+    def _send_all(self, events: Iterable[ev.Event]) -> None:
+        for event in events:
+            self._send(event)
 
-    def _finish(self, command: cmd.RunOperation, took_s: float) -> None:
+    def _finish(self, run: tuple[cmd.RunOperation, float]) -> None:
+        command, took_s = run
         self._send(
             ev.OperationFinished(operation=command.operation, token=command.token, compute_s=took_s)
         )
@@ -277,7 +263,7 @@ class VirtualCluster:
     def _begin_cycle(self, job: _Job) -> None:
         job.cycle = job.plan.profile.draw(job.random)
         job.began_at = self._now
-        self._at(self._now + job.cycle.rollout_s, lambda: self._log_prob(job))
+        self._shell.at(self._now + job.cycle.rollout_s, self._log_prob, job)
 
     def _log_prob(self, job: _Job) -> None:
         self._submit(job, OperationKind.FORWARD, lambda: self._later(job, self._update))
@@ -312,7 +298,7 @@ class VirtualCluster:
             job.profiled.append(actor["waiting_part"])
 
     def _later(self, job: _Job, step: Callable[[_Job], None]) -> None:
-        self._at(self._now + job.plan.profile.controller_s, lambda: step(job))
+        self._shell.at(self._now + job.plan.profile.controller_s, step, job)
 
     def _submit(self, job: _Job, kind: OperationKind, answer: Callable[[], None]) -> None:
         assert job.cycle is not None, "an operation outside a cycle"
@@ -332,7 +318,7 @@ class VirtualCluster:
         )
 
     def _report(self) -> RunReport:
-        switches = sum(int(group["switches"]) for group in self._core.list_groups(self._now))
+        switches = sum(int(group["switches"]) for group in self.core.list_groups(self._now))
         return RunReport(
             jobs=tuple(
                 JobReport(job=str(name), cycles=tuple(job.records), profiled=tuple(job.profiled))
@@ -341,18 +327,3 @@ class VirtualCluster:
             switches=switches,
             ended_at=self._now,
         )
-
-
-def virtual_config(
-    *, ordering: str = "hrrs", anticipation: bool | None = None, **changes: Any
-) -> SchedulerConfig:
-    """The configuration of a simulated scheduler: the live defaults, and nothing kept for long."""
-    return SchedulerConfig(
-        **changes,
-        listen="-",
-        journal="-",
-        operator_key_digest="-",
-        ordering=ordering,
-        anticipation=anticipation,
-        history=1000,
-    )

@@ -91,3 +91,22 @@ def test_without_anticipation_the_holder_stays(changes: dict[str, object]) -> No
     cycle(cluster, "a", 9)
     finish_burst(cluster, "a")
     assert on_the_trainers(cluster) == []
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_a_job_without_rollouts_here_says_itself_that_its_burst_is_over(is_said: bool) -> None:
+    cluster = FakeCluster()
+    cluster.start_node()
+    for job in ("a", "b"):
+        cluster.job(job)
+        cluster.deploy(f"{job}/actor")
+    cluster.settle()
+    for number in range(3):
+        for job in ("a", "b"):
+            name = f"{job}:{number}"
+            cluster.submit(name, f"{job}/actor", "optim_step", ends_burst=is_said)
+            cluster.settle()
+            cluster.pass_time(50.0)
+    # The last to work was b; that a is next is seen at once or not at all.
+    (group,) = [g for g in cluster.core.list_groups(cluster.now) if g["shared"]]
+    assert group["holder"] == ("a/actor" if is_said else "b/actor")

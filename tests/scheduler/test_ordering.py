@@ -50,6 +50,7 @@ def chosen(rule: str, *waiting: Candidate, now: float = 100) -> str:
         ("hrrs-operations", "old"),
         ("fifo-bursts", "old"),
         ("fifo-operations", "old"),
+        ("shortest-first", "short"),
         ("least-recently-served", "unserved"),
         ("round-robin", "next"),
     ],

@@ -224,7 +224,11 @@ wishes = st.lists(
 
 
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(st.sampled_from(("pack", "spread", "spread+backfill")), wishes, st.integers(0, 25))
+@given(
+    st.sampled_from(("pack", "spread", "spread+backfill", "co-execution")),
+    wishes,
+    st.integers(0, 25),
+)
 def test_a_restored_scheduler_chooses_as_the_one_that_went_on(
     policy: str, history: list[tuple[object, ...]], at: int
 ) -> None:

@@ -1,0 +1,46 @@
+"""Random numbers by counter: the n-th number of a stream follows from its key and n alone. Pure.
+
+So two runs that differ in policy draw the same for the same thing, in whatever order they come to
+it, and a stream needs no memory. The generator is splitmix64 (Steele, Lea and Flood, OOPSLA 2014),
+which may be entered at any place.
+"""
+
+import math
+from hashlib import blake2b
+
+_WORD = (1 << 64) - 1
+_HALF = (1 << 32) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_TURN = 2.0 * math.pi
+
+
+def stream(seed: int, *names: str) -> int:
+    """The key of the stream of that name; another name, or another seed, is another stream."""
+    text = "\0".join((str(seed), *names))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def word(key: int, number: int) -> int:
+    """The stream's `number`-th 64 bits."""
+    bits = (key + number * _GAMMA) & _WORD
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _WORD
+    return bits ^ (bits >> 31)
+
+
+def uniform(key: int, number: int) -> float:
+    """Between 0 and 1, never either."""
+    return ((word(key, number) >> 11) + 0.5) * 2.0**-53
+
+
+def normals(key: int, number: int) -> tuple[float, float]:
+    """Two independent standard normal numbers, of at most 6.8 standard deviations (Box-Muller)."""
+    bits = word(key, number)
+    radius = math.sqrt(-2.0 * math.log(((bits >> 32) + 0.5) * 2.0**-32))
+    angle = _TURN * 2.0**-32 * (bits & _HALF)
+    return radius * math.cos(angle), radius * math.sin(angle)
+
+
+def exponential(key: int, number: int, mean: float) -> float:
+    """Above 0, with that mean."""
+    return -mean * math.log(uniform(key, number))

@@ -1,0 +1,227 @@
+"""One job of a trace under way: its cycles, serial rollouts and serial training, and the clock it
+would have on a group of its own. Pure.
+
+Cycle k trains on rollout k, and rollout k needs the weights of step k - 1 - staleness (PlexRL
+§6.3). What does not overlap is serial; from an answer to the next submission the controller takes
+its time. The clock of the job alone runs by the same rules, on the same draws, with nobody to wait
+for.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from plexrl.ids import DeploymentId, FencingToken, JobId, OperationId
+from plexrl.scheduler.demand import DemandTrace, Segment
+from plexrl.sim.cycles import CycleLaw, DrawnCycle
+from plexrl.sim.scenario import Behaviour
+from plexrl.traces import TraceJob
+from plexrl.traces.published import cycles_in
+from plexrl.wire.operations import MUTATING, OperationKind
+
+if TYPE_CHECKING:
+    from plexrl.scheduler.commands import RunOperation
+
+KINDS = {"update": OperationKind.FORWARD_BACKWARD}
+"""Of a cycle's segments by their function; others are forward passes, and the last one of a cycle
+is its optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation of a cycle."""
+
+    kind: OperationKind
+    work_s: float
+    gap_s: float
+    """Idle before it."""
+
+
+class AloneClock:
+    """When the job would have ended each cycle on a group of its own."""
+
+    def __init__(
+        self,
+        *,
+        staleness: int,
+        controller_s: float,
+        launch_s: float,
+        load_s: float,
+        snapshot_s: float,
+        snapshots_after: int,
+    ) -> None:
+        self.now = 0.0
+        """End of the last cycle, from the job's first placement."""
+        self._controller_s = controller_s
+        self._load_s = load_s
+        self._snapshot_s = snapshot_s
+        self._snapshots_after = snapshots_after
+        self._logged = 0
+        self._rolled_at = launch_s
+        self._ends: deque[float] = deque(maxlen=staleness + 1)
+        """Of the newest cycles: the oldest is what the next rollout waits for."""
+
+    def cycle(self, rollout_s: float, steps: tuple[Step, ...], speed: float) -> float:
+        """Let one cycle pass; returns how long it took, from the end of the one before."""
+        ends, controller_s = self._ends, self._controller_s
+        rolled_at = self._rolled_at
+        if len(ends) == ends.maxlen:
+            rolled_at = max(rolled_at, ends[0] + controller_s)
+        rolled_at += rollout_s
+        self._rolled_at = rolled_at
+        before = self.now
+        # Its processes start before the first rollout; its state is loaded for the first step.
+        at = max(rolled_at, before + controller_s) if ends else rolled_at + self._load_s
+        for index, step in enumerate(steps):
+            if index:
+                at += max(step.gap_s, controller_s)
+            if self._logged >= self._snapshots_after:
+                at += self._snapshot_s
+                self._logged = 0
+            if step.kind in MUTATING:
+                self._logged += 1
+            at += step.work_s / speed
+        ends.append(at)
+        self.now = at
+        return at - before
+
+
+class JobRun:
+    """A job from its submission to its end. Times are of the simulation's clock."""
+
+    def __init__(
+        self,
+        trace: TraceJob,
+        name: str,
+        law: CycleLaw,
+        *,
+        staleness: int,
+        state_bytes: int,
+    ) -> None:
+        self.trace = trace
+        self.law = law
+        self.job = JobId(name)
+        self.deployment = DeploymentId(name)
+        self.gpus = trace.gpus
+        self.state_bytes = state_bytes
+        self.staleness = staleness
+        self.kinds = (*map(kind_of, law.functions[:-1]), OperationKind.OPTIM_STEP)
+        self.cycles = cycles_of(trace)
+        self.alone: AloneClock | None = None
+        """Absent until the job is placed, for its pace depends on its node type."""
+        self.placed_at: float | None = None
+        self.group: str = ""
+        """Empty while it has none."""
+        self.node_type = ""
+        self.speed = 1.0
+        self.incarnation = 0
+        self.rolled = 0
+        """Rollouts that are over."""
+        self.rolling = False
+        self.trained = 0
+        """Cycles that are over."""
+        self.training = False
+        self.answered_at = 0.0
+        """When the controller can next submit, after its last answer."""
+        self.cycle_began_at = 0.0
+        self.draws: deque[DrawnCycle] = deque()
+        """Of rollouts that are over or under way, and not trained on."""
+        self.steps: tuple[Step, ...] = ()
+        """Of the cycle that trains."""
+        self.step = 0
+        self.tokens = 0
+        self.operation = OperationId("")
+        self.run: RunOperation | None = None
+        """What the WPG is at."""
+        self.run_began_at = 0.0
+        self.run_s = 0.0
+        self.token = FencingToken(0)
+
+    @property
+    def may_roll(self) -> bool:
+        """The next rollout has the weights that it needs."""
+        return (
+            not self.rolling
+            and self.rolled < self.cycles
+            and self.rolled <= self.trained + self.staleness
+        )
+
+    @property
+    def may_train(self) -> bool:
+        """There is a rollout to train on, and nothing that trains."""
+        return not self.training and self.rolled > self.trained
+
+    def begin_rollout(self) -> float:
+        """Draw the next cycle; returns the seconds of its rollout."""
+        self.rolling = True
+        drawn = self.law.draw(self.rolled)
+        self.draws.append(drawn)
+        return drawn.rollout_s
+
+    def begin_cycle(self) -> None:
+        """Train on the oldest rollout."""
+        drawn = self.draws[0]
+        self.training = True
+        self.steps = self.steps_of(drawn)
+        self.tokens = drawn.tokens
+        self.step = 0
+
+    def end_cycle(self) -> float:
+        """The cycle's last operation is over; returns what it would have taken alone."""
+        assert self.alone is not None, f"{self.job} trains on no GPUs"
+        drawn = self.draws.popleft()
+        self.training = False
+        self.trained += 1
+        return self.alone.cycle(drawn.rollout_s, self.steps, self.speed)
+
+    def steps_of(self, drawn: DrawnCycle) -> tuple[Step, ...]:
+        """The operations of a cycle."""
+        works = drawn.segments_s
+        if len(works) == 1:
+            return (Step(OperationKind.OPTIM_STEP, works[0], 0.0),)
+        return tuple(map(Step, self.kinds, works, (0.0, *drawn.gaps_s)))
+
+    def step_named(self, operation: str) -> Step:
+        """The step of any cycle, by its operation's name: for one that is repeated."""
+        cycle, index = operation.rsplit(":", 2)[1:]
+        return self.steps_of(self.law.draw(int(cycle)))[int(index)]
+
+
+def kind_of(function: str) -> OperationKind:
+    """What segments are that come before the last of a cycle; of several in one, the last says."""
+    return KINDS.get(function.rsplit("+", 1)[-1], OperationKind.FORWARD)
+
+
+def cycles_of(job: TraceJob) -> int:
+    """How many cycles the job runs; one that has no profile is one long cycle."""
+    if job.cycles is not None:
+        return job.cycles
+    return 1 if job.period_s is None else cycles_in(job.service_s, job.period_s)
+
+
+def demand_of(job: TraceJob, behaviour: Behaviour) -> DemandTrace:
+    """What a job that is known declares. Where rollouts run ahead of training, a cycle is as long
+    as the longer of the two, and training can be late by the difference."""
+    period_s = job.service_s if job.period_s is None else job.period_s
+    staleness = job.staleness if behaviour.staleness is None else behaviour.staleness
+    jitter_s = job.jitter_s if behaviour.jitter is None else behaviour.jitter * period_s
+    if not job.segments:
+        whole = Segment(offset_s=0.0, duration_s=period_s)
+        return DemandTrace(period_s=period_s, segments=(whole,), jitter_s=jitter_s)
+    first_s = job.segments[0].offset_s
+    span_s = job.segments[-1].offset_s + job.segments[-1].duration_s - first_s
+    slack_s = 0.0
+    if staleness:
+        rollout_s = period_s - span_s
+        period_s = max(rollout_s, span_s, 1e-3)
+        slack_s = period_s - span_s
+    segments: list[Segment] = []
+    end_s = 0.0
+    for segment in job.segments:
+        offset_s = max(end_s, segment.offset_s - (first_s if staleness else 0.0))
+        duration_s = min(segment.duration_s, period_s - offset_s)
+        if duration_s > 0.0:
+            slack = max(slack_s, segment.slack_s)
+            segments.append(Segment(offset_s=offset_s, duration_s=duration_s, slack_s=slack))
+            end_s = offset_s + duration_s
+    return DemandTrace(period_s=period_s, segments=tuple(segments), jitter_s=jitter_s)

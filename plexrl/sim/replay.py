@@ -1,0 +1,80 @@
+"""A scenario from its first job to the end of its last: `simulate(scenario)`."""
+
+import gc
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from plexrl.sim.result import SimResult, Speed
+from plexrl.sim.scenario import Scenario
+from plexrl.sim.trace_run import TraceRun
+
+HAPPENINGS = 2048
+"""From one look at the wall clock to the next."""
+
+REPORT_EACH_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run is."""
+
+    now_s: float
+    """On the virtual clock."""
+    jobs_done: int
+    jobs_seen: int
+    """Submitted so far."""
+    events: int
+    """Told to the core."""
+
+
+def simulate(scenario: Scenario, progress: Callable[[Progress], None] | None = None) -> SimResult:
+    """Run the scenario to the end of its last job. `progress` is told about twice a second.
+
+    Raises:
+        InvalidRequestError: there is no such policy.
+        UnavailableError: jobs wait, and nothing more can happen.
+    """
+    began_at = time.perf_counter()
+    run = TraceRun(scenario)
+    with _rare_collections():
+        run.start()
+        reported_at = began_at
+        while run.shell.run(HAPPENINGS) == HAPPENINGS:
+            if progress is not None and time.perf_counter() - reported_at >= REPORT_EACH_S:
+                reported_at = time.perf_counter()
+                progress(_progress(run))
+        run.check_it_ended()
+    if progress is not None:
+        progress(_progress(run))
+    wall_s = time.perf_counter() - began_at
+    return run.result(
+        Speed(
+            wall_s=wall_s,
+            events_per_s=run.shell.events / max(wall_s, 1e-9),
+            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+    )
+
+
+def _progress(run: TraceRun) -> Progress:
+    return Progress(
+        now_s=run.shell.now,
+        jobs_done=run.jobs_done,
+        jobs_seen=run.jobs_seen,
+        events=run.shell.events,
+    )
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Nothing here makes cycles of references: a collector that looks for them all the time would
+    take a quarter of the run."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)

@@ -1,0 +1,99 @@
+"""Plots that compare runs by one number each: drain time and cost."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from plexrl.sim.report.comparison import Run
+from plexrl.sim.report.figure import INK, Key, Picture, Plot, draw, plain
+from plexrl.sim.report.style import Look
+from plexrl.sim.report.units import percent, short, time_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 6.4
+ROOM = 1.24
+"""Of the longest bar: the figures stand beside the bars."""
+ROLLOUT_ALPHA = 0.4
+
+
+def drain_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
+    """Drain times beside the lower bound; absent for a single run."""
+    if len(runs) < 2:
+        return None
+    unit = time_unit(max(run.result.drain_s for run in runs))
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for place, run in enumerate(runs):
+            value = run.result.drain_s / unit.seconds
+            axes.barh(place, value, height=0.62, color=looks[run.label].colour)
+            bound = run.result.bounds.bound_s / unit.seconds
+            axes.plot([bound, bound], [place - 0.45, place + 0.45], color=INK, linewidth=2)
+            ratio = "" if run.ratio is None else f"  ({percent(run.ratio)})"
+            axes.annotate(f" {short(value)}{ratio}", (max(value, bound), place), va="center")
+        _name_bars(axes, runs)
+        longest = max(max(run.result.drain_s, run.result.bounds.bound_s) for run in runs)
+        axes.set(xlim=(0, ROOM * longest / unit.seconds or 1.0), xlabel=unit.name)
+
+    return Plot(
+        name="drain",
+        title="Time to drain the trace",
+        says=f"From the trace's start to the end of its last job, in {unit.name}, and as part of "
+        "the isolated run's in brackets. The dark stroke is the lower bound, which no scheduler "
+        "can beat; shorter is better.",
+        pictures=(Picture(svg=draw("drain", _size(runs), paint, describes="Drain times as bars")),),
+    )
+
+
+def cost_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
+    """Cost of the cluster and of the rollouts; absent for a single run, or where nothing costs."""
+    if len(runs) < 2 or not any(run.result.cost > 0 for run in runs):
+        return None
+    rollouts = [rollout_cost(run) for run in runs]
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for place, (run, rollout) in enumerate(zip(runs, rollouts, strict=True)):
+            cost, colour = run.result.cost, looks[run.label].colour
+            axes.barh(place, cost - rollout, height=0.62, color=colour)
+            axes.barh(
+                place, rollout, left=cost - rollout, height=0.62, color=colour, alpha=ROLLOUT_ALPHA
+            )
+            axes.annotate(f" {short(cost)}", (cost, place), va="center")
+        _name_bars(axes, runs)
+        axes.set(xlim=(0, ROOM * max(run.result.cost for run in runs)), xlabel="cost")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.locator_params(axis="x", nbins=5)
+
+    return Plot(
+        name="cost",
+        title="Cost",
+        says="All training GPUs of the cluster until the trace is drained (full colour) and the "
+        "rollout GPUs while their jobs ran (pale), in the currency of the GPU-hour's price; a "
+        "GPU-hour of either is taken to cost the same. Shorter is better.",
+        pictures=(Picture(svg=draw("cost", _size(runs), paint, describes="Costs as bars")),),
+    )
+
+
+def rollout_cost(run: Run) -> float:
+    """Of the cost, by the rollouts' part of the GPU-hours."""
+    result = run.result
+    hours = result.gpus * result.drain_s / 3600 + result.rollout_gpu_hours
+    return result.cost * result.rollout_gpu_hours / hours if hours > 0 else 0.0
+
+
+def area_keys(runs: Sequence[Run], looks: Mapping[str, Look]) -> tuple[Key, ...]:
+    """A legend of areas."""
+    return tuple(Key(label=run.label, colour=looks[run.label].colour) for run in runs)
+
+
+def _size(runs: Sequence[Run]) -> tuple[float, float]:
+    return WIDTH, 0.75 + 0.36 * len(runs)
+
+
+def _name_bars(axes: "Axes", runs: Sequence[Run]) -> None:
+    axes.set_yticks(range(len(runs)), [plain(run.label) for run in runs])
+    axes.set_ylim(len(runs) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")

@@ -1,0 +1,100 @@
+"""The page of a report."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from plexrl.sim.report.bars import cost_plot, drain_plot
+from plexrl.sim.report.comparison import Run, compare, drawn, sizes
+from plexrl.sim.report.cumulative import completion_plot, wait_plot
+from plexrl.sim.report.figure import Plot, missing_package
+from plexrl.sim.report.gantt import gantt_plot
+from plexrl.sim.report.size_sweep import sweep_plot
+from plexrl.sim.report.style import looks
+from plexrl.sim.report.tables import job_slowdowns, summary, tenants
+from plexrl.sim.report.units import duration, percent
+from plexrl.sim.report.utilisation import utilisation_plot
+from plexrl.sim.result import SimResult
+
+
+def write_report(
+    results: Sequence[SimResult],
+    folder: Path,
+    *,
+    title: str,
+    scenario_lines: Sequence[tuple[str, str]],
+    labels: Sequence[str] = (),
+    gpus_per_node: int | None = None,
+) -> Path:
+    """Write `report.html` into `folder`, and return its path. The page needs nothing beside it, and
+    equal results make equal bytes: how fast the runs went is not in it.
+
+    `scenario_lines` are (name, value) of what the runs have in common. `labels` name the runs where
+    their policies do not, one each. With `gpus_per_node` clusters are counted in nodes too.
+
+    Raises:
+        InvalidRequestError: there is no result, the labels do not match the results, or matplotlib
+            or jinja2 is not installed.
+    """
+    page = render_page(
+        compare(results, labels), title=title, scenario_lines=scenario_lines, nodes_of=gpus_per_node
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def render_page(
+    runs: Sequence[Run],
+    *,
+    title: str,
+    scenario_lines: Sequence[tuple[str, str]],
+    nodes_of: int | None,
+) -> str:
+    """The HTML of the whole report."""
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError as error:
+        raise missing_package(error) from error
+    environment = Environment(
+        loader=PackageLoader("plexrl.sim.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(duration=duration, percent=percent)
+    single = drawn(runs)
+    return environment.get_template("report.html.j2").render(
+        title=title,
+        scenario_lines=scenario_lines,
+        best=best(single),
+        summary=summary(runs, nodes_of),
+        jobs=job_slowdowns(runs),
+        tenants=tenants(single),
+        plots=plots(runs, single, nodes_of),
+        drawn_gpus=single[0].result.gpus if len(sizes(runs)) > 1 else None,
+        drawn_runs=len(single),
+        left_out=sum(run.result.gpus == single[0].result.gpus for run in runs) - len(single),
+    )
+
+
+def best(runs: Sequence[Run]) -> Run | None:
+    """The run that drains first, of those that have a baseline beside them."""
+    beside = [run for run in runs if run.ratio is not None and run.recovered is not None]
+    return min(beside, key=lambda run: run.result.drain_s, default=None)
+
+
+def plots(runs: Sequence[Run], single: Sequence[Run], nodes_of: int | None) -> tuple[Plot, ...]:
+    """All there is data for."""
+    look = looks(runs)
+    found = (
+        drain_plot(single, look),
+        cost_plot(single, look),
+        wait_plot(single, look),
+        completion_plot(single, look),
+        sweep_plot(runs, look, nodes_of),
+        utilisation_plot(single, look),
+        gantt_plot(single),
+    )
+    return tuple(plot for plot in found if plot is not None)

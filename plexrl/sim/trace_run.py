@@ -1,0 +1,449 @@
+"""The jobs of a trace on a virtual cluster: they come, run their cycles and go.
+
+The scheduler's own core decides everything. What is here submits jobs as their time comes, is their
+controllers, and says how long things take. Nothing is kept of a job that has ended.
+"""
+
+from typing import TYPE_CHECKING
+
+from plexrl.errors import PlexRLError, UnavailableError
+from plexrl.ids import NodeId, OperationId, TenantId
+from plexrl.scheduler import commands as cmd
+from plexrl.scheduler import events as ev
+from plexrl.sim.checks import Checker
+from plexrl.sim.collector import Collector, RunKind
+from plexrl.sim.cycles import CycleLaw
+from plexrl.sim.device_state import device_state_bytes
+from plexrl.sim.job_run import AloneClock, JobRun, demand_of
+from plexrl.sim.move_costs import MoveCosts
+from plexrl.sim.policies import sim_policy
+from plexrl.sim.result import SimResult, Speed
+from plexrl.sim.scenario import Scenario
+from plexrl.sim.shell import FOREVER_S, VirtualShell, arrivals, readiness, virtual_config
+from plexrl.traces import TraceJob
+from plexrl.wire.operations import OperationKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HISTORY = 64
+"""Finished operations that the core remembers: nobody asks for them."""
+
+PRIORITY_MAX = 100
+"""Of the core; a trace's may be higher."""
+
+MOVES: dict[OperationKind, RunKind] = {
+    OperationKind.LOAD: "load",
+    OperationKind.OFFLOAD: "offload",
+    OperationKind.SNAPSHOT: "offload",
+}
+"""Kinds that are the scheduler's own, and what a measure calls them."""
+
+
+class TraceRun:
+    """One run. The shell's clock is driven from outside."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        policy = sim_policy(scenario.policy)
+        config = virtual_config(**{"history": HISTORY, **policy.settings})
+        self.shell = VirtualShell(
+            config,
+            {
+                cmd.RunOperation: self._run_operation,
+                cmd.LaunchWorkers: self._launch_workers,
+                cmd.StopWorkers: self._stop_workers,
+                cmd.ReleaseState: self._release_state,
+                cmd.MigrateState: self._migrate_state,
+            },
+        )
+        self._collector = Collector(scenario)
+        self._checker = Checker(scenario, self.shell.core) if scenario.check else None
+        if self._checker is not None:
+            self.shell.watch(self._checker.watch)
+        self._costs = MoveCosts(scenario.pools, scenario.switch_s)
+        self._controller_s = scenario.behaviour.controller_s
+        self._snapshots_after = config.snapshot_operations
+        self._source: Iterator[TraceJob] = scenario.source.jobs()
+        self._runs: dict[str, JobRun] = {}
+        """Live jobs, by deployment, which is named as its job is."""
+        self._groups: dict[str, int] = {}
+        """Members of the groups that there are."""
+        self._node_types = {
+            f"p{index}n{number}": pool.node_type
+            for index, pool in enumerate(scenario.pools)
+            for number in range(pool.nodes)
+        }
+        self._types = {pool.node_type.name: pool.node_type for pool in scenario.pools}
+        self._has_one_speed = len({kind.speed for kind in self._types.values()}) == 1
+        """Otherwise what a cycle takes depends on where each of its operations ran."""
+        self._tenants: set[str] = set()
+        self._lost_nodes: set[str] = set()
+        self._in_doubt: list[JobRun] = []
+        """Jobs whose workers the core has stopped: did they end, or move?"""
+        self._is_last_seen = False
+        self.jobs_seen = 0
+        self.jobs_done = 0
+        self._switches = 0
+        self._failures = 0
+
+    # From outside
+
+    def start(self) -> None:
+        """Have the cluster there, and the first job come."""
+        self.shell.connect_router()
+        for node in self._node_types:
+            self._join_node(node)
+        self._expect_next_job(None)
+
+    def check_it_ended(self) -> None:
+        """Raises `UnavailableError` where jobs are left and nothing more can happen, and
+        `InvariantError` where the checked laws say that something is left."""
+        if not self._runs:
+            if self._checker is not None:
+                self._checker.finish(self.shell.now)
+            return
+        waiting = [run.trace.job_id for run in self._runs.values()]
+        raise UnavailableError(
+            f"at {self.shell.now:g} s nothing more can happen, and {len(waiting)} jobs are not "
+            f"complete, as {', '.join(waiting[:5])}: give the cluster nodes that they fit on"
+        )
+
+    def result(self, speed: Speed) -> SimResult:
+        """What it came to."""
+        return self._collector.result(
+            self.shell.now, self.shell.events, self._switches, self._failures, speed
+        )
+
+    def lose_node(self, node: str) -> None:
+        """A node is gone, with the processes on it."""
+        self._lost_nodes.add(node)
+        self._failures += 1
+        self._collector.failed(self.shell.now)
+        self._tell(ev.NodeLost(node=NodeId(node)))
+
+    def return_node(self, node: str) -> None:
+        """A lost node is back; its state has outlived it."""
+        self._lost_nodes.discard(node)
+        self._join_node(node)
+
+    def lose_worker(self, deployment: str, rank: int) -> None:
+        """A worker process is dead."""
+        run = self._runs.get(deployment)
+        if run is None or not run.incarnation:
+            return
+        self._failures += 1
+        self._collector.failed(self.shell.now)
+        exited = ev.WorkerExited(
+            deployment=run.deployment, rank=rank, incarnation=run.incarnation, reason="failure"
+        )
+        self._tell(exited)
+
+    # The cluster
+
+    def _join_node(self, node: str) -> None:
+        kind = self._node_types[node]
+        pool, number = node[1:].split("n")
+        per_block = self.scenario.pools[int(pool)].nodes_per_block
+        self._tell(
+            ev.NodeJoined(
+                node=NodeId(node),
+                gpus=kind.gpus,
+                gpu_memory_bytes=kind.gpu_memory_bytes,
+                host_memory_bytes=kind.host_memory_bytes,
+                statemanager=node,
+                node_type=kind.name,
+                block=f"p{pool}b{int(number) // per_block}",
+                nvme_bytes=kind.nvme_bytes,
+            )
+        )
+
+    def _tell(self, event: ev.Event) -> None:
+        """Tell the core, and see whose workers it has stopped for good."""
+        self.shell.send(event)
+        while self._in_doubt:
+            self._look_at(self._in_doubt.pop())
+
+    def _look_at(self, run: JobRun) -> None:
+        if run.deployment not in self._runs:
+            return
+        try:
+            view = self.shell.core.job_view(run.job, self.shell.now)
+        except PlexRLError:
+            self._give_up(run)
+            return
+        if view["state"] in ("FAILED", "CANCELLED"):
+            self._give_up(run)
+
+    def _give_up(self, run: JobRun) -> None:
+        if self._checker is not None:
+            self._checker.given_up(run.job)
+        self._end(run, "failed")
+
+    # Jobs come and go
+
+    def _expect_next_job(self, _: None) -> None:
+        job = next(self._source, None)
+        if job is not None:
+            self.shell.at(max(job.submit_s, self.shell.now), self._submit_job, job)
+        elif not self._runs:
+            self.shell.is_over = True
+        self._is_last_seen = job is None
+
+    def _submit_job(self, job: TraceJob) -> None:
+        self.jobs_seen += 1
+        scenario, shell = self.scenario, self.shell
+        behaviour = scenario.behaviour
+        kind = self._types.get(job.node_type, scenario.pools[0].node_type)
+        state_bytes = device_state_bytes(job, kind)
+        run = JobRun(
+            job,
+            f"j{self.jobs_seen}",
+            CycleLaw(job, behaviour, scenario.seed, detail=scenario.detail),
+            staleness=job.staleness if behaviour.staleness is None else behaviour.staleness,
+            state_bytes=state_bytes,
+        )
+        self._runs[run.deployment] = run
+        self._collector.job_submitted(job, shell.now)
+        tenant = TenantId(job.tenant or "-")
+        if tenant not in self._tenants:
+            self._tenants.add(tenant)
+            self._tell(ev.TenantCreated(tenant=tenant, key_digest=tenant, is_operator=True))
+        self._tell(
+            ev.JobSubmitted(
+                job=run.job,
+                tenant=tenant,
+                name=run.job,
+                controller_timeout_s=FOREVER_S,
+                reattach_timeout_s=FOREVER_S,
+                priority=max(-PRIORITY_MAX, min(PRIORITY_MAX, job.priority)),
+            )
+        )
+        created = ev.DeploymentCreated(
+            deployment=run.deployment,
+            job=run.job,
+            kind="train",
+            workers=job.gpus,
+            state_bytes=state_bytes,
+            exclusive=False,
+            spec_json="{}",
+            node_type=job.node_type if job.node_type in self._types else "",
+            trace=demand_of(job, behaviour) if scenario.warm else None,
+        )
+        try:
+            self._tell(created)
+        except PlexRLError:
+            # Larger than the cluster, or than its memory: the core has said so, and it is over.
+            self._finish(run, "failed")
+        self._expect_next_job(None)
+
+    def _finish(self, run: JobRun, outcome: str) -> None:
+        self._tell(ev.JobFinished(job=run.job, outcome=outcome))
+        self._end(run, outcome)
+
+    def _end(self, run: JobRun, outcome: str) -> None:
+        """Forget the job."""
+        if self._runs.pop(run.deployment, None) is None:
+            return
+        run.run = None
+        self._leave_group(run)
+        self.jobs_done += 1
+        alone_s = 0.0 if run.alone is None else run.alone.now
+        self._collector.job_ended(run.trace.job_id, self.shell.now, run.trained, outcome, alone_s)
+        if self._is_last_seen and not self._runs:
+            self.shell.is_over = True
+
+    # Groups
+
+    def _join_group(self, run: JobRun, group: str) -> None:
+        if run.group == group:
+            return
+        self._leave_group(run)
+        run.group = group
+        members = self._groups.get(group, 0)
+        if not members:
+            self._collector.group_made(group, run.gpus, self.shell.now)
+        self._groups[group] = members + 1
+
+    def _leave_group(self, run: JobRun) -> None:
+        if not run.group:
+            return
+        self._groups[run.group] -= 1
+        if not self._groups[run.group]:
+            del self._groups[run.group]
+            self._collector.group_gone(run.group, run.gpus, self.shell.now)
+        run.group = ""
+
+    # Commands
+
+    def _launch_workers(self, command: cmd.LaunchWorkers) -> None:
+        run = self._runs.get(command.deployment)
+        if run is None:
+            return
+        self._join_group(run, command.group)
+        run.incarnation = command.incarnation
+        kind = self._node_types[command.ranks[0].node]
+        run.node_type, run.speed = kind.name, kind.speed
+        if run.placed_at is None:
+            run.placed_at = run.cycle_began_at = self.shell.now
+            run.alone = self._alone(run)
+            self._collector.job_placed(run.trace.job_id, self.shell.now)
+        self.shell.at(self.shell.now + self.scenario.launch_s, self._launched, command)
+
+    def _alone(self, run: JobRun) -> AloneClock:
+        where = (run.node_type, run.state_bytes, run.gpus)
+        return AloneClock(
+            staleness=run.staleness,
+            controller_s=self._controller_s,
+            launch_s=self.scenario.launch_s,
+            load_s=self._costs.load_s(*where, "host"),
+            snapshot_s=self._costs.offload_s(*where, "host"),
+            snapshots_after=self._snapshots_after,
+        )
+
+    def _launched(self, command: cmd.LaunchWorkers) -> None:
+        run = self._runs.get(command.deployment)
+        if run is None or run.incarnation != command.incarnation:
+            return
+        for rank, event in zip(command.ranks, readiness(command), strict=True):
+            if rank.node not in self._lost_nodes:
+                self._tell(event)
+        if run.may_roll and not run.rolled:
+            self._roll(run)
+
+    def _stop_workers(self, command: cmd.StopWorkers) -> None:
+        run = self._runs.get(command.deployment)
+        if run is not None:
+            if run.run is not None:
+                self._tell_of_run(run, run.run)
+            self._in_doubt.append(run)
+
+    def _release_state(self, command: cmd.ReleaseState) -> None:
+        run = self._runs.get(command.deployment)
+        if run is not None:
+            self._in_doubt.append(run)
+
+    def _migrate_state(self, command: cmd.MigrateState) -> None:
+        run = self._runs.get(command.deployment)
+        if run is not None:
+            took_s = self._costs.migrate_s(run.node_type, run.state_bytes, run.gpus)
+            self.shell.at(self.shell.now + took_s, self._migrated, command)
+
+    def _migrated(self, command: cmd.MigrateState) -> None:
+        for event in arrivals(command):
+            self._tell(event)
+
+    def _run_operation(self, command: cmd.RunOperation) -> None:
+        run = self._runs[command.deployment]
+        if command.operation == run.operation:
+            took_s = run.steps[run.step].work_s / run.speed
+        else:
+            took_s = self._other_s(run, command)
+        now = self.shell.now
+        run.run = command
+        run.run_began_at = now
+        run.run_s = took_s
+        self.shell.at(now + took_s, self._ran, command)
+
+    def _other_s(self, run: JobRun, command: cmd.RunOperation) -> float:
+        """Of what is no part of the cycle at hand: a move, or work that is done again."""
+        if command.kind not in MOVES:
+            return run.step_named(command.operation).work_s / run.speed
+        where = (run.node_type, run.state_bytes, run.gpus)
+        if command.kind == OperationKind.LOAD:
+            return self._costs.load_s(*where, "host")
+        return self._costs.offload_s(*where, "host")
+
+    def _ran(self, command: cmd.RunOperation) -> None:
+        run = self._runs.get(command.deployment)
+        if run is None or run.run is not command:
+            # Cut off: its workers were lost.
+            return
+        self._tell_of_run(run, command)
+        self._tell(
+            ev.OperationFinished(
+                operation=command.operation, token=command.token, compute_s=run.run_s
+            )
+        )
+        if command.operation == run.operation:
+            self._answered(run)
+        elif command.kind == OperationKind.OFFLOAD:
+            self._switches += 1
+
+    def _tell_of_run(self, run: JobRun, command: cmd.RunOperation) -> None:
+        """It is over, or was cut off."""
+        run.run = None
+        self._collector.ran(
+            command.group,
+            run.trace.job_id,
+            run.gpus,
+            MOVES.get(command.kind, "run"),
+            run.run_began_at,
+            self.shell.now,
+        )
+
+    # Controllers
+
+    def _roll(self, run: JobRun) -> None:
+        """Begin the next rollout, now or once the controller has had its time."""
+        begins_at = self.shell.now
+        if run.rolled == run.trained + run.staleness:
+            begins_at = max(begins_at, run.answered_at)
+        self.shell.at(begins_at + run.begin_rollout(), self._rolled, run)
+
+    def _rolled(self, run: JobRun) -> None:
+        if run.deployment not in self._runs:
+            return
+        run.rolling = False
+        run.rolled += 1
+        if run.may_train:
+            self._train(run)
+        if run.may_roll:
+            self._roll(run)
+
+    def _train(self, run: JobRun) -> None:
+        run.begin_cycle()
+        if self.shell.now < run.answered_at:
+            self.shell.at(run.answered_at, self._submit_step, run)
+        else:
+            self._submit_step(run)
+
+    def _submit_step(self, run: JobRun) -> None:
+        if run.deployment not in self._runs:
+            return
+        step = run.steps[run.step]
+        run.operation = OperationId(f"{run.job}:{run.trained}:{run.step}")
+        self._tell(
+            ev.OperationSubmitted(
+                operation=run.operation,
+                deployment=run.deployment,
+                kind=step.kind,
+                params_json="{}",
+                tokens=run.tokens,
+                ends_burst=run.step + 1 == len(run.steps),
+            )
+        )
+
+    def _answered(self, run: JobRun) -> None:
+        """An operation of the cycle is over."""
+        now = self.shell.now
+        run.answered_at = now + self._controller_s
+        run.step += 1
+        run.operation = OperationId("")
+        if run.step < len(run.steps):
+            gap_s = max(run.steps[run.step].gap_s, self._controller_s)
+            self.shell.at(now + gap_s, self._submit_step, run)
+            return
+        if self._checker is not None and self._has_one_speed:
+            work_s = sum(step.work_s for step in run.steps)
+            self._checker.drawn(run.job, work_s / run.speed)
+        alone_s = run.end_cycle()
+        self._collector.cycle_ended(run.trace.job_id, now, now - run.cycle_began_at, alone_s)
+        run.cycle_began_at = now
+        if run.trained == run.cycles:
+            self._finish(run, "completed")
+            return
+        if run.may_train:
+            self._train(run)
+        if run.may_roll:
+            self._roll(run)

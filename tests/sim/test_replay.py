@@ -1,0 +1,104 @@
+"""Whole runs of small traces: nothing is lost, nothing differs from run to run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from plexrl.sim.policies import SIM_POLICIES
+from plexrl.sim.replay import Progress, simulate
+from plexrl.sim.result import SimResult
+from plexrl.sim.scenario import Behaviour, Pool, Scenario
+from plexrl.traces import TraceJob
+from plexrl.traces.published import MODEL_CLASSES
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """A source that has its jobs at hand."""
+
+    rows: tuple[TraceJob, ...]
+
+    def jobs(self) -> Iterator[TraceJob]:
+        return iter(self.rows)
+
+
+def rows(count: int, *, cycles: int = 8, gpus: int = 8, staleness: int = 0) -> tuple[TraceJob, ...]:
+    demand = MODEL_CLASSES["7B"].demand()
+    return tuple(
+        TraceJob(
+            job_id=f"job{index}",
+            submit_s=40.0 * index,
+            gpus=gpus,
+            tenant=f"tenant{index % 2}",
+            cycles=cycles,
+            staleness=staleness,
+            **demand,
+        )
+        for index in range(count)
+    )
+
+
+def scenario(jobs: tuple[TraceJob, ...], *, nodes: int = 2, policy: str = "pack") -> Scenario:
+    return Scenario(source=Jobs(jobs), pools=(Pool(nodes=nodes),), policy=policy, switch_s=8.0)
+
+
+def plain(result: SimResult) -> str:
+    """All of a result that follows from the scenario."""
+    return repr(
+        replace(result, speed=replace(result.speed, wall_s=0, events_per_s=0, peak_bytes=0))
+    )
+
+
+@pytest.mark.parametrize("policy", sorted(SIM_POLICIES))
+def test_every_policy_drains(policy: str) -> None:
+    result = simulate(scenario(rows(5), policy=policy))
+    assert (result.jobs, result.failed_jobs, result.cycles) == (5, 0, 40)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("detail", ["burst", "operation"])
+def test_a_job_alone_has_no_slowdown(staleness: int, detail: str) -> None:
+    jobs = rows(1, cycles=150, staleness=staleness)
+    result = simulate(replace(scenario(jobs), detail=detail))  # type: ignore[arg-type]
+    assert result.cycles == 150
+    assert result.job_slowdown.highest == pytest.approx(0.0, abs=1e-9)
+    assert result.cycle_slowdown.highest == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_same_scenario_gives_the_same_bytes() -> None:
+    jobs = scenario(rows(6, cycles=6), policy="spread+backfill")
+    assert plain(simulate(jobs)) == plain(simulate(jobs))
+    assert plain(simulate(jobs)) != plain(simulate(replace(jobs, seed=1)))
+
+
+def test_rollouts_that_run_ahead_are_never_slower() -> None:
+    drains = [simulate(scenario(rows(1, cycles=20, staleness=s))).drain_s for s in (0, 1, 2)]
+    assert drains == sorted(drains, reverse=True)
+    assert drains[1] < 0.9 * drains[0]
+
+
+def test_a_job_that_fits_nowhere_fails_and_the_others_go_on() -> None:
+    large = replace(rows(1, gpus=64)[0], job_id="large")
+    result = simulate(scenario((large, *rows(2))))
+    assert (result.jobs, result.failed_jobs, result.cycles) == (3, 1, 16)
+
+
+def test_both_details_agree_on_the_outcome() -> None:
+    jobs = scenario(rows(4), policy="pack")
+    still = replace(jobs, behaviour=Behaviour(jitter=0.0, controller_s=0.0))
+    burst, operation = simulate(still), simulate(replace(still, detail="operation"))
+    assert burst.drain_s == pytest.approx(operation.drain_s, rel=0.01)
+    assert burst.events < operation.events
+
+
+def test_progress_is_told_and_changes_nothing() -> None:
+    seen: list[Progress] = []
+    jobs = scenario(rows(3))
+    assert plain(simulate(jobs, seen.append)) == plain(simulate(jobs))
+    assert (seen[-1].jobs_done, seen[-1].jobs_seen) == (3, 3)
+
+
+def test_jobs_that_declare_nothing_are_profiled_and_end() -> None:
+    result = simulate(replace(scenario(rows(4, cycles=12), policy="spread"), warm=False))
+    assert (result.jobs, result.cycles) == (4, 48)

@@ -1,0 +1,272 @@
+"""What holds of every run, whatever its jobs: seen from outside, against clocks kept by hand."""
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler import commands as cmd
+from plexrl.scheduler import events as ev
+from plexrl.sim import virtual_config
+from plexrl.sim.job_run import JobRun
+from plexrl.sim.policies import SIM_POLICIES, sim_policy
+from plexrl.sim.replay import simulate
+from plexrl.sim.result import SimResult
+from plexrl.sim.scenario import Behaviour, Pool, Scenario
+from plexrl.sim.trace_run import HISTORY, TraceRun
+from plexrl.traces import TraceJob, TraceSegment
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """A source that has its jobs at hand."""
+
+    rows: tuple[TraceJob, ...]
+
+    def jobs(self) -> Iterator[TraceJob]:
+        return iter(self.rows)
+
+
+def plain(result: SimResult) -> str:
+    """All of a result that follows from the scenario."""
+    return repr(
+        replace(result, speed=replace(result.speed, wall_s=0, events_per_s=0, peak_bytes=0))
+    )
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> tuple[float, tuple[TraceSegment, ...]]:
+    """(period, segments) of a cycle that begins with its rollout."""
+    at_s = draw(st.floats(1.0, 300.0))
+    found = []
+    names = draw(st.lists(st.sampled_from(["log_prob", "update", "sync", "critic"]), max_size=4))
+    for name in (*names, "update"):
+        length_s = draw(st.floats(0.5, 60.0))
+        found.append(TraceSegment(function=name, offset_s=at_s, duration_s=length_s))
+        at_s += length_s + draw(st.sampled_from([0.0, 0.0, 5.0]))
+    return at_s + draw(st.sampled_from([0.0, 20.0])), tuple(found)
+
+
+@st.composite
+def trace_jobs(draw: st.DrawFn) -> tuple[TraceJob, ...]:
+    found = []
+    submit_s = 0.0
+    for index in range(draw(st.integers(1, 6))):
+        period_s, busy = draw(segments())
+        submit_s += draw(st.sampled_from([0.0, 1.0, 300.0]))
+        found.append(
+            TraceJob(
+                job_id=f"job{index}",
+                submit_s=submit_s,
+                gpus=draw(st.sampled_from([1, 4, 8, 16])),
+                tenant=draw(st.sampled_from(["a", "b"])),
+                cycles=draw(st.integers(1, 6)),
+                state_bytes=8 << 30,
+                period_s=period_s,
+                jitter_s=draw(st.sampled_from([0.0, 0.15])) * period_s,
+                segments=busy,
+                staleness=draw(st.integers(0, 2)),
+                priority=draw(st.integers(-1, 1)),
+            )
+        )
+    return tuple(found)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    return Scenario(
+        source=Jobs(draw(trace_jobs())),
+        pools=(Pool(nodes=draw(st.integers(2, 4))),),
+        policy=draw(st.sampled_from(sorted(SIM_POLICIES))),
+        seed=draw(st.integers(0, 5)),
+        switch_s=draw(st.sampled_from([None, 8.0])),
+        detail=draw(st.sampled_from(["burst", "operation"])),
+        warm=draw(st.booleans()),
+        check=draw(st.booleans()),
+    )
+
+
+class Story:
+    """Every event with its time and the commands that came of it."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.run = TraceRun(scenario)
+        self.told: list[tuple[ev.Event, list[cmd.Command], float]] = []
+        self.run.shell.watch(lambda *each: self.told.append(each))
+        self.run.start()
+        while self.run.shell.run(1000) == 1000:
+            pass
+        self.run.check_it_ended()
+
+
+@settings(max_examples=25, deadline=None)
+@given(scenarios())
+def test_every_cycle_runs_once_and_equal_scenarios_have_equal_results(scenario: Scenario) -> None:
+    rows = scenario.source.rows  # type: ignore[attr-defined]
+    story = Story(scenario)
+    submitted = Counter(
+        e.operation for e, _, _ in story.told if isinstance(e, ev.OperationSubmitted)
+    )
+    finished = Counter(
+        e.operation
+        for e, _, _ in story.told
+        if isinstance(e, ev.OperationFinished) and "#" not in e.operation
+    )
+    assert submitted == finished
+    assert set(submitted.values()) <= {1}
+    per_job = Counter(
+        operation.split(":")[0] for operation in submitted if operation.endswith(":0")
+    )
+    assert per_job == {f"j{index + 1}": job.cycles for index, job in enumerate(rows)}
+    story.run.shell.core.check_invariants()
+    result = simulate(scenario)
+    assert (result.jobs, result.failed_jobs) == (len(rows), 0)
+    assert result.cycles == sum(job.cycles for job in rows)
+    assert plain(simulate(scenario)) == plain(result)
+
+
+@settings(max_examples=15, deadline=None)
+@given(scenarios())
+def test_the_events_give_a_second_core_the_same_commands(scenario: Scenario) -> None:
+    story = Story(scenario)
+    settings_of_policy = {"history": HISTORY, **sim_policy(scenario.policy).settings}
+    second = SchedulerCore(virtual_config(**settings_of_policy))
+    for event, commands, now in story.told:
+        again = ev.CODEC.decode(ev.CODEC.encode(event))
+        assert second.handle(again, now) == commands
+
+
+@settings(max_examples=25, deadline=None)
+@given(trace_jobs(), st.sampled_from(["burst", "operation"]), st.booleans())
+def test_alone_nobody_is_slowed_down(
+    rows: tuple[TraceJob, ...], detail: str, isolated: bool
+) -> None:
+    """Alone on the cluster, or each on a group of its own that is always free."""
+    policy = "isolated" if isolated else "spread+backfill"
+    jobs = Jobs(rows if isolated else rows[:1])
+    result = simulate(
+        Scenario(source=jobs, pools=(Pool(nodes=12),), policy=policy, detail=detail)  # type: ignore[arg-type]
+    )
+    assert result.switches == 0
+    assert result.wait.highest == 0.0
+    assert result.job_slowdown.highest == pytest.approx(0.0, abs=1e-9)
+    assert result.cycle_slowdown.highest == pytest.approx(0.0, abs=1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(trace_jobs())
+def test_rollouts_that_run_further_ahead_never_make_a_job_later(
+    rows: tuple[TraceJob, ...],
+) -> None:
+    ends = []
+    for staleness in (0, 1, 2):
+        scenario = Scenario(
+            source=Jobs(rows[:1]),
+            pools=(Pool(nodes=2),),
+            policy="isolated",
+            behaviour=Behaviour(staleness=staleness),
+        )
+        ends.append(simulate(scenario).drain_s)
+    assert ends[1] <= ends[0] + 1e-6
+    assert ends[2] <= ends[1] + 1e-6
+
+
+def first_come_first_served(
+    rows: tuple[TraceJob, ...], gpus: int, launch_s: float, load_s: float, controller_s: float
+) -> list[float]:
+    """When each job ends that has its GPUs to itself, on a cluster of equal nodes that are given
+    whole, written down as plainly as can be: minute hands, no heap, no scheduler."""
+    free, ends, running = gpus, [0.0] * len(rows), dict[int, float]()
+    waiting = list(range(len(rows)))
+    now = 0.0
+    while waiting or running:
+        for index in [i for i in running if ends[i] <= now]:
+            free += rows[index].gpus
+            del running[index]
+        for index in list(waiting):
+            job = rows[index]
+            if job.submit_s > now or job.gpus > free:
+                continue
+            assert job.cycles is not None
+            assert job.period_s is not None
+            end = now + launch_s + load_s
+            idle_s = job.period_s - sum(each.duration_s for each in job.segments)
+            for _ in range(job.cycles):
+                end += idle_s + sum(each.duration_s for each in job.segments) + controller_s
+            ends[index] = end - controller_s
+            running[index] = ends[index]
+            free -= job.gpus
+            waiting.remove(index)
+        times = [*running.values(), *(rows[i].submit_s for i in waiting if rows[i].submit_s > now)]
+        if times:
+            now = min(times)
+    return ends
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from([0.0, 7.0, 400.0]), st.integers(1, 4)),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_isolated_jobs_of_one_size_end_when_a_plain_queue_says(
+    drawn: list[tuple[int, float, int]],
+) -> None:
+    at_s, found = 0.0, []
+    for index, (work, gap_s, cycles) in enumerate(drawn):
+        at_s += gap_s
+        busy = (TraceSegment(function="update", offset_s=30.0, duration_s=10.0 * work),)
+        found.append(
+            TraceJob(
+                job_id=f"job{index}",
+                submit_s=at_s,
+                gpus=8,
+                cycles=cycles,
+                state_bytes=8 << 30,
+                period_s=30.0 + 10.0 * work,
+                segments=busy,
+            )
+        )
+    rows = tuple(found)
+    scenario = Scenario(source=Jobs(rows), pools=(Pool(nodes=2),), policy="isolated", switch_s=8.0)
+    story = Story(scenario)
+    ended = {
+        str(event.job): now for event, _, now in story.told if isinstance(event, ev.JobFinished)
+    }
+    expected = first_come_first_served(
+        rows, 16, scenario.launch_s, 4.0, scenario.behaviour.controller_s
+    )
+    assert ended == pytest.approx({f"j{n}": at for n, at in enumerate(expected, start=1)})
+
+
+def test_nothing_is_kept_of_a_job_that_has_ended() -> None:
+    busy = (TraceSegment(function="update", offset_s=20.0, duration_s=10.0),)
+    count = 60
+    rows = tuple(
+        TraceJob(
+            job_id=f"job{index}",
+            submit_s=200.0 * index,
+            gpus=8,
+            cycles=3,
+            state_bytes=8 << 30,
+            period_s=30.0,
+            segments=busy,
+        )
+        for index in range(count)
+    )
+    run = TraceRun(Scenario(source=Jobs(rows), pools=(Pool(nodes=2),)))
+    run.start()
+    living = 0
+    while run.shell.run(100) == 100:
+        gc.collect()
+        runs = [each for each in gc.get_objects() if isinstance(each, JobRun)]
+        living = max(living, len(runs))
+    assert run.jobs_done == count
+    assert living <= 4

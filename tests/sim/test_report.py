@@ -1,0 +1,340 @@
+"""The report page: what stands in it, what does not, and that it is the same each time."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from plexrl.errors import InvalidRequestError
+from plexrl.sim.report import write_report
+from plexrl.sim.report.comparison import compare, drawn
+from plexrl.sim.report.gantt import job_colours, natural
+from plexrl.sim.report.style import looks
+from plexrl.sim.report.units import duration, percent, short
+from plexrl.sim.result import Bounds, Distribution, SimResult, Span, Speed, TenantResult
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(2)>',
+    r"$\frac{$",
+    "_hidden",
+    "{{ 7 * 7 }}",
+    "--><!-- ]]>",
+    "名\x07\u202e",
+)
+LINES = (("trace", "bundled"), ("jitter", "15 %"))
+
+
+def spread_over(*values: float) -> Distribution:
+    """Of a few values, each as frequent as the others."""
+    ordered = sorted(values)
+    count = len(ordered)
+    return Distribution(
+        count=count,
+        mean=sum(ordered) / count,
+        median=ordered[count // 2],
+        p95=ordered[-1],
+        p99=ordered[-1],
+        highest=ordered[-1],
+        cdf=tuple((value, (place + 1) / count) for place, value in enumerate(ordered)),
+    )
+
+
+def run_of(policy: str, *, gpus: int = 64, drain_s: float = 864_000.0) -> SimResult:
+    """A small result with everything there is to draw."""
+    return SimResult(
+        policy=policy,
+        gpus=gpus,
+        jobs=321,
+        failed_jobs=0,
+        cycles=4_000,
+        events=9_000,
+        switches=1_717,
+        drain_s=drain_s,
+        bounds=Bounds(critical_path_s=100_000.0, area_s=216_000.0),
+        wait=spread_over(0.0, 7_200.0, 86_400.0 * 3.25),
+        normalized_wait=spread_over(0.0, 0.2, 3.0),
+        job_slowdown=spread_over(0.01, 0.02, 0.03),
+        completion=spread_over(1.0, 1.2, 4.1),
+        cycle_slowdown=spread_over(0.0, 0.0123, 0.0456),
+        training_gpu_hours=12_000.0,
+        busy_gpu_hours=3_840.0,
+        switch_gpu_hours=100.0,
+        rollout_gpu_hours=9_000.0,
+        cost=54_321.0,
+        gpu_hours_per_cycle=5.25,
+        utilisation=tuple((drain_s * bin_ / 10, 0.9, 0.25) for bin_ in range(10)),
+        tenants=tuple(
+            TenantResult(
+                tenant=tenant,
+                jobs=100,
+                gpu_hours=hours,
+                rollout_gpu_hours=hours,
+                wait_mean_s=3_000.0,
+                slowdown_mean=1.375,
+            )
+            for tenant, hours in (("vision", 7_000.0), ("speech", 5_000.0))
+        ),
+        fairness=0.987,
+        spans=tuple(
+            Span(
+                group=f"g{group}",
+                job=f"job-{group}-{job}",
+                kind=kind,
+                start_s=1_000.0 + 200 * job + start,
+                end_s=1_000.0 + 200 * job + end,
+            )
+            for group in range(3)
+            for job in range(2)
+            for kind, start, end in (("load", 0, 8), ("run", 8, 150), ("offload", 150, 158))
+        ),
+        failures=0,
+        speed=Speed(wall_s=1.0, events_per_s=9_000.0, peak_bytes=1 << 28),
+    )
+
+
+def page_of(results: Sequence[SimResult], folder: Path, *, gpus_per_node: int | None = None) -> str:
+    path = write_report(
+        results, folder, title="A plan", scenario_lines=LINES, gpus_per_node=gpus_per_node
+    )
+    assert path == folder / "report.html"
+    return path.read_text(encoding="utf-8")
+
+
+def sections(page: str) -> list[str]:
+    return re.findall(r'<section id="([a-z]+)"', page)
+
+
+class _Reader(HTMLParser):
+    """Collects what a browser would run, load or link, and the text that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.links: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            self.attributes.add(name)
+            if name in ("src", "href", "xlink:href") and value is not None:
+                self.links.append(value)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read(page: str) -> _Reader:
+    reader = _Reader()
+    reader.feed(page)
+    return reader
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return page_of(
+        [run_of("isolated"), run_of("spread", drain_s=432_000.0)],
+        tmp_path_factory.mktemp("report"),
+        gpus_per_node=8,
+    )
+
+
+def test_each_run_stands_in_the_table_with_its_figures(compared: str) -> None:
+    row = re.search(r"<tr><td>spread</td>.*?</tr>", compared)
+    assert row is not None
+    cells = re.findall(r"<td>(.*?)</td>", row[0])
+    for figure in (
+        *("8", "64", "5.00 days", "2.50 days"),
+        "50.0 %",  # of the isolated run's 10 days
+        "66.7 %",  # 5 of the 7.5 days from there to the bound
+        *("2.00 hours", "3.25 days"),  # wait
+        *("1.2 %", "1.9 %", "4.6 %"),  # slowdown of cycles
+        "50.0 %",  # of 64 GPUs for 5 days
+        *("5.25", "1,717", "54,321", "0.987"),
+    ):
+        assert figure in cells, f"{figure} is not in {cells}"
+
+
+def test_page_says_what_sharing_gains(compared: str) -> None:
+    text = " ".join(read(compared).text.split())
+    assert "50.0 % of the isolated drain time with spread" in text
+    assert "66.7 % of the gap to it is recovered" in text
+
+
+def test_scenario_and_tenants_are_listed(compared: str) -> None:
+    text = read(compared).text
+    for part in ("jitter", "15 %", "vision", "speech", "7,000", "1.38", "fairness", "0.987"):
+        assert part in text
+
+
+def test_page_needs_nothing_beside_it(compared: str) -> None:
+    reader = read(compared)
+    assert "script" not in reader.tags
+    assert all(link.startswith(("#", "data:image/png;")) for link in reader.links)
+    assert "@import" not in compared
+    ids = re.findall(r'\bid="([^"]+)"', compared)
+    assert len(ids) == len(set(ids)), "two elements share an id"
+    for link in [link[1:] for link in reader.links if link.startswith("#")]:
+        assert link in ids, f"{link} leads nowhere"
+
+
+def test_every_plot_that_has_its_data_is_there(compared: str) -> None:
+    assert sections(compared) == [
+        *("runs", "drain", "cost", "wait", "completion", "utilisation", "gantt", "tenants")
+    ]
+
+
+def test_single_run_is_compared_with_nothing(tmp_path: Path) -> None:
+    page = page_of([run_of("spread")], tmp_path)
+    assert not {"drain", "cost", "sweep"} & set(sections(page))
+    assert "gap recovered" not in page
+
+
+@pytest.mark.parametrize(
+    ("missing", "section"),
+    [
+        ({"spans": ()}, "gantt"),
+        ({"utilisation": ()}, "utilisation"),
+        ({"tenants": ()}, "tenants"),
+        ({"normalized_wait": spread_over(0.0, 0.0)}, "wait"),
+        (
+            {"completion": Distribution(count=0, mean=0, median=0, p95=0, p99=0, highest=0)},
+            "completion",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_plot_without_data_is_left_out(
+    missing: dict[str, object], section: str, tmp_path: Path
+) -> None:
+    whole = page_of([run_of("spread")], tmp_path)
+    page = page_of([replace(run_of("spread"), **missing)], tmp_path)  # type: ignore[arg-type]
+    assert set(sections(whole)) - set(sections(page)) == {section}
+
+
+def test_sweep_over_sizes_is_drawn_and_single_runs_are_of_one_size(tmp_path: Path) -> None:
+    results = [
+        run_of(policy, gpus=gpus) for gpus in (32, 64, 128) for policy in ("isolated", "spread")
+    ]
+    page = page_of(results, tmp_path)
+    assert "sweep" in sections(page)
+    assert "clusters of 64 GPUs" in page
+    assert [run.result.gpus for run in drawn(compare(results))] == [64, 64]
+
+
+def test_hostile_names_are_text(tmp_path: Path) -> None:
+    result = run_of("isolated")
+    hostile = replace(
+        result,
+        policy=HOSTILE[0],
+        tenants=tuple(replace(result.tenants[0], tenant=name) for name in HOSTILE),
+        spans=tuple(
+            replace(span, group=name, job=name)
+            for name, span in zip(HOSTILE, result.spans, strict=False)
+        ),
+    )
+    path = write_report(
+        [result, hostile],
+        tmp_path,
+        title=HOSTILE[0],
+        scenario_lines=[(name, name) for name in HOSTILE],
+    )
+    reader = read(path.read_text(encoding="utf-8"))
+    assert not {"script", "img"} & reader.tags
+    assert not {name for name in reader.attributes if name.startswith("on")}
+    for name in HOSTILE:
+        assert reader.text.count(name) >= 3, f"{name} is not shown as it is"
+
+
+def test_equal_results_make_equal_bytes(tmp_path: Path) -> None:
+    results = [run_of("isolated"), run_of("spread")]
+    slower = [
+        replace(result, speed=Speed(wall_s=9.0, events_per_s=1.0, peak_bytes=1))
+        for result in results
+    ]
+    assert page_of(results, tmp_path / "a") == page_of(slower, tmp_path / "b")
+
+
+def test_no_figure_stays_open_and_no_setting_changes(tmp_path: Path) -> None:
+    import matplotlib as mpl
+    from matplotlib import pyplot as plt
+
+    before = dict(mpl.rcParams)
+    page_of([run_of("isolated"), run_of("spread")], tmp_path)
+    assert plt.get_fignums() == []
+    assert dict(mpl.rcParams) == before
+
+
+def test_a_reader_s_own_settings_of_matplotlib_change_nothing(tmp_path: Path) -> None:
+    import matplotlib as mpl
+
+    usual = page_of([run_of("spread")], tmp_path / "a")
+    with mpl.rc_context({"font.size": 30, "axes.facecolor": "red", "text.parse_math": True}):
+        assert page_of([run_of("spread")], tmp_path / "b") == usual
+
+
+def test_a_gantt_chart_of_many_groups_is_cut_and_says_so(tmp_path: Path) -> None:
+    result = run_of("spread")
+    spans = tuple(replace(result.spans[1], group=f"g{index}") for index in range(75))
+    page = page_of([replace(result, spans=spans)], tmp_path)
+    assert "the first 60 of 75 groups" in page
+    assert "g59: job-0-0" in page
+    assert "g60: job-0-0" not in page
+
+
+def test_neighbours_in_a_row_have_colours_of_their_own() -> None:
+    spans = run_of("spread").spans
+    colours = job_colours(spans)
+    assert colours["g0", "job-0-0"] != colours["g0", "job-0-1"]
+
+
+def test_groups_stand_in_the_order_of_their_numbers() -> None:
+    assert natural({"g10", "g2", "h1", "g", "2"}) == ["2", "g", "g2", "g10", "h1"]
+
+
+def test_a_policy_looks_the_same_at_every_size_and_no_two_look_alike() -> None:
+    results = [run_of(f"policy {index}", gpus=gpus) for gpus in (8, 16) for index in range(10)]
+    look = looks(compare(results))
+    assert set(look) >= {f"policy {index}" for index in range(10)}
+    assert len({(entry.colour, entry.dash) for entry in look.values()}) == len(look)
+
+
+def test_runs_that_share_a_name_are_numbered_and_labels_replace_policies() -> None:
+    results = [run_of("spread"), run_of("spread"), run_of("spread", gpus=8)]
+    assert [run.label for run in compare(results)] == ["spread", "spread (2)", "spread"]
+    assert [run.label for run in compare(results, ["a", "b", "c"])] == ["a", "b", "c"]
+
+
+def test_ratio_needs_one_isolated_run_of_the_same_size() -> None:
+    shared = run_of("spread", drain_s=432_000.0)
+    (alone,) = compare([shared])
+    assert alone.ratio is None
+    _, other_size = compare([run_of("isolated", gpus=8), shared])
+    assert other_size.ratio is None
+    _, _, ambiguous = compare([run_of("isolated"), run_of("isolated"), shared])
+    assert ambiguous.ratio is None
+
+
+def test_report_of_nothing_and_labels_that_do_not_match_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="at least one result"):
+        write_report([], tmp_path / "none", title="", scenario_lines=[])
+    with pytest.raises(InvalidRequestError, match="2 labels for 1 results"):
+        write_report(
+            [run_of("spread")], tmp_path / "none", title="", scenario_lines=[], labels=["a", "b"]
+        )
+    assert not (tmp_path / "none").exists()
+
+
+def test_numbers_are_short() -> None:
+    assert [duration(s) for s in (0, 5.25, 600, 86_400, 864_000)] == [
+        *("0 s", "5.25 s", "10.0 minutes", "24.0 hours", "10.0 days")
+    ]
+    assert [short(x) for x in (0.0, 0.01234, 12.34, 1234.5, float("nan"))] == [
+        *("0", "0.0123", "12.3", "1,234", "\N{EN DASH}")
+    ]
+    assert percent(0.1234) == "12.3 %"

@@ -1,0 +1,203 @@
+"""States spill, come back and are lost as the StateManagers would have it."""
+
+from random import Random
+
+import pytest
+
+from plexrl.ids import DeploymentId, NodeId
+from plexrl.scheduler.switch_cost import HOST, NVME
+from plexrl.sim.move_costs import MoveCosts
+from plexrl.sim.scenario import NodeType, Pool
+from plexrl.sim.virtual_state import Move, VirtualState
+
+GB = 10**9
+KIND = NodeType(
+    gpus=4,
+    host_memory_bytes=100 * GB,
+    nvme_bytes=100 * GB,
+    host_bytes_per_s=10e9,
+    nvme_bytes_per_s=5e9,
+    network_bytes_per_s=5e9,
+    move_fixed_s=1.0,
+)
+NODES = tuple(NodeId(f"n{index}") for index in range(4))
+A, B, C, D = (DeploymentId(name) for name in "abcd")
+
+
+@pytest.fixture
+def states() -> VirtualState:
+    found = VirtualState(MoveCosts([Pool(nodes=4, node_type=KIND)]))
+    for node in NODES:
+        found.add_node(node, KIND)
+    return found
+
+
+def offloaded(
+    states: VirtualState, deployment: DeploymentId, next_use_s: float | None, now: float
+) -> Move:
+    move = states.offload(deployment, next_use_s, now)
+    assert move is not None
+    states.check()
+    return move
+
+
+def on_one_node(states: VirtualState, *names: DeploymentId, nbytes: int = 40 * GB) -> None:
+    for name in names:
+        states.launched(name, nbytes, [NODES[0]] * 4)
+
+
+def test_what_fits_in_host_memory_stays_there(states: VirtualState) -> None:
+    on_one_node(states, A, B)
+    for now in (0.0, 100.0):
+        for name in (A, B):
+            move = offloaded(states, name, 50.0, now)
+            assert (move.took_s, move.tier, move.reports) == (1.0 + 10 / 10, HOST, ())
+            load = states.load(name, now + 10.0)
+            assert load is not None
+            assert (load.took_s, load.tier, load.bytes_moved) == (2.0, HOST, 40 * GB)
+
+
+def test_what_is_needed_last_gives_way_and_the_spill_is_waited_for(states: VirtualState) -> None:
+    on_one_node(states, A, B, C)
+    offloaded(states, A, 100.0, 0.0)
+    offloaded(states, B, 500.0, 1.0)
+    move = offloaded(states, C, 50.0, 2.0)
+    assert move.took_s == pytest.approx(2.0 + 40 / 5)
+    assert move.tier == HOST
+    (report,) = move.reports
+    (where,) = report.states
+    assert (report.node, where.deployment) == (NODES[0], B)
+    assert (where.host_bytes, where.nvme_bytes) == (0, 40 * GB)
+    load = states.load(B, 10.0)
+    assert load is not None
+    assert (load.took_s, load.tier) == (1.0 + 40 / 5, NVME)
+    assert not states.is_spilled(A)
+
+
+def test_what_lay_idle_for_long_is_copied_and_gives_way_at_no_cost(states: VirtualState) -> None:
+    on_one_node(states, A, B, C)
+    offloaded(states, A, None, 0.0)
+    offloaded(states, B, None, 1.0)
+    assert offloaded(states, C, None, 1000.0).took_s == 2.0
+    assert states.is_spilled(A)
+
+
+def test_a_prefetch_brings_back_what_has_room_and_gives_way_to_a_load(states: VirtualState) -> None:
+    on_one_node(states, A, B, C)
+    for name, next_use_s in ((A, 100.0), (B, 500.0), (C, 50.0)):
+        offloaded(states, name, next_use_s, 0.0)
+    assert states.prefetch(B, [NODES[0]], 5.0, 1.0) == []
+    states.forget(A)
+    ((at, node),) = states.prefetch(B, [NODES[0]], 5.0, 1.0)
+    assert (at, node) == (1.0 + 40 / 5, NODES[0])
+    assert states.prefetch(B, [NODES[0]], 5.0, 2.0) == []
+    cut = states.load(B, 3.0)
+    assert cut is not None
+    assert cut.tier == NVME
+    assert states.arrived(B, node) is None
+    ((_, node),) = states.prefetch(B, [NODES[0]], 5.0, 20.0)
+    report = states.arrived(B, node)
+    assert report is not None
+    assert report.states[0].host_bytes == 40 * GB
+    states.check()
+    whole = states.load(B, 40.0)
+    assert whole is not None
+    assert whole.tier == HOST
+
+
+def test_a_new_version_takes_the_room_of_a_prefetch(states: VirtualState) -> None:
+    on_one_node(states, A, B, C)
+    for name, next_use_s in ((A, 100.0), (B, 500.0), (C, 50.0)):
+        offloaded(states, name, next_use_s, 0.0)
+    states.forget(A)
+    ((_, node),) = states.prefetch(B, [NODES[0]], 5.0, 1.0)
+    on_one_node(states, D)
+    offloaded(states, D, 10.0, 2.0)
+    assert states.arrived(B, node) is None
+    states.check()
+
+
+def test_a_state_without_room_anywhere_is_refused_and_nothing_is_lost(states: VirtualState) -> None:
+    on_one_node(states, A, B, C, D, nbytes=60 * GB)
+    for name in (A, B):
+        offloaded(states, name, 1.0, 0.0)
+    assert states.offload(C, 1.0, 1.0) is None
+    states.check()
+    for name in (A, B):
+        assert states.load(name, 2.0) is not None
+    states.forget(A)
+    assert states.offload(C, 1.0, 3.0) is not None
+
+
+def test_each_node_has_its_ranks_part_and_tells_of_its_own_tier(states: VirtualState) -> None:
+    on_one_node(states, A, nbytes=90 * GB)
+    offloaded(states, A, 1000.0, 0.0)
+    states.launched(B, 120 * GB, [NODES[0]] * 2 + [NODES[1]] * 4)
+    move = offloaded(states, B, 1.0, 1.0)
+    assert move.tier == HOST
+    assert {report.node for report in move.reports} == {NODES[0]}
+    states.check()
+
+
+def test_a_migrated_state_is_loaded_where_it_went(states: VirtualState) -> None:
+    on_one_node(states, A)
+    offloaded(states, A, None, 0.0)
+    ((at, node, arrived),) = states.migrate(A, [NODES[2]], 1.0)
+    assert (at, node, arrived) == (1.0 + 1.0 + 40 / 5, NODES[2], True)
+    states.launched(A, 40 * GB, [NODES[2]] * 4)
+    states.release(A, [NODES[0]])
+    states.check()
+    assert states.states_on(NODES[0]) == ()
+    load = states.load(A, 20.0)
+    assert load is not None
+    assert load.took_s == 2.0
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_a_lost_node_keeps_what_survives(states: VirtualState, survives: bool) -> None:
+    on_one_node(states, A, B, C)
+    for name, next_use_s in ((A, 100.0), (B, 500.0), (C, 50.0)):
+        offloaded(states, name, next_use_s, 0.0)
+    states.node_lost(NODES[0], survives)
+    states.check()
+    assert states.states_on(NODES[0]) == ((A, B, C) if survives else (B,))
+    assert (states.load(A, 10.0) is not None) == survives
+    assert states.load(B, 10.0) is not None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_laws_hold_whatever_happens(states: VirtualState, seed: int) -> None:
+    random = Random(seed)
+    names = [DeploymentId(f"d{index}") for index in range(9)]
+    live: dict[DeploymentId, int] = {}
+    coming: list[tuple[float, DeploymentId, NodeId]] = []
+    now = 0.0
+    for _ in range(600):
+        now += random.expovariate(0.1)
+        name = random.choice(names)
+        match random.randrange(9):
+            case 0 | 1 if name not in live:
+                first, width = random.randrange(3), random.choice([1, 2, 4, 8])
+                nodes = [NODES[first + index // 4] for index in range(width)]
+                live[name] = random.randrange(1, 50) * GB
+                states.launched(name, live[name], nodes)
+                assert states.build(name).took_s > 0.0
+            case 2 | 3 | 4 if name in live:
+                states.offload(name, random.choice([None, 5.0, 50.0, 500.0]), now)
+            case 5 if name in live:
+                states.load(name, now)
+            case 6 if name in live:
+                coming += [(at, name, node) for at, node in states.prefetch(name, NODES, None, now)]
+            case 7 if random.random() < 0.3:
+                states.node_lost(random.choice(NODES), random.random() < 0.5)
+            case 8 if name in live and random.random() < 0.4:
+                states.forget(name)
+                del live[name]
+        for each in [each for each in coming if each[0] <= now]:
+            coming.remove(each)
+            states.arrived(*each[1:])
+        states.check()
+    for name in live:
+        states.forget(name)
+    states.check()
+    assert all(states.states_on(node) == () for node in NODES)
