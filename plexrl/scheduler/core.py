@@ -326,10 +326,9 @@ class SchedulerCore:
         enqueue_deployment(context, deployment)
 
     def _worker_ready(self, event: ev.WorkerReady, now: float) -> None:
-        del now
         deployment = self._current(event.deployment, event.incarnation)
         if deployment is not None:
-            worker_ready(self._context, deployment, event.rank, event.address)
+            worker_ready(self._context, deployment, event.rank, event.address, now)
 
     def _worker_exited(self, event: ev.WorkerExited, now: float) -> None:
         deployment = self._current(event.deployment, event.incarnation)

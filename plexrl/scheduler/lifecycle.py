@@ -207,7 +207,9 @@ def stop(context: Context, deployment: Deployment, reason: str, now: float) -> b
     return True
 
 
-def worker_ready(context: Context, deployment: Deployment, rank: int, address: str) -> None:
+def worker_ready(
+    context: Context, deployment: Deployment, rank: int, address: str, now: float
+) -> None:
     """A rank of the current incarnation listens."""
     deployment.addresses[rank] = address
     if len(deployment.addresses) < deployment.workers:
@@ -216,6 +218,9 @@ def worker_ready(context: Context, deployment: Deployment, rank: int, address: s
     if not deployment.is_ready:
         deployment.state = WpgState.READY
         context.touch(deployment.group)
+        if now < deployment.held_back_until:
+            # The group that was to be looked at then may have been another.
+            context.wake(deployment.held_back_until, f"group:{deployment.group}")
 
 
 def detach_or_cancel(context: Context, job: Job, now: float) -> None:

@@ -43,7 +43,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
             worker = seen.get((deployment.deployment, rank))
             if worker is not None and worker.incarnation == deployment.incarnation:
                 wanted.add((worker.deployment, worker.rank))
-                worker_ready(context, deployment, rank, worker.address)
+                worker_ready(context, deployment, rank, worker.address, now)
             else:
                 missing = True
         if missing and deployment.is_ready:
