@@ -14,6 +14,7 @@ for reading a trace of response lengths.
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 from plexrl.sim.chance import normals, stream, uniform
 from plexrl.sim.response_lengths import read_longest_of
@@ -55,6 +56,25 @@ class DrawnCycle:
     def training_s(self) -> float:
         """From the start of the first busy segment to the end of the last."""
         return math.fsum(self.segments_s) + math.fsum(self.gaps_s)
+
+
+class Cycles(Protocol):
+    """Says what each cycle of a job takes."""
+
+    functions: tuple[str, ...]
+    """Of a cycle's segments."""
+
+    def draw(self, number: int) -> DrawnCycle:
+        """The job's `number`-th cycle, from 0: whenever it is asked for, the same."""
+        ...
+
+
+class Laws(Protocol):
+    """Makes what says it, for a job that is submitted."""
+
+    def __call__(
+        self, job: TraceJob, behaviour: Behaviour, seed: int, *, detail: Detail
+    ) -> Cycles: ...
 
 
 class CycleLaw:

@@ -8,12 +8,11 @@ for.
 """
 
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from plexrl.ids import DeploymentId, FencingToken, JobId, OperationId
 from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.sim.cycles import CycleLaw, DrawnCycle
+from plexrl.sim.cycles import Cycles, DrawnCycle
 from plexrl.sim.scenario import Behaviour
 from plexrl.traces import TraceJob
 from plexrl.traces.published import cycles_in
@@ -27,8 +26,7 @@ KINDS = {"update": OperationKind.FORWARD_BACKWARD}
 is its optimizer step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One operation of a cycle."""
 
     kind: OperationKind
@@ -93,7 +91,7 @@ class JobRun:
         self,
         trace: TraceJob,
         name: str,
-        law: CycleLaw,
+        law: Cycles,
         *,
         staleness: int,
         state_bytes: int,
@@ -194,14 +192,15 @@ def kind_of(function: str) -> OperationKind:
 
 def cycles_of(job: TraceJob) -> int:
     """How many cycles the job runs; one that has no profile is one long cycle."""
-    if job.cycles is not None:
-        return job.cycles
-    return 1 if job.period_s is None else cycles_in(job.service_s, job.period_s)
+    if job.period_s is None:
+        return 1
+    return cycles_in(job.service_s, job.period_s) if job.cycles is None else job.cycles
 
 
-def demand_of(job: TraceJob, behaviour: Behaviour) -> DemandTrace:
-    """What a job that is known declares. Where rollouts run ahead of training, a cycle is as long
-    as the longer of the two, and training can be late by the difference."""
+def demand_of(job: TraceJob, behaviour: Behaviour) -> DemandTrace | None:
+    """What a job that is known declares; None where it needs its GPUs at no time. Where rollouts
+    run ahead of training, a cycle is as long as the longer of the two, and training can be late by
+    the difference."""
     period_s = job.service_s if job.period_s is None else job.period_s
     staleness = job.staleness if behaviour.staleness is None else behaviour.staleness
     jitter_s = job.jitter_s if behaviour.jitter is None else behaviour.jitter * period_s
@@ -224,4 +223,6 @@ def demand_of(job: TraceJob, behaviour: Behaviour) -> DemandTrace:
             slack = max(slack_s, segment.slack_s)
             segments.append(Segment(offset_s=offset_s, duration_s=duration_s, slack_s=slack))
             end_s = offset_s + duration_s
+    if not segments:
+        return None
     return DemandTrace(period_s=period_s, segments=tuple(segments), jitter_s=jitter_s)

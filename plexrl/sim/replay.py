@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from plexrl.sim.cycles import CycleLaw, Laws
 from plexrl.sim.result import SimResult, Speed
 from plexrl.sim.scenario import Scenario
-from plexrl.sim.trace_run import TraceRun
+from plexrl.sim.trace_run import CycleEnded, TraceRun
 
 HAPPENINGS = 2048
 """From one look at the wall clock to the next."""
@@ -30,15 +31,22 @@ class Progress:
     """Told to the core."""
 
 
-def simulate(scenario: Scenario, progress: Callable[[Progress], None] | None = None) -> SimResult:
-    """Run the scenario to the end of its last job. `progress` is told about twice a second.
+def simulate(
+    scenario: Scenario,
+    progress: Callable[[Progress], None] | None = None,
+    *,
+    laws: Laws = CycleLaw,
+    on_cycle: CycleEnded | None = None,
+) -> SimResult:
+    """Run the scenario to the end of its last job. `progress` is told about twice a second,
+    `on_cycle` of every cycle; `laws` say what cycles take, where the scenario is not to.
 
     Raises:
         InvalidRequestError: there is no such policy.
         UnavailableError: jobs wait, and nothing more can happen.
     """
     began_at = time.perf_counter()
-    run = TraceRun(scenario)
+    run = TraceRun(scenario, laws=laws, on_cycle=on_cycle)
     with _rare_collections():
         run.start()
         reported_at = began_at

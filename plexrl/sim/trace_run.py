@@ -4,15 +4,21 @@ The scheduler's own core decides everything. What is here submits jobs as their 
 controllers, and says how long things take. Nothing is kept of a job that has ended.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
-from plexrl.errors import PlexRLError, UnavailableError
+from plexrl.errors import (
+    CapacityError,
+    InvalidRequestError,
+    ModelDoesNotFitError,
+    UnavailableError,
+    UnknownJobError,
+)
 from plexrl.ids import NodeId, OperationId, TenantId
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from plexrl.sim.checks import Checker
 from plexrl.sim.collector import Collector, RunKind
-from plexrl.sim.cycles import CycleLaw
+from plexrl.sim.cycles import CycleLaw, Laws
 from plexrl.sim.device_state import device_state_bytes
 from plexrl.sim.job_run import AloneClock, JobRun, demand_of
 from plexrl.sim.move_costs import MoveCosts
@@ -22,9 +28,6 @@ from plexrl.sim.scenario import Scenario
 from plexrl.sim.shell import FOREVER_S, VirtualShell, arrivals, readiness, virtual_config
 from plexrl.traces import TraceJob
 from plexrl.wire.operations import OperationKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HISTORY = 64
 """Finished operations that the core remembers: nobody asks for them."""
@@ -40,10 +43,16 @@ MOVES: dict[OperationKind, RunKind] = {
 """Kinds that are the scheduler's own, and what a measure calls them."""
 
 
+CycleEnded = Callable[[str, float], None]
+"""Told of each cycle: its job in the trace, and the seconds that it took, with all waiting."""
+
+
 class TraceRun:
     """One run. The shell's clock is driven from outside."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(
+        self, scenario: Scenario, *, laws: Laws = CycleLaw, on_cycle: CycleEnded | None = None
+    ) -> None:
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
         config = virtual_config(**{"history": HISTORY, **policy.settings})
@@ -61,6 +70,8 @@ class TraceRun:
         self._checker = Checker(scenario, self.shell.core) if scenario.check else None
         if self._checker is not None:
             self.shell.watch(self._checker.watch)
+        self._laws = laws
+        self._on_cycle = on_cycle
         self._costs = MoveCosts(scenario.pools, scenario.switch_s)
         self._controller_s = scenario.behaviour.controller_s
         self._snapshots_after = config.snapshot_operations
@@ -169,11 +180,17 @@ class TraceRun:
             return
         try:
             view = self.shell.core.job_view(run.job, self.shell.now)
-        except PlexRLError:
+        except UnknownJobError:
             self._give_up(run)
             return
         if view["state"] in ("FAILED", "CANCELLED"):
             self._give_up(run)
+            return
+        group = self.shell.core.deployment_view(run.deployment, self.shell.now)["group"]
+        if group is None:
+            self._leave_group(run)
+        else:
+            self._join_group(run, group)
 
     def _give_up(self, run: JobRun) -> None:
         if self._checker is not None:
@@ -199,7 +216,7 @@ class TraceRun:
         run = JobRun(
             job,
             f"j{self.jobs_seen}",
-            CycleLaw(job, behaviour, scenario.seed, detail=scenario.detail),
+            self._laws(job, behaviour, scenario.seed, detail=scenario.detail),
             staleness=job.staleness if behaviour.staleness is None else behaviour.staleness,
             state_bytes=state_bytes,
         )
@@ -232,7 +249,7 @@ class TraceRun:
         )
         try:
             self._tell(created)
-        except PlexRLError:
+        except (CapacityError, ModelDoesNotFitError, InvalidRequestError):
             # Larger than the cluster, or than its memory: the core has said so, and it is over.
             self._finish(run, "failed")
         self._expect_next_job(None)
@@ -438,7 +455,10 @@ class TraceRun:
             work_s = sum(step.work_s for step in run.steps)
             self._checker.drawn(run.job, work_s / run.speed)
         alone_s = run.end_cycle()
-        self._collector.cycle_ended(run.trace.job_id, now, now - run.cycle_began_at, alone_s)
+        took_s = now - run.cycle_began_at
+        self._collector.cycle_ended(run.trace.job_id, now, took_s, alone_s)
+        if self._on_cycle is not None:
+            self._on_cycle(run.trace.job_id, took_s)
         run.cycle_began_at = now
         if run.trained == run.cycles:
             self._finish(run, "completed")

@@ -1,0 +1,169 @@
+"""Jobs of the live embedded cluster that share one training group, and what its log says of them.
+
+A job's controller sleeps for its rollout, which stands for one on GPUs elsewhere, and then does
+what every controller does, with real operations on a real model: `forward`, `forward_backward` and
+`optim_step` together, `sync_weights`.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+
+import plexrl
+from plexrl.cluster.embedded import EmbeddedCluster
+
+VOCABULARY = "0123456789sr="
+ROW_TOKENS = 48
+ANSWER_S = 300.0
+LOG_ROWS = 1000
+"""Of the operation log, a page."""
+
+Plain = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveJob:
+    """What one controller does."""
+
+    name: str
+    rollout_s: float
+    """Mean, of a lognormal law."""
+    rollout_sigma: float
+    rows: int
+    """Of a mean batch."""
+    rows_sigma: float
+    """Of the logarithm of a cycle's rows."""
+    hidden: int = 64
+    layers: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRun:
+    """What the cluster says of a run: its job views, its operation log and its clock at the end."""
+
+    jobs: list[Plain]
+    operations: list[Plain]
+    ended_at: float
+
+
+def run_live(
+    embedded: EmbeddedCluster, plans: Sequence[LiveJob], *, label: str, cycles: int, seed: int
+) -> LiveRun:
+    """Run the jobs together until each has done its cycles; none stops before.
+
+    `label` is part of their names: the cluster knows jobs again by those, and would reckon with the
+    demand that they had in another run.
+    """
+    with plexrl.connect(embedded.url, embedded.api_key) as cluster, ExitStack() as stack:
+        jobs = [stack.enter_context(cluster.create_job(f"{label}-{plan.name}")) for plan in plans]
+        models = [
+            plexrl.tiny_qwen2(VOCABULARY, hidden=plan.hidden, layers=plan.layers) for plan in plans
+        ]
+        # Rollouts take their GPUs first, so that the one that is left is everybody's.
+        rollouts = [
+            job.rollout_deployment("rollout", model)
+            for job, model in zip(jobs, models, strict=True)
+        ]
+        for rollout in rollouts:
+            rollout.barrier().result(ANSWER_S)
+        actors = [
+            job.train_deployment("actor", model) for job, model in zip(jobs, models, strict=True)
+        ]
+        for actor in actors:
+            actor.barrier().result(ANSWER_S)
+        together = _Together(len(plans), cycles)
+        with ThreadPoolExecutor(len(plans)) as pool:
+            controllers = [
+                pool.submit(_control, plan, actor, rollout, together, Random(f"{seed}:{plan.name}"))
+                for plan, actor, rollout in zip(plans, actors, rollouts, strict=True)
+            ]
+            for controller in controllers:
+                controller.result()
+        names = {job.job: plan.name for job, plan in zip(jobs, plans, strict=True)}
+        return LiveRun(
+            jobs=[
+                {**view, "name": names[view["job"]]}
+                for view in cluster.jobs()
+                if view["job"] in names
+            ],
+            operations=[row for job in jobs for row in operation_log(job)],
+            ended_at=cluster.status()["now"],
+        )
+
+
+def operation_log(job: plexrl.Job) -> list[Plain]:
+    """All that the cluster remembers of the job's operations."""
+    rows: list[Plain] = []
+    while page := job.operations(after=rows[-1]["index"] if rows else 0, limit=LOG_ROWS):
+        rows += page
+    return rows
+
+
+class _Together:
+    """Lets controllers begin at once, and go on until all have done their cycles."""
+
+    def __init__(self, controllers: int, cycles: int) -> None:
+        self._begin = threading.Barrier(controllers)
+        self._lock = threading.Lock()
+        self._behind = controllers
+        self._cycles = cycles
+
+    def begin(self) -> None:
+        """Wait for the others."""
+        self._begin.wait()
+
+    def goes_on(self, done: int) -> bool:
+        """Whether a controller that has done so many cycles does another."""
+        with self._lock:
+            self._behind -= done == self._cycles
+            return self._behind > 0
+
+    def give_up(self) -> None:
+        """One has failed: let the others end."""
+        with self._lock:
+            self._behind = 0
+        self._begin.abort()
+
+
+def _control(
+    plan: LiveJob,
+    actor: plexrl.TrainDeployment,
+    rollout: plexrl.RolloutDeployment,
+    together: _Together,
+    random: Random,
+) -> None:
+    loss = plexrl.losses.grpo()
+    done = 0
+    try:
+        together.begin()
+        while together.goes_on(done):
+            rows = max(1, round(plan.rows * random.lognormvariate(0.0, plan.rows_sigma)))
+            batch = _batch(rows, random)
+            mu = -(plan.rollout_sigma**2) / 2
+            time.sleep(plan.rollout_s * random.lognormvariate(mu, plan.rollout_sigma))
+            actor.forward(batch).result(ANSWER_S)
+            actor.forward_backward(batch, loss)
+            actor.optim_step(learning_rate=1e-4).result(ANSWER_S)
+            rollout.sync_weights(actor).result(ANSWER_S)
+            done += 1
+    except BaseException:
+        together.give_up()
+        raise
+
+
+def _batch(rows: int, random: Random) -> plexrl.Batch:
+    chance = np.random.default_rng(random.getrandbits(32))
+    half = ROW_TOKENS // 2
+    return plexrl.Batch.from_completions(
+        chance.integers(3, 16, (rows, half)).tolist(),
+        chance.integers(3, 16, (rows, half)).tolist(),
+        logprobs=list(chance.normal(-2.5, 0.1, (rows, half))),
+        advantages=list(np.repeat(chance.normal(size=(rows, 1)), half, axis=1)),
+    )
