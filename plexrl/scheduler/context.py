@@ -12,6 +12,7 @@ from plexrl.scheduler.ordering import Ordering, make_ordering
 from plexrl.scheduler.policies import PlacementPolicy, make_policy
 from plexrl.scheduler.profiler import ProfilerConfig
 from plexrl.scheduler.state import Deployment, Group, Job, State, WpgState
+from plexrl.scheduler.waiting import Waiting
 
 
 @dataclass(slots=True)
@@ -35,8 +36,8 @@ class Context:
     profiler: ProfilerConfig = field(init=False)
     inventory: Inventory = field(init=False)
     """Derived from the state; so is `waiting`."""
-    waiting: dict[DeploymentId, None] = field(default_factory=dict)
-    """Deployments without GPUs, in the order of their creation."""
+    waiting: Waiting = field(default_factory=Waiting)
+    """Deployments without GPUs."""
     cycles_over: dict[DeploymentId, None] = field(default_factory=dict)
     """Deployments whose cycle ended in the event at hand."""
     newcomers: list[DeploymentId] = field(default_factory=list)
@@ -72,9 +73,22 @@ class Context:
             if deployment.relocation is not None:
                 self.relocating[deployment.deployment] = None
             if deployment.state == WpgState.WAITING:
-                self.waiting[deployment.deployment] = None
+                self.wait(deployment)
             elif deployment.group is not None:
                 self.hold(self.job(deployment.job).tenant, deployment, +1)
+
+    def wait(self, deployment: Deployment) -> None:
+        """The deployment waits for GPUs, behind all that do."""
+        job = self.job(deployment.job)
+        self.waiting.add(
+            deployment,
+            job,
+            shares=deployment.kind != "rollout" and not deployment.exclusive,
+            is_single=bool(job.gang) or self._is_placed(job),
+        )
+
+    def _is_placed(self, job: Job) -> bool:
+        return any(self.state.deployments[name].group is not None for name in job.deployments)
 
     def hold(self, tenant: TenantId, deployment: Deployment, sign: int) -> None:
         """Count (or, negative, discount) the deployment's GPUs among those its tenant holds."""
@@ -85,6 +99,9 @@ class Context:
         else:
             jobs.pop(deployment.job, None)
         self._held[tenant] = gpus + sign * deployment.workers, jobs
+        for name in self.job(deployment.job).deployments:
+            if name in self.waiting:
+                self.waiting.single_out(name)
 
     def holdings(self, tenant: TenantId) -> tuple[int, int]:
         """(GPUs, jobs with GPUs) that a tenant holds."""

@@ -77,7 +77,7 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
 
 
 def _leave_group(context: Context, deployment: Deployment) -> None:
-    context.waiting.pop(deployment.deployment, None)
+    context.waiting.remove(deployment.deployment)
     if deployment.group is None:
         return
     context.hold(context.job(deployment.job).tenant, deployment, -1)

@@ -145,8 +145,7 @@ def _give_up(context: Context, deployment: Deployment, now: float) -> None:
 
 
 def _enqueue(context: Context, deployment: Deployment) -> None:
-    waiting = {*context.waiting, deployment.deployment}
+    context.wait(deployment)
     # They are kept in the order of their creation.
-    context.waiting.clear()
-    context.waiting.update({name: None for name in context.state.deployments if name in waiting})
+    context.waiting.put_in_order(context.state.deployments)
     context.place_waiting = True
