@@ -13,6 +13,7 @@ from plexrl.cli.node import statemanager, statemanager_status
 from plexrl.cli.nodes import groups, nodes_app, status
 from plexrl.cli.operations import operations, trace
 from plexrl.cli.running import demo, up
+from plexrl.cli.simulate import simulate
 from plexrl.cli.tenants import tenants_app
 from plexrl.cli.traces import traces_app
 from plexrl.cli.usage import usage
@@ -27,7 +28,7 @@ app = typer.Typer(
 )
 for command in (
     *(up, status, jobs, explain, groups, logs, usage, demo),
-    *(statemanager, statemanager_status, operations, trace),
+    *(statemanager, statemanager_status, operations, trace, simulate),
 ):
     app.command()(command)
 app.add_typer(nodes_app, name="nodes")

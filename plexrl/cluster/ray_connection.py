@@ -60,7 +60,7 @@ def connect(address: str, namespace: str) -> None:
         first = str(error).strip().partition("\n")[0].rstrip(".")
         raise UnavailableError(
             f"Ray at {address!r} cannot be joined: {first}. See `ray status --address {address}`; "
-            "plexrl up --ray must run on a machine of the Ray cluster, with its version of Ray"
+            "this must run on a machine of the Ray cluster, with its version of Ray"
         ) from error
 
 

@@ -161,17 +161,23 @@ def compare_replay(jobs: Sequence[RecordedJob], policy: str) -> Comparison:
 
 
 def compare_law(
-    recorded: Sequence[TraceJob], jobs: Sequence[RecordedJob], policy: str, seeds: Sequence[int]
+    recorded: Sequence[TraceJob],
+    jobs: Sequence[RecordedJob],
+    policy: str,
+    seeds: Sequence[int],
+    *,
+    names: Mapping[str, str],
 ) -> tuple[JobError, ...]:
     """Simulate the recorder's rows of a run, with drawn cycles, and compare median cycles; of the
-    prediction the median over `seeds`. `recorded` are named as `jobs` are."""
+    prediction the median over `seeds`. `names` are the jobs', by their ids in the rows."""
+    rows = [replace(row, job_id=names[row.job_id]) for row in recorded]
     predicted: dict[str, list[float]] = {job.name: [] for job in jobs}
     for seed in seeds:
-        trace = [replace(job, submit_s=0.0, duration_s=None) for job in recorded]
-        took = _simulated(trace, moved_by(jobs), policy, seed=seed)
+        trace = [replace(row, submit_s=0.0, duration_s=None) for row in rows]
+        took = _simulated(trace, moved_by(jobs), policy, _control_s(jobs), seed=seed)
         for name, each in took.items():
             predicted[name].append(median(each))
-    periods = {job.job_id: job.period_s or 0.0 for job in recorded}
+    periods = {row.job_id: row.period_s or 0.0 for row in rows}
     return tuple(
         JobError(
             job=job.name,
@@ -204,7 +210,7 @@ def replay(jobs: Sequence[RecordedJob], policy: str) -> dict[str, list[float]]:
         )
         for job in sorted(jobs, key=lambda job: (job.began_at, job.name))
     ]
-    return _simulated(trace, moved_by(jobs), policy, laws=law_of)
+    return _simulated(trace, moved_by(jobs), policy, _control_s(jobs), laws=law_of)
 
 
 class RecordedLaw:
@@ -274,6 +280,7 @@ def _simulated(
     trace: Sequence[TraceJob],
     node_type: NodeType,
     policy: str,
+    control_s: float,
     *,
     seed: int = 0,
     laws: Laws = CycleLaw,
@@ -287,12 +294,17 @@ def _simulated(
         seed=seed,
         behaviour=Behaviour(controller_s=0.0),
         detail="operation",
+        control_s=control_s,
         warm=False,
         launch_s=0.0,
     )
     on_cycle: Callable[[str, float], None] = lambda job, seconds: took[job].append(seconds)  # noqa: E731
     simulate(scenario, laws=laws, on_cycle=on_cycle)
     return took
+
+
+def _control_s(jobs: Sequence[RecordedJob]) -> float:
+    return median(job.control_s for job in jobs)
 
 
 def _function(kinds: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ for.
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from plexrl.ids import DeploymentId, FencingToken, JobId, OperationId
+from plexrl.ids import DeploymentId, JobId, OperationId
 from plexrl.scheduler.demand import DemandTrace, Segment
 from plexrl.sim.cycles import Cycles, DrawnCycle
 from plexrl.sim.scenario import Behaviour
@@ -20,6 +20,7 @@ from plexrl.wire.operations import MUTATING, OperationKind
 
 if TYPE_CHECKING:
     from plexrl.scheduler.commands import RunOperation
+    from plexrl.sim.node_states import StateMove
 
 KINDS = {"update": OperationKind.FORWARD_BACKWARD}
 """Of a cycle's segments by their function; others are forward passes, and the last one of a cycle
@@ -118,6 +119,8 @@ class JobRun:
         self.rolling = False
         self.trained = 0
         """Cycles that are over."""
+        self.worked_s = 0.0
+        """Of these, on its GPUs; what failures made necessary not counted."""
         self.training = False
         self.answered_at = 0.0
         """When the controller can next submit, after its last answer."""
@@ -131,9 +134,10 @@ class JobRun:
         self.operation = OperationId("")
         self.run: RunOperation | None = None
         """What the WPG is at."""
+        self.move: StateMove | None = None
+        """Of its state, where it is at that."""
         self.run_began_at = 0.0
         self.run_s = 0.0
-        self.token = FencingToken(0)
 
     @property
     def may_roll(self) -> bool:
@@ -170,6 +174,7 @@ class JobRun:
         drawn = self.draws.popleft()
         self.training = False
         self.trained += 1
+        self.worked_s += sum([step.work_s for step in self.steps]) / self.speed
         return self.alone.cycle(drawn.rollout_s, self.steps, self.speed)
 
     def steps_of(self, drawn: DrawnCycle) -> tuple[Step, ...]:

@@ -64,6 +64,8 @@ class RecordedJob:
     load_s: float
     """Of its state, as a context switch loads it: median."""
     offload_s: float
+    control_s: float
+    """Of a run, what is the control plane's: median over all kinds, moves too."""
 
 
 Overheads = Mapping[str, float]
@@ -146,6 +148,7 @@ def _recorded(job: Row, deployment: Row, rows: Sequence[Row], beyond: Overheads)
         cycles=tuple(cycles),
         load_s=_move_s(rows, "load"),
         offload_s=_move_s(rows, "offload"),
+        control_s=median(beyond[kind] for kind in {row["kind"] for row in runs} & set(beyond)),
     )
 
 

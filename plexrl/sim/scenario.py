@@ -159,6 +159,9 @@ class Scenario:
     """Of a job's worker processes: imports, process groups, the model's build."""
     switch_s: float | None = None
     """Of a context switch, half each way; absent: by the node type's rates."""
+    control_s: float = 0.0
+    """Of each run, what is the control plane's: it takes that time, but workers do not count it, so
+    the scheduler's estimates do not either. It matters where operations are that short."""
     detail: Detail = "burst"
     """`burst`: segments of a cycle that touch are one operation; `operation`: each is its own."""
     check: bool = False

@@ -60,6 +60,11 @@ class VirtualShell:
             **carriers,
         }
 
+    @property
+    def planned(self) -> int:
+        """Happenings to come, and the core's next timer."""
+        return len(self._heap) + (self._timer_at < NEVER)
+
     def watch(self, watcher: Watcher) -> None:
         """Have `watcher` told of every event from now on."""
         self._watchers.append(watcher)

@@ -1,7 +1,7 @@
 """The jobs of a trace on a virtual cluster: they come, run their cycles and go.
 
-The scheduler's own core decides everything. What is here submits jobs as their time comes, is their
-controllers, and says how long things take. Nothing is kept of a job that has ended.
+The scheduler's own core decides everything. What is here submits jobs as their time comes, carries
+commands out, and says how long that takes. Nothing is kept of a job that has ended.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,19 +13,23 @@ from plexrl.errors import (
     UnavailableError,
     UnknownJobError,
 )
-from plexrl.ids import NodeId, OperationId, TenantId
+from plexrl.ids import NodeId, TenantId
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
+from plexrl.sim.breakdowns import Breakdowns
 from plexrl.sim.checks import Checker
 from plexrl.sim.collector import Collector, RunKind
+from plexrl.sim.controllers import Controllers
 from plexrl.sim.cycles import CycleLaw, Laws
 from plexrl.sim.device_state import device_state_bytes
+from plexrl.sim.group_members import GroupMembers
 from plexrl.sim.job_run import AloneClock, JobRun, demand_of
 from plexrl.sim.move_costs import MoveCosts
+from plexrl.sim.node_states import NodeStates
 from plexrl.sim.policies import sim_policy
 from plexrl.sim.result import SimResult, Speed
 from plexrl.sim.scenario import Scenario
-from plexrl.sim.shell import FOREVER_S, VirtualShell, arrivals, readiness, virtual_config
+from plexrl.sim.shell import FOREVER_S, VirtualShell, readiness, virtual_config
 from plexrl.traces import TraceJob
 from plexrl.wire.operations import OperationKind
 
@@ -64,6 +68,7 @@ class TraceRun:
                 cmd.StopWorkers: self._stop_workers,
                 cmd.ReleaseState: self._release_state,
                 cmd.MigrateState: self._migrate_state,
+                cmd.PrefetchState: self._prefetch_state,
             },
         )
         self._collector = Collector(scenario)
@@ -73,13 +78,11 @@ class TraceRun:
         self._laws = laws
         self._on_cycle = on_cycle
         self._costs = MoveCosts(scenario.pools, scenario.switch_s)
-        self._controller_s = scenario.behaviour.controller_s
         self._snapshots_after = config.snapshot_operations
         self._source: Iterator[TraceJob] = scenario.source.jobs()
         self._runs: dict[str, JobRun] = {}
         """Live jobs, by deployment, which is named as its job is."""
-        self._groups: dict[str, int] = {}
-        """Members of the groups that there are."""
+        self._groups = GroupMembers(self._collector)
         self._node_types = {
             f"p{index}n{number}": pool.node_type
             for index, pool in enumerate(scenario.pools)
@@ -89,7 +92,23 @@ class TraceRun:
         self._has_one_speed = len({kind.speed for kind in self._types.values()}) == 1
         """Otherwise what a cycle takes depends on where each of its operations ran."""
         self._tenants: set[str] = set()
-        self._lost_nodes: set[str] = set()
+        self._states = NodeStates(self.shell, self._costs, self._node_types, self._tell)
+        self._breakdowns = Breakdowns(
+            self.shell,
+            scenario,
+            [NodeId(name) for name in self._node_types],
+            lose_node=self.lose_node,
+            return_node=self.return_node,
+            lose_worker=self.lose_worker,
+        )
+        self._controllers = Controllers(
+            self.shell,
+            self._runs,
+            self._tell,
+            controller_s=scenario.behaviour.controller_s,
+            cycle_over=self._cycle_over,
+            job_over=self._job_over,
+        )
         self._in_doubt: list[JobRun] = []
         """Jobs whose workers the core has stopped: did they end, or move?"""
         self._is_last_seen = False
@@ -104,7 +123,8 @@ class TraceRun:
         """Have the cluster there, and the first job come."""
         self.shell.connect_router()
         for node in self._node_types:
-            self._join_node(node)
+            self._join_node(NodeId(node))
+        self._breakdowns.start()
         self._expect_next_job(None)
 
     def check_it_ended(self) -> None:
@@ -113,6 +133,7 @@ class TraceRun:
         if not self._runs:
             if self._checker is not None:
                 self._checker.finish(self.shell.now)
+                self._states.check()
             return
         waiting = [run.trace.job_id for run in self._runs.values()]
         raise UnavailableError(
@@ -126,39 +147,41 @@ class TraceRun:
             self.shell.now, self.shell.events, self._switches, self._failures, speed
         )
 
-    def lose_node(self, node: str) -> None:
-        """A node is gone, with the processes on it."""
-        self._lost_nodes.add(node)
-        self._failures += 1
-        self._collector.failed(self.shell.now)
-        self._tell(ev.NodeLost(node=NodeId(node)))
+    def lose_node(self, node: NodeId, survives: bool = True) -> None:
+        """A node is gone, with the processes on it; what it had in host memory `survives`, or it
+        does not."""
+        self._states.node_lost(node, survives)
+        self._failed()
+        self._tell(ev.NodeLost(node=node))
 
-    def return_node(self, node: str) -> None:
-        """A lost node is back; its state has outlived it."""
-        self._lost_nodes.discard(node)
+    def return_node(self, node: NodeId) -> None:
+        """A lost node is back, with what has survived."""
         self._join_node(node)
 
-    def lose_worker(self, deployment: str, rank: int) -> None:
-        """A worker process is dead."""
+    def lose_worker(self, deployment: str, rank: int = 0) -> None:
+        """A worker process is dead, if the deployment has any."""
         run = self._runs.get(deployment)
         if run is None or not run.incarnation:
             return
-        self._failures += 1
-        self._collector.failed(self.shell.now)
+        self._failed()
         exited = ev.WorkerExited(
             deployment=run.deployment, rank=rank, incarnation=run.incarnation, reason="failure"
         )
         self._tell(exited)
 
+    def _failed(self) -> None:
+        self._failures += 1
+        self._collector.failed(self.shell.now)
+
     # The cluster
 
-    def _join_node(self, node: str) -> None:
+    def _join_node(self, node: NodeId) -> None:
         kind = self._node_types[node]
         pool, number = node[1:].split("n")
         per_block = self.scenario.pools[int(pool)].nodes_per_block
         self._tell(
             ev.NodeJoined(
-                node=NodeId(node),
+                node=node,
                 gpus=kind.gpus,
                 gpu_memory_bytes=kind.gpu_memory_bytes,
                 host_memory_bytes=kind.host_memory_bytes,
@@ -166,6 +189,7 @@ class TraceRun:
                 node_type=kind.name,
                 block=f"p{pool}b{int(number) // per_block}",
                 nvme_bytes=kind.nvme_bytes,
+                states=self._states.node_back(node),
             )
         )
 
@@ -187,10 +211,7 @@ class TraceRun:
             self._give_up(run)
             return
         group = self.shell.core.deployment_view(run.deployment, self.shell.now)["group"]
-        if group is None:
-            self._leave_group(run)
-        else:
-            self._join_group(run, group)
+        self._groups.put(run, group or "", self.shell.now)
 
     def _give_up(self, run: JobRun) -> None:
         if self._checker is not None:
@@ -222,6 +243,7 @@ class TraceRun:
         )
         self._runs[run.deployment] = run
         self._collector.job_submitted(job, shell.now)
+        self._breakdowns.job_submitted(run.deployment, job.job_id)
         tenant = TenantId(job.tenant or "-")
         if tenant not in self._tenants:
             self._tenants.add(tenant)
@@ -254,6 +276,21 @@ class TraceRun:
             self._finish(run, "failed")
         self._expect_next_job(None)
 
+    def _cycle_over(self, run: JobRun) -> None:
+        now, job_id = self.shell.now, run.trace.job_id
+        before_s = run.worked_s
+        alone_s = run.end_cycle()
+        if self._checker is not None and self._has_one_speed:
+            self._checker.drawn(run.job, run.worked_s - before_s)
+        took_s = now - run.cycle_began_at
+        run.cycle_began_at = now
+        self._collector.cycle_ended(job_id, now, took_s, alone_s)
+        if self._on_cycle is not None:
+            self._on_cycle(job_id, took_s)
+
+    def _job_over(self, run: JobRun) -> None:
+        self._finish(run, "completed")
+
     def _finish(self, run: JobRun, outcome: str) -> None:
         self._tell(ev.JobFinished(job=run.job, outcome=outcome))
         self._end(run, outcome)
@@ -263,33 +300,21 @@ class TraceRun:
         if self._runs.pop(run.deployment, None) is None:
             return
         run.run = None
-        self._leave_group(run)
+        self._states.forget(run.deployment)
+        self._breakdowns.job_ended(run.deployment)
+        self._groups.put(run, "", self.shell.now)
         self.jobs_done += 1
         alone_s = 0.0 if run.alone is None else run.alone.now
-        self._collector.job_ended(run.trace.job_id, self.shell.now, run.trained, outcome, alone_s)
+        self._collector.job_ended(
+            run.trace.job_id,
+            self.shell.now,
+            run.trained,
+            outcome,
+            alone_s,
+            run.gpus * run.worked_s,
+        )
         if self._is_last_seen and not self._runs:
             self.shell.is_over = True
-
-    # Groups
-
-    def _join_group(self, run: JobRun, group: str) -> None:
-        if run.group == group:
-            return
-        self._leave_group(run)
-        run.group = group
-        members = self._groups.get(group, 0)
-        if not members:
-            self._collector.group_made(group, run.gpus, self.shell.now)
-        self._groups[group] = members + 1
-
-    def _leave_group(self, run: JobRun) -> None:
-        if not run.group:
-            return
-        self._groups[run.group] -= 1
-        if not self._groups[run.group]:
-            del self._groups[run.group]
-            self._collector.group_gone(run.group, run.gpus, self.shell.now)
-        run.group = ""
 
     # Commands
 
@@ -297,7 +322,8 @@ class TraceRun:
         run = self._runs.get(command.deployment)
         if run is None:
             return
-        self._join_group(run, command.group)
+        self._groups.put(run, command.group, self.shell.now)
+        self._states.launched(command, run.state_bytes)
         run.incarnation = command.incarnation
         kind = self._node_types[command.ranks[0].node]
         run.node_type, run.speed = kind.name, kind.speed
@@ -311,7 +337,7 @@ class TraceRun:
         where = (run.node_type, run.state_bytes, run.gpus)
         return AloneClock(
             staleness=run.staleness,
-            controller_s=self._controller_s,
+            controller_s=self.scenario.behaviour.controller_s,
             launch_s=self.scenario.launch_s,
             load_s=self._costs.load_s(*where, "host"),
             snapshot_s=self._costs.offload_s(*where, "host"),
@@ -323,10 +349,9 @@ class TraceRun:
         if run is None or run.incarnation != command.incarnation:
             return
         for rank, event in zip(command.ranks, readiness(command), strict=True):
-            if rank.node not in self._lost_nodes:
+            if not self._states.is_away(rank.node):
                 self._tell(event)
-        if run.may_roll and not run.rolled:
-            self._roll(run)
+        self._controllers.start(run)
 
     def _stop_workers(self, command: cmd.StopWorkers) -> None:
         run = self._runs.get(command.deployment)
@@ -336,19 +361,16 @@ class TraceRun:
             self._in_doubt.append(run)
 
     def _release_state(self, command: cmd.ReleaseState) -> None:
+        self._states.release(command)
         run = self._runs.get(command.deployment)
         if run is not None:
             self._in_doubt.append(run)
 
     def _migrate_state(self, command: cmd.MigrateState) -> None:
-        run = self._runs.get(command.deployment)
-        if run is not None:
-            took_s = self._costs.migrate_s(run.node_type, run.state_bytes, run.gpus)
-            self.shell.at(self.shell.now + took_s, self._migrated, command)
+        self._states.migrate(command)
 
-    def _migrated(self, command: cmd.MigrateState) -> None:
-        for event in arrivals(command):
-            self._tell(event)
+    def _prefetch_state(self, command: cmd.PrefetchState) -> None:
+        self._states.prefetch(command)
 
     def _run_operation(self, command: cmd.RunOperation) -> None:
         run = self._runs[command.deployment]
@@ -366,10 +388,8 @@ class TraceRun:
         """Of what is no part of the cycle at hand: a move, or work that is done again."""
         if command.kind not in MOVES:
             return run.step_named(command.operation).work_s / run.speed
-        where = (run.node_type, run.state_bytes, run.gpus)
-        if command.kind == OperationKind.LOAD:
-            return self._costs.load_s(*where, "host")
-        return self._costs.offload_s(*where, "host")
+        run.move = self._states.begin(command)
+        return run.move.took_s
 
     def _ran(self, command: cmd.RunOperation) -> None:
         run = self._runs.get(command.deployment)
@@ -377,15 +397,26 @@ class TraceRun:
             # Cut off: its workers were lost.
             return
         self._tell_of_run(run, command)
+        if command.kind in MOVES:
+            self._moved(run, command)
+            return
+        computed_s = max(0.0, run.run_s - self.scenario.control_s)
         self._tell(
             ev.OperationFinished(
-                operation=command.operation, token=command.token, compute_s=run.run_s
+                operation=command.operation, token=command.token, compute_s=computed_s
             )
         )
         if command.operation == run.operation:
-            self._answered(run)
-        elif command.kind == OperationKind.OFFLOAD:
-            self._switches += 1
+            self._controllers.answered(run)
+
+    def _moved(self, run: JobRun, command: cmd.RunOperation) -> None:
+        move = run.move
+        assert move is not None, f"{command.operation} ends that never began"
+        answer = move.answer(command, self.scenario.control_s)
+        self._switches += command.kind == OperationKind.OFFLOAD and move.is_made
+        self._tell(answer)
+        for report in move.reports:
+            self._tell(report)
 
     def _tell_of_run(self, run: JobRun, command: cmd.RunOperation) -> None:
         """It is over, or was cut off."""
@@ -398,72 +429,3 @@ class TraceRun:
             run.run_began_at,
             self.shell.now,
         )
-
-    # Controllers
-
-    def _roll(self, run: JobRun) -> None:
-        """Begin the next rollout, now or once the controller has had its time."""
-        begins_at = self.shell.now
-        if run.rolled == run.trained + run.staleness:
-            begins_at = max(begins_at, run.answered_at)
-        self.shell.at(begins_at + run.begin_rollout(), self._rolled, run)
-
-    def _rolled(self, run: JobRun) -> None:
-        if run.deployment not in self._runs:
-            return
-        run.rolling = False
-        run.rolled += 1
-        if run.may_train:
-            self._train(run)
-        if run.may_roll:
-            self._roll(run)
-
-    def _train(self, run: JobRun) -> None:
-        run.begin_cycle()
-        if self.shell.now < run.answered_at:
-            self.shell.at(run.answered_at, self._submit_step, run)
-        else:
-            self._submit_step(run)
-
-    def _submit_step(self, run: JobRun) -> None:
-        if run.deployment not in self._runs:
-            return
-        step = run.steps[run.step]
-        run.operation = OperationId(f"{run.job}:{run.trained}:{run.step}")
-        self._tell(
-            ev.OperationSubmitted(
-                operation=run.operation,
-                deployment=run.deployment,
-                kind=step.kind,
-                params_json="{}",
-                tokens=run.tokens,
-                ends_burst=run.step + 1 == len(run.steps),
-            )
-        )
-
-    def _answered(self, run: JobRun) -> None:
-        """An operation of the cycle is over."""
-        now = self.shell.now
-        run.answered_at = now + self._controller_s
-        run.step += 1
-        run.operation = OperationId("")
-        if run.step < len(run.steps):
-            gap_s = max(run.steps[run.step].gap_s, self._controller_s)
-            self.shell.at(now + gap_s, self._submit_step, run)
-            return
-        if self._checker is not None and self._has_one_speed:
-            work_s = sum(step.work_s for step in run.steps)
-            self._checker.drawn(run.job, work_s / run.speed)
-        alone_s = run.end_cycle()
-        took_s = now - run.cycle_began_at
-        self._collector.cycle_ended(run.trace.job_id, now, took_s, alone_s)
-        if self._on_cycle is not None:
-            self._on_cycle(run.trace.job_id, took_s)
-        run.cycle_began_at = now
-        if run.trained == run.cycles:
-            self._finish(run, "completed")
-            return
-        if run.may_train:
-            self._train(run)
-        if run.may_roll:
-            self._roll(run)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from plexrl.ids import DeploymentId, NodeId
-from plexrl.scheduler.events import StateReported, StateResidency
+from plexrl.scheduler.events import StateMoved, StateReported, StateResidency
 from plexrl.scheduler.switch_cost import HOST, NVME
 from plexrl.sim.move_costs import MoveCosts
 from plexrl.sim.scenario import NodeType
@@ -33,13 +33,10 @@ class Move:
     """What a load or an offload comes to."""
 
     took_s: float
-    bytes_moved: int
-    """Of all ranks together."""
-    tier: str
-    """`host` or `nvme`: the lower of the tiers that a rank's state came from, or went to."""
+    moved: StateMoved
     reports: tuple[StateReported, ...] = ()
-    """What the nodes tell the scheduler afterwards: of others that gave way, and where it is not as
-    `tier` says."""
+    """What the nodes tell the scheduler afterwards: of others that gave way, and of this one where
+    its nodes have it in different tiers."""
 
 
 @dataclass(slots=True)
@@ -75,8 +72,12 @@ class _Tiers:
     residents: dict[DeploymentId, _State] = field(default_factory=dict)
     host_bytes: int = 0
     nvme_bytes: int = 0
-    arriving: dict[DeploymentId, int] = field(default_factory=dict)
-    """Bytes of host memory that are set aside for prefetches under way."""
+    arriving: dict[DeploymentId, float] = field(default_factory=dict)
+    """When prefetches under way will be done."""
+
+    def arriving_bytes(self, node: NodeId) -> int:
+        """Of host memory, set aside for prefetches."""
+        return sum(self.residents[name].lies[node] for name in self.arriving)
 
 
 class VirtualState:
@@ -106,14 +107,11 @@ class VirtualState:
             node: known.state_bytes * count // len(nodes) for node, count in counts.items()
         }
         kind, gpus = known.node_type, known.gpus
-        known.host_load = Move(
-            took_s=self._costs.load_s(kind, state_bytes, gpus), bytes_moved=state_bytes, tier=HOST
-        )
-        known.host_offload = Move(
-            took_s=self._costs.offload_s(kind, state_bytes, gpus),
-            bytes_moved=state_bytes,
-            tier=HOST,
-        )
+        moved = StateMoved(bytes_moved=state_bytes, tier=HOST)
+        load_s = self._costs.load_s(kind, state_bytes, gpus)
+        offload_s = self._costs.offload_s(kind, state_bytes, gpus)
+        known.host_load = Move(took_s=load_s, moved=moved)
+        known.host_offload = Move(took_s=offload_s, moved=moved)
         self._look_at(known)
 
     def build(self, deployment: DeploymentId) -> Move:
@@ -136,7 +134,7 @@ class VirtualState:
         if not any(node in known.on_nvme for node in known.bytes_on):
             return known.host_load
         took_s = self._costs.load_s(known.node_type, known.state_bytes, known.gpus, NVME)
-        return Move(took_s=took_s, bytes_moved=known.state_bytes, tier=NVME)
+        return Move(took_s=took_s, moved=StateMoved(bytes_moved=known.state_bytes, tier=NVME))
 
     def offload(
         self, deployment: DeploymentId, next_use_s: float | None, now: float
@@ -159,6 +157,9 @@ class VirtualState:
             spill_s = max(spill_s, self._costs.nvme_s(known.node_type, spilled_bytes))
             if victims:
                 reports.append(StateReported(node=node, states=tuple(victims)))
+        for node in [node for node in known.lies if node not in known.bytes_on]:
+            # Left over from GPUs that it had before.
+            self._drop(known, node)
         self._look_at(known)
         tier = NVME if known.on_nvme else HOST
         if known.on_nvme and known.on_nvme != set(known.bytes_on):
@@ -166,8 +167,7 @@ class VirtualState:
         took_s = self._costs.offload_s(known.node_type, known.state_bytes, known.gpus, tier)
         return Move(
             took_s=took_s + spill_s,
-            bytes_moved=known.state_bytes,
-            tier=tier,
+            moved=StateMoved(bytes_moved=known.state_bytes, tier=tier),
             reports=tuple(reports),
         )
 
@@ -192,20 +192,21 @@ class VirtualState:
                 continue
             nbytes = known.lies[node]
             room = tiers.node_type.host_memory_bytes - tiers.host_bytes
-            if nbytes + sum(tiers.arriving.values()) > room:
+            if nbytes + tiers.arriving_bytes(node) > room:
                 continue
-            tiers.arriving[deployment] = nbytes
-            took_s = self._costs.nvme_s(tiers.node_type.name, nbytes)
-            coming.append((now + took_s, node))
+            done_at = now + self._costs.nvme_s(tiers.node_type.name, nbytes)
+            tiers.arriving[deployment] = done_at
+            coming.append((done_at, node))
         return coming
 
-    def arrived(self, deployment: DeploymentId, node: NodeId) -> StateReported | None:
-        """A prefetch is done; None: it was given up meanwhile."""
+    def arrived(self, deployment: DeploymentId, node: NodeId, now: float) -> StateReported | None:
+        """A prefetch that ends now is done; None: it was given up meanwhile."""
         tiers = self._nodes[node]
-        nbytes = tiers.arriving.pop(deployment, None)
-        if nbytes is None:
+        if tiers.arriving.get(deployment) != now:
             return None
+        del tiers.arriving[deployment]
         known = self._states[deployment]
+        nbytes = known.lies[node]
         tiers.nvme_bytes -= nbytes
         tiers.host_bytes += nbytes
         known.on_nvme.discard(node)
@@ -262,6 +263,11 @@ class VirtualState:
     def is_spilled(self, deployment: DeploymentId) -> bool:
         """Whether some of its newest version is not in host memory."""
         return bool(self._states[deployment].on_nvme)
+
+    def refusal_s(self, deployment: DeploymentId) -> float:
+        """What it takes to learn that a move cannot be."""
+        known = self._states[deployment]
+        return self._costs.load_s(known.node_type, 0, known.gpus)
 
     def check(self) -> None:
         """Assert the laws above."""
@@ -331,7 +337,7 @@ class VirtualState:
                 victims.append(self._spill(victim, node))
         elif tiers.arriving:
             room = kind.host_memory_bytes - tiers.host_bytes - nbytes
-            if sum(tiers.arriving.values()) > room:
+            if tiers.arriving_bytes(node) > room:
                 tiers.arriving.clear()
         self._drop(known, node)
         tiers.residents[known.deployment] = known

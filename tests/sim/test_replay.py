@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from plexrl.ids import JobId
 from plexrl.sim.policies import SIM_POLICIES
 from plexrl.sim.replay import Progress, simulate
 from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import Behaviour, Pool, Scenario
+from plexrl.sim.trace_run import TraceRun
 from plexrl.traces import TraceJob
 from plexrl.traces.published import MODEL_CLASSES
 
@@ -102,3 +104,26 @@ def test_progress_is_told_and_changes_nothing() -> None:
 def test_jobs_that_declare_nothing_are_profiled_and_end() -> None:
     result = simulate(replace(scenario(rows(4, cycles=12), policy="spread"), warm=False))
     assert (result.jobs, result.cycles) == (4, 48)
+
+
+@pytest.mark.parametrize("detail", ["burst", "operation"])
+@pytest.mark.parametrize("policy", ["isolated", "pack"])
+def test_the_scheduler_measures_the_cycles_that_are_run(policy: str, detail: str) -> None:
+    """Alone and beside another, whose waiting is taken out."""
+    jobs = replace(
+        scenario(rows(2, cycles=12), policy=policy),
+        behaviour=Behaviour(jitter=0.0),
+        warm=False,
+        detail=detail,  # type: ignore[arg-type]
+    )
+    run = TraceRun(jobs)
+    run.start()
+    known = MODEL_CLASSES["7B"]
+    while run.shell.now < 10 * known.period_s:
+        run.shell.run(1)
+    for job in ("j1", "j2"):
+        (told,) = run.shell.core.explain_job(JobId(job), run.shell.now)["deployments"]
+        profile = told["profile"]
+        assert profile["period_s"] == pytest.approx(known.period_s, rel=0.01)
+        busy_s = sum(each["duration_s"] for each in profile["segments"])
+        assert busy_s == pytest.approx(known.busy_s, rel=0.01)

@@ -51,10 +51,10 @@ def test_what_fits_in_host_memory_stays_there(states: VirtualState) -> None:
     for now in (0.0, 100.0):
         for name in (A, B):
             move = offloaded(states, name, 50.0, now)
-            assert (move.took_s, move.tier, move.reports) == (1.0 + 10 / 10, HOST, ())
+            assert (move.took_s, move.moved.tier, move.reports) == (1.0 + 10 / 10, HOST, ())
             load = states.load(name, now + 10.0)
             assert load is not None
-            assert (load.took_s, load.tier, load.bytes_moved) == (2.0, HOST, 40 * GB)
+            assert (load.took_s, load.moved.tier, load.moved.bytes_moved) == (2.0, HOST, 40 * GB)
 
 
 def test_what_is_needed_last_gives_way_and_the_spill_is_waited_for(states: VirtualState) -> None:
@@ -63,14 +63,14 @@ def test_what_is_needed_last_gives_way_and_the_spill_is_waited_for(states: Virtu
     offloaded(states, B, 500.0, 1.0)
     move = offloaded(states, C, 50.0, 2.0)
     assert move.took_s == pytest.approx(2.0 + 40 / 5)
-    assert move.tier == HOST
+    assert move.moved.tier == HOST
     (report,) = move.reports
     (where,) = report.states
     assert (report.node, where.deployment) == (NODES[0], B)
     assert (where.host_bytes, where.nvme_bytes) == (0, 40 * GB)
     load = states.load(B, 10.0)
     assert load is not None
-    assert (load.took_s, load.tier) == (1.0 + 40 / 5, NVME)
+    assert (load.took_s, load.moved.tier) == (1.0 + 40 / 5, NVME)
     assert not states.is_spilled(A)
 
 
@@ -93,16 +93,16 @@ def test_a_prefetch_brings_back_what_has_room_and_gives_way_to_a_load(states: Vi
     assert states.prefetch(B, [NODES[0]], 5.0, 2.0) == []
     cut = states.load(B, 3.0)
     assert cut is not None
-    assert cut.tier == NVME
-    assert states.arrived(B, node) is None
-    ((_, node),) = states.prefetch(B, [NODES[0]], 5.0, 20.0)
-    report = states.arrived(B, node)
+    assert cut.moved.tier == NVME
+    assert states.arrived(B, node, at) is None
+    ((at, node),) = states.prefetch(B, [NODES[0]], 5.0, 20.0)
+    report = states.arrived(B, node, at)
     assert report is not None
     assert report.states[0].host_bytes == 40 * GB
     states.check()
     whole = states.load(B, 40.0)
     assert whole is not None
-    assert whole.tier == HOST
+    assert whole.moved.tier == HOST
 
 
 def test_a_new_version_takes_the_room_of_a_prefetch(states: VirtualState) -> None:
@@ -110,10 +110,10 @@ def test_a_new_version_takes_the_room_of_a_prefetch(states: VirtualState) -> Non
     for name, next_use_s in ((A, 100.0), (B, 500.0), (C, 50.0)):
         offloaded(states, name, next_use_s, 0.0)
     states.forget(A)
-    ((_, node),) = states.prefetch(B, [NODES[0]], 5.0, 1.0)
+    ((at, node),) = states.prefetch(B, [NODES[0]], 5.0, 1.0)
     on_one_node(states, D)
     offloaded(states, D, 10.0, 2.0)
-    assert states.arrived(B, node) is None
+    assert states.arrived(B, node, at) is None
     states.check()
 
 
@@ -134,7 +134,7 @@ def test_each_node_has_its_ranks_part_and_tells_of_its_own_tier(states: VirtualS
     offloaded(states, A, 1000.0, 0.0)
     states.launched(B, 120 * GB, [NODES[0]] * 2 + [NODES[1]] * 4)
     move = offloaded(states, B, 1.0, 1.0)
-    assert move.tier == HOST
+    assert move.moved.tier == HOST
     assert {report.node for report in move.reports} == {NODES[0]}
     states.check()
 
@@ -195,7 +195,7 @@ def test_the_laws_hold_whatever_happens(states: VirtualState, seed: int) -> None
                 del live[name]
         for each in [each for each in coming if each[0] <= now]:
             coming.remove(each)
-            states.arrived(*each[1:])
+            states.arrived(each[1], each[2], each[0])
         states.check()
     for name in live:
         states.forget(name)

@@ -8,6 +8,8 @@ from plexrl.errors import InvalidRequestError
 from plexrl.sim.result import SimResult
 
 BASELINE = "isolated"
+GAP_PART_MIN = 1e-3
+"""Of the isolated drain time; a smaller gap is none, and parts of it would say nothing."""
 DRAWN_RUNS_MAX = 10
 """Of one plot: more lines could not be told apart."""
 
@@ -53,7 +55,9 @@ def recovered(result: SimResult, isolated: SimResult) -> float | None:
     """What part of the gap from the isolated drain time to the lower bound `result` recovers;
     absent where there is no gap."""
     gap = isolated.drain_s - result.bounds.bound_s
-    return (isolated.drain_s - result.drain_s) / gap if gap > 0 else None
+    if gap <= GAP_PART_MIN * isolated.drain_s:
+        return None
+    return (isolated.drain_s - result.drain_s) / gap
 
 
 def sizes(runs: Sequence[Run]) -> tuple[int, ...]:

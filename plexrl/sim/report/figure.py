@@ -135,7 +135,7 @@ def plain(text: str, length: int = 28) -> str:
 def missing_package(error: ImportError) -> InvalidRequestError:
     """What to do where the report's packages are not there."""
     return InvalidRequestError(
-        f"the report needs matplotlib and jinja2 ({error}): pip install 'plexrl[demo]'"
+        f"the report needs matplotlib and jinja2 ({error}): pip install 'plexrl[simulator]'"
     )
 
 

@@ -33,15 +33,14 @@ class LiveJob:
     """What one controller does."""
 
     name: str
-    rollout_s: float
-    """Mean, of a lognormal law."""
-    rollout_sigma: float
     rows: int
     """Of a mean batch."""
-    rows_sigma: float
-    """Of the logarithm of a cycle's rows."""
-    hidden: int = 64
-    layers: int = 2
+    hidden: int
+    """Of the model, of two layers."""
+    rollout_s: float = 0.02
+    """Mean, of a lognormal law."""
+    sigma: float = 0.2
+    """Of the logarithm of a rollout's seconds, and of a batch's rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +62,7 @@ def run_live(
     """
     with plexrl.connect(embedded.url, embedded.api_key) as cluster, ExitStack() as stack:
         jobs = [stack.enter_context(cluster.create_job(f"{label}-{plan.name}")) for plan in plans]
-        models = [
-            plexrl.tiny_qwen2(VOCABULARY, hidden=plan.hidden, layers=plan.layers) for plan in plans
-        ]
+        models = [plexrl.tiny_qwen2(VOCABULARY, hidden=plan.hidden) for plan in plans]
         # Rollouts take their GPUs first, so that the one that is left is everybody's.
         rollouts = [
             job.rollout_deployment("rollout", model)
@@ -144,10 +141,9 @@ def _control(
     try:
         together.begin()
         while together.goes_on(done):
-            rows = max(1, round(plan.rows * random.lognormvariate(0.0, plan.rows_sigma)))
+            rows = max(1, round(plan.rows * random.lognormvariate(0.0, plan.sigma)))
             batch = _batch(rows, random)
-            mu = -(plan.rollout_sigma**2) / 2
-            time.sleep(plan.rollout_s * random.lognormvariate(mu, plan.rollout_sigma))
+            time.sleep(plan.rollout_s * random.lognormvariate(-(plan.sigma**2) / 2, plan.sigma))
             actor.forward(batch).result(ANSWER_S)
             actor.forward_backward(batch, loss)
             actor.optim_step(learning_rate=1e-4).result(ANSWER_S)

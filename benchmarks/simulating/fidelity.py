@@ -1,0 +1,182 @@
+"""Cycle times of jobs on a live embedded cluster beside those that the simulator gives them.
+
+    python -m benchmarks.simulating.fidelity [--json]
+
+Jobs of different size share one training group: real controllers, processes, models and switches.
+Only the rollouts are played, by controllers that sleep (lognormal, sigma 0.2, as are the sizes of
+the batches). A cycle goes from the end of a publish to the end of the next.
+
+What the simulator is told: of each job alone on the group (`ALONE_CYCLES` cycles), what the control
+plane adds to each kind of operation; of the shared run, each cycle's own rollout and gaps and the
+seconds that the workers computed, and the moves' medians. It is told no wait, no order and no
+cycle's length. *replay*: `|predicted / measured - 1|` cycle by cycle. *law*: of each job's median
+cycle, predicted from the row that `plexrl traces record` makes of the run (waiting taken out) with
+drawn cycles. *alone*: errors of predicting that nobody waits, which is what the other two have to
+beat. `fidelity_median_error` is the median of replay's errors over the cycles of all runs.
+
+Rollouts are as long as makes the group's load `LOAD` by what the jobs need alone, so that a slow
+or busy machine gives the same contention. The machine's load average stands beside each run.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+from benchmarks.report import report
+from benchmarks.simulating.live_jobs import LiveJob, LiveRun, run_live
+from benchmarks.simulating.part import Part
+from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
+from plexrl.sim.fidelity import Comparison, JobError, compare_law, compare_replay, errors_of
+from plexrl.sim.recording import Overheads, overheads, recorded_run
+from plexrl.traces.recorder import record
+
+JOBS = (
+    LiveJob(name="a", rows=12, hidden=192),
+    LiveJob(name="b", rows=12, hidden=256),
+    LiveJob(name="c", rows=10, hidden=320),
+    LiveJob(name="d", rows=8, hidden=384),
+)
+RUNS = (("hrrs", (2, 4)), ("fifo-bursts", (3,)))
+"""Ordering, and of how many of `JOBS` its runs are."""
+POLICIES = {"hrrs": "pack", "fifo-bursts": "fifo-lock"}
+"""The simulator's names of them, with placement by `pack`."""
+LOAD = 0.75
+ALONE_CYCLES = 12
+CYCLES = 60
+SEEDS = (1, 2, 3, 4, 5)
+"""Of the draws by law."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One shared run."""
+
+    ordering: str
+    replay: Comparison
+    law: tuple[JobError, ...]
+    machine_load: float
+    """Processes that wanted a core, over the last minute of the run."""
+
+
+def run_alone(embedded: EmbeddedCluster, job: LiveJob) -> tuple[Overheads, float]:
+    """What the control plane adds to the job's operations, and the group's seconds in a cycle."""
+    alone = run_live(embedded, [job], label="alone", cycles=ALONE_CYCLES, seed=0)
+    actor = [row for row in alone.operations if row["deployment"].endswith("/actor")]
+    beyond = overheads(actor)
+    (found,) = recorded_run(alone.jobs, alone.operations, {job.name: beyond})
+    return beyond, median(sum(cycle.segments_s) for cycle in found.cycles)
+
+
+def run_shared(
+    embedded: EmbeddedCluster, ordering: str, jobs: Sequence[LiveJob], cycles: int = CYCLES
+) -> Found:
+    """Run the jobs alone, then together, and predict that."""
+    alone = {job.name: run_alone(embedded, job) for job in jobs}
+    sharers = [
+        replace(job, rollout_s=alone[job.name][1] * (len(jobs) / LOAD - 1.0)) for job in jobs
+    ]
+    run = run_live(embedded, sharers, label=f"of-{len(jobs)}", cycles=cycles, seed=1)
+    machine_load = os.getloadavg()[0]
+    return found_in(
+        run, ordering, {name: beyond for name, (beyond, _) in alone.items()}, machine_load
+    )
+
+
+def found_in(
+    run: LiveRun, ordering: str, beyond: dict[str, Overheads], machine_load: float
+) -> Found:
+    """Both predictions of a recorded run."""
+    policy = POLICIES[ordering]
+    recorded = recorded_run(run.jobs, run.operations, beyond)
+    names = {view["job"]: view["name"] for view in run.jobs}
+    rows = record(run.jobs, run.operations, run.ended_at)
+    return Found(
+        ordering=ordering,
+        replay=compare_replay(recorded, policy),
+        law=compare_law(rows, recorded, policy, SEEDS, names=names),
+        machine_load=machine_load,
+    )
+
+
+def part() -> Part:
+    """All runs."""
+    found: list[Found] = []
+    for ordering, counts in RUNS:
+        embedded = start_embedded(gpus_per_node=1 + max(counts), policy="pack", ordering=ordering)
+        try:
+            found += [run_shared(embedded, ordering, JOBS[-count:]) for count in counts]
+        finally:
+            embedded.close()
+    cycles = [cycle for each in found for cycle in each.replay.cycles]
+    by_law = [abs(job.error) for each in found for job in each.law]
+    errors = errors_of([cycle.error for cycle in cycles])
+    alone = errors_of([cycle.alone_error for cycle in cycles])
+    figures = {
+        "fidelity_median_error": errors.median,
+        "fidelity_mean_error": errors.mean,
+        "fidelity_p95_error": errors.p95,
+        "fidelity_alone_median_error": alone.median,
+        "fidelity_law_median_error": median(by_law),
+        "fidelity_law_worst_error": max(by_law),
+        "fidelity_cycles": len(cycles),
+        "fidelity_machine_load": fmean(each.machine_load for each in found),
+    }
+    return Part(
+        title="Cycles of the live embedded cluster, and as simulated",
+        columns=(
+            "run",
+            "cycles",
+            "measured",
+            "replay",
+            "median/mean/p95 %",
+            "law",
+            "alone",
+            "load",
+        ),
+        rows=[row for each in found for row in _rows(each)],
+        figures=figures,
+    )
+
+
+def _rows(found: Found) -> list[tuple[str, ...]]:
+    """A line for each job, and one for the run."""
+    laws = {job.job: job for job in found.law}
+    rows = []
+    for job in found.replay.jobs:
+        errors = errors_of([each.error for each in found.replay.cycles if each.job == job.job])
+        law = laws[job.job]
+        rows.append(
+            (
+                f"  {job.job}",
+                str(job.cycles),
+                f"{job.measured_s:.2f} s",
+                f"{job.predicted_s:.2f} s {100 * job.error:+.0f} %",
+                f"{100 * errors.median:.1f} / {100 * errors.mean:.1f} / {100 * errors.p95:.0f}",
+                f"{law.predicted_s:.2f} s {100 * law.error:+.0f} %",
+                f"{job.alone_s:.2f} s {100 * (job.alone_s / job.measured_s - 1.0):+.0f} %",
+                "",
+            )
+        )
+    errors, alone = found.replay.errors, found.replay.alone_errors
+    whole = (
+        f"{found.ordering}, {len(rows)} jobs",
+        str(len(found.replay.cycles)),
+        "",
+        "",
+        f"{100 * errors.median:.1f} / {100 * errors.mean:.1f} / {100 * errors.p95:.0f}",
+        f"{100 * median(abs(job.error) for job in found.law):.1f} %",
+        f"{100 * alone.median:.1f} %",
+        f"{found.machine_load:.1f}",
+    )
+    return [whole, *rows]
+
+
+def main() -> None:
+    """Measure and report."""
+    found = part()
+    report(found.title, found.columns, found.rows, found.figures)
+
+
+if __name__ == "__main__":
+    main()

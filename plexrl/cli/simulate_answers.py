@@ -1,0 +1,280 @@
+"""The answers of `plexrl simulate`: found, shown to people, and written for programs."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from plexrl.cli.context import print_line
+from plexrl.cli.simulate_progress import Runs
+from plexrl.cli.simulate_report import report
+from plexrl.cli.simulate_setup import Questions
+from plexrl.cli.simulate_tables import (
+    Run,
+    gap_recovered,
+    isolated_runs,
+    print_changes,
+    print_plans,
+    print_runs,
+    print_survey,
+)
+from plexrl.errors import InvalidRequestError
+from plexrl.sim.axes import scenarios_along
+from plexrl.sim.capacity_search import CapacityPlan, smallest_cluster
+from plexrl.sim.result import SimResult
+from plexrl.sim.result_json import dumps, result_values, scenario_values, speed_values
+from plexrl.sim.scenario import Scenario
+from plexrl.sim.survey import Survey, check_fits, surveyed
+from plexrl.sim.sweep import FailedRun
+from plexrl.sim.trace_source import PublishedSource, TraceSource
+from plexrl.sim.what_if import changed, repriced
+from plexrl.traces import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """A run as it would be otherwise."""
+
+    what: str
+    of: int
+    """Number of the run that it is compared with."""
+    scenario: Scenario
+    result: SimResult
+    ran: bool
+    """Otherwise its price was worked out anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """All that was found."""
+
+    trace: str
+    survey: Survey
+    runs: tuple[Run, ...]
+    plans: tuple[CapacityPlan, ...] = ()
+    changes: tuple[Changed, ...] = ()
+    failed: tuple[FailedRun, ...] = ()
+
+
+def answered(
+    trace: str,
+    base: Scenario,
+    asked: Questions,
+    *,
+    max_nodes: int,
+    workers: int | None,
+    ray_address: str | None,
+    quiet: bool,
+) -> Answers:
+    """Look through the trace, run what is asked, and put the answers together.
+
+    Raises:
+        TraceError: rows are bad, and not to be skipped.
+        CapacityError: jobs are larger than the cluster.
+        InvalidRequestError: something that was asked cannot be, said before anything runs.
+    """
+    source = base.source
+    assert isinstance(source, TraceSource | PublishedSource)
+    skips = isinstance(source, TraceSource) and source.skip_bad
+    survey = surveyed(source.read(_printer(trace) if skips else None))
+    if isinstance(source, TraceSource):
+        # Its faults are known by now: every run need not look for them again.
+        base = replace(base, source=replace(source, skip_bad=True))
+    axes = asked.axes
+    scenarios = () if asked.objectives else scenarios_along(base, axes)
+    for scenario in scenarios:
+        check_fits(survey, scenario.pools)
+        for what in asked.changes:
+            check_fits(survey, changed(scenario, what).pools)
+    if not quiet:
+        print_survey(trace, survey)
+    at_once = workers or len(os.sched_getaffinity(0))
+    with Runs(jobs=survey.jobs, workers=workers, ray_address=ray_address, quiet=quiet) as run:
+        plans: tuple[CapacityPlan, ...] = ()
+        failed: list[FailedRun] = []
+        if asked.objectives:
+            lowest, highest = _sizes(survey, base, max_nodes)
+            plans = tuple(
+                smallest_cluster(
+                    replace(base, policy=policy),
+                    asked.objectives,
+                    lowest=lowest,
+                    highest=highest,
+                    run=run,
+                    at_once=at_once,
+                )
+                for policy in asked.policies
+            )
+            runs = tuple(_chosen(base, plan) for plan in plans)
+        else:
+            done = []
+            for scenario, outcome in zip(scenarios, run(scenarios), strict=True):
+                if isinstance(outcome, FailedRun):
+                    failed.append(outcome)
+                else:
+                    done.append((scenario, outcome))
+            runs = tuple(done)
+        changes, more = _changes(runs, asked, run)
+    return Answers(
+        trace=trace,
+        survey=survey,
+        runs=runs,
+        plans=plans,
+        changes=changes,
+        failed=(*failed, *more),
+    )
+
+
+def show(found: Answers) -> None:
+    """For people."""
+    if found.plans:
+        print_plans(found.plans)
+    if found.runs:
+        print_runs(found.runs)
+    if found.changes:
+        print_changes(
+            [
+                (each.what, found.runs[each.of], (each.scenario, each.result), each.ran)
+                for each in found.changes
+            ]
+        )
+    for failure in found.failed:
+        sys.stderr.write(f"plexrl: {failure.error.message}\n")
+
+
+def document(found: Answers) -> str:
+    """For programs: the same for the same question, all but `speed`."""
+    isolated = isolated_runs(found.runs)
+    survey = found.survey
+    return dumps(
+        {
+            "trace": {
+                "name": found.trace,
+                "jobs": survey.jobs,
+                "arrivals_s": survey.arrivals_s,
+                "gpus_max": survey.gpus_max,
+                "busy_gpu_hours": survey.busy_gpu_s / 3600.0,
+                "held_gpu_hours": survey.held_gpu_s / 3600.0,
+            },
+            "runs": [
+                {
+                    "scenario": scenario_values(scenario),
+                    "result": result_values(result),
+                    "gap_recovered": gap_recovered(scenario, result, isolated),
+                }
+                for scenario, result in found.runs
+            ],
+            "smallest": [_plan_values(plan) for plan in found.plans],
+            "what_if": [
+                {
+                    "what": each.what,
+                    "of": each.of,
+                    "ran": each.ran,
+                    "scenario": scenario_values(each.scenario),
+                    "result": result_values(each.result),
+                }
+                for each in found.changes
+            ],
+            "failed": [
+                {"scenario": scenario_values(each.scenario), "error": each.error.to_wire()}
+                for each in found.failed
+            ],
+            "speed": [speed_values(result.speed) for _, result in found.runs],
+        }
+    )
+
+
+def write(found: Answers, folder: Path, *, quiet: bool) -> None:
+    """`results.json`, and `report.html` where there is what it takes.
+
+    Raises:
+        InvalidRequestError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "results.json").write_text(document(found) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"cannot write to {folder}: {error}") from error
+    told = [folder / "results.json"]
+    page = (
+        report(found.trace, found.survey, found.runs, found.plans, folder) if found.runs else None
+    )
+    told += [page] if page else []
+    if not quiet:
+        print_line("Written: " + ", ".join(map(str, told)))
+
+
+def _changes(
+    runs: Sequence[Run], asked: Questions, run: Runs
+) -> tuple[tuple[Changed, ...], tuple[FailedRun, ...]]:
+    wanted = [
+        (what, of, changed(scenario, what))
+        for what in asked.changes
+        for of, (scenario, _) in enumerate(runs)
+    ]
+    priced = [repriced(*runs[of], other) for _, of, other in wanted]
+    ran = iter(
+        run([other for (_, _, other), result in zip(wanted, priced, strict=True) if result is None])
+        if None in priced
+        else ()
+    )
+    found: list[Changed] = []
+    failed: list[FailedRun] = []
+    for (what, of, other), known in zip(wanted, priced, strict=True):
+        result = known if known is not None else next(ran)
+        if isinstance(result, FailedRun):
+            failed.append(result)
+            continue
+        found.append(
+            Changed(what=what.text, of=of, scenario=other, result=result, ran=known is None)
+        )
+    return tuple(found), tuple(failed)
+
+
+def _sizes(survey: Survey, base: Scenario, max_nodes: int) -> tuple[int, int]:
+    lowest, highest = survey.nodes_for(base.pools[0].node_type.gpus)
+    if max_nodes < lowest:
+        raise InvalidRequestError(
+            f"the largest job needs {lowest} nodes, and --max-nodes is {max_nodes}: raise it, or "
+            "leave large jobs out by --max-gpus"
+        )
+    pool = replace(base.pools[0], nodes=lowest)
+    check_fits(survey, (pool, *base.pools[1:]))
+    return lowest, min(highest, max_nodes)
+
+
+def _chosen(base: Scenario, plan: CapacityPlan) -> Run:
+    size = plan.search.nodes
+    if size is None:
+        size = max(plan.results)
+    pool = replace(base.pools[0], nodes=size)
+    return replace(base, policy=plan.policy, pools=(pool,)), plan.results[size]
+
+
+def _plan_values(plan: CapacityPlan) -> dict[str, Any]:
+    return {
+        "policy": plan.policy,
+        "nodes": plan.nodes,
+        "failing_from": plan.search.failing_from,
+        "monotone": plan.search.is_monotone,
+        "objectives": [each.text for each in plan.objectives],
+        "broken_budgets": [each.text for each in plan.broken_budgets],
+        "probes": [
+            {
+                "nodes": size,
+                "met": met,
+                "values": {each.text: each.value(plan.results[size]) for each in plan.objectives},
+            }
+            for size, met in plan.search.probes.items()
+        ],
+    }
+
+
+def _printer(trace: str) -> Any:
+    def tell(problem: Problem) -> None:
+        field = f"{problem.field} " if problem.field else ""
+        sys.stderr.write(f"{trace}:{problem.line}: {field}{problem.message}\n")
+
+    return tell

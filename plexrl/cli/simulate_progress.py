@@ -1,0 +1,100 @@
+"""How far simulated runs are: a bar to each, and a line for all."""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from plexrl.cli.simulate_tables import span
+from plexrl.sim.scenario import Scenario
+from plexrl.sim.sweep import Outcome, label, run_all
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Display
+    from rich.progress import TaskID
+
+    from plexrl.sim.replay import Progress
+
+BARS_KEPT = 12
+"""Of runs that ended; with more runs than this they go, so that those under way stay in sight."""
+
+
+class Runs:
+    """Runs scenarios and shows how far they are, on stderr where that is a terminal.
+
+    `with Runs(jobs=…, workers=…, ray_address=…) as run: outcomes = run(scenarios)`, as often as
+    needed.
+    """
+
+    def __init__(
+        self, *, jobs: int, workers: int | None, ray_address: str | None, quiet: bool = False
+    ) -> None:
+        self._jobs = jobs
+        self._workers = workers
+        self._ray_address = ray_address
+        self._quiet = quiet
+        self._asked = 0
+        self._ended = 0
+        self._display: Display | None = None
+        self._overall: TaskID | None = None
+
+    def __enter__(self) -> "Runs":
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        self._display = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=30),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TextColumn("{task.fields[told]}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=self._quiet or not sys.stderr.isatty(),
+        )
+        self._display.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._display is not None:
+            self._display.stop()
+
+    def __call__(self, scenarios: Sequence[Scenario]) -> tuple[Outcome, ...]:
+        """The outcomes, in the scenarios' order."""
+        display = self._display
+        assert display is not None, "enter it first"
+        self._asked += len(scenarios)
+        if self._overall is None:
+            self._overall = display.add_task("all runs", total=self._asked, told="")
+        display.update(self._overall, total=self._asked)
+        bars: dict[int, TaskID] = {}
+
+        def bar(index: int) -> "TaskID":
+            if index not in bars:
+                name = label(scenarios[index])
+                bars[index] = display.add_task(name, total=self._jobs, told="")
+            return bars[index]
+
+        def moved(index: int, progress: "Progress") -> None:
+            told = f"{progress.jobs_done:,} jobs, day {progress.now_s / 86_400:,.1f}"
+            display.update(bar(index), completed=progress.jobs_done, told=told)
+
+        def ended(index: int, outcome: Outcome) -> None:
+            from plexrl.sim.result import SimResult
+
+            told = "failed"
+            if isinstance(outcome, SimResult):
+                told = f"drained in {span(outcome.drain_s)}"
+            visible = self._asked <= BARS_KEPT
+            display.update(bar(index), completed=self._jobs, told=told, visible=visible)
+            self._ended += 1
+            assert self._overall is not None
+            display.update(self._overall, completed=self._ended)
+
+        return run_all(
+            scenarios,
+            workers=self._workers,
+            ray_address=self._ray_address,
+            on_progress=moved,
+            on_end=ended,
+        )

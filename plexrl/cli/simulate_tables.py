@@ -1,0 +1,293 @@
+"""The tables of `plexrl simulate` for people."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from plexrl.cli.context import print_line
+from plexrl.sim.capacity_search import CapacityPlan
+from plexrl.sim.objectives import Objective, utilisation
+from plexrl.sim.report.comparison import BASELINE, recovered
+from plexrl.sim.result import SimResult
+from plexrl.sim.scenario import Scenario
+from plexrl.sim.survey import Survey
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Run = tuple[Scenario, SimResult]
+
+WORDS_WIDTH = 22
+"""That no column of words is squeezed below."""
+SLOWDOWN = "Slowdown"
+LEFT = ("policy", "what if", "by")
+"""Columns of words."""
+
+
+def print_survey(trace: str, survey: Survey) -> None:
+    """What the trace asks for."""
+    print_line(
+        f"{trace}: {survey.jobs:,} jobs over {span(survey.arrivals_s)}, up to {survey.gpus_max} "
+        f"GPUs each; they hold {hours(survey.held_gpu_s / 3600)} training GPU-hours alone, and "
+        f"need {percent(_part(survey.busy_gpu_s, survey.held_gpu_s))} of them."
+    )
+
+
+def print_runs(runs: Sequence[Run]) -> None:
+    """A row a run, in one table where the terminal is wide enough for it."""
+    varies = varying([scenario for scenario, _ in runs])
+    isolated = isolated_runs(runs)
+    names: Columns = {"policy": [], "nodes": [], **{name: [] for name in varies}}
+    times: Columns = {}
+    slower: Columns = {}
+    gpus: Columns = {}
+    for scenario, result in runs:
+        gap = gap_recovered(scenario, result, isolated)
+        values = {"policy": scenario.policy, "nodes": nodes_of(scenario)}
+        _add(names, values | {name: setting(scenario, name) for name in varies})
+        _add(
+            times,
+            {
+                "drain": span(result.drain_s),
+                "bound": span(result.bounds.bound_s),
+                "gap recovered": "" if gap is None else percent(gap),
+                "wait p50": span(result.wait.median),
+                "wait p95": span(result.wait.p95),
+            },
+        )
+        _add(
+            slower,
+            {
+                "job p50": percent(result.job_slowdown.median),
+                "job mean": percent(result.job_slowdown.mean),
+                "job p95": percent(result.job_slowdown.p95),
+                "cycle p50": percent(result.cycle_slowdown.median),
+                "cycle p95": percent(result.cycle_slowdown.p95),
+                "fairness": f"{result.fairness:.3f}",
+            },
+        )
+        _add(
+            gpus,
+            {
+                "training": percent(utilisation(result)),
+                "GPU-h/cycle": f"{result.gpu_hours_per_cycle:,.2f}",
+                "switches": f"{result.switches:,}",
+                "failed jobs": f"{result.failed_jobs:,}" if result.failed_jobs else "",
+                "cost": money(result.cost),
+            },
+        )
+    jobs = max(result.jobs + result.failed_jobs for _, result in runs)
+    _print_groups(names, {f"{jobs:,} jobs": times, SLOWDOWN: slower, "GPUs": gpus})
+
+
+def print_plans(plans: Sequence[CapacityPlan]) -> None:
+    """The smallest cluster of each policy, the figures of its objectives, and how sure that is."""
+    columns: Columns = {}
+    for plan in plans:
+        size = plan.search.nodes
+        result = plan.results[size if size is not None else max(plan.results)]
+        cells = {
+            "policy": plan.policy,
+            "nodes": "none" if plan.nodes is None else f"{plan.nodes:,}",
+        }
+        cells |= {each.text: shown(each, each.value(result)) for each in plan.objectives}
+        _add(columns, cells | {"cost": money(result.cost)})
+    _print_groups({}, {"Smallest cluster": columns})
+    for plan in plans:
+        print_line(said(plan))
+
+
+def print_changes(changes: Sequence[tuple[str, Run, Run, bool]]) -> None:
+    """What-ifs: (what, the run as it stands, the run as changed, whether that was run)."""
+    names: Columns = {}
+    figures: Columns = {}
+    for text, (scenario, was), (_, now), ran in changes:
+        _add(names, {"what if": text, "policy": scenario.policy, "nodes": nodes_of(scenario)})
+        _add(
+            figures,
+            {
+                "drain": difference(was.drain_s, now.drain_s, span(now.drain_s)),
+                "wait p95": difference(was.wait.p95, now.wait.p95, span(now.wait.p95)),
+                "slowdown p50": percent(now.job_slowdown.median),
+                "cost": money(now.cost),
+                "cost by": difference(was.cost, now.cost, money(now.cost)),
+                "by": "run" if ran else "priced",
+            },
+        )
+    _print_groups(names, {"What if, by how much of what it was": figures})
+
+
+def isolated_runs(runs: Sequence[Run]) -> dict[Scenario, SimResult]:
+    """The isolated runs, by their scenarios."""
+    return {_isolated(scenario): result for scenario, result in runs if scenario.policy == BASELINE}
+
+
+def gap_recovered(
+    scenario: Scenario, result: SimResult, isolated: Mapping[Scenario, SimResult]
+) -> float | None:
+    """Part of the time between the isolated run's drain and the bound that is saved; None where no
+    isolated run is beside it, or leaves nothing to save."""
+    alone = isolated.get(_isolated(scenario))
+    if alone is None or scenario.policy == BASELINE:
+        return None
+    return recovered(result, alone)
+
+
+def nodes_of(scenario: Scenario) -> str:
+    """Of its pools."""
+    if len(scenario.pools) == 1:
+        return f"{scenario.pools[0].nodes:,}"
+    return " + ".join(f"{pool.nodes:,} {pool.node_type.name}" for pool in scenario.pools)
+
+
+def shown(objective: Objective, value: float) -> str:
+    """A figure, and whether it keeps its bound."""
+    if objective.unit == "time":
+        text = span(value)
+    elif objective.unit == "money":
+        text = money(value)
+    elif objective.unit == "part":
+        text = percent(value) if objective.bound < 1 else f"{value:.2f}"
+    else:
+        text = f"{value:,.4g}"
+    kept = value <= objective.bound if objective.at_most else value >= objective.bound
+    return text if kept else f"{text} (!)"
+
+
+def span(value_s: float) -> str:
+    """A time in the unit that suits it."""
+    for unit, length_s in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if value_s >= 2 * length_s:
+            return f"{value_s / length_s:,.1f} {unit}"
+    return f"{value_s:.1f} s" if value_s else "0"
+
+
+def percent(part: float) -> str:
+    """A part of one."""
+    return f"{100 * part:.1f} %"
+
+
+def hours(value: float) -> str:
+    """Whole ones."""
+    return f"{value:,.0f}"
+
+
+def money(value: float) -> str:
+    """Whole units of whatever currency prices have."""
+    return f"{value:,.0f}"
+
+
+def difference(was: float, now: float, absolute: str) -> str:
+    """By how much of what it was; from nothing it is `absolute`."""
+    if was == now:
+        return "="
+    return f"{100 * (now - was) / was:+.1f} %" if was else f"+{absolute}"
+
+
+def said(plan: CapacityPlan) -> str:
+    """The answer of a search, and how far it can be trusted."""
+    search = plan.search
+    tried = f"{len(search.probes)} sizes were run"
+    if search.nodes is None:
+        return (
+            f"{plan.policy}: no cluster of up to {max(search.probes):,} nodes meets the "
+            f"objectives; the table shows that size ({tried})."
+        )
+    below = "it is the least that holds the largest job"
+    if search.failing_from is not None:
+        below = f"all sizes from {search.failing_from:,} to {search.nodes - 1:,} fail"
+    text = f"{plan.policy}: {search.nodes:,} nodes; {below} ({tried})."
+    if not search.is_monotone:
+        failing = [size for size, met in search.probes.items() if not met and size > search.nodes]
+        text += (
+            f" Beware: {', '.join(f'{size:,}' for size in failing)} nodes fail though they are "
+            "more; more nodes do not always help this trace."
+        )
+    if plan.broken_budgets:
+        text += (
+            f" But at that size {', '.join(each.text for each in plan.broken_budgets)} does not "
+            "hold; larger clusters were not looked at for that."
+        )
+    return text
+
+
+def _part(of: float, whole: float) -> float:
+    return of / whole if whole else 0.0
+
+
+def _isolated(scenario: Scenario) -> Scenario:
+    return replace(scenario, policy=BASELINE)
+
+
+_SETTINGS = ("seed", "jitter", "staleness", "switch")
+
+
+def setting(scenario: Scenario, name: str) -> str:
+    """A setting that sweeps vary, as text; empty where the trace decides."""
+    value = {
+        "seed": scenario.seed,
+        "jitter": scenario.behaviour.jitter,
+        "staleness": scenario.behaviour.staleness,
+        "switch": scenario.switch_s,
+    }[name]
+    return "" if value is None else f"{value:g}"
+
+
+def varying(scenarios: Sequence[Scenario]) -> tuple[str, ...]:
+    """Names of the settings, but policy and size, in which scenarios differ."""
+    return tuple(name for name in _SETTINGS if len({setting(each, name) for each in scenarios}) > 1)
+
+
+Columns = dict[str, list[str]]
+"""Cells, by their column's name."""
+
+
+def _add(columns: Columns, cells: Mapping[str, str]) -> None:
+    for name, cell in cells.items():
+        columns.setdefault(name, []).append(cell)
+
+
+def _print_groups(names: Columns, groups: Mapping[str, Columns]) -> None:
+    """All groups beside `names`, or each by itself on a narrow terminal. A column that says nothing
+    in any row only takes room."""
+    from rich.console import Console
+
+    said_of = {title: _saying(columns) for title, columns in groups.items()}
+    joined: Columns = {
+        f"{title.lower()} {name}" if title == SLOWDOWN else name: cells
+        for title, columns in said_of.items()
+        for name, cells in columns.items()
+    }
+    console = Console()
+    one = _table(next(iter(groups)), {**names, **joined})
+    if console.measure(one).minimum <= console.width:
+        console.print(one)
+        return
+    for title, columns in said_of.items():
+        console.print(_table(title, {**names, **columns}))
+
+
+def _saying(columns: Columns) -> Columns:
+    return {name: cells for name, cells in columns.items() if any(cells)}
+
+
+def _table(title: str, columns: Columns) -> "Table":
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for name, cells in columns.items():
+        if name in LEFT:
+            width = max(len(text) for text in (*cells, name))
+            table.add_column(name, overflow="fold", min_width=min(width, WORDS_WIDTH))
+        else:
+            # A heading takes a line for each word, a number one.
+            words = name.split() or [""]
+            width = max(len(text) for text in (*cells, *words))
+            table.add_column("\n".join(words), justify="right", min_width=width)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*(Text(cell) for cell in row))
+    return table

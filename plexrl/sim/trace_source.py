@@ -1,0 +1,112 @@
+"""Where a scenario's jobs come from: a trace or the generator. Picklable; the same each time."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from plexrl.errors import InvalidRequestError
+from plexrl.traces import (
+    Shape,
+    TraceJob,
+    generate_jobs,
+    open_trace,
+    published_workload,
+    shaped,
+    with_profiles,
+)
+from plexrl.traces.bundled import PREFIX
+from plexrl.traces.problems import Report
+from plexrl.traces.workload import CAP_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSource:
+    """Jobs of a trace, as `plexrl traces convert` would change them."""
+
+    trace: str
+    """A path, or `bundled:NAME`."""
+    layout: str | None = None
+    """Its column layout, where the header does not say."""
+    skip_bad: bool = False
+    """Go on without bad rows; otherwise the jobs end in an error that names them all."""
+    shape: Shape = field(default_factory=Shape)
+    gpus_max: int | None = None
+    """Larger jobs are left out."""
+    any_node_type: bool = False
+    """Jobs that ask for a kind of node take any."""
+    span_s: float | None = None
+    """Only jobs submitted in the first so many seconds of the trace, before it is compressed."""
+    profiles: bool = True
+    """Jobs without cycles of their own get those of the published RL profiles."""
+    seed: int = 0
+    """Of the profiles."""
+
+    @classmethod
+    def at(cls, trace: str) -> "TraceSource":
+        """A trace by a name that is right in any process, whatever its folder."""
+        return cls(trace=trace if trace.startswith(PREFIX) else str(Path(trace).absolute()))
+
+    def jobs(self) -> Iterator[TraceJob]:
+        """The jobs in order of submission.
+
+        Raises:
+            TraceError: rows are bad, and not to be skipped. Of a public trace that is known at the
+                end only: `surveyed` reads to it.
+            InvalidRequestError: the trace cannot be read, or holds no jobs.
+        """
+        return self.read(None)
+
+    def read(self, on_problem: Report | None) -> Iterator[TraceJob]:
+        """`jobs`, with every bad row told."""
+        source = open_trace(
+            self.trace, format=self.layout, skip_bad=self.skip_bad, on_problem=on_problem
+        )
+        if source.table.name != "jobs":
+            raise InvalidRequestError(
+                f"{self.trace} has response lengths, no jobs: give it as --lengths beside a trace "
+                "of jobs"
+            )
+        jobs = shaped(_within(source.rows, self.span_s), self.shape)
+        if self.any_node_type:
+            jobs = (replace(job, node_type="") for job in jobs)
+        return _up_to(with_profiles(jobs, seed=self.seed) if self.profiles else jobs, self.gpus_max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedSource:
+    """Made-up jobs of the published profile: 7B, 30B and 235B in equal numbers."""
+
+    span_s: float
+    """In which they arrive."""
+    jobs_per_day: float = 12.0
+    shape: Shape = field(default_factory=Shape)
+    gpus_max: int | None = None
+    seed: int = 0
+
+    def jobs(self) -> Iterator[TraceJob]:
+        """The jobs in order of submission."""
+        made = generate_jobs(
+            published_workload(self.jobs_per_day),
+            seed=self.seed,
+            span_s=self.span_s,
+            cap_s=CAP_S if self.shape.cap_s is None else self.shape.cap_s,
+        )
+        return _up_to(shaped(made, self.shape), self.gpus_max)
+
+    def read(self, on_problem: Report | None) -> Iterator[TraceJob]:
+        """`jobs`: none of them is bad."""
+        del on_problem
+        return self.jobs()
+
+
+def _within(jobs: Iterable[TraceJob], span_s: float | None) -> Iterator[TraceJob]:
+    for job in jobs:
+        if span_s is not None and job.submit_s > span_s:
+            return
+        yield job
+
+
+def _up_to(jobs: Iterable[TraceJob], gpus_max: int | None) -> Iterator[TraceJob]:
+    if gpus_max is None:
+        return iter(jobs)
+    return (job for job in jobs if job.gpus <= gpus_max)

@@ -1,0 +1,235 @@
+"""`plexrl simulate`, as a person and as a program use it; and that its page knows its words."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from plexrl.cli.app import app, run_command
+from plexrl.sim.axes import AXES
+from plexrl.sim.node_types import NODE_TYPES
+from plexrl.sim.policies import SIM_POLICIES
+from plexrl.sim.what_if import CHANGES
+from plexrl.traces import write_jobs
+from tests.sim.test_sweep import FewJobs
+
+DOCS = Path(__file__).parents[2] / "docs" / "simulating.md"
+NARROW, WIDE = "80", "220"
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("trace") / "few.csv"
+    write_jobs(path, FewJobs().jobs())
+    return str(path)
+
+
+def shown(*arguments: str | Path, code: int = 0, columns: str = NARROW) -> str:
+    """What the command shows to a person."""
+    found = CliRunner().invoke(
+        app, ["simulate", *map(str, arguments)], env={"COLUMNS": columns, "TERM": "dumb"}
+    )
+    assert found.exit_code == code, found.output
+    return found.stdout
+
+
+def told(*arguments: str | Path, code: int = 0) -> Any:
+    """What the command says as JSON."""
+    return json.loads(shown(*arguments, "--json", code=code))
+
+
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> str:
+    """The one message of a question that cannot be answered."""
+    monkeypatch.setattr(sys, "argv", ["plexrl", "simulate", *arguments])
+    assert run_command(lambda: app(standalone_mode=False)) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("plexrl: ")
+    return printed.err
+
+
+def test_policies_are_compared_in_one_table_or_in_three(trace: str) -> None:
+    narrow = shown(trace, "--nodes", "2", "--workers", "1")
+    assert "6 jobs over 3.3 min, up to 8 GPUs each" in " ".join(narrow.split())
+    assert re.search(r"isolated +2 +\d", narrow)
+    assert re.search(r"spread\+backfill +2 +\d", narrow)
+    assert max(map(len, narrow.splitlines())) <= int(NARROW)
+    wide = shown(trace, "--nodes", "2", "--workers", "1", columns=WIDE)
+    assert sum("isolated" in line for line in wide.splitlines()) == 1
+
+
+def test_the_document_is_the_same_each_time_however_many_run_at_once(trace: str) -> None:
+    asked = (trace, "--sweep", "nodes=1:2", "--policy", "isolated,pack", "--jitter", "0.15")
+    one, other = told(*asked, "--workers", "1"), told(*asked, "--workers", "2")
+    assert len(one.pop("speed")) == len(other.pop("speed")) == 4
+    assert json.dumps(one) == json.dumps(other)
+    assert one["trace"]["jobs"] == 6
+    runs = one["runs"]
+    assert [(each["scenario"]["policy"], each["result"]["gpus"]) for each in runs] == [
+        ("isolated", 8),
+        ("pack", 8),
+        ("isolated", 16),
+        ("pack", 16),
+    ]
+    assert runs[0]["gap_recovered"] is None
+    isolated, pack = (each["result"] for each in runs[:2])
+    gap_s = isolated["drain_s"] - max(pack["bounds"].values())
+    assert runs[1]["gap_recovered"] == pytest.approx(
+        (isolated["drain_s"] - pack["drain_s"]) / gap_s
+    )
+
+
+def test_the_smallest_cluster_is_found_and_said_how_surely(trace: str, tmp_path: Path) -> None:
+    asked = (trace, "--slo", "wait.max<=1s", "--policy", "isolated", "--workers", "1")
+    (plan,) = told(*asked)["smallest"]
+    assert plan["nodes"] == 6
+    assert plan["monotone"]
+    assert [probe["nodes"] for probe in plan["probes"] if probe["met"]] == [6]
+    text = shown(*asked, "--out", tmp_path)
+    assert re.search(r"isolated: 6 nodes; all sizes from \d to 5 fail", text)
+    assert "smallest cluster, isolated" in (tmp_path / "report.html").read_text()
+    none = shown(trace, "--slo", "wait.max<=1s", "--policy", "isolated", "--max-nodes", "3")
+    assert "no cluster of up to 3 nodes meets the" in none
+    dear = shown(*asked[:2], "wait.max<=1s,cost<=1", *asked[3:])
+    assert "cost<=1 does not" in " ".join(dear.split())
+
+
+def test_what_ifs_are_run_or_priced(trace: str) -> None:
+    asked = ("--what-if", "price=5", "--what-if", "node-type=a100", "--what-if", "nodes=3")
+    found = told(trace, "--nodes", "2", "--policy", "pack", "--workers", "1", *asked)
+    before = found["runs"][0]["result"]
+    priced, slower, larger = found["what_if"]
+    assert [each["ran"] for each in found["what_if"]] == [False, True, True]
+    assert priced["result"]["cost"] == pytest.approx(2 * before["cost"])
+    assert slower["result"]["drain_s"] > before["drain_s"]
+    assert larger["result"]["gpus"] == 24
+    text = shown(trace, "--nodes", "2", "--policy", "pack", "--workers", "1", *asked)
+    assert re.search(r"price=5 +pack +2 .*\+100.0 %", text)
+
+
+def test_results_and_report_are_written(trace: str, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "folder"
+    options = ("--nodes", "2", "--workers", "1", "--compress", "2", "--window", "0:1")
+    text = shown(trace, *options, "--out", out, columns=WIDE)
+    assert str(out / "report.html") in text.replace("\n", "")
+    found = json.loads((out / "results.json").read_text())
+    assert found["runs"][0]["result"]["spans"]
+    page = (out / "report.html").read_text()
+    assert "arrivals 2 times as fast" in page
+    assert "by state and rates" in page
+
+
+def test_all_that_differs_from_the_trace_reaches_the_scenario(trace: str) -> None:
+    found = told(
+        *(trace, "--nodes", "2", "--policy", "pack", "--workers", "1", "--seed", "7", "--check"),
+        *("--gpus-per-node", "4", "--price", "1.5", "--switch-s", "3", "--staleness", "1"),
+        *("--responses", "16", "--tool-stalls", "0.1:20:0.5", "--detail", "operation"),
+        *("--node-mtbf-hours", "500", "--repair-minutes", "5", "--worker-mtbf-hours", "400"),
+        *("--cold", "--jitter", "0.2", "--cap-days", "0.01", "--min-gpus", "2", "--max-gpus", "8"),
+    )
+    scenario = found["runs"][0]["scenario"]
+    assert scenario["pools"][0]["node_type"]["gpus"] == 4
+    assert scenario["pools"][0]["node_type"]["price"] == 1.5
+    behaviour = {
+        "jitter": 0.2,
+        "responses": 16,
+        "lengths": "r1",
+        "stalls": {"chance": 0.1, "mean_s": 20.0, "sigma": 0.5},
+        "staleness": 1,
+    }
+    failures = {"node_mtbf_s": 1_800_000.0, "repair_s": 300.0, "worker_mtbf_s": 1_440_000.0}
+    assert {name: scenario["behaviour"][name] for name in behaviour} == behaviour
+    assert {name: scenario["failures"][name] for name in failures} == failures
+    assert (scenario["seed"], scenario["switch_s"], scenario["detail"]) == (7, 3.0, "operation")
+    assert (scenario["check"], scenario["warm"]) == (True, False)
+    assert scenario["source"]["shape"]["cap_s"] == 864.0
+    assert found["runs"][0]["result"]["jobs"] == 6
+
+
+def test_made_up_jobs_and_pools_of_two_kinds() -> None:
+    found = told(
+        *("published", "--days", "1", "--cap-days", "0.05", "--max-gpus", "8", "--backlog"),
+        *("--pool", "h200:2", "--pool", "a100:2", "--policy", "pack", "--workers", "1"),
+    )
+    (run,) = found["runs"]
+    assert run["result"]["gpus"] == 32
+    assert run["result"]["jobs"] == found["trace"]["jobs"] > 0
+
+
+def test_bad_rows_are_an_error_or_are_told_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text("job_id,submit_s,gpus,duration_s\na,0,8,600\nb,x,8,60\n")
+    assert "line 3: submit_s is no number" in refused(monkeypatch, capsys, str(path))
+    found = CliRunner().invoke(
+        app, ["simulate", str(path), "--skip-bad", "--nodes", "1", "--workers", "1", "--json"]
+    )
+    assert found.exit_code == 0
+    assert f"{path}:3: submit_s is no number" in found.stderr
+    assert json.loads(found.stdout)["trace"]["jobs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--policy", "packed"), "'packed' is unknown: use one of isolated"),
+        (("--nodes", "2", "--min-gpus", "16"), "has no jobs, or all were left out"),
+        (("--gpus-per-node", "4", "--nodes", "1"), r"6 jobs \(job-0, job-1, job-2, …\)"),
+        (("--node-type", "h2000"), "'h2000' is unknown"),
+        (("--pool", "h200"), "write NODE_TYPE:NODES"),
+        (("--pool", "h200:1", "--pool", "h200:2"), "two have one name"),
+        (("--sweep", "colour=red"), "only policy, nodes"),
+        (("--slo", "wait<=2h"), "a statistic missing"),
+        (("--slo", "drain<=2h", "--sweep", "seed=1:3"), "leave --sweep"),
+        (("--slo", "drain<=2h", "--gpus-per-node", "1", "--max-nodes", "2"), "needs 8 nodes"),
+        (("--what-if", "price"), "write NAME=VALUE"),
+        (("--what-if", "nodes=1", "--gpus-per-node", "4", "--nodes", "4"), "too small for 6 jobs"),
+        (("--tool-stalls", "often"), "write CHANCE:SECONDS"),
+        (("--tool-stalls", "2:10"), "write CHANCE:SECONDS"),
+        (("--window", "5:3"), "write START:END in hours"),
+        (("--detail", "fine"), "use burst or operation"),
+        (("--lengths", "none.csv"), "neither r1 nor a file"),
+        (("--compress", "0"), "compress arrivals by more than 0"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_message_before_anything_runs(
+    trace: str,
+    options: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert re.search(said, refused(monkeypatch, capsys, trace, *options))
+
+
+def test_jobs_without_cycles_need_profiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plain.csv"
+    path.write_text("job_id,submit_s,gpus,duration_s\na,0,8,600\n")
+    message = refused(monkeypatch, capsys, str(path), "--no-profiles")
+    assert "1 job (a) without segments" in message
+    assert told(path, "--nodes", "1", "--policy", "pack")["runs"][0]["result"]["jobs"] == 1
+
+
+def test_the_page_names_every_policy_axis_node_type_and_option() -> None:
+    page = DOCS.read_text()
+    options = {
+        option
+        for parameter in _simulate().params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+        if option.startswith("--")
+    }
+    words = {*SIM_POLICIES, *NODE_TYPES, *AXES, *CHANGES, *options - {"--help"}}
+    assert not {word for word in words if word not in page}
+
+
+def _simulate() -> Any:
+    return typer.main.get_command(app).commands["simulate"]  # type: ignore[attr-defined]
