@@ -137,6 +137,8 @@ class _Pass:
     ) -> None:
         self._context = context
         self._now = now
+        if newcomers is None:
+            context.state.searches.clear()
         self._newcomers = None if newcomers is None else set(newcomers)
         """Who alone may be placed; None: everybody."""
         self._rooms = Rooms(context)
@@ -238,6 +240,9 @@ class _Pass:
                 return True
             if len(gang) == 1:
                 self._failed |= likeness
+                if deployment.trace is not None:
+                    searches, size = context.state.searches, _size_key(deployment)
+                    searches[size] = searches.get(size, 0) + 1
         if self._is_unpassable(deployment):
             self._ahead.update((each.node_type, each.workers) for each in gang)
         return False
@@ -245,10 +250,14 @@ class _Pass:
     def _may_try(self, gang: Sequence[Deployment]) -> bool:
         """Whether one of them is new, or capacity is; one that only stands for its wish is not
         tried, because there is no room for it."""
+        first, context = gang[0], self._context
+        if len(gang) == 1 and first.trace is not None:
+            searches = context.state.searches.get(_size_key(first), 0)
+            if searches >= context.config.searches_max and not self._rooms.is_free(first):
+                return False
         if self._newcomers is not None:
             return any(each.deployment in self._newcomers for each in gang)
-        first = gang[0]
-        if first.deployment in self._context.waiting.singles:
+        if first.deployment in context.waiting.singles:
             return True
         line = self._lines.get(first.deployment)
         return line is not None and self._rooms.may_hold(first, line[0], self._now)
@@ -376,6 +385,10 @@ def tenant_share(context: Context, name: TenantId, now: float) -> float:
     used = 0.0 if tenant is None else recent_gpu_seconds(tenant, now)
     gpus, _ = context.holdings(name)
     return (gpus + used / SHARE_WINDOW_S) / weight
+
+
+def _size_key(deployment: Deployment) -> str:
+    return f"{deployment.node_type}/{deployment.workers}"
 
 
 def _likeness(deployment: Deployment, only: tuple[Way, ...]) -> tuple[object, ...]:

@@ -3,7 +3,7 @@
 import heapq
 from dataclasses import dataclass, field
 
-from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId, TenantId
+from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId, OperationId, TenantId
 from plexrl.scheduler.commands import Command, DiscardBlobs, SetTimer
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.contention import Contention, Resident
@@ -13,6 +13,9 @@ from plexrl.scheduler.policies import PlacementPolicy, make_policy
 from plexrl.scheduler.profiler import ProfilerConfig
 from plexrl.scheduler.state import Deployment, Group, Job, State, WpgState
 from plexrl.scheduler.waiting import Waiting
+
+TIMERS_MIN = 1024
+"""Fewer are not worth a look."""
 
 
 @dataclass(slots=True)
@@ -49,6 +52,11 @@ class Context:
     _held: dict[TenantId, tuple[int, dict[JobId, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        ended = [job for job in self.state.jobs.values() if job.state.is_final]
+        if len(ended) > len(self.state.ended):
+            # Of a snapshot from before their order was kept.
+            ended.sort(key=lambda job: (job.ended_at or 0.0, job.job))
+            self.state.ended = {job.job: None for job in ended}
         self.reconfigure(self.config)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
@@ -121,6 +129,24 @@ class Context:
         """Look at `what` again at `at`: `group:<id>`, `job:<id>`, `placement:`, `migration:<id>` or
         `node:<id>`."""
         heapq.heappush(self.timers, (at, what))
+        if len(self.timers) > 2 * self.state.timers_swept + TIMERS_MIN:
+            self._sweep_timers()
+
+    def _sweep_timers(self) -> None:
+        """Throw away timers of what has ended: most deadlines and silences never come."""
+        # What is sorted is a heap, and the same one in every process.
+        self.timers = sorted({timer for timer in self.timers if self._has_purpose(timer[1])})
+        self.state.timers_swept = len(self.timers)
+
+    def _has_purpose(self, what: str) -> bool:
+        kind, _, name = what.partition(":")
+        if kind == "job":
+            job = self.state.jobs.get(JobId(name))
+            return job is not None and not job.state.is_final
+        if kind == "deadline":
+            operation = self.state.operations.get(OperationId(name))
+            return operation is not None and not operation.state.is_final
+        return kind != "group" or GroupId(name) in self.state.groups
 
     def due(self, now: float) -> list[str]:
         """What was to be looked at by `now`, without repetitions, oldest first."""

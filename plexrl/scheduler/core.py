@@ -34,6 +34,7 @@ from plexrl.scheduler.early_ends import abort, await_deadline, cancel, deadline_
 from plexrl.scheduler.estimates import Estimates
 from plexrl.scheduler.eta import promise
 from plexrl.scheduler.explain_job import explain_job
+from plexrl.scheduler.forgetting import forget_ended
 from plexrl.scheduler.groups import advance
 from plexrl.scheduler.invariants import check
 from plexrl.scheduler.lifecycle import (
@@ -133,6 +134,8 @@ class SchedulerCore:
                 deployment = context.deployment(next(iter(context.cycles_over)))
                 del context.cycles_over[deployment.deployment]
                 cycle_over(context, deployment, now)
+        if len(context.state.ended) > context.config.ended_jobs:
+            forget_ended(context)
         return context.take_commands()
 
     def _look_again(self, what: str, now: float) -> None:
@@ -400,8 +403,10 @@ class SchedulerCore:
         return deployment
 
     def _operation(self, name: OperationId) -> Operation:
-        operation = self._context.state.operations.get(name)
-        if operation is None or operation.is_forgotten:
+        state = self._context.state
+        operation = state.operations.get(name)
+        is_known = operation is not None and operation.deployment in state.deployments
+        if operation is None or operation.is_forgotten or not is_known:
             raise UnknownOperationError(f"there is no operation {name!r}, or not any more")
         return operation
 

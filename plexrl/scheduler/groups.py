@@ -456,8 +456,10 @@ def _move(
         source=None,
         submitted_at=now,
         internal=True,
-        caused_by=group.incoming if kind == OperationKind.OFFLOAD else None,
     )
+    if kind == OperationKind.OFFLOAD and group.incoming is not None:
+        operation.caused_by = group.incoming
+        operation.paid_by = context.job(context.deployment(group.incoming).job).tenant
     context.state.operations[name] = operation
     start(context, group, deployment, operation, now, seq=seq)
     deployment.moving = deployment.running.pop(name)

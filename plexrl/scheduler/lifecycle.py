@@ -31,6 +31,7 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
     job_event(job, trigger)
     job.reason = reason
     job.ended_at = now
+    context.state.ended[job.job] = None
     job.attached = False
     for name in job.deployments:
         _end_deployment(context, context.deployment(name), job, now)

@@ -40,6 +40,11 @@ class Rooms:
         """Somebody was placed."""
         self._known.clear()
 
+    def is_free(self, deployment: Deployment) -> bool:
+        """Whether as many GPUs as it asks for are in no group."""
+        most = self._context.inventory.pool.most_free_gpus(deployment.node_type)
+        return most >= deployment.workers
+
     def any_for(self, size: Size) -> bool:
         """Whether there may be room for one of that size."""
         room = self._room(size)

@@ -38,15 +38,21 @@ def meter(state: State, deployment: Deployment, now: float) -> None:
 def bill(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
     """Enter a run that has come to its end; replays are entered nowhere."""
     cause = operation.caused_by
-    payer = state.jobs[deployment.job if cause is None else state.deployments[cause].job]
-    row = payer.usage.get(operation.kind)
-    if row is None:
-        row = payer.usage[operation.kind] = UsageRow()
-    row.operations += 1
-    row.failed += operation.state != OperationState.FINISHED
-    row.gpu_seconds += operation.gpu_seconds
-    row.tokens += operation.tokens
-    tenant = state.tenants.get(payer.tenant)
+    causer = deployment if cause is None else state.deployments.get(cause)
+    if causer is None:
+        # Its job has ended and is forgotten; its tenant pays all the same.
+        payer_tenant = operation.paid_by
+    else:
+        payer = state.jobs[causer.job]
+        payer_tenant = payer.tenant
+        row = payer.usage.get(operation.kind)
+        if row is None:
+            row = payer.usage[operation.kind] = UsageRow()
+        row.operations += 1
+        row.failed += operation.state != OperationState.FINISHED
+        row.gpu_seconds += operation.gpu_seconds
+        row.tokens += operation.tokens
+    tenant = None if payer_tenant is None else state.tenants.get(payer_tenant)
     if tenant is not None:
         tenant.gpu_seconds += operation.gpu_seconds
         if tenant.recent_at is None or now - tenant.recent_at >= FADE_STEP_S:
