@@ -58,6 +58,7 @@ def report(
         ],
         labels=labels(scenarios),
         gpus_per_node=sizes.pop() if len(sizes) == 1 else None,
+        window_s=scenarios[0].window_s,
     )
 
 
