@@ -13,7 +13,7 @@ from plexrl.sim.result import SimResult, Speed
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.trace_run import CycleEnded, TraceRun
 
-HAPPENINGS = 2048
+HAPPENINGS = 512
 """From one look at the wall clock to the next."""
 
 REPORT_EACH_S = 0.5
