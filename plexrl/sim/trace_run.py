@@ -55,7 +55,12 @@ class TraceRun:
     """One run. The shell's clock is driven from outside."""
 
     def __init__(
-        self, scenario: Scenario, *, laws: Laws = CycleLaw, on_cycle: CycleEnded | None = None
+        self,
+        scenario: Scenario,
+        *,
+        laws: Laws = CycleLaw,
+        costs: MoveCosts | None = None,
+        on_cycle: CycleEnded | None = None,
     ) -> None:
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
@@ -77,7 +82,7 @@ class TraceRun:
             self.shell.watch(self._checker.watch)
         self._laws = laws
         self._on_cycle = on_cycle
-        self._costs = MoveCosts(scenario.pools, scenario.switch_s)
+        self._costs = costs or MoveCosts(scenario.pools, scenario.switch_s)
         self._snapshots_after = config.snapshot_operations
         self._source: Iterator[TraceJob] = scenario.source.jobs()
         self._runs: dict[str, JobRun] = {}
