@@ -32,10 +32,10 @@ from plexrl.sim.recording import Overheads, overheads, recorded_run
 from plexrl.traces.recorder import record
 
 JOBS = (
-    LiveJob(name="a", rows=12, hidden=192),
-    LiveJob(name="b", rows=12, hidden=256),
-    LiveJob(name="c", rows=10, hidden=320),
-    LiveJob(name="d", rows=8, hidden=384),
+    LiveJob(name="a", rows=9, hidden=192),
+    LiveJob(name="b", rows=9, hidden=256),
+    LiveJob(name="c", rows=7, hidden=320),
+    LiveJob(name="d", rows=6, hidden=384),
 )
 RUNS = (("hrrs", (2, 4)), ("fifo-bursts", (3,)))
 """Ordering, and of how many of `JOBS` its runs are."""

@@ -7,6 +7,7 @@ import typer
 
 from plexrl.cli.context import Json
 from plexrl.cli.traces import DAY_S
+from plexrl.errors import UnavailableError
 
 HOUR_S = 3600.0
 
@@ -28,7 +29,7 @@ def simulate(
         ),
     ] = "isolated,spread+backfill",
     nodes: Annotated[
-        int, typer.Option(min=1, help="Of training GPUs.", rich_help_panel=_CLUSTER)
+        int, typer.Option(min=1, help="All for training.", rich_help_panel=_CLUSTER)
     ] = 256,
     gpus_per_node: Annotated[
         int | None,
@@ -66,7 +67,7 @@ def simulate(
     ] = False,
     days: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Of it; `published`: 90.", rich_help_panel=_TRACE),
+        typer.Option(min=0.0, help="Its first so many; `published`: 90.", rich_help_panel=_TRACE),
     ] = None,
     compress: Annotated[
         float, typer.Option(help="Arrivals come so many times as fast.", rich_help_panel=_TRACE)
@@ -132,6 +133,15 @@ def simulate(
     worker_mtbf_hours: Annotated[
         float, typer.Option(min=0.0, help="Of a job's workers.", rich_help_panel=_FAULTS)
     ] = 0.0,
+    state_survives: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Part of lost nodes that come back with their host memory.",
+            rich_help_panel=_FAULTS,
+        ),
+    ] = 1.0,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -191,10 +201,16 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Run a trace through the scheduler on a virtual clock: policies, cluster sizes, costs."""
-    from plexrl.cli import simulate_setup as setup
-    from plexrl.cli.simulate_answers import answered, document, show, write
-    from plexrl.sim.scenario import Behaviour, Failures, Scenario
-    from plexrl.traces import Shape
+    try:
+        from plexrl.cli import simulate_setup as setup
+        from plexrl.cli.simulate_answers import answered, document, show, write
+        from plexrl.sim.scenario import Behaviour, Failures, Scenario
+        from plexrl.traces import Shape
+    except ImportError as error:
+        raise UnavailableError(
+            f"plexrl simulate needs {error.name}, which cannot be loaded ({error}): "
+            "pip install 'plexrl[simulator]'"
+        ) from error
 
     asked = setup.questions(policy, sweep, slo, what_if)
     source = setup.source(
@@ -230,6 +246,7 @@ def simulate(
             node_mtbf_s=node_mtbf_hours * HOUR_S,
             repair_s=repair_minutes * 60.0,
             worker_mtbf_s=worker_mtbf_hours * HOUR_S,
+            state_survives=state_survives,
         ),
         warm=not cold,
         switch_s=switch_s,

@@ -12,6 +12,7 @@ from plexrl.cli.simulate_progress import Runs
 from plexrl.cli.simulate_report import report
 from plexrl.cli.simulate_setup import Questions
 from plexrl.cli.simulate_tables import (
+    Change,
     Run,
     gap_recovered,
     isolated_runs,
@@ -23,6 +24,7 @@ from plexrl.cli.simulate_tables import (
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.axes import scenarios_along
 from plexrl.sim.capacity_search import CapacityPlan, smallest_cluster
+from plexrl.sim.response_lengths import read_longest_of
 from plexrl.sim.result import SimResult
 from plexrl.sim.result_json import dumps, result_values, scenario_values, speed_values
 from plexrl.sim.scenario import Scenario
@@ -88,6 +90,8 @@ def answered(
         check_fits(survey, scenario.pools)
         for what in asked.changes:
             check_fits(survey, changed(scenario, what).pools)
+    if base.behaviour.responses:
+        read_longest_of(base.behaviour.responses, base.behaviour.lengths)
     if not quiet:
         print_survey(trace, survey)
     at_once = workers or len(os.sched_getaffinity(0))
@@ -134,12 +138,7 @@ def show(found: Answers) -> None:
     if found.runs:
         print_runs(found.runs)
     if found.changes:
-        print_changes(
-            [
-                (each.what, found.runs[each.of], (each.scenario, each.result), each.ran)
-                for each in found.changes
-            ]
-        )
+        print_changes(_compared(found))
     for failure in found.failed:
         sys.stderr.write(f"plexrl: {failure.error.message}\n")
 
@@ -198,12 +197,19 @@ def write(found: Answers, folder: Path, *, quiet: bool) -> None:
     except OSError as error:
         raise InvalidRequestError(f"cannot write to {folder}: {error}") from error
     told = [folder / "results.json"]
-    page = (
-        report(found.trace, found.survey, found.runs, found.plans, folder) if found.runs else None
-    )
-    told += [page] if page else []
+    if found.runs:
+        changes = _compared(found)
+        page = report(found.trace, found.survey, found.runs, found.plans, changes, folder)
+        told += [page] if page else []
     if not quiet:
         print_line("Written: " + ", ".join(map(str, told)))
+
+
+def _compared(found: Answers) -> list[Change]:
+    return [
+        (each.what, found.runs[each.of], (each.scenario, each.result), each.ran)
+        for each in found.changes
+    ]
 
 
 def _changes(

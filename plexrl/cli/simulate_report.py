@@ -5,7 +5,18 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from plexrl.cli.simulate_tables import Run, nodes_of, percent, said, setting, span, varying
+from plexrl.cli.simulate_tables import (
+    Change,
+    Run,
+    difference,
+    money,
+    nodes_of,
+    percent,
+    said,
+    setting,
+    span,
+    varying,
+)
 from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.survey import Survey
@@ -17,7 +28,12 @@ NEEDS = ("jinja2", "matplotlib")
 
 
 def report(
-    trace: str, survey: Survey, runs: Sequence[Run], plans: Sequence[CapacityPlan], folder: Path
+    trace: str,
+    survey: Survey,
+    runs: Sequence[Run],
+    plans: Sequence[CapacityPlan],
+    changes: Sequence[Change],
+    folder: Path,
 ) -> Path | None:
     """Write `report.html` into `folder`; where what it takes is not installed, say so instead."""
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
@@ -35,9 +51,14 @@ def report(
         [result for _, result in runs],
         folder,
         title=f"{trace}, simulated",
-        scenario_lines=scenario_lines(trace, survey, scenarios, plans),
+        scenario_lines=[
+            *scenario_lines(trace, survey, scenarios),
+            *((f"smallest cluster, {plan.policy}", said(plan)) for plan in plans),
+            *map(change_line, changes),
+        ],
         labels=labels(scenarios),
         gpus_per_node=sizes.pop() if len(sizes) == 1 else None,
+        window_s=scenarios[0].window_s,
     )
 
 
@@ -54,8 +75,19 @@ def labels(scenarios: Sequence[Scenario]) -> list[str]:
     return found
 
 
+def change_line(change: Change) -> tuple[str, str]:
+    """What a what-if comes to, by how much of what it was."""
+    text, (scenario, was), (_, now), _ = change
+    drain = difference(was.drain_s, now.drain_s, span(now.drain_s))
+    cost = difference(was.cost, now.cost, money(now.cost))
+    return (
+        f"what if {text}, {scenario.policy} on {nodes_of(scenario)}",
+        f"drains in {span(now.drain_s)} ({drain}), costs {money(now.cost)} ({cost})",
+    )
+
+
 def scenario_lines(
-    trace: str, survey: Survey, scenarios: Sequence[Scenario], plans: Sequence[CapacityPlan]
+    trace: str, survey: Survey, scenarios: Sequence[Scenario]
 ) -> list[tuple[str, str]]:
     """(name, value) of what the runs have in common."""
     first = scenarios[0]
@@ -80,7 +112,6 @@ def scenario_lines(
         lines.append(("tool stalls", f"{percent(stalls.chance)} of cycles, {span(stalls.mean_s)}"))
     if behaviour.staleness is not None:
         lines.append(("staleness", _same(str(each.behaviour.staleness) for each in scenarios)))
-    lines += [(f"smallest cluster, {plan.policy}", said(plan)) for plan in plans]
     return lines
 
 

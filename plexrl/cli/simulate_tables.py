@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Run = tuple[Scenario, SimResult]
+Change = tuple[str, Run, Run, bool]
+"""What is otherwise, the run as it stands, the run as changed, whether that was run."""
 
 WORDS_WIDTH = 22
 """That no column of words is squeezed below."""
+UNBOUNDED = 10_000
+"""Characters, of a terminal that any table fits."""
 SLOWDOWN = "Slowdown"
 LEFT = ("policy", "what if", "by")
 """Columns of words."""
@@ -97,8 +101,8 @@ def print_plans(plans: Sequence[CapacityPlan]) -> None:
         print_line(said(plan))
 
 
-def print_changes(changes: Sequence[tuple[str, Run, Run, bool]]) -> None:
-    """What-ifs: (what, the run as it stands, the run as changed, whether that was run)."""
+def print_changes(changes: Sequence[Change]) -> None:
+    """What-ifs, and what they come to."""
     names: Columns = {}
     figures: Columns = {}
     for text, (scenario, was), (_, now), ran in changes:
@@ -164,7 +168,8 @@ def span(value_s: float) -> str:
 
 def percent(part: float) -> str:
     """A part of one."""
-    return f"{100 * part:.1f} %"
+    # What is rounded to nothing has no sign.
+    return f"{round(100 * part, 1) + 0.0:,.1f} %"
 
 
 def hours(value: float) -> str:
@@ -260,7 +265,8 @@ def _print_groups(names: Columns, groups: Mapping[str, Columns]) -> None:
     }
     console = Console()
     one = _table(next(iter(groups)), {**names, **joined})
-    if console.measure(one).minimum <= console.width:
+    unbounded = console.options.update(max_width=UNBOUNDED)
+    if console.measure(one, options=unbounded).minimum <= console.width:
         console.print(one)
         return
     for title, columns in said_of.items():

@@ -5,13 +5,13 @@ it, and a stream needs no memory. The generator is splitmix64 (Steele, Lea and F
 which may be entered at any place.
 """
 
-import math
 from hashlib import blake2b
+from math import cos, log, pi, sin, sqrt
 
 _WORD = (1 << 64) - 1
 _HALF = (1 << 32) - 1
 _GAMMA = 0x9E3779B97F4A7C15
-_TURN = 2.0 * math.pi
+_ANGLE = 2.0 * pi * 2.0**-32
 
 
 def stream(seed: int, *names: str) -> int:
@@ -35,12 +35,16 @@ def uniform(key: int, number: int) -> float:
 
 def normals(key: int, number: int) -> tuple[float, float]:
     """Two independent standard normal numbers, of at most 6.8 standard deviations (Box-Muller)."""
-    bits = word(key, number)
-    radius = math.sqrt(-2.0 * math.log(((bits >> 32) + 0.5) * 2.0**-32))
-    angle = _TURN * 2.0**-32 * (bits & _HALF)
-    return radius * math.cos(angle), radius * math.sin(angle)
+    # As `word`, which is not called: every cycle that is drawn passes here.
+    bits = (key + number * _GAMMA) & _WORD
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _WORD
+    bits ^= bits >> 31
+    radius = sqrt(-2.0 * log(((bits >> 32) + 0.5) * 2.0**-32))
+    angle = _ANGLE * (bits & _HALF)
+    return radius * cos(angle), radius * sin(angle)
 
 
 def exponential(key: int, number: int, mean: float) -> float:
     """Above 0, with that mean."""
-    return -mean * math.log(uniform(key, number))
+    return -mean * log(uniform(key, number))

@@ -43,9 +43,11 @@ class Collector:
         self._jobs: dict[str, _LiveJob] = {}
         self._tenants = TenantTable()
         self._bound = DrainBound(_gpus_by_type(scenario))
-        self._rollout_prices = {
-            pool.node_type.name: pool.node_type.price for pool in scenario.pools
-        }
+        self._prices = {pool.node_type.name: pool.node_type.price for pool in scenario.pools}
+        speeds = [pool.node_type.speed for pool in scenario.pools]
+        self._quickest = min(speeds) / max(speeds)
+        """Part of any job's seconds that it can do with at best, whatever nodes it had: for the
+        bounds of a cluster of several types of nodes."""
         self._wait = Sketch()
         self._normalized_wait = Sketch()
         self._job_slowdown = Sketch()
@@ -114,7 +116,8 @@ class Collector:
             return
         assert live.placed_at is not None, f"{job_id} completed without having been placed"
         work = live.busy_gpu_s if busy_gpu_s is None else busy_gpu_s
-        self._bound.add(live.submitted_at, alone_s, work, job.node_type)
+        quickest = 1.0 if job.node_type in self._prices else self._quickest
+        self._bound.add(live.submitted_at, alone_s * quickest, work * quickest, job.node_type)
         wait_s = live.placed_at - live.submitted_at
         tenant.completed += 1
         tenant.wait_s += wait_s
@@ -210,6 +213,7 @@ class Collector:
             switch_gpu_hours=self._switch_gpu_s / HOUR_S,
             rollout_gpu_hours=rollout_hours,
             cost=self._rollout_cost + _cluster_price(self._scenario) * self._drain_s / HOUR_S,
+            rollout_cost=self._rollout_cost,
             gpu_hours_per_cycle=per_cycle,
             utilisation=self._utilisation(now),
             tenants=self._tenants.results(),
@@ -249,7 +253,7 @@ class Collector:
     def _rollout_price(self, job: TraceJob) -> float:
         """Of a GPU-hour: as of the job's own type of node, else of the cluster's first."""
         first = self._scenario.pools[0].node_type.price
-        return self._rollout_prices.get(job.node_type, first)
+        return self._prices.get(job.node_type, first)
 
 
 def _gpus_by_type(scenario: Scenario) -> Mapping[str, int]:

@@ -12,9 +12,8 @@ for reading a trace of response lengths.
 """
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from plexrl.sim.chance import normals, stream, uniform
 from plexrl.sim.response_lengths import read_longest_of
@@ -34,8 +33,7 @@ LANES = 4
 """Random numbers that a cycle may use: for the two factors, and for its stall."""
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnCycle:
+class DrawnCycle(NamedTuple):
     """One cycle, in seconds on nodes of the trace and without waiting."""
 
     rollout_s: float
@@ -82,15 +80,15 @@ class CycleLaw:
 
     __slots__ = (
         "_common",
-        "_fixed_s",
+        "_is_one",
         "_key",
         "_longest",
         "_own",
+        "_parts",
         "_rollout_s",
         "_shift",
         "_sigma",
         "_stalls",
-        "_work_s",
         "functions",
         "mean",
     )
@@ -113,14 +111,16 @@ class CycleLaw:
         self._rollout_s = max(0.0, period_s - busy_s - math.fsum(gaps_s))
         self.functions: tuple[str, ...]
         """Of the segments that are drawn; of those that were made one, joined by `+`."""
-        self.functions, self._work_s, self._fixed_s, gaps_s = _merged(segments, gaps_s, detail)
+        self.functions, work_s, fixed_s, gaps_s = _merged(segments, gaps_s, detail)
         self.mean = DrawnCycle(
             self._rollout_s,
-            tuple(map(sum, zip(self._work_s, self._fixed_s, strict=True))),
+            tuple(map(sum, zip(work_s, fixed_s, strict=True))),
             gaps_s,
             TOKENS,
         )
         """Without any scatter: the profile itself."""
+        self._parts = tuple(zip(work_s, fixed_s, strict=True))
+        self._is_one = len(self._parts) == 1
         self._key = stream(seed, "cycles", job.job_id)
         self._stalls = behaviour.stalls if behaviour.stalls and behaviour.stalls.chance else None
         responses = behaviour.responses
@@ -133,7 +133,7 @@ class CycleLaw:
                 behaviour.jitter
                 if behaviour.jitter is not None
                 else sigma_of(
-                    job.jitter_s, self._rollout_s, math.fsum(self._work_s), behaviour.correlation
+                    job.jitter_s, self._rollout_s, math.fsum(work_s), behaviour.correlation
                 )
             )
         self._shift = -self._sigma * self._sigma / 2.0
@@ -141,14 +141,14 @@ class CycleLaw:
     def draw(self, number: int) -> DrawnCycle:
         """The job's `number`-th cycle."""
         at = number * LANES
-        if self._longest is not None:
+        sigma = self._sigma
+        if sigma:
+            common, own = normals(self._key, at)
+            work = math.exp(sigma * common + self._shift)
+            rollout = math.exp(sigma * (self._common * common + self._own * own) + self._shift)
+        elif self._longest is not None:
             part = uniform(self._key, at)
             rollout, work = self._longest.draw(part, normals(self._key, at + 1)[0])
-        elif self._sigma:
-            common, own = normals(self._key, at)
-            sigma, shift = self._sigma, self._shift
-            work = math.exp(sigma * common + shift)
-            rollout = math.exp(sigma * (self._common * common + self._own * own) + shift)
         elif self._stalls is None:
             return self.mean
         else:
@@ -156,15 +156,12 @@ class CycleLaw:
         rollout_s = rollout * self._rollout_s
         if self._stalls is not None and uniform(self._key, at + 2) < self._stalls.chance:
             rollout_s += _stall_s(self._stalls, normals(self._key, at + 3)[0])
-        return DrawnCycle(
-            rollout_s,
-            tuple(
-                work * work_s + fixed_s
-                for work_s, fixed_s in zip(self._work_s, self._fixed_s, strict=True)
-            ),
-            self.mean.gaps_s,
-            max(1, round(TOKENS * work)),
-        )
+        if self._is_one:
+            work_s, fixed_s = self._parts[0]
+            lengths_s: tuple[float, ...] = (work * work_s + fixed_s,)
+        else:
+            lengths_s = tuple(work * work_s + fixed_s for work_s, fixed_s in self._parts)
+        return DrawnCycle(rollout_s, lengths_s, self.mean.gaps_s, max(1, round(TOKENS * work)))
 
 
 def sigma_of(jitter_s: float, rollout_s: float, work_s: float, correlation: float) -> float:

@@ -12,12 +12,14 @@ predicting no waiting at all would give.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from plexrl.errors import InvalidRequestError
+from plexrl.scheduler.switch_cost import HOST
 from plexrl.sim.cycles import CycleLaw, DrawnCycle, Laws
+from plexrl.sim.move_costs import MoveCosts
 from plexrl.sim.recording import RecordedJob
 from plexrl.sim.replay import simulate
 from plexrl.sim.scenario import Behaviour, Detail, NodeType, Pool, Scenario
@@ -25,9 +27,6 @@ from plexrl.traces import TraceJob
 
 WARM_UP_CYCLES = 3
 """Of each job, that are replayed and not compared: the live scheduler still makes their profile."""
-
-FAST_BYTES_PER_S = 1e24
-"""Where moves take no longer for more bytes."""
 
 Seconds = Mapping[str, Sequence[float]]
 """Cycle times by job, in order."""
@@ -174,7 +173,7 @@ def compare_law(
     predicted: dict[str, list[float]] = {job.name: [] for job in jobs}
     for seed in seeds:
         trace = [replace(row, submit_s=0.0, duration_s=None) for row in rows]
-        took = _simulated(trace, moved_by(jobs), policy, _control_s(jobs), seed=seed)
+        took = _simulated(trace, jobs, policy, seed=seed)
         for name, each in took.items():
             predicted[name].append(median(each))
     periods = {row.job_id: row.period_s or 0.0 for row in rows}
@@ -210,7 +209,7 @@ def replay(jobs: Sequence[RecordedJob], policy: str) -> dict[str, list[float]]:
         )
         for job in sorted(jobs, key=lambda job: (job.began_at, job.name))
     ]
-    return _simulated(trace, moved_by(jobs), policy, _control_s(jobs), laws=law_of)
+    return _simulated(trace, jobs, policy, laws=law_of)
 
 
 class RecordedLaw:
@@ -243,27 +242,45 @@ class RecordedLaw:
         return self._cycles[number]
 
 
-def moved_by(jobs: Sequence[RecordedJob]) -> NodeType:
-    """A node of as many GPUs as the jobs shared, on which a move takes `fixed + bytes / rate`: the
-    least squares of the recorded moves, of which no part is below 0."""
-    gpus = {job.gpus for job in jobs}
-    if len(gpus) != 1:
-        raise InvalidRequestError(
-            f"the jobs have {sorted(gpus)} GPUs: only jobs that shared one group can be replayed"
-        )
-    count = gpus.pop()
-    points = [(job.state_bytes / count, (job.load_s + job.offload_s) / 2.0) for job in jobs]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveLine:
+    """Seconds of a move by the bytes on each GPU."""
+
+    fixed_s: float
+    byte_s: float
+
+    def seconds(self, nbytes: float) -> float:
+        """Of a move of so many bytes."""
+        return self.fixed_s + nbytes * self.byte_s
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> MoveLine:
+    """The least squares line through (bytes, seconds), of which no part is below 0."""
     size, took = fmean(x for x, _ in points), fmean(y for _, y in points)
     spread = sum((x - size) ** 2 for x, _ in points)
     slope = sum((x - size) * (y - took) for x, y in points) / spread if spread else 0.0
     # A line that would start below 0 is laid through 0 and the mean.
     slope = min(max(0.0, slope), took / size if size else 0.0)
-    return NodeType(
-        name="recorded",
-        gpus=count,
-        move_fixed_s=max(0.0, took - slope * size),
-        host_bytes_per_s=1.0 / slope if slope > 0.0 else FAST_BYTES_PER_S,
-    )
+    return MoveLine(fixed_s=max(0.0, took - slope * size), byte_s=slope)
+
+
+class RecordedMoves(MoveCosts):
+    """Moves as the recorded ones went, by their bytes; loads and offloads each for themselves."""
+
+    def __init__(self, pools: Sequence[Pool], jobs: Sequence[RecordedJob]) -> None:
+        super().__init__(pools)
+        self._load = fitted([(job.state_bytes / job.gpus, job.load_s) for job in jobs])
+        self._offload = fitted([(job.state_bytes / job.gpus, job.offload_s) for job in jobs])
+
+    def load_s(self, node_type: str, state_bytes: int, gpus: int, tier: str = HOST) -> float:
+        """From any tier: live clusters of this size have all states in host memory."""
+        del node_type, tier
+        return self._load.seconds(state_bytes / gpus)
+
+    def offload_s(self, node_type: str, state_bytes: int, gpus: int, tier: str = HOST) -> float:
+        """Likewise."""
+        del node_type, tier
+        return self._offload.seconds(state_bytes / gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,33 +295,38 @@ class _Rows:
 
 def _simulated(
     trace: Sequence[TraceJob],
-    node_type: NodeType,
+    jobs: Sequence[RecordedJob],
     policy: str,
-    control_s: float,
     *,
     seed: int = 0,
     laws: Laws = CycleLaw,
 ) -> dict[str, list[float]]:
-    """Cycle times by job on one shared group; the scheduler is told nothing beforehand."""
+    """Cycle times by job on one shared group, as large as the recorded one; the scheduler is told
+    nothing beforehand."""
+    gpus = {job.gpus for job in jobs}
+    if len(gpus) != 1:
+        raise InvalidRequestError(
+            f"the jobs have {sorted(gpus)} GPUs: only jobs that shared one group can be replayed"
+        )
+    pools = (Pool(nodes=1, node_type=NodeType(name="recorded", gpus=gpus.pop())),)
     took: dict[str, list[float]] = {job.job_id: [] for job in trace}
     scenario = Scenario(
         source=_Rows(tuple(trace)),
-        pools=(Pool(nodes=1, node_type=node_type),),
+        pools=pools,
         policy=policy,
         seed=seed,
         behaviour=Behaviour(controller_s=0.0),
         detail="operation",
-        control_s=control_s,
+        control_s=median(job.control_s for job in jobs),
         warm=False,
         launch_s=0.0,
     )
-    on_cycle: Callable[[str, float], None] = lambda job, seconds: took[job].append(seconds)  # noqa: E731
-    simulate(scenario, laws=laws, on_cycle=on_cycle)
+
+    def on_cycle(job: str, seconds: float) -> None:
+        took[job].append(seconds)
+
+    simulate(scenario, laws=laws, costs=RecordedMoves(pools, jobs), on_cycle=on_cycle)
     return took
-
-
-def _control_s(jobs: Sequence[RecordedJob]) -> float:
-    return median(job.control_s for job in jobs)
 
 
 def _function(kinds: Sequence[str]) -> str:

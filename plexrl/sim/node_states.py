@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from plexrl.errors import PlexRLError, StateLostError, StateTierFullError
 from plexrl.ids import DeploymentId, NodeId
@@ -15,8 +15,7 @@ from plexrl.sim.virtual_state import Move, VirtualState
 from plexrl.wire.operations import OperationKind
 
 
-@dataclass(frozen=True, slots=True)
-class StateMove:
+class StateMove(NamedTuple):
     """A load, an offload or a snapshot under way."""
 
     took_s: float

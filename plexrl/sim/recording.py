@@ -11,7 +11,7 @@ measured in a run that shares with nobody. Waiting is in none of these.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from plexrl.errors import InvalidRequestError
@@ -62,7 +62,7 @@ class RecordedJob:
     """Of the operations of a cycle."""
     cycles: tuple[RecordedCycle, ...]
     load_s: float
-    """Of its state, as a context switch loads it: median."""
+    """Of its state, as a context switch loads it: mean, for it is a sum that they make up."""
     offload_s: float
     control_s: float
     """Of a run, what is the control plane's: median over all kinds, moves too."""
@@ -169,9 +169,9 @@ def _cycle(group: Sequence[Row], began_at: float, beyond: Overheads) -> Recorded
 
 
 def _move_s(rows: Iterable[Row], kind: str) -> float:
-    """Median run of a move; the first load, which builds the model, is left out where it can be."""
+    """Mean run of a move; the first load, which builds the model, is left out where it can be."""
     moves = sorted(
         (row for row in _runs(rows) if row["kind"] == kind), key=lambda row: float(row["index"])
     )
     took = [float(row["finished_at"] - row["started_at"]) for row in moves]
-    return median(took[kind == "load" and len(took) > 1 :]) if took else 0.0
+    return fmean(took[kind == "load" and len(took) > 1 :]) if took else 0.0

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from plexrl.sim.cycles import CycleLaw, Laws
+from plexrl.sim.move_costs import MoveCosts
 from plexrl.sim.result import SimResult, Speed
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.trace_run import CycleEnded, TraceRun
 
-HAPPENINGS = 2048
+HAPPENINGS = 512
 """From one look at the wall clock to the next."""
 
 REPORT_EACH_S = 0.5
@@ -36,17 +37,19 @@ def simulate(
     progress: Callable[[Progress], None] | None = None,
     *,
     laws: Laws = CycleLaw,
+    costs: MoveCosts | None = None,
     on_cycle: CycleEnded | None = None,
 ) -> SimResult:
     """Run the scenario to the end of its last job. `progress` is told about twice a second,
-    `on_cycle` of every cycle; `laws` say what cycles take, where the scenario is not to.
+    `on_cycle` of every cycle; `laws` say what cycles take and `costs` what moves do, where the
+    scenario is not to.
 
     Raises:
         InvalidRequestError: there is no such policy.
         UnavailableError: jobs wait, and nothing more can happen.
     """
     began_at = time.perf_counter()
-    run = TraceRun(scenario, laws=laws, on_cycle=on_cycle)
+    run = TraceRun(scenario, laws=laws, costs=costs, on_cycle=on_cycle)
     with _rare_collections():
         run.start()
         reported_at = began_at

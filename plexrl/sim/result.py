@@ -110,6 +110,8 @@ class SimResult:
     rollout_gpu_hours: float
     cost: float
     """All GPUs of the cluster for `drain_s`, and the rollout GPUs as long as their jobs ran."""
+    rollout_cost: float = 0.0
+    """Of these, the rollout GPUs'."""
     gpu_hours_per_cycle: float
     """Training (as held by groups) and rollout."""
     utilisation: tuple[tuple[float, float, float], ...]

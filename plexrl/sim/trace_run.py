@@ -55,7 +55,12 @@ class TraceRun:
     """One run. The shell's clock is driven from outside."""
 
     def __init__(
-        self, scenario: Scenario, *, laws: Laws = CycleLaw, on_cycle: CycleEnded | None = None
+        self,
+        scenario: Scenario,
+        *,
+        laws: Laws = CycleLaw,
+        costs: MoveCosts | None = None,
+        on_cycle: CycleEnded | None = None,
     ) -> None:
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
@@ -77,7 +82,7 @@ class TraceRun:
             self.shell.watch(self._checker.watch)
         self._laws = laws
         self._on_cycle = on_cycle
-        self._costs = MoveCosts(scenario.pools, scenario.switch_s)
+        self._costs = costs or MoveCosts(scenario.pools, scenario.switch_s)
         self._snapshots_after = config.snapshot_operations
         self._source: Iterator[TraceJob] = scenario.source.jobs()
         self._runs: dict[str, JobRun] = {}
@@ -376,20 +381,18 @@ class TraceRun:
         run = self._runs[command.deployment]
         if command.operation == run.operation:
             took_s = run.steps[run.step].work_s / run.speed
+        elif command.kind in MOVES:
+            run.move = self._states.begin(command)
+            took_s = run.move.took_s
         else:
-            took_s = self._other_s(run, command)
-        now = self.shell.now
+            # Done before, and lost with its workers.
+            took_s = run.step_named(command.operation).work_s / run.speed
+        shell = self.shell
+        now = shell.now
         run.run = command
         run.run_began_at = now
         run.run_s = took_s
-        self.shell.at(now + took_s, self._ran, command)
-
-    def _other_s(self, run: JobRun, command: cmd.RunOperation) -> float:
-        """Of what is no part of the cycle at hand: a move, or work that is done again."""
-        if command.kind not in MOVES:
-            return run.step_named(command.operation).work_s / run.speed
-        run.move = self._states.begin(command)
-        return run.move.took_s
+        shell.at(now + took_s, self._ran, command)
 
     def _ran(self, command: cmd.RunOperation) -> None:
         run = self._runs.get(command.deployment)
@@ -412,20 +415,15 @@ class TraceRun:
     def _moved(self, run: JobRun, command: cmd.RunOperation) -> None:
         move = run.move
         assert move is not None, f"{command.operation} ends that never began"
-        answer = move.answer(command, self.scenario.control_s)
-        self._switches += command.kind == OperationKind.OFFLOAD and move.is_made
-        self._tell(answer)
+        if command.kind == OperationKind.OFFLOAD and move.is_made:
+            self._switches += 1
+        self._tell(move.answer(command, self.scenario.control_s))
         for report in move.reports:
             self._tell(report)
 
     def _tell_of_run(self, run: JobRun, command: cmd.RunOperation) -> None:
         """It is over, or was cut off."""
         run.run = None
-        self._collector.ran(
-            command.group,
-            run.trace.job_id,
-            run.gpus,
-            MOVES.get(command.kind, "run"),
-            run.run_began_at,
-            self.shell.now,
-        )
+        kind = MOVES.get(command.kind, "run")
+        began_at, now = run.run_began_at, self.shell.now
+        self._collector.ran(command.group, run.trace.job_id, run.gpus, kind, began_at, now)

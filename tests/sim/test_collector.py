@@ -89,6 +89,23 @@ def test_a_job_that_the_core_gave_up_is_counted_and_not_measured() -> None:
     assert found.tenants[0].jobs == 1
 
 
+def test_where_nodes_differ_the_bounds_are_of_the_fastest() -> None:
+    pools = (
+        Pool(nodes=1, node_type=NodeType(name="slow", speed=1.0)),
+        Pool(nodes=1, node_type=NodeType(name="fast", speed=2.0)),
+    )
+    collector = Collector(scenario(pools=pools))
+    for name, node_type in (("a", ""), ("b", "slow")):
+        collector.job_submitted(replace(job(name), node_type=node_type), 0.0)
+        collector.job_placed(name, 0.0)
+        collector.ran("g", name, 8, "run", 0.0, 100.0)
+        collector.job_ended(name, 100.0, 1, "completed", 60.0 if name == "b" else 100.0)
+    bounds = finish(collector, 100.0).bounds
+    # a could have done with half of everything, on the other type; b could not.
+    assert bounds.critical_path_s == 60.0
+    assert bounds.area_s == pytest.approx(max(100.0, (400.0 + 800.0) / 16))
+
+
 def test_only_the_first_placement_ends_the_wait() -> None:
     collector = Collector(scenario())
     collector.job_submitted(job("a"), 0.0)

@@ -19,7 +19,7 @@ from plexrl.sim.fidelity import (
     compare_law,
     compare_replay,
     errors_of,
-    moved_by,
+    fitted,
     replay,
 )
 from plexrl.sim.recording import RecordedCycle, RecordedJob, overheads, recorded_run
@@ -262,14 +262,18 @@ def test_a_replayed_cycle_keeps_its_seconds(job: RecordedJob) -> None:
         assert math.isclose(whole_s, cycle.alone_s, abs_tol=1e-9)
 
 
-@given(st.lists(recorded_jobs(), min_size=1, max_size=4))
-def test_moves_get_a_law_of_their_sizes(jobs: list[RecordedJob]) -> None:
-    node = moved_by(jobs)
-    assert node.move_fixed_s >= 0.0
-    assert node.host_bytes_per_s > 0.0
-    fitted = [node.move_fixed_s + job.state_bytes / node.host_bytes_per_s for job in jobs]
-    wanted = [(job.load_s + job.offload_s) / 2.0 for job in jobs]
-    assert math.fsum(fitted) == pytest.approx(math.fsum(wanted), rel=1e-6, abs=1e-6)
+@given(st.lists(st.tuples(st.floats(0.0, 1e12), SECONDS), min_size=1, max_size=5))
+def test_moves_get_a_law_of_their_sizes(points: list[tuple[float, float]]) -> None:
+    line = fitted(points)
+    assert line.fixed_s >= 0.0
+    assert line.byte_s >= 0.0
+    said_s = math.fsum(line.seconds(size) for size, _ in points)
+    assert said_s == pytest.approx(math.fsum(took for _, took in points), rel=1e-6, abs=1e-6)
+
+
+def test_a_law_of_moves_is_found_again() -> None:
+    line = fitted([(size, 0.5 + size / 4.0) for size in (1.0, 2.0, 7.0)])
+    assert (line.fixed_s, line.byte_s) == pytest.approx((0.5, 0.25))
 
 
 @settings(deadline=None, max_examples=10)

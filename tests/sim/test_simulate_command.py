@@ -2,7 +2,9 @@
 
 import json
 import re
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,16 @@ import typer
 from typer.testing import CliRunner
 
 from plexrl.cli.app import app, run_command
+from plexrl.cli.simulate_answers import Answers, show, write
 from plexrl.sim.axes import AXES
 from plexrl.sim.node_types import NODE_TYPES
 from plexrl.sim.policies import SIM_POLICIES
+from plexrl.sim.result import SimResult
+from plexrl.sim.survey import surveyed
+from plexrl.sim.sweep import FailedRun, run_all
 from plexrl.sim.what_if import CHANGES
 from plexrl.traces import write_jobs
-from tests.sim.test_sweep import FewJobs
+from tests.sim.test_sweep import BASE, FewJobs
 
 DOCS = Path(__file__).parents[2] / "docs" / "simulating.md"
 NARROW, WIDE = "80", "220"
@@ -60,7 +66,9 @@ def test_policies_are_compared_in_one_table_or_in_three(trace: str) -> None:
     assert re.search(r"isolated +2 +\d", narrow)
     assert re.search(r"spread\+backfill +2 +\d", narrow)
     assert max(map(len, narrow.splitlines())) <= int(NARROW)
+    assert all(word in narrow for word in ("recovered", "fairness", "switches", "cost"))
     wide = shown(trace, "--nodes", "2", "--workers", "1", columns=WIDE)
+    assert "cost" in wide
     assert sum("isolated" in line for line in wide.splitlines()) == 1
 
 
@@ -125,12 +133,72 @@ def test_results_and_report_are_written(trace: str, tmp_path: Path) -> None:
     assert "by state and rates" in page
 
 
+def test_without_the_packages_of_the_report_there_are_results_still(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = CliRunner().invoke(
+        app,
+        ["simulate", trace, "--nodes", "1", "--policy", "pack", "--out", str(tmp_path), "--json"],
+    )
+    assert found.exit_code == 0, found.output
+    assert "no report.html, as matplotlib cannot be found" in found.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    assert (tmp_path / "results.json").read_text() == found.stdout
+
+
+def test_without_the_scheduler_s_packages_the_message_says_which_extra(trace: str) -> None:
+    code = (
+        "import sys; sys.modules['sortedcontainers'] = None; "
+        "from plexrl.cli.app import app, run_command; "
+        f"sys.argv = ['plexrl', 'simulate', {trace!r}]; sys.exit(run_command(app))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 1
+    assert "needs sortedcontainers" in found.stderr
+    assert "plexrl[simulator]" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_run_that_failed_is_told_beside_the_results_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = run_all((BASE, replace(BASE, policy="no-such-policy")), workers=1)
+    good, bad = outcomes
+    assert isinstance(good, SimResult)
+    assert isinstance(bad, FailedRun)
+    found = Answers(
+        trace="few", survey=surveyed(FewJobs().jobs()), runs=((BASE, good),), failed=(bad,)
+    )
+    show(found)
+    printed = capsys.readouterr()
+    assert "spread+backfill" in printed.out
+    assert "plexrl: no-such-policy on 2 x h200, seed 0: policy" in printed.err
+    write(found, tmp_path, quiet=True)
+    (failed,) = json.loads((tmp_path / "results.json").read_text())["failed"]
+    assert failed["scenario"]["policy"] == "no-such-policy"
+    assert failed["error"]["code"] == "invalid_request"
+    only_bad = replace(found, runs=())
+    show(only_bad)
+    write(only_bad, tmp_path / "bad", quiet=True)
+    assert [path.name for path in (tmp_path / "bad").iterdir()] == ["results.json"]
+
+
 def test_all_that_differs_from_the_trace_reaches_the_scenario(trace: str) -> None:
     found = told(
         *(trace, "--nodes", "2", "--policy", "pack", "--workers", "1", "--seed", "7", "--check"),
         *("--gpus-per-node", "4", "--price", "1.5", "--switch-s", "3", "--staleness", "1"),
         *("--responses", "16", "--tool-stalls", "0.1:20:0.5", "--detail", "operation"),
-        *("--node-mtbf-hours", "500", "--repair-minutes", "5", "--worker-mtbf-hours", "400"),
+        *(
+            "--node-mtbf-hours",
+            "500",
+            "--state-survives",
+            "0.5",
+            "--repair-minutes",
+            "5",
+            "--worker-mtbf-hours",
+            "400",
+        ),
         *("--cold", "--jitter", "0.2", "--cap-days", "0.01", "--min-gpus", "2", "--max-gpus", "8"),
     )
     scenario = found["runs"][0]["scenario"]
@@ -143,7 +211,12 @@ def test_all_that_differs_from_the_trace_reaches_the_scenario(trace: str) -> Non
         "stalls": {"chance": 0.1, "mean_s": 20.0, "sigma": 0.5},
         "staleness": 1,
     }
-    failures = {"node_mtbf_s": 1_800_000.0, "repair_s": 300.0, "worker_mtbf_s": 1_440_000.0}
+    failures = {
+        "node_mtbf_s": 1_800_000.0,
+        "repair_s": 300.0,
+        "worker_mtbf_s": 1_440_000.0,
+        "state_survives": 0.5,
+    }
     assert {name: scenario["behaviour"][name] for name in behaviour} == behaviour
     assert {name: scenario["failures"][name] for name in failures} == failures
     assert (scenario["seed"], scenario["switch_s"], scenario["detail"]) == (7, 3.0, "operation")
@@ -196,6 +269,7 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
         (("--window", "5:3"), "write START:END in hours"),
         (("--detail", "fine"), "use burst or operation"),
         (("--lengths", "none.csv"), "neither r1 nor a file"),
+        (("--lengths", str(DOCS), "--responses", "4"), "simulating.md"),
         (("--compress", "0"), "compress arrivals by more than 0"),
     ],
 )

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 6.4
-ROOM = 1.24
+WIDTH = 5.8
+ROOM = 1.26
 """Of the longest bar: the figures stand beside the bars."""
 ROLLOUT_ALPHA = 0.4
 
@@ -41,9 +41,10 @@ def drain_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
         name="drain",
         title="Time to drain the trace",
         says=f"From the trace's start to the end of its last job, in {unit.name}, and as part of "
-        "the isolated run's in brackets. The dark stroke is the lower bound, which no scheduler "
-        "can beat; shorter is better.",
+        "the isolated run's in brackets. The stroke is the lower bound, which no scheduler can "
+        "beat; shorter is better.",
         pictures=(Picture(svg=draw("drain", _size(runs), paint, describes="Drain times as bars")),),
+        keys=(Key(label="lower bound", colour="currentColor", dash=()),),
     )
 
 
@@ -51,12 +52,12 @@ def cost_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
     """Cost of the cluster and of the rollouts; absent for a single run, or where nothing costs."""
     if len(runs) < 2 or not any(run.result.cost > 0 for run in runs):
         return None
-    rollouts = [rollout_cost(run) for run in runs]
 
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
-        for place, (run, rollout) in enumerate(zip(runs, rollouts, strict=True)):
-            cost, colour = run.result.cost, looks[run.label].colour
+        for place, run in enumerate(runs):
+            cost, rollout = run.result.cost, run.result.rollout_cost
+            colour = looks[run.label].colour
             axes.barh(place, cost - rollout, height=0.62, color=colour)
             axes.barh(
                 place, rollout, left=cost - rollout, height=0.62, color=colour, alpha=ROLLOUT_ALPHA
@@ -64,36 +65,28 @@ def cost_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
             axes.annotate(f" {short(cost)}", (cost, place), va="center")
         _name_bars(axes, runs)
         axes.set(xlim=(0, ROOM * max(run.result.cost for run in runs)), xlabel="cost")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.locator_params(axis="x", nbins=5)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 
     return Plot(
         name="cost",
         title="Cost",
         says="All training GPUs of the cluster until the trace is drained (full colour) and the "
-        "rollout GPUs while their jobs ran (pale), in the currency of the GPU-hour's price; a "
-        "GPU-hour of either is taken to cost the same. Shorter is better.",
+        "rollout GPUs while their jobs ran (pale), in the currency of the GPU-hour's price; "
+        "shorter is better.",
         pictures=(Picture(svg=draw("cost", _size(runs), paint, describes="Costs as bars")),),
+        keys=(
+            Key(label="training cluster", colour="currentColor"),
+            Key(label="rollouts", colour="currentColor", pale=True),
+        ),
     )
 
 
-def rollout_cost(run: Run) -> float:
-    """Of the cost, by the rollouts' part of the GPU-hours."""
-    result = run.result
-    hours = result.gpus * result.drain_s / 3600 + result.rollout_gpu_hours
-    return result.cost * result.rollout_gpu_hours / hours if hours > 0 else 0.0
-
-
-def area_keys(runs: Sequence[Run], looks: Mapping[str, Look]) -> tuple[Key, ...]:
-    """A legend of areas."""
-    return tuple(Key(label=run.label, colour=looks[run.label].colour) for run in runs)
-
-
 def _size(runs: Sequence[Run]) -> tuple[float, float]:
-    return WIDTH, 0.75 + 0.36 * len(runs)
+    return WIDTH, 0.75 + 0.34 * len(runs)
 
 
 def _name_bars(axes: "Axes", runs: Sequence[Run]) -> None:
-    axes.set_yticks(range(len(runs)), [plain(run.label) for run in runs])
+    axes.set_yticks(range(len(runs)), [plain(run.label, 22) for run in runs])
     axes.set_ylim(len(runs) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")

@@ -11,7 +11,7 @@ from plexrl.sim.result import Distribution
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SIZE = (6.4, 3.7)
+SIZE = (5.8, 3.5)
 LEAST_WAIT = 1e-3
 """Waits of a smaller part of the duration count as none: they stand at the left edge."""
 
@@ -25,8 +25,9 @@ def wait_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
         name="wait",
         title="Waiting of jobs",
         says="Part of the jobs (up) whose wait from submission to first placement was at most so "
-        "many times their own duration alone (right, logarithmic). The left edge holds the jobs "
-        f"that waited at most {LEAST_WAIT:g} of it; a curve further left and up is better.",
+        "many times their own duration alone (right, logarithmic, to the largest 99th "
+        f"percentile). The left edge holds the jobs that waited at most {LEAST_WAIT:g} of it; a "
+        "curve further left and up is better.",
         pictures=(
             _curves(
                 "wait",
@@ -50,7 +51,8 @@ def completion_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | No
         name="completion",
         title="Completion of jobs",
         says="Part of the jobs (up) that took from submission to end at most so many times their "
-        "duration on GPUs of their own (right, logarithmic; 1 is neither wait nor slowdown).",
+        "duration on GPUs of their own (right, logarithmic, to the largest 99th percentile; 1 is "
+        "neither wait nor slowdown).",
         pictures=(
             _curves(
                 "completion",
@@ -82,10 +84,10 @@ def _curves(
     least: float,
     label: str,
 ) -> Picture:
-    highest = max(max(of(run).cdf[-1][0] for run in runs), 2 * least)
+    highest = max(max(of(run).p99 for run in runs), 2 * least)
 
     def paint(figure: "Figure") -> None:
-        from matplotlib.ticker import NullFormatter, PercentFormatter
+        from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 
         axes = figure.subplots()
         for run in runs:
@@ -99,7 +101,10 @@ def _curves(
                 drawstyle="steps-post",
             )
         axes.set_xscale("log")
-        axes.set(xlim=(least, highest * 1.05), ylim=(0, 1.015), xlabel=label, ylabel="jobs")
+        axes.set(xlim=(least, highest), ylim=(0, 1.015), xlabel=label, ylabel="jobs")
+        if highest < 300 * least:
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.tick_params(axis="x", pad=7)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.xaxis.set_major_formatter(lambda value, _: _tick(value, least))
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -111,10 +116,10 @@ def _from_left_edge(
     cdf: Sequence[tuple[float, float]], least: float, highest: float
 ) -> tuple[list[float], list[float]]:
     """The curve from the least value that has a place on a logarithmic axis, with all below it
-    counted there, to the right edge."""
+    counted there, past the right edge."""
     below = max((part for value, part in cdf if value <= least), default=0.0)
     above = [(value, part) for value, part in cdf if value > least]
-    points = [(least, below), *above, (highest * 1.05, above[-1][1] if above else below)]
+    points = [(least, below), *above, (max(highest, cdf[-1][0]), cdf[-1][1])]
     return [value for value, _ in points], [part for _, part in points]
 
 

@@ -18,9 +18,9 @@ INK = "#0a0b0c"
 """Stands for the page's text colour."""
 GRID = "#0a0b0d"
 """Stands for the page's faint lines."""
-PAPER = "#0a0b0e"
-"""Stands for the page's background."""
-THEME = {INK: "currentColor", GRID: "var(--grid)", PAPER: "var(--paper)"}
+GROUND = "#0a0b0e"
+"""Stands for what lies under coloured and black bars."""
+THEME = {INK: "currentColor", GRID: "var(--grid)", GROUND: "var(--ground)"}
 PIXELS_PER_INCH = 96
 FONT_END = 0x0500
 """The font has the Latin, Greek and Cyrillic letters below."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from plexrl.sim.report.comparison import Run
-from plexrl.sim.report.figure import Key, Picture, Plot, draw, plain
+from plexrl.sim.report.figure import GROUND, THEME, Key, Picture, Plot, draw, plain
 from plexrl.sim.report.style import JOB_COLOURS, SWITCH_COLOUR
 from plexrl.sim.report.units import duration, time_unit
 from plexrl.sim.result import Span
@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 GROUPS_MAX = 60
 WIDTH = 13.0
 ROW = 0.17
+TALL = 20
+"""Groups above which the time stands above the rows, too."""
 PIXELS_FROM = 2500
 """Spans of one picture above which bars become pixels: as outlines they would weigh megabytes."""
-GROUND = "#eceff3"
-"""Light in both themes: the switches' dark must show."""
 
 
-def gantt_plot(runs: Sequence[Run]) -> Plot | None:
-    """A picture a run; absent where no window was kept."""
+def gantt_plot(runs: Sequence[Run], window_s: tuple[float, float] | None = None) -> Plot | None:
+    """A picture a run; absent where no window was kept. Without `window_s` all spans are shown."""
     shown = [run for run in runs if run.result.spans]
     if not shown:
         return None
-    start = min(span.start_s for run in shown for span in run.result.spans)
-    end = max(span.end_s for run in shown for span in run.result.spans)
+    start, end = window_s or (
+        min(span.start_s for run in shown for span in run.result.spans),
+        max(span.end_s for run in shown for span in run.result.spans),
+    )
     unit = time_unit(end - start)
     jobs = {span.job for run in shown for span in run.result.spans}
     return Plot(
@@ -37,12 +39,16 @@ def gantt_plot(runs: Sequence[Run]) -> Plot | None:
         title="Who held which group",
         says=f"{duration(end - start)} of the trace from {duration(start)} after its start, in "
         f"{unit.name}. A row is a group, a colour within a row a job ({len(jobs):,} jobs in all, "
-        "so colours come again from row to row), dark are the switches between jobs, and the "
-        "light ground is idle.",
+        "so colours come again from row to row), black are the switches between jobs, and on the "
+        "bare ground the group is idle, or is not there. In charts of at most "
+        f"{PIXELS_FROM:,} bars a bar's job is shown where the pointer rests.",
         pictures=tuple(
             _picture(f"gantt{index}", run, start, end) for index, run in enumerate(shown)
         ),
-        keys=(Key(label="switch", colour=SWITCH_COLOUR), Key(label="idle", colour=GROUND)),
+        keys=(
+            Key(label="switch", colour=SWITCH_COLOUR),
+            Key(label="idle, or no group", colour=THEME[GROUND]),
+        ),
         wide=True,
     )
 
@@ -51,6 +57,8 @@ def _picture(name: str, run: Run, start_s: float, end_s: float) -> Picture:
     groups = natural({span.group for span in run.result.spans})
     kept = groups[:GROUPS_MAX]
     cut = "" if len(kept) == len(groups) else f", the first {len(kept)} of {len(groups)} groups"
+    if run.result.spans_left_out:
+        cut += f" (later on {run.result.spans_left_out:,} stretches are left out)"
     return Picture(
         title=f"{run.label}{cut}",
         svg=_bars(name, run, kept, start_s, end_s),
@@ -86,6 +94,7 @@ def _bars(name: str, run: Run, groups: Sequence[str], start_s: float, end_s: flo
             titles[f"bar{index}"] = f"{group}: {'switch to or from ' if switching else ''}{job}"
         axes.set_yticks(range(len(groups)), [plain(group, 20) for group in groups])
         axes.tick_params(axis="y", labelsize=7)
+        axes.tick_params(axis="x", labeltop=len(groups) > TALL)
         axes.set(ylim=(len(groups) - 0.4, -0.6), xlabel=f"{unit.name} of the window")
         axes.set_xlim(0, (end_s - start_s) / unit.seconds)
         axes.grid(visible=False)

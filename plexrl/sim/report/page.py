@@ -10,7 +10,7 @@ from plexrl.sim.report.figure import Plot, missing_package
 from plexrl.sim.report.gantt import gantt_plot
 from plexrl.sim.report.size_sweep import sweep_plot
 from plexrl.sim.report.style import looks
-from plexrl.sim.report.tables import job_slowdowns, summary, tenants
+from plexrl.sim.report.tables import slowdowns, summary, tenants
 from plexrl.sim.report.units import duration, percent
 from plexrl.sim.report.utilisation import utilisation_plot
 from plexrl.sim.result import SimResult
@@ -24,19 +24,25 @@ def write_report(
     scenario_lines: Sequence[tuple[str, str]],
     labels: Sequence[str] = (),
     gpus_per_node: int | None = None,
+    window_s: tuple[float, float] | None = None,
 ) -> Path:
     """Write `report.html` into `folder`, and return its path. The page needs nothing beside it, and
     equal results make equal bytes: how fast the runs went is not in it.
 
     `scenario_lines` are (name, value) of what the runs have in common. `labels` name the runs where
     their policies do not, one each. With `gpus_per_node` clusters are counted in nodes too.
+    `window_s` is the scenario's, from the trace's start; absent: what the results' spans cover.
 
     Raises:
         InvalidRequestError: there is no result, the labels do not match the results, or matplotlib
             or jinja2 is not installed.
     """
     page = render_page(
-        compare(results, labels), title=title, scenario_lines=scenario_lines, nodes_of=gpus_per_node
+        compare(results, labels),
+        title=title,
+        scenario_lines=scenario_lines,
+        nodes_of=gpus_per_node,
+        window_s=window_s,
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
@@ -50,6 +56,7 @@ def render_page(
     title: str,
     scenario_lines: Sequence[tuple[str, str]],
     nodes_of: int | None,
+    window_s: tuple[float, float] | None,
 ) -> str:
     """The HTML of the whole report."""
     try:
@@ -70,9 +77,10 @@ def render_page(
         scenario_lines=scenario_lines,
         best=best(single),
         summary=summary(runs, nodes_of),
-        jobs=job_slowdowns(runs),
+        slowdowns=slowdowns(runs, nodes_of),
         tenants=tenants(single),
-        plots=plots(runs, single, nodes_of),
+        sizes=sweep_plot(runs, looks(runs), nodes_of),
+        plots=plots(runs, single, window_s),
         drawn_gpus=single[0].result.gpus if len(sizes(runs)) > 1 else None,
         drawn_runs=len(single),
         left_out=sum(run.result.gpus == single[0].result.gpus for run in runs) - len(single),
@@ -85,16 +93,19 @@ def best(runs: Sequence[Run]) -> Run | None:
     return min(beside, key=lambda run: run.result.drain_s, default=None)
 
 
-def plots(runs: Sequence[Run], single: Sequence[Run], nodes_of: int | None) -> tuple[Plot, ...]:
-    """All there is data for."""
+def plots(
+    runs: Sequence[Run],
+    single: Sequence[Run],
+    window_s: tuple[float, float] | None,
+) -> tuple[Plot, ...]:
+    """Of the single runs, all there is data for; colours are those of all runs."""
     look = looks(runs)
     found = (
         drain_plot(single, look),
         cost_plot(single, look),
         wait_plot(single, look),
         completion_plot(single, look),
-        sweep_plot(runs, look, nodes_of),
         utilisation_plot(single, look),
-        gantt_plot(single),
+        gantt_plot(single, window_s),
     )
     return tuple(plot for plot in found if plot is not None)

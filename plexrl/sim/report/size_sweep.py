@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
     from matplotlib.figure import Figure
 
-SIZE = (6.4, 3.4)
+SIZE = (5.8, 3.3)
 
 
 def sweep_plot(
@@ -31,12 +31,18 @@ def sweep_plot(
         ("Drain time", drain.name, lambda result: result.drain_s / drain.seconds),
         ("Wait of jobs, p95", wait.name, lambda result: result.wait.p95 / wait.seconds),
         ("Cost", "currency of the price", lambda result: result.cost),
+        (
+            "Slowdown of cycles, mean",
+            "percent",
+            lambda result: 100 * result.cycle_slowdown.mean,
+        ),
     )
     return Plot(
         name="sweep",
         title="Size of the cluster",
         says=f"Drain time ({drain.name}), 95th percentile of the jobs' wait for their first "
-        f"placement ({wait.name}) and cost, over the {across} of the cluster; lower is better.",
+        f"placement ({wait.name}), cost, and mean slowdown of cycles, over the {across} of the "
+        "cluster; lower is better.",
         pictures=tuple(
             Picture(
                 title=title,
@@ -78,6 +84,9 @@ def _panel(
                 dashes=look.dash or (None, None),
                 marker=look.marker,
                 markersize=5,
+                # Whole markers on the axis, where nothing waits.
+                clip_on=False,
+                zorder=3,
             )
         ticks = [size / per for size in sizes([run for line in lines.values() for run in line])]
         if len(ticks) <= 12:
@@ -87,5 +96,6 @@ def _panel(
         axes.set_xlabel("GPUs" if gpus_per_node is None else "nodes")
         axes.set_ylabel(unit)
         axes.set_ylim(bottom=0)
+        axes.tick_params(axis="x", pad=7)
 
     return draw(name, SIZE, paint, describes=f"{title} over the size of the cluster")

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 
 from plexrl.sim.report.comparison import BASELINE, Run
 
-BASELINE_COLOUR = "#858c94"
-COLOURS = (
-    *("#d9822b", "#3d9a50", "#2a6fbb", "#c2579b", "#8f6a3c", "#3aa6c9", "#6d58c4"),
-    *("#b8a21f", "#c8503c"),
-)
 JOB_COLOURS = (
-    *("#2a6fbb", "#e69f00", "#3d9a50", "#c2579b", "#56b4e9", "#d55e00", "#8e5bb5", "#a8a13a"),
+    *("#4590de", "#e69f00", "#3d9a50", "#cf6aab", "#7cc8f2", "#d55e00", "#a983d6", "#a8a13a"),
 )
-SWITCH_COLOUR = "#1d2733"
+SWITCH_COLOUR = "#10161d"
+FIXED = {
+    BASELINE: ("#858c94", (6.0, 2.0)),
+    "pack": ("#d9822b", (7.0, 1.5, 1.5, 1.5)),
+    "spread": ("#3d9a50", (4.0, 1.5)),
+    "spread+backfill": ("#2a6fbb", ()),
+}
+"""The paper's policies look the same in every report; the baseline is grey."""
+COLOURS = ("#c2579b", "#8f6a3c", "#3aa6c9", "#6d58c4", "#b8a21f", "#c8503c", "#57a89a")
 DASHES = ((), (6.0, 2.0), (1.5, 1.5), (7.0, 1.5, 1.5, 1.5))
 """Of lines, in points on and off; none: solid."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
@@ -33,14 +36,17 @@ class Look:
 
 
 def looks(runs: Sequence[Run]) -> dict[str, Look]:
-    """By label, in order of appearance; the baseline is grey wherever it stands."""
-    labels = dict.fromkeys(run.label for run in runs)
-    found = {BASELINE: Look(colour=BASELINE_COLOUR, dash=DASHES[1], marker=MARKERS[0])}
-    for index, label in enumerate(label for label in labels if label != BASELINE):
-        found[label] = Look(
-            colour=COLOURS[index % len(COLOURS)],
+    """By label; others than the paper's policies take colours in order of appearance."""
+    labels = [*dict.fromkeys(run.label for run in runs)]
+    others = [label for label in labels if label not in FIXED]
+    found = {}
+    for place, label in enumerate(labels):
+        if label in FIXED:
+            colour, dash = FIXED[label]
+        else:
+            index = others.index(label)
+            colour = COLOURS[index % len(COLOURS)]
             # A colour that comes again has another dash, and neighbours differ in both.
-            dash=DASHES[(index + index // len(COLOURS)) % len(DASHES)],
-            marker=MARKERS[(index + 1) % len(MARKERS)],
-        )
+            dash = DASHES[(index + 2 * (index // len(COLOURS))) % len(DASHES)]
+        found[label] = Look(colour=colour, dash=dash, marker=MARKERS[place % len(MARKERS)])
     return found

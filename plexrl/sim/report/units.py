@@ -11,15 +11,17 @@ class TimeUnit:
     """A unit that an axis is drawn in."""
 
     name: str
+    letters: str
+    """Behind a number."""
     seconds: float
 
 
 UNITS = (
-    TimeUnit(name="days", seconds=86400.0),
-    TimeUnit(name="hours", seconds=3600.0),
-    TimeUnit(name="minutes", seconds=60.0),
+    TimeUnit(name="days", letters="days", seconds=86400.0),
+    TimeUnit(name="hours", letters="h", seconds=3600.0),
+    TimeUnit(name="minutes", letters="min", seconds=60.0),
 )
-SECONDS = TimeUnit(name="seconds", seconds=1.0)
+SECONDS = TimeUnit(name="seconds", letters="s", seconds=1.0)
 
 
 def time_unit(longest_s: float) -> TimeUnit:
@@ -32,7 +34,7 @@ def duration(seconds: float | None) -> str:
     if seconds is None or not math.isfinite(seconds):
         return ABSENT
     unit = time_unit(abs(seconds))
-    return f"{short(seconds / unit.seconds)} {'s' if unit is SECONDS else unit.name}"
+    return f"{short(seconds / unit.seconds)} {unit.letters}"
 
 
 def short(number: float | None) -> str:
@@ -49,4 +51,5 @@ def percent(part: float | None) -> str:
     """As `12.3 %`."""
     if part is None or not math.isfinite(part):
         return ABSENT
-    return f"{100 * part:,.1f} %"
+    # Rounding first and adding 0 leaves no minus before a zero.
+    return f"{round(100 * part, 1) + 0.0:,.1f} %"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
     from matplotlib.figure import Figure
 
-SIZE = (6.4, 2.2)
+SIZE = (5.8, 2.1)
 HELD_ALPHA = 0.35
 
 
@@ -45,8 +45,13 @@ def utilisation_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | N
 
 def trained(run: Run) -> float | None:
     """Part of the cluster's GPU-hours, until the trace is drained, with a training operation."""
+    return part_of_cluster(run, run.result.busy_gpu_hours)
+
+
+def part_of_cluster(run: Run, gpu_hours: float) -> float | None:
+    """Of all its GPU-hours until the trace is drained; absent where there are none."""
     hours = run.result.gpus * run.result.drain_s / 3600
-    return run.result.busy_gpu_hours / hours if hours > 0 else None
+    return gpu_hours / hours if hours > 0 else None
 
 
 def _panel(name: str, run: Run, look: Look, longest_s: float, unit: TimeUnit) -> "Markup":

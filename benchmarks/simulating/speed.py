@@ -1,0 +1,98 @@
+"""Events a second through the real core, and what three months of a full cluster take."""
+
+import time
+from dataclasses import dataclass
+from statistics import fmean
+
+from benchmarks.simulating.loops import DEPTH, heap_rate, simpy_rate
+from benchmarks.simulating.part import Part
+from benchmarks.simulating.workloads import residents
+from plexrl.sim.replay import simulate
+
+POLICIES = ("isolated", "pack", "spread", "spread+backfill")
+MAIN = "spread+backfill"
+
+MONTHS_DAYS = 92.0
+SHORT_DAYS, LONG_DAYS = 0.25, 1.25
+"""The difference of two runs is free of what placing the jobs costs at the start."""
+
+BAR, AIM = 100_000, 200_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Of one policy."""
+
+    events_per_s: float
+    months_events: float
+    months_s: float
+
+
+def measure(*, full: bool) -> Part:
+    """`full`: three months as they are, not from what a day takes."""
+    before = heap_rate(), simpy_rate(1), simpy_rate(DEPTH)
+    paces = {policy: _months(policy) if full else _days(policy) for policy in POLICIES}
+    after = heap_rate(), simpy_rate(1), simpy_rate(DEPTH)
+    heap, one, many = (fmean(pair) for pair in zip(before, after, strict=True))
+    rows: list[tuple[str, ...]] = [
+        (
+            policy,
+            f"{pace.events_per_s:,.0f}/s",
+            f"{pace.months_events / 1e6:.1f} M",
+            f"{pace.months_s:,.0f} s",
+            f"{pace.events_per_s / many:.3f}",
+        )
+        for policy, pace in paces.items()
+    ]
+    rows += [
+        ("bar, aim", f"{BAR:,} / {AIM:,}", "", "200 / 100 s", ""),
+        ("SimPy, one process", f"{one:,.0f}/s", "", "", f"{one / many:.3f}"),
+        (f"SimPy, {DEPTH} processes", f"{many:,.0f}/s", "", "", "1"),
+        (
+            f"bare heap, {DEPTH} deep, a callback each",
+            f"{heap:,.0f}/s",
+            "",
+            "",
+            f"{heap / many:.3f}",
+        ),
+    ]
+    return Part(
+        title="Speed: 64 groups x 4 jobs on 2 048 GPUs; seconds of the processor, on one core"
+        + ("" if full else f"; three months extrapolated from {LONG_DAYS - SHORT_DAYS:g} day"),
+        columns=("policy", "events", "three months", "take", "times SimPy"),
+        rows=rows,
+        figures={
+            "events_per_s": paces[MAIN].events_per_s,
+            "simpy_1_events_per_s": one,
+            "simpy_1000_events_per_s": many,
+            "heapq_events_per_s": heap,
+            **{f"events_per_s_{policy}": pace.events_per_s for policy, pace in paces.items()},
+            **{f"three_months_s_{policy}": pace.months_s for policy, pace in paces.items()},
+        },
+    )
+
+
+def _months(policy: str) -> Pace:
+    events, took_s = _run(policy, MONTHS_DAYS)
+    return Pace(events_per_s=events / took_s, months_events=events, months_s=took_s)
+
+
+def _days(policy: str) -> Pace:
+    short_events, short_s = _run(policy, SHORT_DAYS)
+    long_events, long_s = _run(policy, LONG_DAYS)
+    days = LONG_DAYS - SHORT_DAYS
+    more = (MONTHS_DAYS - SHORT_DAYS) / days
+    return Pace(
+        events_per_s=(long_events - short_events) / (long_s - short_s),
+        months_events=short_events + more * (long_events - short_events),
+        months_s=short_s + more * (long_s - short_s),
+    )
+
+
+def _run(policy: str, days: float) -> tuple[int, float]:
+    """(events, seconds of the processor)."""
+    began = time.process_time()
+    result = simulate(residents(days, policy))
+    took_s = time.process_time() - began
+    assert result.failed_jobs == 0, f"{policy} gave {result.failed_jobs} jobs up"
+    return result.events, took_s
