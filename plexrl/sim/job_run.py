@@ -204,8 +204,8 @@ def cycles_of(job: TraceJob) -> int:
 
 def demand_of(job: TraceJob, behaviour: Behaviour) -> DemandTrace | None:
     """What a job that is known declares, as the scheduler's profiler would have measured it: from
-    the first operation of a cycle. None where it needs its GPUs at no time. Where rollouts run ahead
-    of training, a cycle is as long as the longer of the two, and training can be late by the
+    the first operation of a cycle. None where it needs its GPUs at no time. Where rollouts run
+    ahead of training, a cycle is as long as the longer of the two, and training can be late by the
     difference."""
     period_s = job.service_s if job.period_s is None else job.period_s
     staleness = job.staleness if behaviour.staleness is None else behaviour.staleness
