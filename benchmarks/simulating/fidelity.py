@@ -1,6 +1,6 @@
 """Cycle times of jobs on a live embedded cluster beside those that the simulator gives them.
 
-    python -m benchmarks.simulating.fidelity [--json]
+    python -m benchmarks.simulating.fidelity [--json] [--full]
 
 Jobs of different size share one training group: real controllers, processes, models and switches.
 Only the rollouts are played, by controllers that sleep (lognormal, sigma 0.2, as are the sizes of
@@ -19,7 +19,8 @@ or busy machine gives the same contention. The machine's load average stands bes
 """
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -43,7 +44,8 @@ POLICIES = {"hrrs": "pack", "fifo-bursts": "fifo-lock"}
 """The simulator's names of them, with placement by `pack`."""
 LOAD = 0.75
 ALONE_CYCLES = 12
-CYCLES = 60
+CYCLES, FULL_CYCLES = 40, 100
+"""Of each job in a shared run, at least."""
 SEEDS = (1, 2, 3, 4, 5)
 """Of the draws by law."""
 
@@ -69,18 +71,20 @@ def run_alone(embedded: EmbeddedCluster, job: LiveJob) -> tuple[Overheads, float
 
 
 def run_shared(
-    embedded: EmbeddedCluster, ordering: str, jobs: Sequence[LiveJob], cycles: int = CYCLES
+    embedded: EmbeddedCluster,
+    ordering: str,
+    jobs: Sequence[LiveJob],
+    alone: Mapping[str, tuple[Overheads, float]],
+    cycles: int,
 ) -> Found:
-    """Run the jobs alone, then together, and predict that."""
-    alone = {job.name: run_alone(embedded, job) for job in jobs}
+    """Run the jobs together, and predict that."""
     sharers = [
         replace(job, rollout_s=alone[job.name][1] * (len(jobs) / LOAD - 1.0)) for job in jobs
     ]
     run = run_live(embedded, sharers, label=f"of-{len(jobs)}", cycles=cycles, seed=1)
     machine_load = os.getloadavg()[0]
-    return found_in(
-        run, ordering, {name: beyond for name, (beyond, _) in alone.items()}, machine_load
-    )
+    beyond = {job.name: alone[job.name][0] for job in jobs}
+    return found_in(run, ordering, beyond, machine_load)
 
 
 def found_in(
@@ -99,27 +103,31 @@ def found_in(
     )
 
 
-def part() -> Part:
-    """All runs."""
+def measure(*, full: bool) -> Part:
+    """All runs; `full`: longer ones."""
+    cycles = FULL_CYCLES if full else CYCLES
     found: list[Found] = []
     for ordering, counts in RUNS:
         embedded = start_embedded(gpus_per_node=1 + max(counts), policy="pack", ordering=ordering)
         try:
-            found += [run_shared(embedded, ordering, JOBS[-count:]) for count in counts]
+            alone = {job.name: run_alone(embedded, job) for job in JOBS[-max(counts) :]}
+            found += [
+                run_shared(embedded, ordering, JOBS[-count:], alone, cycles) for count in counts
+            ]
         finally:
             embedded.close()
-    cycles = [cycle for each in found for cycle in each.replay.cycles]
+    compared = [cycle for each in found for cycle in each.replay.cycles]
     by_law = [abs(job.error) for each in found for job in each.law]
-    errors = errors_of([cycle.error for cycle in cycles])
-    alone = errors_of([cycle.alone_error for cycle in cycles])
+    errors = errors_of([cycle.error for cycle in compared])
+    unwaited = errors_of([cycle.alone_error for cycle in compared])
     figures = {
         "fidelity_median_error": errors.median,
         "fidelity_mean_error": errors.mean,
         "fidelity_p95_error": errors.p95,
-        "fidelity_alone_median_error": alone.median,
+        "fidelity_alone_median_error": unwaited.median,
         "fidelity_law_median_error": median(by_law),
         "fidelity_law_worst_error": max(by_law),
-        "fidelity_cycles": len(cycles),
+        "fidelity_cycles": len(compared),
         "fidelity_machine_load": fmean(each.machine_load for each in found),
     }
     return Part(
@@ -174,7 +182,7 @@ def _rows(found: Found) -> list[tuple[str, ...]]:
 
 def main() -> None:
     """Measure and report."""
-    found = part()
+    found = measure(full="--full" in sys.argv)
     report(found.title, found.columns, found.rows, found.figures)
 
 
