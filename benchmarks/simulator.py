@@ -3,7 +3,7 @@
     python benchmarks/simulator.py [--json] [--full] [part …]
 
 Parts: speed, memory; all by default. Everything runs through the scheduler's own core. `--full`
-takes the three months as they are (minutes a policy) instead of extrapolating from a day.
+takes the three months as they are (minutes a policy) instead of extrapolating from some events.
 """
 
 import sys

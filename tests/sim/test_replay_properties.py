@@ -17,9 +17,11 @@ from plexrl.sim.job_run import JobRun
 from plexrl.sim.policies import SIM_POLICIES, sim_policy
 from plexrl.sim.replay import simulate
 from plexrl.sim.result import SimResult
-from plexrl.sim.scenario import Behaviour, Pool, Scenario
+from plexrl.sim.scenario import Behaviour, NodeType, Pool, Scenario
 from plexrl.sim.trace_run import HISTORY, TraceRun
 from plexrl.traces import TraceJob, TraceSegment
+
+OLD = Pool(nodes=2, node_type=NodeType(name="old", speed=0.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ def trace_jobs(draw: st.DrawFn) -> tuple[TraceJob, ...]:
                 gpus=draw(st.sampled_from([1, 4, 8, 16])),
                 tenant=draw(st.sampled_from(["a", "b"])),
                 cycles=draw(st.integers(1, 6)),
+                node_type=draw(st.sampled_from(["", "", "old", "unheard-of"])),
                 state_bytes=8 << 30,
                 period_s=period_s,
                 jitter_s=draw(st.sampled_from([0.0, 0.15])) * period_s,
@@ -81,7 +84,7 @@ def trace_jobs(draw: st.DrawFn) -> tuple[TraceJob, ...]:
 def scenarios(draw: st.DrawFn) -> Scenario:
     return Scenario(
         source=Jobs(draw(trace_jobs())),
-        pools=(Pool(nodes=draw(st.integers(2, 4))),),
+        pools=(Pool(nodes=draw(st.integers(2, 4))), OLD)[: draw(st.integers(1, 2))],
         policy=draw(st.sampled_from(sorted(SIM_POLICIES))),
         seed=draw(st.integers(0, 5)),
         switch_s=draw(st.sampled_from([None, 8.0])),
