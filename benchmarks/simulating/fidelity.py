@@ -8,11 +8,12 @@ the batches). A cycle goes from the end of a publish to the end of the next.
 
 What the simulator is told: of each job alone on the group (`ALONE_CYCLES` cycles), what the control
 plane adds to each kind of operation; of the shared run, each cycle's own rollout and gaps and the
-seconds that the workers computed, and the moves' medians. It is told no wait, no order and no
-cycle's length. *replay*: `|predicted / measured - 1|` cycle by cycle. *law*: of each job's median
-cycle, predicted from the row that `plexrl traces record` makes of the run (waiting taken out) with
-drawn cycles. *alone*: errors of predicting that nobody waits, which is what the other two have to
-beat. `fidelity_median_error` is the median of replay's errors over the cycles of all runs.
+seconds that the workers computed, and the moves' means. It is told no wait, no order and no cycle's
+length. *replay*: median cycles, and `|predicted / measured - 1|` cycle by cycle as median, mean and
+95th percentile. *law*: median cycles, predicted from the row that `plexrl traces record` makes of
+the run (waiting taken out) with drawn cycles. *alone*: predicting that nobody waits, which is what
+the other two have to beat. `fidelity_median_error` is the median of replay's errors over the cycles
+of all runs.
 
 Rollouts are as long as makes the group's load `LOAD` by what the jobs need alone, so that a slow
 or busy machine gives the same contention. The machine's load average stands beside each run.
@@ -28,7 +29,7 @@ from benchmarks.report import report
 from benchmarks.simulating.live_jobs import LiveJob, LiveRun, run_live
 from benchmarks.simulating.part import Part
 from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
-from plexrl.sim.fidelity import Comparison, JobError, compare_law, compare_replay, errors_of
+from plexrl.sim.fidelity import Comparison, Errors, JobError, compare_law, compare_replay, errors_of
 from plexrl.sim.recording import Overheads, overheads, recorded_run
 from plexrl.traces.recorder import record
 
@@ -132,52 +133,50 @@ def measure(*, full: bool) -> Part:
     }
     return Part(
         title="Cycles of the live embedded cluster, and as simulated",
-        columns=(
-            "run",
-            "cycles",
-            "measured",
-            "replay",
-            "median/mean/p95 %",
-            "law",
-            "alone",
-            "load",
-        ),
+        columns=("run", "cycles", "measured", "replay", "of cycles, %", "law", "alone", "load"),
         rows=[row for each in found for row in _rows(each)],
         figures=figures,
     )
 
 
 def _rows(found: Found) -> list[tuple[str, ...]]:
-    """A line for each job, and one for the run."""
+    """A line for the run, and one for each job."""
     laws = {job.job: job for job in found.law}
-    rows = []
+    rows = [
+        (
+            f"{found.ordering}, {len(found.replay.jobs)} jobs",
+            str(len(found.replay.cycles)),
+            "",
+            "",
+            _percents(found.replay.errors),
+            "",
+            f"{100 * found.replay.alone_errors.median:.1f} %",
+            f"{found.machine_load:.1f}",
+        )
+    ]
     for job in found.replay.jobs:
-        errors = errors_of([each.error for each in found.replay.cycles if each.job == job.job])
-        law = laws[job.job]
+        own = [cycle.error for cycle in found.replay.cycles if cycle.job == job.job]
         rows.append(
             (
                 f"  {job.job}",
                 str(job.cycles),
                 f"{job.measured_s:.2f} s",
-                f"{job.predicted_s:.2f} s {100 * job.error:+.0f} %",
-                f"{100 * errors.median:.1f} / {100 * errors.mean:.1f} / {100 * errors.p95:.0f}",
-                f"{law.predicted_s:.2f} s {100 * law.error:+.0f} %",
-                f"{job.alone_s:.2f} s {100 * (job.alone_s / job.measured_s - 1.0):+.0f} %",
+                _said(job.predicted_s, job.measured_s),
+                _percents(errors_of(own)),
+                _said(laws[job.job].predicted_s, job.measured_s),
+                _said(job.alone_s, job.measured_s),
                 "",
             )
         )
-    errors, alone = found.replay.errors, found.replay.alone_errors
-    whole = (
-        f"{found.ordering}, {len(rows)} jobs",
-        str(len(found.replay.cycles)),
-        "",
-        "",
-        f"{100 * errors.median:.1f} / {100 * errors.mean:.1f} / {100 * errors.p95:.0f}",
-        f"{100 * median(abs(job.error) for job in found.law):.1f} %",
-        f"{100 * alone.median:.1f} %",
-        f"{found.machine_load:.1f}",
-    )
-    return [whole, *rows]
+    return rows
+
+
+def _said(predicted_s: float, measured_s: float) -> str:
+    return f"{predicted_s:.2f} {100 * (predicted_s / measured_s - 1.0):+.0f}%"
+
+
+def _percents(errors: Errors) -> str:
+    return f"{100 * errors.median:.1f}/{100 * errors.mean:.1f}/{100 * errors.p95:.0f}"
 
 
 def main() -> None:
