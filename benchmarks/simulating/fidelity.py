@@ -142,7 +142,7 @@ def measure(*, full: bool) -> Part:
 def _rows(found: Found) -> list[tuple[str, ...]]:
     """A line for the run, and one for each job."""
     laws = {job.job: job for job in found.law}
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             f"{found.ordering}, {len(found.replay.jobs)} jobs",
             str(len(found.replay.cycles)),
