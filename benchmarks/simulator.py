@@ -1,19 +1,21 @@
-"""The simulator: its speed and memory.
+"""The simulator: its speed, its memory, and how near it comes to a live cluster.
 
     python benchmarks/simulator.py [--json] [--full] [part …]
 
-Parts: speed, memory; all by default. Everything runs through the scheduler's own core. `--full`
-takes the three months as they are (minutes a policy) instead of extrapolating from a day.
+Parts: speed, memory, fidelity (minutes, with a live cluster); all by default. Everything runs
+through the scheduler's own core. `--full` takes the three months as they are (minutes a policy)
+instead of extrapolating from some events.
 """
 
 import sys
 
 from benchmarks.report import report
-from benchmarks.simulating import memory, speed
+from benchmarks.simulating import fidelity, memory, speed
 
 PARTS = {
     "speed": speed.measure,
     "memory": memory.measure,
+    "fidelity": fidelity.measure,
 }
 
 

@@ -15,6 +15,7 @@ from plexrl.errors import CapacityError
 from plexrl.ids import GroupId
 from plexrl.scheduler.capacity import Shape, ShapeTable
 from plexrl.scheduler.co_execution import added_stretch, turn_of
+from plexrl.scheduler.commands import RankPlacement
 from plexrl.scheduler.contention import Contention, Resident, TurnRule, predict
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.demand import DemandTrace, project
@@ -222,7 +223,8 @@ def contention_with(context: Context, deployment: Deployment, choice: Choice) ->
     somebody's demand is not known."""
     if deployment.trace is None:
         return None
-    residents = [_resident(context, deployment, deployment.trace)]
+    gpus = context.state.groups[choice.group].gpus
+    residents = [_resident(context, deployment, deployment.trace, gpus)]
     for name in context.state.groups[choice.group].members:
         member = context.deployment(name)
         if member.reservation is None or member.reservation.trace is None:
@@ -260,11 +262,16 @@ def has_critical(trace: DemandTrace) -> bool:
     return any(each.slack_s < each.duration_s for each in trace.segments)
 
 
-def _resident(context: Context, deployment: Deployment, trace: DemandTrace) -> Resident:
+def _resident(
+    context: Context,
+    deployment: Deployment,
+    trace: DemandTrace,
+    ranks: tuple[RankPlacement, ...] | None = None,
+) -> Resident:
     return Resident(
         trace=trace,
-        load_s=load_s(context, deployment),
-        offload_s=offload_s(context, deployment),
+        load_s=load_s(context, deployment, ranks),
+        offload_s=offload_s(context, deployment, ranks),
     )
 
 
