@@ -1,20 +1,22 @@
-"""The simulator: its speed and memory, and what it says of the published figures.
+"""The simulator: speed, memory, how near it comes to a live cluster, and the published figures.
 
     python benchmarks/simulator.py [--json] [--full] [part …]
 
-Parts: speed, memory, packing, drain; all by default. Everything runs through the scheduler's own
-core. `--full` takes the three months as they are (minutes a policy) instead of extrapolating from a
-day (speed, memory) or taking samples (drain).
+Parts: speed, memory, fidelity (minutes, with a live cluster), packing, drain (an hour); all by
+default. Everything runs through the scheduler's own core. `--full` takes the three months as they
+are (minutes a policy) instead of extrapolating from some events (speed, memory) or taking samples
+(drain).
 """
 
 import sys
 
 from benchmarks.report import report
-from benchmarks.simulating import drain, memory, packing, speed
+from benchmarks.simulating import drain, fidelity, memory, packing, speed
 
 PARTS = {
     "speed": speed.measure,
     "memory": memory.measure,
+    "fidelity": fidelity.measure,
     "packing": packing.measure,
     "drain": drain.measure,
 }

@@ -1,6 +1,6 @@
 """Cycle times of jobs on a live embedded cluster beside those that the simulator gives them.
 
-    python -m benchmarks.simulating.fidelity [--json]
+    python -m benchmarks.simulating.fidelity [--json] [--full]
 
 Jobs of different size share one training group: real controllers, processes, models and switches.
 Only the rollouts are played, by controllers that sleep (lognormal, sigma 0.2, as are the sizes of
@@ -8,18 +8,20 @@ the batches). A cycle goes from the end of a publish to the end of the next.
 
 What the simulator is told: of each job alone on the group (`ALONE_CYCLES` cycles), what the control
 plane adds to each kind of operation; of the shared run, each cycle's own rollout and gaps and the
-seconds that the workers computed, and the moves' medians. It is told no wait, no order and no
-cycle's length. *replay*: `|predicted / measured - 1|` cycle by cycle. *law*: of each job's median
-cycle, predicted from the row that `plexrl traces record` makes of the run (waiting taken out) with
-drawn cycles. *alone*: errors of predicting that nobody waits, which is what the other two have to
-beat. `fidelity_median_error` is the median of replay's errors over the cycles of all runs.
+seconds that the workers computed, and the moves' means. It is told no wait, no order and no cycle's
+length. *replay*: median cycles, and `|predicted / measured - 1|` cycle by cycle as median, mean and
+95th percentile. *law*: median cycles, predicted from the row that `plexrl traces record` makes of
+the run (waiting taken out) with drawn cycles. *alone*: predicting that nobody waits, which is what
+the other two have to beat. `fidelity_median_error` is the median of replay's errors over the cycles
+of all runs.
 
 Rollouts are as long as makes the group's load `LOAD` by what the jobs need alone, so that a slow
 or busy machine gives the same contention. The machine's load average stands beside each run.
 """
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -27,7 +29,7 @@ from benchmarks.report import report
 from benchmarks.simulating.live_jobs import LiveJob, LiveRun, run_live
 from benchmarks.simulating.part import Part
 from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
-from plexrl.sim.fidelity import Comparison, JobError, compare_law, compare_replay, errors_of
+from plexrl.sim.fidelity import Comparison, Errors, JobError, compare_law, compare_replay, errors_of
 from plexrl.sim.recording import Overheads, overheads, recorded_run
 from plexrl.traces.recorder import record
 
@@ -43,7 +45,8 @@ POLICIES = {"hrrs": "pack", "fifo-bursts": "fifo-lock"}
 """The simulator's names of them, with placement by `pack`."""
 LOAD = 0.75
 ALONE_CYCLES = 12
-CYCLES = 60
+CYCLES, FULL_CYCLES = 40, 100
+"""Of each job in a shared run, at least."""
 SEEDS = (1, 2, 3, 4, 5)
 """Of the draws by law."""
 
@@ -69,18 +72,20 @@ def run_alone(embedded: EmbeddedCluster, job: LiveJob) -> tuple[Overheads, float
 
 
 def run_shared(
-    embedded: EmbeddedCluster, ordering: str, jobs: Sequence[LiveJob], cycles: int = CYCLES
+    embedded: EmbeddedCluster,
+    ordering: str,
+    jobs: Sequence[LiveJob],
+    alone: Mapping[str, tuple[Overheads, float]],
+    cycles: int,
 ) -> Found:
-    """Run the jobs alone, then together, and predict that."""
-    alone = {job.name: run_alone(embedded, job) for job in jobs}
+    """Run the jobs together, and predict that."""
     sharers = [
         replace(job, rollout_s=alone[job.name][1] * (len(jobs) / LOAD - 1.0)) for job in jobs
     ]
     run = run_live(embedded, sharers, label=f"of-{len(jobs)}", cycles=cycles, seed=1)
     machine_load = os.getloadavg()[0]
-    return found_in(
-        run, ordering, {name: beyond for name, (beyond, _) in alone.items()}, machine_load
-    )
+    beyond = {job.name: alone[job.name][0] for job in jobs}
+    return found_in(run, ordering, beyond, machine_load)
 
 
 def found_in(
@@ -99,82 +104,84 @@ def found_in(
     )
 
 
-def part() -> Part:
-    """All runs."""
+def measure(*, full: bool) -> Part:
+    """All runs; `full`: longer ones."""
+    cycles = FULL_CYCLES if full else CYCLES
     found: list[Found] = []
     for ordering, counts in RUNS:
         embedded = start_embedded(gpus_per_node=1 + max(counts), policy="pack", ordering=ordering)
         try:
-            found += [run_shared(embedded, ordering, JOBS[-count:]) for count in counts]
+            alone = {job.name: run_alone(embedded, job) for job in JOBS[-max(counts) :]}
+            found += [
+                run_shared(embedded, ordering, JOBS[-count:], alone, cycles) for count in counts
+            ]
         finally:
             embedded.close()
-    cycles = [cycle for each in found for cycle in each.replay.cycles]
+    compared = [cycle for each in found for cycle in each.replay.cycles]
     by_law = [abs(job.error) for each in found for job in each.law]
-    errors = errors_of([cycle.error for cycle in cycles])
-    alone = errors_of([cycle.alone_error for cycle in cycles])
+    errors = errors_of([cycle.error for cycle in compared])
+    unwaited = errors_of([cycle.alone_error for cycle in compared])
     figures = {
         "fidelity_median_error": errors.median,
         "fidelity_mean_error": errors.mean,
         "fidelity_p95_error": errors.p95,
-        "fidelity_alone_median_error": alone.median,
+        "fidelity_alone_median_error": unwaited.median,
         "fidelity_law_median_error": median(by_law),
         "fidelity_law_worst_error": max(by_law),
-        "fidelity_cycles": len(cycles),
+        "fidelity_cycles": len(compared),
         "fidelity_machine_load": fmean(each.machine_load for each in found),
     }
     return Part(
         title="Cycles of the live embedded cluster, and as simulated",
-        columns=(
-            "run",
-            "cycles",
-            "measured",
-            "replay",
-            "median/mean/p95 %",
-            "law",
-            "alone",
-            "load",
-        ),
+        columns=("run", "cycles", "measured", "replay", "of cycles, %", "law", "alone", "load"),
         rows=[row for each in found for row in _rows(each)],
         figures=figures,
     )
 
 
 def _rows(found: Found) -> list[tuple[str, ...]]:
-    """A line for each job, and one for the run."""
+    """A line for the run, and one for each job."""
     laws = {job.job: job for job in found.law}
-    rows = []
+    rows: list[tuple[str, ...]] = [
+        (
+            f"{found.ordering}, {len(found.replay.jobs)} jobs",
+            str(len(found.replay.cycles)),
+            "",
+            "",
+            _percents(found.replay.errors),
+            "",
+            f"{100 * found.replay.alone_errors.median:.1f} %",
+            f"{found.machine_load:.1f}",
+        )
+    ]
     for job in found.replay.jobs:
-        errors = errors_of([each.error for each in found.replay.cycles if each.job == job.job])
-        law = laws[job.job]
+        own = [cycle.error for cycle in found.replay.cycles if cycle.job == job.job]
         rows.append(
             (
                 f"  {job.job}",
                 str(job.cycles),
                 f"{job.measured_s:.2f} s",
-                f"{job.predicted_s:.2f} s {100 * job.error:+.0f} %",
-                f"{100 * errors.median:.1f} / {100 * errors.mean:.1f} / {100 * errors.p95:.0f}",
-                f"{law.predicted_s:.2f} s {100 * law.error:+.0f} %",
-                f"{job.alone_s:.2f} s {100 * (job.alone_s / job.measured_s - 1.0):+.0f} %",
+                _said(job.predicted_s, job.measured_s),
+                _percents(errors_of(own)),
+                _said(laws[job.job].predicted_s, job.measured_s),
+                _said(job.alone_s, job.measured_s),
                 "",
             )
         )
-    errors, alone = found.replay.errors, found.replay.alone_errors
-    whole = (
-        f"{found.ordering}, {len(rows)} jobs",
-        str(len(found.replay.cycles)),
-        "",
-        "",
-        f"{100 * errors.median:.1f} / {100 * errors.mean:.1f} / {100 * errors.p95:.0f}",
-        f"{100 * median(abs(job.error) for job in found.law):.1f} %",
-        f"{100 * alone.median:.1f} %",
-        f"{found.machine_load:.1f}",
-    )
-    return [whole, *rows]
+    return rows
+
+
+def _said(predicted_s: float, measured_s: float) -> str:
+    return f"{predicted_s:.2f} {100 * (predicted_s / measured_s - 1.0):+.0f}%"
+
+
+def _percents(errors: Errors) -> str:
+    return f"{100 * errors.median:.1f}/{100 * errors.mean:.1f}/{100 * errors.p95:.0f}"
 
 
 def main() -> None:
     """Measure and report."""
-    found = part()
+    found = measure(full="--full" in sys.argv)
     report(found.title, found.columns, found.rows, found.figures)
 
 

@@ -20,7 +20,7 @@ def measure(*, full: bool) -> Part:
     short, long = _peak_mb(jobs), _peak_mb(TIMES * jobs)
     growth = long / short
     return Part(
-        title="Memory: jobs that come, run 12 cycles each on 32 of 2 048 GPUs, and go",
+        title="Memory: jobs that come, run 5 cycles each on 32 of 2 048 GPUs, and go",
         columns=("trace", "peak", "bar"),
         rows=[
             (f"{jobs:,} jobs", f"{short:.0f} MB", f"{BAR_MB:.0f} MB"),

@@ -6,15 +6,20 @@ from statistics import fmean
 
 from benchmarks.simulating.loops import DEPTH, heap_rate, simpy_rate
 from benchmarks.simulating.part import Part
-from benchmarks.simulating.workloads import residents
-from plexrl.sim.replay import simulate
+from benchmarks.simulating.workloads import DAY_S, residents
+from plexrl.sim.replay import rare_collections, simulate
+from plexrl.sim.trace_run import TraceRun
 
 POLICIES = ("isolated", "pack", "spread", "spread+backfill")
 MAIN = "spread+backfill"
 
 MONTHS_DAYS = 92.0
-SHORT_DAYS, LONG_DAYS = 0.25, 1.25
-"""The difference of two runs is free of what placing the jobs costs at the start."""
+WARM_DAYS = 0.06
+"""Until all jobs are placed and have run some twenty cycles each."""
+EVENTS = 40_000
+"""Of the stretch after that, from which three months are extrapolated."""
+
+STEP = 512
 
 BAR, AIM = 100_000, 200_000
 
@@ -31,7 +36,7 @@ class Pace:
 def measure(*, full: bool) -> Part:
     """`full`: three months as they are, not from what a day takes."""
     before = heap_rate(), simpy_rate(1), simpy_rate(DEPTH)
-    paces = {policy: _months(policy) if full else _days(policy) for policy in POLICIES}
+    paces = {policy: _months(policy) if full else _stretch(policy) for policy in POLICIES}
     after = heap_rate(), simpy_rate(1), simpy_rate(DEPTH)
     heap, one, many = (fmean(pair) for pair in zip(before, after, strict=True))
     rows: list[tuple[str, ...]] = [
@@ -58,7 +63,7 @@ def measure(*, full: bool) -> Part:
     ]
     return Part(
         title="Speed: 64 groups x 4 jobs on 2 048 GPUs; seconds of the processor, on one core"
-        + ("" if full else f"; three months extrapolated from {LONG_DAYS - SHORT_DAYS:g} day"),
+        + ("" if full else f"; three months extrapolated from {EVENTS:,} events"),
         columns=("policy", "events", "three months", "take", "times SimPy"),
         rows=rows,
         figures={
@@ -73,26 +78,32 @@ def measure(*, full: bool) -> Part:
 
 
 def _months(policy: str) -> Pace:
-    events, took_s = _run(policy, MONTHS_DAYS)
+    began = time.process_time()
+    result = simulate(residents(MONTHS_DAYS, policy))
+    took_s = time.process_time() - began
+    assert result.failed_jobs == 0, f"{policy} gave {result.failed_jobs} jobs up"
+    events = result.events
     return Pace(events_per_s=events / took_s, months_events=events, months_s=took_s)
 
 
-def _days(policy: str) -> Pace:
-    short_events, short_s = _run(policy, SHORT_DAYS)
-    long_events, long_s = _run(policy, LONG_DAYS)
-    days = LONG_DAYS - SHORT_DAYS
-    more = (MONTHS_DAYS - SHORT_DAYS) / days
+def _stretch(policy: str) -> Pace:
+    run = TraceRun(residents(MONTHS_DAYS, policy))
+    shell = run.shell
+    with rare_collections():
+        run.start()
+        began = time.process_time()
+        while shell.now < WARM_DAYS * DAY_S:
+            shell.run(STEP)
+        warm_s = time.process_time() - began
+        events, now = shell.events, shell.now
+        began = time.process_time()
+        while shell.events < events + EVENTS:
+            shell.run(STEP)
+        took_s = time.process_time() - began
+    counted = shell.events - events
+    months_events = counted * MONTHS_DAYS * DAY_S / (shell.now - now)
     return Pace(
-        events_per_s=(long_events - short_events) / (long_s - short_s),
-        months_events=short_events + more * (long_events - short_events),
-        months_s=short_s + more * (long_s - short_s),
+        events_per_s=counted / took_s,
+        months_events=months_events,
+        months_s=warm_s + months_events * took_s / counted,
     )
-
-
-def _run(policy: str, days: float) -> tuple[int, float]:
-    """(events, seconds of the processor)."""
-    began = time.process_time()
-    result = simulate(residents(days, policy))
-    took_s = time.process_time() - began
-    assert result.failed_jobs == 0, f"{policy} gave {result.failed_jobs} jobs up"
-    return result.events, took_s

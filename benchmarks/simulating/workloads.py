@@ -49,8 +49,8 @@ class Passers:
     """Jobs that come, run a few cycles and go, by the thousand."""
 
     count: int
-    cycles: int = 12
-    gap_s: float = 25.0
+    cycles: int = 5
+    gap_s: float = 12.0
 
     def jobs(self) -> Iterator[TraceJob]:
         """At a steady pace that the cluster keeps up with."""

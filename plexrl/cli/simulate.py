@@ -7,6 +7,7 @@ import typer
 
 from plexrl.cli.context import Json
 from plexrl.cli.traces import DAY_S
+from plexrl.errors import UnavailableError
 
 HOUR_S = 3600.0
 
@@ -28,7 +29,7 @@ def simulate(
         ),
     ] = "isolated,spread+backfill",
     nodes: Annotated[
-        int, typer.Option(min=1, help="Of training GPUs.", rich_help_panel=_CLUSTER)
+        int, typer.Option(min=1, help="All for training.", rich_help_panel=_CLUSTER)
     ] = 256,
     gpus_per_node: Annotated[
         int | None,
@@ -66,7 +67,7 @@ def simulate(
     ] = False,
     days: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Of it; `published`: 90.", rich_help_panel=_TRACE),
+        typer.Option(min=0.0, help="Its first so many; `published`: 90.", rich_help_panel=_TRACE),
     ] = None,
     compress: Annotated[
         float, typer.Option(help="Arrivals come so many times as fast.", rich_help_panel=_TRACE)
@@ -200,10 +201,16 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Run a trace through the scheduler on a virtual clock: policies, cluster sizes, costs."""
-    from plexrl.cli import simulate_setup as setup
-    from plexrl.cli.simulate_answers import answered, document, show, write
-    from plexrl.sim.scenario import Behaviour, Failures, Scenario
-    from plexrl.traces import Shape
+    try:
+        from plexrl.cli import simulate_setup as setup
+        from plexrl.cli.simulate_answers import answered, document, show, write
+        from plexrl.sim.scenario import Behaviour, Failures, Scenario
+        from plexrl.traces import Shape
+    except ImportError as error:
+        raise UnavailableError(
+            f"plexrl simulate needs {error.name}, which cannot be loaded ({error}): "
+            "pip install 'plexrl[simulator]'"
+        ) from error
 
     asked = setup.questions(policy, sweep, slo, what_if)
     source = setup.source(

@@ -49,7 +49,9 @@ def turn_of(context: "Context", deployment: "Deployment", group: "Group") -> Tur
     if trace is None:
         return None
     worst_s = trace.busy_s * (1.0 + trace.jitter_s / trace.period_s)
-    switches_s = offload_s(context, deployment, group) + load_s(context, deployment, group)
+    switches_s = offload_s(context, deployment, group.gpus) + load_s(
+        context, deployment, group.gpus
+    )
     return Turn(cycle_s=trace.period_s, turn_s=worst_s + switches_s)
 
 

@@ -15,6 +15,7 @@ from plexrl.errors import CapacityError
 from plexrl.ids import GroupId
 from plexrl.scheduler.capacity import Shape, ShapeTable
 from plexrl.scheduler.co_execution import added_stretch
+from plexrl.scheduler.commands import RankPlacement
 from plexrl.scheduler.contention import Contention, Resident, TurnRule, predict
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.demand import DemandTrace, project
@@ -87,6 +88,7 @@ def join(
     group.members.append(deployment.deployment)
     deployment.group = group.group
     deployment.ranks = group.gpus
+    deployment.nodes = context.inventory.nodes(group)
     trace = deployment.trace if shares(deployment) else None
     start_slot = int(now) % context.config.horizon_slots
     deployment.reservation = Reservation(
@@ -98,6 +100,7 @@ def join(
         group.members.remove(deployment.deployment)
         deployment.group = deployment.reservation = None
         deployment.ranks = ()
+        deployment.nodes = ()
         raise
     deployment.placement = PlacementRecord(
         at=now,
@@ -149,11 +152,11 @@ def leave(context: Context, deployment: Deployment) -> None:
 
 def reserve_anew(context: Context, deployment: Deployment, shift: float) -> None:
     """Replace the deployment's footprint by that of its present trace, at `shift` slots."""
-    context.inventory.release(deployment)
-    deployment.reservation = Reservation(shift=shift, trace=deployment.trace)
+    reservation = Reservation(shift=shift, trace=deployment.trace)
+    deployment.reservation = reservation
+    context.inventory.reserve_anew(deployment)
     overlap_s = _overlap_s(context, deployment)
-    deployment.reservation = replace(deployment.reservation, overlap_s=overlap_s)
-    context.inventory.reserve(deployment, strict=False)
+    deployment.reservation = replace(reservation, overlap_s=overlap_s)
     _give_time_back(context, context.state.groups[_placed(deployment)])
 
 
@@ -172,15 +175,15 @@ def _give_time_back(context: Context, group: Group) -> None:
 
 def _overlap_s(context: Context, deployment: Deployment) -> float:
     """Seconds of a cycle in which another member with a profile is busy. One without gives way."""
-    footprint = context.inventory.footprint(deployment)
-    others = np.zeros(footprint.horizon_slots, dtype=np.bool_)
-    for name in context.state.groups[_placed(deployment)].members:
-        reservation = context.deployment(name).reservation
+    index, group = context.inventory.index, context.state.groups[_placed(deployment)]
+    others = 0
+    for name in group.members:
+        reservation = context.state.deployments[name].reservation
         if name == deployment.deployment or reservation is None or reservation.trace is None:
             continue
-        others |= context.inventory.footprint(context.deployment(name)).weights() > 0
-    busy = footprint.weights() > 0
-    return float(np.count_nonzero(busy & others)) / footprint.cycles
+        others |= index.busy(group.group, name)
+    both = others & index.busy(group.group, deployment.deployment)
+    return both.bit_count() / index.footprint(group.group, deployment.deployment).cycles
 
 
 def find(context: Context, deployment: Deployment, way: Way, now: float) -> Choice | None:
@@ -222,13 +225,13 @@ def contention_with(context: Context, deployment: Deployment, choice: Choice) ->
     somebody's demand is not known."""
     if deployment.trace is None:
         return None
-    group = context.state.groups[choice.group]
-    residents = [_resident(context, deployment, deployment.trace, group)]
-    for name in group.members:
+    gpus = context.state.groups[choice.group].gpus
+    residents = [_resident(context, deployment, deployment.trace, gpus)]
+    for name in context.state.groups[choice.group].members:
         member = context.deployment(name)
         if member.reservation is None or member.reservation.trace is None:
             return None
-        residents.append(_resident(context, member, member.reservation.trace, group))
+        residents.append(_resident(context, member, member.reservation.trace, gpus))
     key = tuple(residents)
     known = context.contentions.get(key)
     if known is None:
@@ -262,14 +265,17 @@ def has_critical(trace: DemandTrace) -> bool:
 
 
 def _resident(
-    context: Context, deployment: Deployment, trace: DemandTrace, group: Group
+    context: Context,
+    deployment: Deployment,
+    trace: DemandTrace,
+    ranks: tuple[RankPlacement, ...] | None = None,
 ) -> Resident:
     # To two digits: with every move measured they change in the last ones, and what is predicted
     # of the same residents would have to be predicted anew.
     return Resident(
         trace=trace,
-        load_s=float(f"{load_s(context, deployment, group):.2g}"),
-        offload_s=float(f"{offload_s(context, deployment, group):.2g}"),
+        load_s=float(f"{load_s(context, deployment, ranks):.2g}"),
+        offload_s=float(f"{offload_s(context, deployment, ranks):.2g}"),
     )
 
 

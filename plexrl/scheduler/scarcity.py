@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from plexrl.scheduler.context import Context
     from plexrl.scheduler.state import Deployment, Job
 
@@ -10,22 +12,31 @@ if TYPE_CHECKING:
 def is_scarce(context: "Context", deployment: "Deployment") -> bool:
     """Whether somebody else who may have GPUs waits for more than are free; or, where `deployment`
     has none itself, than would be left had it a group of its own."""
-    pool = context.inventory.pool
     taken = deployment.workers if deployment.group is None else 0
-    for name in context.waiting:
-        other = context.deployment(name)
+    for other in _two_of_each_kind(context):
         if other is deployment or not alike(other.node_type, deployment.node_type):
             continue
+        left = context.inventory.pool.free_gpus(other.node_type) - taken
         job = context.job(other.job)
-        if len(job.deployments) < job.gang:
-            # It waits for the rest of its gang.
-            continue
         if (
-            other.workers > pool.free_gpus(other.node_type) - taken
+            other.workers > left
+            and len(job.deployments) >= job.gang
             and over_quota(context, job, other.workers) is None
         ):
             return True
     return False
+
+
+def _two_of_each_kind(context: "Context") -> "Iterator[Deployment]":
+    """Of those who wait: all that wish the same are held by the same quotas, and one of the two may
+    be who asks."""
+    waiting = context.waiting
+    for ranks in waiting.wishes.values():
+        for queue in ranks.values():
+            for _, name in queue[:2]:
+                yield context.deployment(name)
+    for name in waiting.singles:
+        yield context.deployment(name)
 
 
 def alike(one_type: str, other_type: str) -> bool:

@@ -50,7 +50,7 @@ def simulate(
     """
     began_at = time.perf_counter()
     run = TraceRun(scenario, laws=laws, costs=costs, on_cycle=on_cycle)
-    with _rare_collections():
+    with rare_collections():
         run.start()
         reported_at = began_at
         while run.shell.run(HAPPENINGS) == HAPPENINGS:
@@ -80,7 +80,7 @@ def _progress(run: TraceRun) -> Progress:
 
 
 @contextmanager
-def _rare_collections() -> Iterator[None]:
+def rare_collections() -> Iterator[None]:
     """Nothing here makes cycles of references: a collector that looks for them all the time would
     take a quarter of the run."""
     thresholds = gc.get_threshold()

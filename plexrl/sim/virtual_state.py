@@ -4,7 +4,8 @@ Each node keeps versions in host memory and spills to NVMe what is expected to b
 the StateManager's own choice (`plexrl.statemanager.residency.place`), from what the scheduler says
 of next uses. Where this departs from the StateManager:
 
-- A version moves as one, whatever its ranks share, and takes its device bytes.
+- A version moves as one, whatever its ranks share, and takes its device bytes: tiers that are all
+  but full may refuse what the StateManagers would find room for rank by rank.
 - Of copies that are written to NVMe ahead of pressure: a version counts as copied, and leaves host
   memory at no cost, once it has lain idle for as long as the node's NVMe needs for all of a host
   tier that is `DRAIN_FROM` full. Copies take no room: they are given up for whatever needs it.
@@ -324,8 +325,11 @@ class VirtualState:
             tiers.arriving.clear()
             host = Room(used_bytes=tiers.host_bytes, bytes_max=kind.host_memory_bytes)
             nvme = Room(used_bytes=tiers.nvme_bytes, bytes_max=kind.nvme_bytes)
+            # Of what lies on NVMe only the old version can give way.
             residents = [
-                self._resident(each, node, known, now) for each in tiers.residents.values()
+                self._resident(each, node, known, now)
+                for each in tiers.residents.values()
+                if each is known or node not in each.on_nvme
             ]
             placement = place(nbytes, residents, host, nvme)
             if placement is None:

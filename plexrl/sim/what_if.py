@@ -74,8 +74,10 @@ def repriced(scenario: Scenario, result: SimResult, other: Scenario) -> SimResul
     prices = {pool.node_type.price for pool in other.pools}
     if _priceless(scenario) != _priceless(other) or len(prices) > 1:
         return None
-    gpu_hours = other.gpus * result.drain_s / 3600.0 + result.rollout_gpu_hours
-    return replace(result, cost=gpu_hours * prices.pop())
+    price = prices.pop()
+    rollout_cost = result.rollout_gpu_hours * price
+    training_cost = other.gpus * result.drain_s / 3600.0 * price
+    return replace(result, rollout_cost=rollout_cost, cost=training_cost + rollout_cost)
 
 
 def _changed(pool: Pool, what: Change) -> Pool:

@@ -221,7 +221,9 @@ def test_a_price_is_worked_out_anew_as_a_run_would_have_it() -> None:
         assert priced is not None, given
         ran = simulate(other)
         assert priced.cost == pytest.approx(ran.cost)
-        assert replace(priced, cost=0.0, speed=ran.speed) == replace(ran, cost=0.0)
+        assert priced.rollout_cost == pytest.approx(ran.rollout_cost)
+        same = replace(priced, cost=ran.cost, rollout_cost=ran.rollout_cost, speed=ran.speed)
+        assert same == ran
     for given in ("host-memory=0.5TiB", "node-type=a100", "nodes=3", "speed=2", "nvme=1TB"):
         assert repriced(BASE, before, changed(BASE, change(given))) is None
     mixed = replace(BASE, pools=(BASE.pools[0], *pools(1, "h100")))

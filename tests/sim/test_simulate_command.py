@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,19 @@ def test_without_the_packages_of_the_report_there_are_results_still(
     assert "no report.html, as matplotlib cannot be found" in found.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     assert (tmp_path / "results.json").read_text() == found.stdout
+
+
+def test_without_the_scheduler_s_packages_the_message_says_which_extra(trace: str) -> None:
+    code = (
+        "import sys; sys.modules['sortedcontainers'] = None; "
+        "from plexrl.cli.app import app, run_command; "
+        f"sys.argv = ['plexrl', 'simulate', {trace!r}]; sys.exit(run_command(app))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 1
+    assert "needs sortedcontainers" in found.stderr
+    assert "plexrl[simulator]" in found.stderr
+    assert "Traceback" not in found.stderr
 
 
 def test_a_run_that_failed_is_told_beside_the_results_of_others(
