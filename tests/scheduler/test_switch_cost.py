@@ -157,12 +157,12 @@ def test_one_without_gpus_is_predicted_on_the_nodes_of_the_group_that_it_is_trie
     assert group is not None
     newcomer = context.deployment(waiting)
     assert newcomer.group is None
-    assert load_s(context, newcomer, group) == STATE / 4 / MOVE_BYTES_PER_S
+    assert load_s(context, newcomer, group.gpus) == STATE / 4 / MOVE_BYTES_PER_S
     context.state.move_laws["load/host/h200"] = law_of([(STATE, 2.0)])
-    assert load_s(context, newcomer, group) == pytest.approx(0.5)
-    assert offload_s(context, newcomer, group) == pytest.approx(0.5), "as the way there"
+    assert load_s(context, newcomer, group.gpus) == pytest.approx(0.5)
+    assert offload_s(context, newcomer, group.gpus) == pytest.approx(0.5), "as the way there"
     context.state.move_laws["offload/host/h200"] = law_of([(STATE, 4.0)])
-    assert offload_s(context, newcomer, group) == pytest.approx(1.0)
+    assert offload_s(context, newcomer, group.gpus) == pytest.approx(1.0)
 
 
 def deploy_on(cluster: FakeCluster, name: str, workers: int) -> DeploymentId:
