@@ -15,8 +15,7 @@ for; where the policy does not backfill, nobody is.
 """
 
 import heapq
-from collections.abc import Mapping
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
 
 from plexrl.errors import CapacityError, ModelDoesNotFitError
 from plexrl.ids import DeploymentId, TenantId
@@ -24,8 +23,10 @@ from plexrl.scheduler.context import Context
 from plexrl.scheduler.node_pool import NodeKind
 from plexrl.scheduler.placement import leave, patience_ends_at, place, shares, ways
 from plexrl.scheduler.policies import Way
+from plexrl.scheduler.rooms import Rooms
 from plexrl.scheduler.state import Deployment, Job, Tenant
 from plexrl.scheduler.usage import recent_gpu_seconds
+from plexrl.scheduler.waiting import Likeness, Rank, Size
 
 JOB_S = 3600.0
 """Length of a job that its user said nothing about."""
@@ -35,6 +36,9 @@ SHARE_WINDOW_S = 3600.0
 
 _Wish = tuple[str, int]
 """(node type, workers) of a deployment that nobody may pass."""
+
+_Turn = tuple[bool, bool, int, float, float, float, str]
+"""The criteria above, the lowest first."""
 
 
 def check_it_can_fit(sizes: Mapping[NodeKind, tuple[int, int]], deployment: Deployment) -> None:
@@ -88,7 +92,7 @@ def check_it_can_fit(sizes: Mapping[NodeKind, tuple[int, int]], deployment: Depl
 
 def enqueue_deployment(context: Context, deployment: Deployment) -> None:
     """A deployment was created: it waits for GPUs until the end of this event at least."""
-    context.waiting[deployment.deployment] = None
+    context.wait(deployment)
     context.newcomers.append(deployment.deployment)
     _wake_when_patience_ends(context, deployment)
 
@@ -114,46 +118,157 @@ def admit(context: Context, now: float) -> list[Deployment]:
     everybody = context.place_waiting
     context.place_waiting = False
     newcomers, context.newcomers = context.newcomers, []
-    tried = set(context.waiting if everybody else newcomers)
-    names = {name for name in tried if name in context.waiting}
-    if names:
-        names.update(_unpassable(context, now))
-    turns = [(_turn(context, context.deployment(name), now), name) for name in names]
-    heapq.heapify(turns)
-    ahead: set[_Wish] = set()
-    failed: set[tuple[object, ...]] = set()
-    placed: list[Deployment] = []
-    seen: set[DeploymentId] = set()
-    while turns:
-        turn, name = heapq.heappop(turns)
-        deployment = context.deployment(name)
-        if name in seen:
-            continue
-        turn_now = _turn(context, deployment, now)
-        if turn_now > turn:
-            # What was placed meanwhile counts against its tenant.
-            heapq.heappush(turns, (turn_now, name))
-            continue
+    here = [name for name in newcomers if name in context.waiting]
+    if not (context.waiting if everybody else here):
+        return []
+    return _Pass(context, now, None if everybody else here).run()
+
+
+class _Pass:
+    """One look at those who wait, in the order of their turns.
+
+    Not everybody is looked at: of a line only the first, and the next once that one is placed; and
+    no line for which there cannot be room. Where others must not be let past, the first of each
+    wish stands for all that wish the same.
+    """
+
+    def __init__(
+        self, context: Context, now: float, newcomers: Sequence[DeploymentId] | None
+    ) -> None:
+        self._context = context
+        self._now = now
+        if newcomers is None:
+            context.state.searches.clear()
+        self._newcomers = None if newcomers is None else set(newcomers)
+        """Who alone may be placed; None: everybody."""
+        self._rooms = Rooms(context)
+        self._turns: list[tuple[_Turn, DeploymentId]] = []
+        self._lines: dict[DeploymentId, tuple[Size, Likeness]] = {}
+        """By who is first of them."""
+        self._wishes: dict[DeploymentId, tuple[Size, Rank]] = {}
+        self._seen: set[DeploymentId] = set()
+        self._ahead: set[_Wish] = set()
+        self._failed: set[tuple[object, ...]] = set()
+        self._placed: list[Deployment] = []
+
+    def run(self) -> list[Deployment]:
+        """Who was placed."""
+        context, now = self._context, self._now
+        self._line_up()
+        while self._turns:
+            turn, name = heapq.heappop(self._turns)
+            deployment = context.deployment(name)
+            if name in self._seen:
+                continue
+            turn_now = _turn(context, deployment, now)
+            if turn_now > turn:
+                # What was placed meanwhile counts against its tenant.
+                heapq.heappush(self._turns, (turn_now, name))
+                continue
+            is_placed = self._look_at(deployment)
+            line, wish = self._lines.pop(name, None), self._wishes.pop(name, None)
+            if is_placed:
+                if line is not None:
+                    self._next_of_line(*line)
+                if wish is not None:
+                    self._next_of_wish(*wish)
+        return self._placed
+
+    def _line_up(self) -> None:
+        waiting = self._context.waiting
+        if self._newcomers is None:
+            for size, lines in waiting.lines.items():
+                if self._rooms.any_for(size):
+                    for likeness in lines:
+                        self._next_of_line(size, likeness)
+            if not self._turns and not waiting.singles:
+                return
+            for name in waiting.singles:
+                self._push(name)
+        else:
+            for name in self._newcomers:
+                self._push(name)
+            for name in waiting.singles:
+                if self._is_unpassable(self._context.deployment(name)):
+                    self._push(name)
+        for size, wishes in waiting.wishes.items():
+            for rank in wishes:
+                self._next_of_wish(size, rank)
+
+    def _push(self, name: DeploymentId) -> None:
+        turn = _turn(self._context, self._context.deployment(name), self._now)
+        heapq.heappush(self._turns, (turn, name))
+
+    def _next_of_line(self, size: Size, likeness: Likeness) -> None:
+        """It is the turn of the next in a line, if there may be room for it."""
+        name = self._context.waiting.first_of_line(size, likeness)
+        if name is None or self._newcomers is not None:
+            return
+        if self._rooms.may_hold(self._context.deployment(name), size, self._now):
+            self._lines[name] = size, likeness
+            self._push(name)
+
+    def _next_of_wish(self, size: Size, rank: Rank) -> None:
+        """The next of those that wish the same stands for all of them."""
+        name = self._context.waiting.first_of_wish(size, rank)
+        if name is not None and self._is_unpassable(self._context.deployment(name)):
+            self._wishes[name] = size, rank
+            self._push(name)
+
+    def _is_unpassable(self, deployment: Deployment) -> bool:
+        """Whether nobody behind it may pass it."""
+        context = self._context
+        return not context.policy.backfills or _starves(context, deployment, self._now)
+
+    def _look_at(self, deployment: Deployment) -> bool:
+        """Place it and its gang; False: not now."""
+        context, now = self._context, self._now
         gang = _gang(context, deployment)
-        seen.update(each.deployment for each in gang)
+        self._seen.update(each.deployment for each in gang)
         if why_not_yet(context, deployment) is not None:
-            continue
-        only = _ways_left(context, gang, ahead, now)
-        likeness = {_likeness(each, only[each.deployment]) for each in gang}
-        is_new = any(each.deployment in tried for each in gang)
-        if is_new and not likeness & failed and _place_all(context, gang, only, now):
-            placed += gang
-            # Now that their job has GPUs, it is the turn of its other deployments.
-            for other in context.job(deployment.job).deployments:
-                if other in names and other not in seen:
-                    turn = _turn(context, context.deployment(other), now)
-                    heapq.heappush(turns, (turn, other))
-            continue
-        if len(gang) == 1:
-            failed |= likeness
-        if not context.policy.backfills or _starves(context, deployment, now):
-            ahead.update((each.node_type, each.workers) for each in gang)
-    return placed
+            return False
+        if self._may_try(gang):
+            only = _ways_left(context, gang, self._ahead, now)
+            likeness = {_likeness(each, only[each.deployment]) for each in gang}
+            if not likeness & self._failed and _place_all(context, gang, only, now):
+                self._placed += gang
+                self._rooms.forget()
+                # Now that their job has GPUs, it is the turn of its other deployments.
+                for other in context.job(deployment.job).deployments:
+                    if other not in self._seen and self._counts(other):
+                        self._push(other)
+                return True
+            if len(gang) == 1:
+                self._failed |= likeness
+                if deployment.trace is not None:
+                    searches, size = context.state.searches, _size_key(deployment)
+                    searches[size] = searches.get(size, 0) + 1
+        if self._is_unpassable(deployment):
+            self._ahead.update((each.node_type, each.workers) for each in gang)
+        return False
+
+    def _may_try(self, gang: Sequence[Deployment]) -> bool:
+        """Whether one of them is new, or capacity is; one that only stands for its wish is not
+        tried, because there is no room for it."""
+        first, context = gang[0], self._context
+        if len(gang) == 1 and first.trace is not None:
+            searches = context.state.searches.get(_size_key(first), 0)
+            if searches >= context.config.searches_max and not self._rooms.is_free(first):
+                return False
+        if self._newcomers is not None:
+            return any(each.deployment in self._newcomers for each in gang)
+        if first.deployment in context.waiting.singles:
+            return True
+        line = self._lines.get(first.deployment)
+        return line is not None and self._rooms.may_hold(first, line[0], self._now)
+
+    def _counts(self, name: DeploymentId) -> bool:
+        """Whether it is one of those who wait that this pass is about."""
+        if name not in self._context.waiting:
+            return False
+        if self._newcomers is None or name in self._newcomers:
+            return True
+        return self._is_unpassable(self._context.deployment(name))
 
 
 def waiting_order(context: Context, now: float) -> list[Deployment]:
@@ -200,11 +315,12 @@ def _place_all(
             for each in reversed(done):
                 leave(context, each)
                 each.ranks = ()
+                each.nodes = ()
                 each.placement = None
             return False
         done.append(deployment)
     for deployment in gang:
-        del context.waiting[deployment.deployment]
+        context.waiting.remove(deployment.deployment)
         context.hold(context.job(deployment.job).tenant, deployment, +1)
     return True
 
@@ -239,17 +355,6 @@ def _alike(one_type: str, other_type: str) -> bool:
     return "" in (one_type, other_type) or one_type == other_type
 
 
-def _unpassable(context: Context, now: float) -> list[DeploymentId]:
-    """Those waiting whom nobody behind them may pass."""
-    if not context.policy.backfills:
-        return list(context.waiting)
-    # In the order of creation: who came later has waited less.
-    starving = takewhile(
-        lambda name: _starves(context, context.deployment(name), now), context.waiting
-    )
-    return list(starving)
-
-
 def _starves(context: Context, deployment: Deployment, now: float) -> bool:
     return now - deployment.created_at >= context.config.starvation_bound_s
 
@@ -258,7 +363,7 @@ def _is_partial(context: Context, job: Job) -> bool:
     return any(context.deployment(name).group is not None for name in job.deployments)
 
 
-def _turn(context: Context, deployment: Deployment, now: float) -> tuple[object, ...]:
+def _turn(context: Context, deployment: Deployment, now: float) -> _Turn:
     job = context.job(deployment.job)
     expected_s = job.expected_s or JOB_S
     ratio = (now - deployment.created_at + expected_s) / expected_s
@@ -280,6 +385,10 @@ def tenant_share(context: Context, name: TenantId, now: float) -> float:
     used = 0.0 if tenant is None else recent_gpu_seconds(tenant, now)
     gpus, _ = context.holdings(name)
     return (gpus + used / SHARE_WINDOW_S) / weight
+
+
+def _size_key(deployment: Deployment) -> str:
+    return f"{deployment.node_type}/{deployment.workers}"
 
 
 def _likeness(deployment: Deployment, only: tuple[Way, ...]) -> tuple[object, ...]:

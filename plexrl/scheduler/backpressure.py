@@ -39,14 +39,15 @@ def check_room(
                 each.in_flight,
                 0,
             )
-    _check_bytes(
-        repr(deployment.deployment),
-        "deployment_payload_bytes_max",
-        deployment.in_flight,
-        event.payload_bytes,
-        config.deployment_payload_bytes_max,
-    )
     tenant, in_flight = _of_tenant(context, deployment)
+    if event.payload_bytes:
+        _check_bytes(
+            repr(deployment.deployment),
+            "deployment_payload_bytes_max",
+            deployment.in_flight,
+            event.payload_bytes,
+            config.deployment_payload_bytes_max,
+        )
     if in_flight.operations >= config.tenant_operations_max:
         raise _refusal(
             f"tenant {tenant!r} has {in_flight.operations} operations that are not finished, its "
@@ -55,19 +56,20 @@ def check_room(
             in_flight,
             0,
         )
-    _check_bytes(
-        f"tenant {tenant!r}",
-        "tenant_payload_bytes_max",
-        in_flight,
-        event.payload_bytes,
-        config.tenant_payload_bytes_max,
-    )
+    if event.payload_bytes:
+        _check_bytes(
+            f"tenant {tenant!r}",
+            "tenant_payload_bytes_max",
+            in_flight,
+            event.payload_bytes,
+            config.tenant_payload_bytes_max,
+        )
 
 
 def taken_in(context: Context, operation: Operation) -> None:
     """A caller's operation was accepted."""
     operation.is_counted = True
-    for in_flight in _of(context, operation):
+    for in_flight in _both(context, operation):
         in_flight.operations += 1
         in_flight.payload_bytes += operation.payload_bytes
 
@@ -77,7 +79,7 @@ def ended(context: Context, operation: Operation, now: float) -> None:
     if not operation.is_counted:
         return
     operation.is_counted = False
-    for in_flight in _of(context, operation):
+    for in_flight in _both(context, operation):
         in_flight.operations -= 1
         in_flight.payload_bytes -= operation.payload_bytes
         _note_end(in_flight, operation, now)
@@ -93,11 +95,15 @@ def retry_after_s(in_flight: InFlight, missing_bytes: int) -> float:
     return min(max(ends * in_flight.gap_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
 
 
-def _of(context: Context, operation: Operation) -> list[InFlight]:
-    deployment = context.deployment(operation.deployment)
-    tenant, in_flight = _of_tenant(context, deployment)
-    context.state.in_flight[tenant] = in_flight
-    return [deployment.in_flight, in_flight]
+def _both(context: Context, operation: Operation) -> tuple[InFlight, InFlight]:
+    """The deployment's and the tenant's."""
+    state = context.state
+    deployment = state.deployments[operation.deployment]
+    tenant = state.jobs[deployment.job].tenant
+    of_tenant = state.in_flight.get(tenant)
+    if of_tenant is None:
+        of_tenant = state.in_flight[tenant] = InFlight()
+    return deployment.in_flight, of_tenant
 
 
 def _of_tenant(context: Context, deployment: Deployment) -> tuple[TenantId, InFlight]:
@@ -123,7 +129,7 @@ def _check_bytes(
     whose: str, bound: str, in_flight: InFlight, payload_bytes: int, bytes_max: int
 ) -> None:
     # One that is larger than the bound by itself is let in alone.
-    if not payload_bytes or not in_flight.payload_bytes:
+    if not in_flight.payload_bytes:
         return
     over = in_flight.payload_bytes + payload_bytes - bytes_max
     if over > 0:

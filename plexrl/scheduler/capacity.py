@@ -7,9 +7,11 @@ Three levels, each asked before the next one is looked at:
    those which cannot take a job are sorted out in one pass;
 3. a group's free time: windows on the ring, folded to the job's period.
 
-A reservation subtracts a footprint from all three over the whole ring, or from none. Everything
-here follows from the nodes, the groups and the residents' footprints alone, so a scheduler that
-starts again builds it anew and decides as before.
+A reservation subtracts a footprint from all three over the whole ring, or from none. What is not
+asked about is not worked out: plans follow their jobs at every few cycles, questions come with a
+placement, so a group's part of the profile and its folds are made anew when they are looked at.
+Everything here follows from the nodes, the groups and the residents' footprints alone, so a
+scheduler that starts again builds it anew and decides as before.
 """
 
 import math
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 
 from plexrl.errors import CapacityError
 from plexrl.ids import DeploymentId, GroupId
-from plexrl.scheduler.demand import Footprint
+from plexrl.scheduler.demand import Footprint, slots_of
 from plexrl.scheduler.folds import Fit, FoldTable, ShiftSearch
 from plexrl.scheduler.free_intervals import FreeIntervals
 from plexrl.scheduler.segment_tree import SegmentTree
@@ -50,8 +52,13 @@ class GroupSlots:
     row: int
     footprints: dict[DeploymentId, Footprint] = field(default_factory=dict)
     intervals: dict[DeploymentId, NDArray[np.int64]] = field(default_factory=dict)
-    """Of the footprints, on the ring."""
+    """Of the footprints, on the ring; made when they are first asked for, as are `busy`."""
+    busy: dict[DeploymentId, int] = field(default_factory=dict)
+    """`Footprint.busy`."""
     duties: dict[DeploymentId, float] = field(default_factory=dict)
+    profiled: int = 0
+    """The slots in which the profile has the group busy, one bit each; what the footprints say once
+    it has been settled."""
     free: FreeIntervals | None = None
     """Made when it is first asked for after a change."""
 
@@ -59,10 +66,11 @@ class GroupSlots:
 class ShapeTable:
     """All groups of one shape, a row each; rows of groups that went are used again."""
 
-    def __init__(self, horizon_slots: int) -> None:
+    def __init__(self, shape: Shape, horizon_slots: int) -> None:
+        self._shape = shape
         self._horizon_slots = horizon_slots
         self.groups: list[GroupId | None] = []
-        self.intervals: list[list[NDArray[np.int64]]] = []
+        self._slots: list[GroupSlots | None] = []
         self.versions = np.zeros(0, dtype=np.int64)
         self.serial = np.zeros(0, dtype=np.int64)
         """The group's number: breaks ties, because rows depend on what came before."""
@@ -78,20 +86,20 @@ class ShapeTable:
         self._changes = 0
         self._folds: OrderedDict[int, FoldTable] = OrderedDict()
 
-    def add(self, group: GroupId, serial: int) -> int:
+    def add(self, group: GroupId, serial: int) -> GroupSlots:
         """A row for `group`."""
         if not self._free_rows:
             self._grow()
         row = self._free_rows.pop()
         self.groups[row] = group
+        slots = self._slots[row] = GroupSlots(group=group, shape=self._shape, row=row)
         self.serial[row] = serial
         self.changed(row)
-        return row
+        return slots
 
     def remove(self, row: int) -> None:
         """Give the row back."""
-        self.groups[row] = None
-        self.intervals[row] = []
+        self.groups[row] = self._slots[row] = None
         self.load[row] = 0.0
         self.members[row] = 0
         self.is_open[row] = False
@@ -113,14 +121,25 @@ class ShapeTable:
             if len(self._folds) > FOLDS_MAX:
                 self._folds.popitem(last=False)
         self._folds.move_to_end(cycles)
-        table.refresh(rows, self.versions, self.intervals)
+        table.refresh(rows, self.versions, self._intervals)
         return table.search(rows, wanted)
+
+    def _intervals(self, row: int) -> list[NDArray[np.int64]]:
+        """Of the residents' footprints."""
+        slots = self._slots[row]
+        if slots is None:
+            return []
+        known = slots.intervals
+        for deployment, footprint in slots.footprints.items():
+            if deployment not in known:
+                known[deployment] = footprint.intervals()
+        return list(known.values())
 
     def _grow(self) -> None:
         size = len(self.groups)
         more = max(16, size)
         self.groups += [None] * more
-        self.intervals += [[] for _ in range(more)]
+        self._slots += [None] * more
         for name in (
             "versions",
             "serial",
@@ -144,15 +163,23 @@ class CapacityIndex:
         self._profiles: dict[str, SegmentTree] = {}
         self._groups: dict[GroupId, GroupSlots] = {}
         self._tables: dict[Shape, ShapeTable] = {}
+        self._unsettled: dict[GroupId, None] = {}
+        """Groups whose footprints are others than the profile knows."""
 
     # The cluster
 
     def add_gpus(self, node_type: str, gpus: int) -> None:
         """GPUs joined (or, negative, left): free on the whole ring."""
-        self.profile(node_type).add(0, self.horizon_slots, gpus)
+        self._profile(node_type).add(0, self.horizon_slots, gpus)
 
     def profile(self, node_type: str) -> SegmentTree:
         """Free GPUs of a type per slot."""
+        for group in self._unsettled:
+            self._settle(self._groups[group])
+        self._unsettled.clear()
+        return self._profile(node_type)
+
+    def _profile(self, node_type: str) -> SegmentTree:
         found = self._profiles.get(node_type)
         if found is None:
             found = self._profiles[node_type] = SegmentTree(self.horizon_slots)
@@ -162,13 +189,14 @@ class CapacityIndex:
         """A group was formed; its time is free until footprints are reserved, and it takes no
         members by search until `set_room`."""
         assert group not in self._groups, f"{group} is in the index already"
-        row = self._table(shape).add(group, serial)
-        self._groups[group] = GroupSlots(group=group, shape=shape, row=row)
+        self._groups[group] = self._table(shape).add(group, serial)
 
     def remove_group(self, group: GroupId) -> None:
         """A group without residents is gone."""
         slots = self._groups.pop(group)
         assert not slots.footprints, f"{group} goes with residents"
+        self._unsettled.pop(group, None)
+        self._settle(slots)
         self._tables[slots.shape].remove(slots.row)
 
     def set_room(
@@ -205,9 +233,7 @@ class CapacityIndex:
                 "shift or group",
                 group=group,
             )
-        self._take(slots, footprint, -1)
         slots.footprints[deployment] = footprint
-        slots.intervals[deployment] = footprint.intervals()
         slots.duties[deployment] = duty
         self._after_change(slots)
 
@@ -218,46 +244,70 @@ class CapacityIndex:
         slots = self._groups[group]
         assert not slots.footprints, f"{group} is not empty"
         for deployment, (footprint, duty) in residents.items():
-            self._take(slots, footprint, -1)
             slots.footprints[deployment] = footprint
-            slots.intervals[deployment] = footprint.intervals()
             slots.duties[deployment] = duty
         self._after_change(slots)
 
     def release(self, group: GroupId, deployment: DeploymentId) -> None:
         """Give a footprint back; the index is then as it was before `reserve`."""
         slots = self._groups[group]
-        footprint = slots.footprints.pop(deployment)
-        del slots.intervals[deployment]
+        del slots.footprints[deployment]
         del slots.duties[deployment]
-        self._take(slots, footprint, +1)
+        self._forget(slots, deployment)
         self._after_change(slots)
 
-    def _take(self, slots: GroupSlots, footprint: Footprint, sign: int) -> None:
-        """Change the profile by what only `footprint` takes of the group's time."""
-        profile = self.profile(slots.shape.node_type)
-        gpus = sign * slots.shape.gpus
-        if footprint.is_always and not slots.footprints:
-            profile.add(0, self.horizon_slots, gpus)
+    def replace(
+        self, group: GroupId, deployment: DeploymentId, footprint: Footprint, duty: float
+    ) -> None:
+        """Have another footprint in the place of a resident's, wherever it lies."""
+        slots = self._groups[group]
+        slots.footprints[deployment] = footprint
+        slots.duties[deployment] = duty
+        self._forget(slots, deployment)
+        self._after_change(slots)
+
+    @staticmethod
+    def _forget(slots: GroupSlots, deployment: DeploymentId) -> None:
+        slots.intervals.pop(deployment, None)
+        slots.busy.pop(deployment, None)
+
+    def _settle(self, slots: GroupSlots) -> None:
+        """Have the profile say of the group what its footprints say."""
+        now = 0
+        for deployment in slots.footprints:
+            now |= self.busy(slots.group, deployment)
+        was, slots.profiled = slots.profiled, now
+        if now == was:
             return
-        if any(other.is_always for other in slots.footprints.values()):
-            # There is nothing that only this one takes.
-            return
-        alone = footprint.weights() > 0
-        for other in slots.footprints.values():
-            alone &= other.weights() == 0
-        profile.add_pattern(alone.astype(np.int32) * np.int32(gpus))
+        profile = self._profile(slots.shape.node_type)
+        given, taken = was & ~now, now & ~was
+        for changed, gpus in ((given, slots.shape.gpus), (taken, -slots.shape.gpus)):
+            if changed:
+                slots_changed = slots_of(changed, self.horizon_slots)
+                profile.add_pattern(slots_changed.astype(np.int32) * np.int32(gpus))
 
     def _after_change(self, slots: GroupSlots) -> None:
         slots.free = None
+        self._unsettled[slots.group] = None
         table, row = self._tables[slots.shape], slots.row
-        table.intervals[row] = list(slots.intervals.values())
         # Summed anew and exactly: the same members give the same number, whatever their history.
         table.load[row] = math.fsum(slots.duties.values())
         table.members[row] = len(slots.footprints)
         table.changed(row)
 
     # Questions
+
+    def footprint(self, group: GroupId, deployment: DeploymentId) -> Footprint:
+        """What is reserved for a resident."""
+        return self._groups[group].footprints[deployment]
+
+    def busy(self, group: GroupId, deployment: DeploymentId) -> int:
+        """The slots of a resident's footprint, one bit each."""
+        slots = self._groups[group]
+        found = slots.busy.get(deployment)
+        if found is None:
+            found = slots.busy[deployment] = slots.footprints[deployment].busy()
+        return found
 
     def free_intervals(self, group: GroupId) -> FreeIntervals:
         """The group's free windows."""
@@ -315,5 +365,5 @@ class CapacityIndex:
     def _table(self, shape: Shape) -> ShapeTable:
         found = self._tables.get(shape)
         if found is None:
-            found = self._tables[shape] = ShapeTable(self.horizon_slots)
+            found = self._tables[shape] = ShapeTable(shape, self.horizon_slots)
         return found

@@ -5,8 +5,6 @@ event. After a restart the core issues again whatever is not known to be done, s
 must take a repeated command as a question for the outcome of the first.
 """
 
-from dataclasses import dataclass
-
 from plexrl.ids import (
     BlobRef,
     DeploymentId,
@@ -18,15 +16,16 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.wire.codec import Codec
+from plexrl.wire.messages import message
 from plexrl.wire.operations import OperationKind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Command:
     """Base of all commands."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class RankPlacement:
     """Where one rank of a WPG runs."""
 
@@ -36,7 +35,7 @@ class RankPlacement:
     """Index of the GPU on its node."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class LaunchWorkers(Command):
     """Start the worker processes of one WPG, each on the agent of its node."""
 
@@ -52,7 +51,7 @@ class LaunchWorkers(Command):
     spec_json: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class StopWorkers(Command):
     """End every worker process of the WPG up to and including this incarnation."""
 
@@ -61,7 +60,7 @@ class StopWorkers(Command):
     nodes: tuple[NodeId, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class ReleaseState(Command):
     """Drop everything the StateManagers of these nodes keep for a deployment."""
 
@@ -69,7 +68,7 @@ class ReleaseState(Command):
     nodes: tuple[NodeId, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class MigrateState(Command):
     """Have the StateManagers of `nodes` fetch a complete version from one of `sources`."""
 
@@ -80,7 +79,7 @@ class MigrateState(Command):
     nodes: tuple[NodeId, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class PrefetchState(Command):
     """A hint: the deployment is likely to be loaded soon; bring its state into host memory."""
 
@@ -91,7 +90,7 @@ class PrefetchState(Command):
     """Until the load is expected; absent: nothing is known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class RunOperation(Command):
     """Run an operation on every rank of a WPG, by way of a router."""
 
@@ -123,7 +122,7 @@ class RunOperation(Command):
     """`offload`: until the WPG is expected to need its state again; absent: nothing is known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class AbortOperation(Command):
     """Stop a running `generate` early; it finishes with what it has."""
 
@@ -132,14 +131,14 @@ class AbortOperation(Command):
     addresses: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class DiscardBlobs(Command):
     """No recovery and no caller needs these any more."""
 
     blobs: tuple[BlobRef, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class SetTimer(Command):
     """Send `TimerFired` at `at` (the core's clock, s). The earliest pending one suffices."""
 

@@ -116,6 +116,11 @@ class SchedulerConfig:
     """Likewise of a tenant."""
     history: int = 50_000
     """Finished operations remembered, with their results."""
+    ended_jobs: int = 10_000
+    """Ended jobs remembered, with what they used; the one that ended first is forgotten first."""
+    searches_max: int = 16
+    """Waiting jobs of one size for which groups are searched in vain before no more are, until
+    capacity comes free: a search of groups' time takes a millisecond, and a backlog may be long."""
     tenants: tuple[tuple[str, str], ...] = ()
     """(name, key digest) of tenants made at the first start."""
 
@@ -126,10 +131,11 @@ class SchedulerConfig:
                 f"ordering {self.ordering!r} is unknown: use one of {', '.join(ORDERINGS)}"
             )
         counts = ("snapshot_operations", "launch_attempts", "residents_max", "history")
+        kept = ("ended_jobs", "searches_max")
         bounds = ("pending_operations_max", "tenant_operations_max")
         payloads = ("deployment_payload_bytes_max", "tenant_payload_bytes_max")
         others = ("snapshot_events", "horizon_slots", "profile_cycles")
-        for name in (*counts, *bounds, *payloads, *others):
+        for name in (*counts, *kept, *bounds, *payloads, *others):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
         if self.rebuild_operations < 0:

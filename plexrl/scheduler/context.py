@@ -3,14 +3,19 @@
 import heapq
 from dataclasses import dataclass, field
 
-from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId, TenantId
+from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId, OperationId, TenantId
 from plexrl.scheduler.commands import Command, DiscardBlobs, SetTimer
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.contention import Contention, Resident
 from plexrl.scheduler.inventory import Inventory
 from plexrl.scheduler.ordering import Ordering, make_ordering
 from plexrl.scheduler.policies import PlacementPolicy, make_policy
+from plexrl.scheduler.profiler import ProfilerConfig
 from plexrl.scheduler.state import Deployment, Group, Job, State, WpgState
+from plexrl.scheduler.waiting import Waiting
+
+TIMERS_MIN = 1024
+"""Fewer are not worth a look."""
 
 
 @dataclass(slots=True)
@@ -31,10 +36,11 @@ class Context:
     policy: PlacementPolicy = field(init=False)
     ordering: Ordering = field(init=False)
     anticipates: bool = field(init=False)
+    profiler: ProfilerConfig = field(init=False)
     inventory: Inventory = field(init=False)
     """Derived from the state; so is `waiting`."""
-    waiting: dict[DeploymentId, None] = field(default_factory=dict)
-    """Deployments without GPUs, in the order of their creation."""
+    waiting: Waiting = field(default_factory=Waiting)
+    """Deployments without GPUs."""
     cycles_over: dict[DeploymentId, None] = field(default_factory=dict)
     """Deployments whose cycle ended in the event at hand."""
     newcomers: list[DeploymentId] = field(default_factory=list)
@@ -46,6 +52,11 @@ class Context:
     _held: dict[TenantId, tuple[int, dict[JobId, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        ended = [job for job in self.state.jobs.values() if job.state.is_final]
+        if len(ended) > len(self.state.ended):
+            # Of a snapshot from before their order was kept.
+            ended.sort(key=lambda job: (job.ended_at or 0.0, job.job))
+            self.state.ended = {job.job: None for job in ended}
         self.reconfigure(self.config)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
@@ -60,13 +71,32 @@ class Context:
         self.relocating.clear()
         self._held.clear()
         self.contentions.clear()
+        self.profiler = ProfilerConfig(
+            cycles=config.profile_cycles, drift_tolerance=config.drift_tolerance
+        )
         for deployment in self.state.deployments.values():
+            if deployment.ranks and not deployment.nodes:
+                # Of a snapshot from before they were kept.
+                deployment.nodes = tuple(sorted({rank.node for rank in deployment.ranks}))
             if deployment.relocation is not None:
                 self.relocating[deployment.deployment] = None
             if deployment.state == WpgState.WAITING:
-                self.waiting[deployment.deployment] = None
+                self.wait(deployment)
             elif deployment.group is not None:
                 self.hold(self.job(deployment.job).tenant, deployment, +1)
+
+    def wait(self, deployment: Deployment) -> None:
+        """The deployment waits for GPUs, behind all that do."""
+        job = self.job(deployment.job)
+        self.waiting.add(
+            deployment,
+            job,
+            shares=deployment.kind != "rollout" and not deployment.exclusive,
+            is_single=bool(job.gang) or self._is_placed(job),
+        )
+
+    def _is_placed(self, job: Job) -> bool:
+        return any(self.state.deployments[name].group is not None for name in job.deployments)
 
     def hold(self, tenant: TenantId, deployment: Deployment, sign: int) -> None:
         """Count (or, negative, discount) the deployment's GPUs among those its tenant holds."""
@@ -77,6 +107,9 @@ class Context:
         else:
             jobs.pop(deployment.job, None)
         self._held[tenant] = gpus + sign * deployment.workers, jobs
+        for name in self.job(deployment.job).deployments:
+            if name in self.waiting:
+                self.waiting.single_out(name)
 
     def holdings(self, tenant: TenantId) -> tuple[int, int]:
         """(GPUs, jobs with GPUs) that a tenant holds."""
@@ -96,6 +129,24 @@ class Context:
         """Look at `what` again at `at`: `group:<id>`, `job:<id>`, `placement:`, `migration:<id>` or
         `node:<id>`."""
         heapq.heappush(self.timers, (at, what))
+        if len(self.timers) > 2 * self.state.timers_swept + TIMERS_MIN:
+            self._sweep_timers()
+
+    def _sweep_timers(self) -> None:
+        """Throw away timers of what has ended: most deadlines and silences never come."""
+        # What is sorted is a heap, and the same one in every process.
+        self.timers = sorted({timer for timer in self.timers if self._has_purpose(timer[1])})
+        self.state.timers_swept = len(self.timers)
+
+    def _has_purpose(self, what: str) -> bool:
+        kind, _, name = what.partition(":")
+        if kind == "job":
+            job = self.state.jobs.get(JobId(name))
+            return job is not None and not job.state.is_final
+        if kind == "deadline":
+            operation = self.state.operations.get(OperationId(name))
+            return operation is not None and not operation.state.is_final
+        return kind != "group" or GroupId(name) in self.state.groups
 
     def due(self, now: float) -> list[str]:
         """What was to be looked at by `now`, without repetitions, oldest first."""

@@ -6,6 +6,7 @@ checked whole before anything changes, so a refused one leaves no trace.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,6 +34,7 @@ from plexrl.scheduler.early_ends import abort, await_deadline, cancel, deadline_
 from plexrl.scheduler.estimates import Estimates
 from plexrl.scheduler.eta import promise
 from plexrl.scheduler.explain_job import explain_job
+from plexrl.scheduler.forgetting import forget_ended
 from plexrl.scheduler.groups import advance
 from plexrl.scheduler.invariants import check
 from plexrl.scheduler.lifecycle import (
@@ -81,18 +83,21 @@ class SchedulerCore:
     """All decisions of a cluster's scheduler."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._context = Context(config)
+        self._begin(Context(config))
+
+    def _begin(self, context: Context) -> None:
+        self._context = context
         self._handlers: dict[type[ev.Event], Callable[[Any, float], None]] = {
             ev.SchedulerStarted: self._scheduler_started,
-            ev.NodeJoined: self._to(node_joined),
-            ev.NodeLost: self._to(node_lost),
+            ev.NodeJoined: partial(node_joined, context),
+            ev.NodeLost: partial(node_lost, context),
             ev.RouterJoined: self._router_joined,
             ev.RouterLost: self._router_lost,
             ev.TenantCreated: self._tenant_created,
             ev.TenantConfigured: self._tenant_configured,
             ev.NodeDrainChanged: self._node_drain_changed,
-            ev.StateMigrated: self._to(state_migrated),
-            ev.StateReported: self._to(state_reported),
+            ev.StateMigrated: partial(state_migrated, context),
+            ev.StateReported: partial(state_reported, context),
             ev.JobSubmitted: self._job_submitted,
             ev.ControllerSeen: self._controller_seen,
             ev.JobFinished: self._job_finished,
@@ -101,8 +106,8 @@ class SchedulerCore:
             ev.WorkerExited: self._worker_exited,
             ev.OperationSubmitted: self._operation_submitted,
             ev.OperationCancelled: self._operation_cancelled,
-            ev.OperationFinished: self._to(run_finished),
-            ev.OperationFailed: self._to(run_failed),
+            ev.OperationFinished: partial(run_finished, context),
+            ev.OperationFailed: partial(run_failed, context),
             ev.TimerFired: self._timer_fired,
         }
 
@@ -129,6 +134,8 @@ class SchedulerCore:
                 deployment = context.deployment(next(iter(context.cycles_over)))
                 del context.cycles_over[deployment.deployment]
                 cycle_over(context, deployment, now)
+        if len(context.state.ended) > context.config.ended_jobs:
+            forget_ended(context)
         return context.take_commands()
 
     def _look_again(self, what: str, now: float) -> None:
@@ -163,14 +170,8 @@ class SchedulerCore:
             StorageError: another version of PlexRL wrote it.
         """
         core = cls(config)
-        core._context = decode(body, config)
+        core._begin(decode(body, config))
         return core
-
-    def _to(
-        self, handler: "Callable[[Context, Any, float], None]"
-    ) -> "Callable[[Any, float], None]":
-        # The context is looked up anew at every event: a restored core has another one.
-        return lambda event, now: handler(self._context, event, now)
 
     def check_invariants(self) -> None:
         """Assert the laws of `plexrl.scheduler.state`."""
@@ -328,10 +329,9 @@ class SchedulerCore:
         enqueue_deployment(context, deployment)
 
     def _worker_ready(self, event: ev.WorkerReady, now: float) -> None:
-        del now
         deployment = self._current(event.deployment, event.incarnation)
         if deployment is not None:
-            worker_ready(self._context, deployment, event.rank, event.address)
+            worker_ready(self._context, deployment, event.rank, event.address, now)
 
     def _worker_exited(self, event: ev.WorkerExited, now: float) -> None:
         deployment = self._current(event.deployment, event.incarnation)
@@ -366,10 +366,10 @@ class SchedulerCore:
         check_deadline(event)
         check_room(context, event, deployment, source)
         self._seen(job, now)
-        enqueue(context, event, now)
-        operation = context.state.operations[event.operation]
+        operation = enqueue(context, event, deployment, now)
         promise(context, deployment, operation, now)
-        await_deadline(context, operation)
+        if event.deadline_s is not None:
+            await_deadline(context, operation)
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
         cancel(self._context, self._operation(event.operation), now)
@@ -403,8 +403,10 @@ class SchedulerCore:
         return deployment
 
     def _operation(self, name: OperationId) -> Operation:
-        operation = self._context.state.operations.get(name)
-        if operation is None or operation.is_forgotten:
+        state = self._context.state
+        operation = state.operations.get(name)
+        is_known = operation is not None and operation.deployment in state.deployments
+        if operation is None or operation.is_forgotten or not is_known:
             raise UnknownOperationError(f"there is no operation {name!r}, or not any more")
         return operation
 

@@ -4,7 +4,7 @@ from plexrl.scheduler.contention import PHASE_TOLERANCE
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.placement import reserve_anew, shares
-from plexrl.scheduler.profiler import ProfilerConfig, refresh
+from plexrl.scheduler.profiler import refresh
 from plexrl.scheduler.relocation import consider_relief, consider_repacking
 from plexrl.scheduler.state import Deployment
 
@@ -16,12 +16,7 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     """Take in the deployment's newest cycle."""
     if deployment.group is None or not shares(deployment):
         return
-    config = context.config
-    renewed = refresh(
-        deployment,
-        ProfilerConfig(cycles=config.profile_cycles, drift_tolerance=config.drift_tolerance),
-    )
-    if renewed:
+    if refresh(deployment, context.profiler):
         remember(context, deployment)
         if context.policy.repacks:
             # Only these policies plan by time; the others count members.
@@ -67,6 +62,8 @@ def _is_beside_plan(context: Context, deployment: Deployment) -> bool:
     reservation, cycle = deployment.reservation, deployment.cycle
     if reservation is None or reservation.trace is None or cycle is None:
         return False
-    period = context.inventory.footprint(deployment).period
+    assert deployment.group is not None, f"{deployment.deployment} has a plan and no group"
+    footprint = context.inventory.index.footprint(deployment.group, deployment.deployment)
+    period = footprint.period
     beside = (cycle.started_at % context.config.horizon_slots - reservation.shift) % period
     return min(beside, period - beside) > PHASE_TOLERANCE * period

@@ -4,8 +4,6 @@ Every event round-trips through `CODEC`, and a journal of (event, now) pairs rep
 core gives the same state and the same commands.
 """
 
-from dataclasses import dataclass
-
 from plexrl.ids import (
     BlobRef,
     DeploymentId,
@@ -18,15 +16,16 @@ from plexrl.ids import (
 )
 from plexrl.scheduler.demand import DemandTrace
 from plexrl.wire.codec import Codec
+from plexrl.wire.messages import message
 from plexrl.wire.operations import OperationKind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Event:
     """Base of all events."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class SchedulerStarted(Event):
     """A scheduler process took over this journal; all its connections are yet to come."""
 
@@ -35,7 +34,7 @@ class SchedulerStarted(Event):
     journals of before they were kept: whatever is in force stays so."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class NodeJoined(Event):
     """A node agent connected, for the first time or again."""
 
@@ -59,7 +58,7 @@ class NodeJoined(Event):
     """Bound of the node's NVMe tier."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class WorkerSeen:
     """One living worker process, as an agent reports it on joining."""
 
@@ -69,28 +68,28 @@ class WorkerSeen:
     address: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class NodeLost(Event):
     """The agent's connection ended and its grace period passed; its workers count as dead."""
 
     node: NodeId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class RouterJoined(Event):
     """A router connected, for the first time or again."""
 
     router: RouterId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class RouterLost(Event):
     """A router's connection ended."""
 
     router: RouterId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class TenantCreated(Event):
     """A tenant may submit jobs from now on."""
 
@@ -100,7 +99,7 @@ class TenantCreated(Event):
     is_operator: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class TenantConfigured(Event):
     """An operator set a tenant's weight, quotas and highest priority; None: no limit."""
 
@@ -112,7 +111,7 @@ class TenantConfigured(Event):
     priority_max: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class NodeDrainChanged(Event):
     """An operator wants a node empty, or has it back in use."""
 
@@ -120,7 +119,7 @@ class NodeDrainChanged(Event):
     is_draining: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class JobSubmitted(Event):
     """A controller asked for a job."""
 
@@ -139,14 +138,14 @@ class JobSubmitted(Event):
     """Length by the user's word; 0: unknown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class ControllerSeen(Event):
     """A heartbeat of the job's controller; re-attaches a detached job."""
 
     job: JobId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class JobFinished(Event):
     """The controller declared its job's end."""
 
@@ -156,7 +155,7 @@ class JobFinished(Event):
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class DeploymentCreated(Event):
     """A job asked for a logical model."""
 
@@ -178,7 +177,7 @@ class DeploymentCreated(Event):
     """Its demand where the user knows it; it is placed by it at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class StateResidency:
     """Where a deployment's newest version lies on a node."""
 
@@ -188,7 +187,7 @@ class StateResidency:
     """Of what must come from NVMe, because host memory has no copy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class StateReported(Event):
     """A node's StateManager has moved state between its tiers; what is not named is as it was."""
 
@@ -196,7 +195,7 @@ class StateReported(Event):
     states: tuple[StateResidency, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class WorkerReady(Event):
     """A worker process of this incarnation listens; no state is on its device yet."""
 
@@ -206,7 +205,7 @@ class WorkerReady(Event):
     address: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class WorkerExited(Event):
     """A worker process of this incarnation is dead."""
 
@@ -217,7 +216,7 @@ class WorkerExited(Event):
     """Exit code or signal, and the last line of its log where there is one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class StateMigrated(Event):
     """A node's StateManager has fetched a version, or could not."""
 
@@ -228,7 +227,7 @@ class StateMigrated(Event):
     """Why not; empty: it has it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class OperationSubmitted(Event):
     """A controller asked for an operation."""
 
@@ -254,14 +253,14 @@ class OperationSubmitted(Event):
     others at once, as after a publish."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class OperationCancelled(Event):
     """A controller does not want an operation any more."""
 
     operation: OperationId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class StateMoved:
     """What a WPG's load or offload moved."""
 
@@ -271,7 +270,7 @@ class StateMoved:
     """`host` or `nvme`: the lower of the tiers that a rank's state came from, or went to."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class OperationFinished(Event):
     """A WPG completed a run of an operation on all its ranks."""
 
@@ -290,7 +289,7 @@ class OperationFinished(Event):
     result_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class OperationFailed(Event):
     """A run ended without completing."""
 
@@ -304,7 +303,7 @@ class OperationFailed(Event):
     state."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class TimerFired(Event):
     """The time of an earlier `SetTimer` has come."""
 

@@ -62,7 +62,7 @@ def _deployment(context: Context, deployment: Deployment, now: float) -> View:
         "deployment": deployment.deployment,
         "state": deployment.state.value,
         "group": deployment.group,
-        "nodes": sorted({rank.node for rank in deployment.ranks}),
+        "nodes": list(deployment.nodes),
         "placement": None if record is None else msgspec.to_builtins(record),
         "moves": deployment.moves,
         "moved_because": deployment.moved_because,

@@ -9,7 +9,7 @@ a box, exact in integers, and quicker than by FFT for the handful of segments th
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,11 +71,11 @@ class FoldTable:
         self,
         rows: NDArray[np.intp],
         versions: NDArray[np.int64],
-        intervals: Sequence[Sequence[NDArray[np.int64]]],
+        intervals: Callable[[int], Sequence[NDArray[np.int64]]],
     ) -> None:
         """Fold again those of `rows` that have changed since they were last folded here.
 
-        `versions[row]` changes with the row's residents, `intervals[row]` are their footprints'.
+        `versions[row]` changes with the row's residents, `intervals(row)` are their footprints'.
         """
         if len(self._rows) < len(versions):
             more = len(versions) - len(self._rows)
@@ -85,7 +85,7 @@ class FoldTable:
         if not stale.size:
             return
         self._versions[stale] = versions[stale]
-        parts = [intervals[row] for row in stale.tolist()]
+        parts = [intervals(row) for row in stale.tolist()]
         counts = [sum(len(each) for each in part) for part in parts]
         found = [each for part in parts for each in part]
         if not found:

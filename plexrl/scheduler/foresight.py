@@ -10,7 +10,6 @@ from plexrl.scheduler.context import Context
 from plexrl.scheduler.hrrs import Candidate, response_ratio
 from plexrl.scheduler.next_use import OVERDUE_PART, next_use_s, worked_until
 from plexrl.scheduler.placement import owns_time
-from plexrl.scheduler.relocation import nodes_of
 from plexrl.scheduler.state import Deployment, Group
 from plexrl.scheduler.switch_cost import round_trip_s
 
@@ -76,7 +75,7 @@ def prefetch(context: Context, group: Group, deployment: Deployment, now: float)
             PrefetchState(
                 deployment=deployment.deployment,
                 seq=deployment.durable_seq,
-                nodes=nodes_of(deployment),
+                nodes=deployment.nodes,
                 next_use_s=next_use_s(deployment, now),
             )
         )

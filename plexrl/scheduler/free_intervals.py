@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plexrl.scheduler.demand import Footprint
+from plexrl.scheduler.demand import Footprint, slots_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,10 +21,11 @@ class FreeIntervals:
 
     def __init__(self, horizon_slots: int, footprints: Iterable[Footprint] = ()) -> None:
         self.horizon_slots = horizon_slots
-        busy = np.zeros(horizon_slots, dtype=bool)
+        busy = 0
         for footprint in footprints:
-            busy |= footprint.weights() > 0
-        edges = np.flatnonzero(np.diff(busy, prepend=True, append=True))
+            busy |= footprint.busy()
+        slots = slots_of(busy, horizon_slots)
+        edges = np.flatnonzero(np.diff(slots, prepend=True, append=True))
         self.starts: NDArray[np.intp] = edges[0::2]
         self.stops: NDArray[np.intp] = edges[1::2]
 

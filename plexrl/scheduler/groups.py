@@ -45,15 +45,15 @@ def advance(context: Context, group: Group, now: float) -> None:
             _grant(context, group, chosen, now)
         return
     holder = context.state.deployments[group.holder]
-    if holder.moving is not None or holder.state != WpgState.READY:
+    if holder.moving is not None or holder.state is not WpgState.READY:
         return
     if holder.replaying:
         if not holder.running and may_replay(context, holder):
             _replay_next(context, group, holder, now)
         return
-    if stops(context, holder):
+    if holder.relocation is not None and stops(context, holder):
         return
-    if _leans_on_its_source(holder, now):
+    if holder.kind == "forward" and _leans_on_its_source(holder, now):
         _snapshot(context, group, holder, now)
         return
     if not holder.running and not _goes_on(context, holder, now):
@@ -93,8 +93,8 @@ def wants_the_group(context: Context, deployment: Deployment, now: float) -> boo
     """It has something to run, processes to run it, and no back-off to sit out."""
     return (
         bool(deployment.queue)
-        and deployment.state == WpgState.READY
-        and not stops(context, deployment)
+        and deployment.state is WpgState.READY
+        and (deployment.relocation is None or not stops(context, deployment))
         and now >= deployment.held_back_until
         and next_operation(context, deployment) is not None
     )
@@ -380,10 +380,9 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
 
 
 def _leans_on_its_source(holder: Deployment, now: float) -> bool:
-    """Whether a recovery would replay a sync or load of weights: a forward deployment keeps them
-    for long after its trainer's are published no more, so it is to be stored before that."""
-    is_idle = not holder.running and now >= holder.no_snapshot_until
-    return is_idle and holder.kind == "forward" and bool(holder.log)
+    """Whether a recovery of a forward deployment would replay a sync or load of weights: it keeps
+    them for long after its trainer's are published no more, so it is to be stored before that."""
+    return not holder.running and now >= holder.no_snapshot_until and bool(holder.log)
 
 
 def _snapshot(context: Context, group: Group, holder: Deployment, now: float) -> None:
@@ -457,8 +456,10 @@ def _move(
         source=None,
         submitted_at=now,
         internal=True,
-        caused_by=group.incoming if kind == OperationKind.OFFLOAD else None,
     )
+    if kind == OperationKind.OFFLOAD and group.incoming is not None:
+        operation.caused_by = group.incoming
+        operation.paid_by = context.job(context.deployment(group.incoming).job).tenant
     context.state.operations[name] = operation
     start(context, group, deployment, operation, now, seq=seq)
     deployment.moving = deployment.running.pop(name)

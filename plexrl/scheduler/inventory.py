@@ -4,6 +4,8 @@ All of it follows from the state; `Inventory(config, policy, state)` makes it an
 and `check` compares the two.
 """
 
+from dataclasses import dataclass
+
 from plexrl.ids import GroupId, NodeId
 from plexrl.scheduler.capacity import CapacityIndex, Shape
 from plexrl.scheduler.commands import RankPlacement
@@ -28,6 +30,9 @@ class Inventory:
         self._sizes: dict[NodeKind, tuple[int, int]] | None = None
         self._spills: dict[GroupId, bool] = {}
         self._groups_on: dict[NodeId, dict[GroupId, None]] = {}
+        self._lies: dict[GroupId, dict[NodeId, _Part]] = {}
+        self._kept: dict[NodeId, int] = {}
+        """Bytes of state that the members of shared groups keep on each node."""
         for node in state.nodes.values():
             self.node_changed(node)
         for group in state.groups.values():
@@ -37,6 +42,8 @@ class Inventory:
                 group.group,
                 {each.deployment: (self.footprint(each), self.duty(each)) for each in residents},
             )
+            for each in residents:
+                self._keep(group, each, +1)
         for group in state.groups.values():
             self._set_room(group)
 
@@ -69,7 +76,8 @@ class Inventory:
         """A group was formed of free GPUs."""
         self.pool.take(group.gpus)
         self.index.add_group(group.group, shape_of(group), group.serial)
-        for node in _nodes(group):
+        lies = self._lies[group.group] = _parts(group)
+        for node in lies:
             self._groups_on.setdefault(node, {})[group.group] = None
 
     def remove_group(self, group: Group) -> None:
@@ -77,7 +85,7 @@ class Inventory:
         self.index.remove_group(group.group)
         self.pool.give_back(group.gpus)
         self._spills.pop(group.group, None)
-        for node in _nodes(group):
+        for node in self._lies.pop(group.group):
             del self._groups_on[node][group.group]
 
     def reserve(self, deployment: Deployment, *, strict: bool) -> None:
@@ -86,18 +94,35 @@ class Inventory:
         Raises:
             CapacityError: `strict`, and the group is not free then; nothing changed.
         """
-        self._reserve(deployment, strict=strict)
-        self.refresh(self._group_of(deployment))
+        group = self._group_of(deployment)
+        self.index.reserve(
+            group.group,
+            deployment.deployment,
+            self.footprint(deployment),
+            self.duty(deployment),
+            strict=strict,
+        )
+        self._keep(group, deployment, +1)
+        self.refresh(group)
 
     def release(self, deployment: Deployment) -> None:
         """Give back what `reserve` took; the group still lists it as a member no more."""
         group = self._group_of(deployment)
         self.index.release(group.group, deployment.deployment)
+        self._keep(group, deployment, -1)
         self.refresh(group)
+
+    def reserve_anew(self, deployment: Deployment) -> None:
+        """The deployment's reservation is another one, on the group that it is on."""
+        group = self._group_of(deployment)
+        name, footprint = deployment.deployment, self.footprint(deployment)
+        self.index.replace(group.group, name, footprint, self.duty(deployment))
+        # The members' states lie where they lay: only the group's openness may change.
+        self._set_room(group)
 
     def refresh(self, group: Group) -> None:
         """Members, profiles or openness of `group` changed: see to all groups on its nodes."""
-        touched = {name: None for node in _nodes(group) for name in self._groups_on[node]}
+        touched = {name: None for node in self._lies[group.group] for name in self._groups_on[node]}
         for name in touched:
             self._set_room(self._state.groups[name])
 
@@ -115,6 +140,10 @@ class Inventory:
     def groups_on(self, node: NodeId) -> list[GroupId]:
         """Groups with GPUs on that node."""
         return list(self._groups_on.get(node, ()))
+
+    def nodes(self, group: Group) -> tuple[NodeId, ...]:
+        """Those that the group has GPUs on, by name."""
+        return tuple(self._lies[group.group])
 
     def footprint(self, deployment: Deployment) -> Footprint:
         """What the deployment's reservation takes of the ring."""
@@ -135,11 +164,9 @@ class Inventory:
     def state_bytes_free(self, group: Group) -> tuple[int, int]:
         """(in host memory, with NVMe): how large the state of one more member may be."""
         host, total = [], []
-        for node in _nodes(group):
-            known = self._state.nodes[node]
-            kept = self._kept_bytes(node)
-            ranks = sum(gpu.node == node for gpu in group.gpus)
-            scale = len(group.gpus) / ranks
+        for node, part in self._lies[group.group].items():
+            known, kept = self._state.nodes[node], self._kept.get(node, 0)
+            scale = len(group.gpus) / part.ranks
             host.append(int((known.host_memory_bytes - kept) * scale))
             total.append(int((known.host_memory_bytes + known.nvme_bytes - kept) * scale))
         return min(host), min(total)
@@ -156,7 +183,7 @@ class Inventory:
             return self.pool.find(*wanted)
 
         def fits(node: NodeId, ranks: int) -> bool:
-            kept = self._kept_bytes(node)
+            kept = self._kept.get(node, 0)
             more = deployment.state_bytes * ranks // deployment.workers
             return not kept or kept + more <= self._state.nodes[node].host_memory_bytes
 
@@ -170,26 +197,17 @@ class Inventory:
         """Assert that what was kept up to date is what would be made anew."""
         anew = Inventory(self._config, self._policy, self._state)
         assert self.pool.snapshot() == anew.pool.snapshot(), "the pool of free GPUs has drifted"
+        kept = [{node: kept for node, kept in each._kept.items() if kept} for each in (self, anew)]
+        assert kept[0] == kept[1], f"the nodes keep {kept[0]}, not {kept[1]}"
         self.index.check_equal(anew.index)
 
-    def _kept_bytes(self, node: NodeId) -> int:
-        """Of all states of shared groups on that node."""
-        return sum(
-            share(self._state.deployments[member], node)
-            for name in self._groups_on.get(node, ())
-            for member in self._state.groups[name].members
-            if self._state.groups[name].shared
-        )
-
-    def _reserve(self, deployment: Deployment, *, strict: bool) -> None:
-        group = self._group_of(deployment)
-        self.index.reserve(
-            group.group,
-            deployment.deployment,
-            self.footprint(deployment),
-            self.duty(deployment),
-            strict=strict,
-        )
+    def _keep(self, group: Group, deployment: Deployment, sign: int) -> None:
+        """A member's state lies on its group's nodes from now on (or, negative, no more)."""
+        if not group.shared:
+            return
+        for node, part in self._lies[group.group].items():
+            nbytes = deployment.state_bytes * part.ranks // len(group.gpus)
+            self._kept[node] = self._kept.get(node, 0) + sign * nbytes
 
     def _set_room(self, group: Group) -> None:
         host, total = self.state_bytes_free(group)
@@ -205,11 +223,10 @@ class Inventory:
         """Whether the group takes members by search."""
         if not group.shared or group.is_closed:
             return False
-        nodes = [self._state.nodes[node] for node in _nodes(group)]
-        if any(node.is_draining or not node.alive for node in nodes):
-            return False
-        if any(gpu.gpu >= self._state.nodes[gpu.node].gpus for gpu in group.gpus):
-            return False
+        for name, part in self._lies[group.group].items():
+            node = self._state.nodes[name]
+            if node.is_draining or not node.alive or part.highest >= node.gpus:
+                return False
         if not self._policy.repacks:
             return True
         # A profile is taken undisturbed (PlexRL §4.3.2, cold start).
@@ -226,11 +243,20 @@ def shape_of(group: Group) -> Shape:
     return Shape(group.node_type, group.gpu_memory_bytes, len(group.gpus))
 
 
-def share(deployment: Deployment, node: NodeId) -> int:
-    """Bytes of the deployment's state that its ranks on `node` hold."""
-    ranks = sum(rank.node == node for rank in deployment.ranks)
-    return deployment.state_bytes * ranks // max(1, len(deployment.ranks))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What a group has of one node."""
+
+    ranks: int
+    highest: int
+    """Index of its last GPU there."""
 
 
-def _nodes(group: Group) -> list[NodeId]:
-    return sorted({gpu.node for gpu in group.gpus})
+def _parts(group: Group) -> dict[NodeId, _Part]:
+    """By node, in the order of their names."""
+    indexes: dict[NodeId, list[int]] = {}
+    for gpu in group.gpus:
+        indexes.setdefault(gpu.node, []).append(gpu.gpu)
+    return {
+        node: _Part(ranks=len(gpus), highest=max(gpus)) for node, gpus in sorted(indexes.items())
+    }

@@ -24,7 +24,10 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        return self in (self.COMPLETED, self.FAILED, self.CANCELLED)
+        return self in _FINAL
+
+
+_FINAL = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED})
 
 
 class JobTrigger(StrEnum):

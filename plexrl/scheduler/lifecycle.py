@@ -9,7 +9,7 @@ from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.operations import drop_log, drop_past, fail
 from plexrl.scheduler.placement import leave
 from plexrl.scheduler.profiler import forget_open_cycle
-from plexrl.scheduler.relocation import drain, nodes_of, settle
+from plexrl.scheduler.relocation import drain, settle
 from plexrl.scheduler.state import Deployment, Job, Residency, WpgState
 from plexrl.scheduler.usage import meter
 from plexrl.wire.operations import OperationState
@@ -31,6 +31,7 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
     job_event(job, trigger)
     job.reason = reason
     job.ended_at = now
+    context.state.ended[job.job] = None
     job.attached = False
     for name in job.deployments:
         _end_deployment(context, context.deployment(name), job, now)
@@ -56,7 +57,7 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
             fail(context, operation, error, now)
     drop_log(context, deployment)
     drop_past(context, deployment)
-    nodes = nodes_of(deployment)
+    nodes = deployment.nodes
     if deployment.incarnation:
         context.emit(
             StopWorkers(
@@ -77,7 +78,7 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
 
 
 def _leave_group(context: Context, deployment: Deployment) -> None:
-    context.waiting.pop(deployment.deployment, None)
+    context.waiting.remove(deployment.deployment)
     if deployment.group is None:
         return
     context.hold(context.job(deployment.job).tenant, deployment, -1)
@@ -200,14 +201,16 @@ def stop(context: Context, deployment: Deployment, reason: str, now: float) -> b
         StopWorkers(
             deployment=deployment.deployment,
             incarnation=deployment.incarnation,
-            nodes=nodes_of(deployment),
+            nodes=deployment.nodes,
         )
     )
     deployment.state = WpgState.RECOVERING
     return True
 
 
-def worker_ready(context: Context, deployment: Deployment, rank: int, address: str) -> None:
+def worker_ready(
+    context: Context, deployment: Deployment, rank: int, address: str, now: float
+) -> None:
     """A rank of the current incarnation listens."""
     deployment.addresses[rank] = address
     if len(deployment.addresses) < deployment.workers:
@@ -216,6 +219,9 @@ def worker_ready(context: Context, deployment: Deployment, rank: int, address: s
     if not deployment.is_ready:
         deployment.state = WpgState.READY
         context.touch(deployment.group)
+        if now < deployment.held_back_until:
+            # The group that was to be looked at then may have been another.
+            context.wake(deployment.held_back_until, f"group:{deployment.group}")
 
 
 def detach_or_cancel(context: Context, job: Job, now: float) -> None:

@@ -111,6 +111,17 @@ class NodePool:
             kind.free_gpus for key, kind in self._kinds.items() if node_type in ("", key.node_type)
         )
 
+    def most_free_gpus(self, node_type: str) -> int:
+        """The most free GPUs of one kind: a wish for more cannot be met."""
+        return max(
+            (
+                kind.free_gpus
+                for key, kind in self._kinds.items()
+                if node_type in ("", key.node_type)
+            ),
+            default=0,
+        )
+
     def find(
         self,
         count: int,

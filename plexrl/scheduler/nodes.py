@@ -5,7 +5,7 @@ from plexrl.scheduler.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import NodeDrainChanged, NodeJoined, NodeLost, StateMigrated
 from plexrl.scheduler.lifecycle import launch, restart, send_launch, worker_ready
-from plexrl.scheduler.relocation import migrated, nodes_of, send_migration
+from plexrl.scheduler.relocation import migrated, send_migration
 from plexrl.scheduler.replacement import look_at_node, replace_shrunk
 from plexrl.scheduler.state import Deployment, Node, WpgState
 
@@ -43,7 +43,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
             worker = seen.get((deployment.deployment, rank))
             if worker is not None and worker.incarnation == deployment.incarnation:
                 wanted.add((worker.deployment, worker.rank))
-                worker_ready(context, deployment, rank, worker.address)
+                worker_ready(context, deployment, rank, worker.address, now)
             else:
                 missing = True
         if missing and deployment.is_ready:
@@ -80,7 +80,7 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
         return
     for name in sorted(context.relocating):
         deployment = context.deployment(name)
-        if event.node in nodes_of(deployment):
+        if event.node in deployment.nodes:
             deployment.relocation = None
             del context.relocating[name]
             context.touch(deployment.group)
@@ -106,7 +106,7 @@ def _keeps_state(deployment: Deployment, node: NodeId) -> bool:
     """Whether the node's StateManager has a reason to hold state of the deployment."""
     if deployment.state == WpgState.STOPPED:
         return False
-    return node in deployment.state_nodes or node in nodes_of(deployment)
+    return node in deployment.state_nodes or node in deployment.nodes
 
 
 def node_lost(context: Context, event: NodeLost, now: float) -> None:

@@ -83,14 +83,15 @@ def check_deadline(event: OperationSubmitted) -> None:
         raise InvalidRequestError(f"payload_bytes is {event.payload_bytes}: it is at least 0")
 
 
-def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
+def enqueue(
+    context: Context, event: OperationSubmitted, deployment: Deployment, now: float
+) -> Operation:
     """Take in a checked submission; a sync brings the publish it depends on with it."""
     after: OperationId | None = None
     if event.source is not None:
         after = OperationId(f"{event.operation}{OWN_MARK}publish")
         enqueue_publish(context, context.deployment(event.source), after, event.operation, now)
-    deployment = context.deployment(event.deployment)
-    context.state.operations[event.operation] = Operation(
+    operation = context.state.operations[event.operation] = Operation(
         operation=event.operation,
         deployment=event.deployment,
         kind=event.kind,
@@ -106,8 +107,9 @@ def enqueue(context: Context, event: OperationSubmitted, now: float) -> None:
         in_flight=event.in_flight,
         ends_burst=event.ends_burst,
     )
-    taken_in(context, context.state.operations[event.operation])
+    taken_in(context, operation)
     _queue(context, deployment, event.operation, now)
+    return operation
 
 
 def enqueue_publish(
@@ -149,10 +151,11 @@ def start(
     seq: int | None = None,
 ) -> None:
     """Send `operation` to its WPG under the group's present token."""
+    kind = operation.kind
     if seq is None:
         if replay:
             seq = operation.seq
-        elif operation.kind in MUTATING:
+        elif kind in MUTATING:
             seq = deployment.completed_seq + 1
         else:
             seq = deployment.completed_seq
@@ -162,7 +165,7 @@ def start(
         operation.state = OperationState.RUNNING
         operation.started_at = now
         note_start(deployment, operation, now)
-        if deployment.kind != "rollout" and operation.kind not in MOVES:
+        if deployment.kind != "rollout" and kind not in MOVES:
             if next_began(deployment, now) is not None:
                 context.cycles_over[deployment.deployment] = None
             run_began(deployment, now)
@@ -173,13 +176,12 @@ def start(
     sources: tuple[str, ...] = ()
     if operation.source is not None:
         trainer = context.deployment(operation.source)
-        nodes = sorted({rank.node for rank in trainer.ranks})
-        sources = tuple(context.state.nodes[node].statemanager for node in nodes)
+        sources = tuple(context.state.nodes[node].statemanager for node in trainer.nodes)
     command = RunOperation(
         operation=operation.operation,
         deployment=deployment.deployment,
         job=deployment.job,
-        kind=operation.kind,
+        kind=kind,
         group=group.group,
         token=group.token,
         seq=seq,
@@ -191,13 +193,11 @@ def start(
         source=operation.source,
         source_seq=operation.source_seq,
         keep_seq=deployment.durable_seq,
-        next_use_s=(
-            next_use_s(deployment, now) if operation.kind == OperationKind.OFFLOAD else None
-        ),
+        next_use_s=next_use_s(deployment, now) if kind == OperationKind.OFFLOAD else None,
     )
     deployment.running[operation.operation] = command
     if context.state.routers:
-        context.emit(command)
+        context.commands.append(command)
 
 
 def _compare(context: Context, operation: Operation, now: float) -> None:
@@ -289,13 +289,15 @@ def _served(context: Context, operation: Operation) -> Operation | None:
 
 def drop_log(context: Context, deployment: Deployment) -> None:
     """Nothing in the replay log is needed any more."""
-    _forget(context, deployment.log)
+    if deployment.log:
+        _forget(context, deployment.log)
     deployment.replaying.clear()
 
 
 def drop_past(context: Context, deployment: Deployment) -> None:
     """What led to the durable version is not needed any more, or too much."""
-    _forget(context, deployment.past)
+    if deployment.past:
+        _forget(context, deployment.past)
     deployment.past_is_whole = False
 
 
@@ -355,7 +357,8 @@ def _into_history(context: Context, operation: Operation, now: float) -> None:
     while len(state.finished) > context.config.history:
         first = state.finished_count - len(state.finished) + 1
         oldest = state.operations[state.finished.pop(first)]
-        context.discard(oldest.result)
+        if oldest.result is not None:
+            context.discard(oldest.result)
         if oldest.is_logged:
             # A recovery may still repeat it; it goes with the log.
             oldest.is_forgotten = True

@@ -12,7 +12,7 @@ from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
 from plexrl.scheduler.operations import complete, fail, finish_move, retire_log
 from plexrl.scheduler.phases import switch_ended
 from plexrl.scheduler.rebuilding import is_republished
-from plexrl.scheduler.relocation import call_off, nodes_of
+from plexrl.scheduler.relocation import call_off
 from plexrl.scheduler.state import Deployment, Group, Operation, Residency
 from plexrl.scheduler.switch_cost import HOST, observe_move, state_lies
 from plexrl.scheduler.usage import meter
@@ -183,7 +183,7 @@ def _move_finished(
 
 def _version_made(context: Context, deployment: Deployment, event: OperationFinished) -> None:
     deployment.durable_seq = deployment.completed_seq
-    deployment.state_nodes = list(nodes_of(deployment))
+    deployment.state_nodes = list(deployment.nodes)
     state_lies(deployment, event.moved.tier if event.moved is not None else HOST)
     retire_log(context, deployment)
 
@@ -238,8 +238,9 @@ def _move_called_off(
 
 def _granted(context: Context, deployment: Deployment) -> None:
     job = context.job(deployment.job)
-    only_rollout = all(context.deployment(name).kind != "train" for name in job.deployments)
-    if deployment.kind == "train" or only_rollout:
+    if deployment.kind == "train" or all(
+        context.deployment(name).kind != "train" for name in job.deployments
+    ):
         job_event(job, JobTrigger.GRANTED)
         if deployment.trace is not None:
             cycle_ended(job)

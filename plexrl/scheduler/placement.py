@@ -15,6 +15,7 @@ from plexrl.errors import CapacityError
 from plexrl.ids import GroupId
 from plexrl.scheduler.capacity import Shape, ShapeTable
 from plexrl.scheduler.co_execution import added_stretch, turn_of
+from plexrl.scheduler.commands import RankPlacement
 from plexrl.scheduler.contention import Contention, Resident, TurnRule, predict
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.demand import DemandTrace, project
@@ -86,6 +87,7 @@ def join(
     group.members.append(deployment.deployment)
     deployment.group = group.group
     deployment.ranks = group.gpus
+    deployment.nodes = context.inventory.nodes(group)
     trace = deployment.trace if shares(deployment) else None
     start_slot = int(now) % context.config.horizon_slots
     deployment.reservation = Reservation(
@@ -97,6 +99,7 @@ def join(
         group.members.remove(deployment.deployment)
         deployment.group = deployment.reservation = None
         deployment.ranks = ()
+        deployment.nodes = ()
         raise
     deployment.placement = PlacementRecord(
         at=now,
@@ -147,11 +150,11 @@ def leave(context: Context, deployment: Deployment) -> None:
 
 def reserve_anew(context: Context, deployment: Deployment, shift: float) -> None:
     """Replace the deployment's footprint by that of its present trace, at `shift` slots."""
-    context.inventory.release(deployment)
-    deployment.reservation = Reservation(shift=shift, trace=deployment.trace)
+    reservation = Reservation(shift=shift, trace=deployment.trace)
+    deployment.reservation = reservation
+    context.inventory.reserve_anew(deployment)
     overlap_s = _overlap_s(context, deployment)
-    deployment.reservation = replace(deployment.reservation, overlap_s=overlap_s)
-    context.inventory.reserve(deployment, strict=False)
+    deployment.reservation = replace(reservation, overlap_s=overlap_s)
     _give_time_back(context, context.state.groups[_placed(deployment)])
 
 
@@ -170,15 +173,15 @@ def _give_time_back(context: Context, group: Group) -> None:
 
 def _overlap_s(context: Context, deployment: Deployment) -> float:
     """Seconds of a cycle in which another member with a profile is busy. One without gives way."""
-    footprint = context.inventory.footprint(deployment)
-    others = np.zeros(footprint.horizon_slots, dtype=np.bool_)
-    for name in context.state.groups[_placed(deployment)].members:
-        reservation = context.deployment(name).reservation
+    index, group = context.inventory.index, context.state.groups[_placed(deployment)]
+    others = 0
+    for name in group.members:
+        reservation = context.state.deployments[name].reservation
         if name == deployment.deployment or reservation is None or reservation.trace is None:
             continue
-        others |= context.inventory.footprint(context.deployment(name)).weights() > 0
-    busy = footprint.weights() > 0
-    return float(np.count_nonzero(busy & others)) / footprint.cycles
+        others |= index.busy(group.group, name)
+    both = others & index.busy(group.group, deployment.deployment)
+    return both.bit_count() / index.footprint(group.group, deployment.deployment).cycles
 
 
 def find(context: Context, deployment: Deployment, way: Way, now: float) -> Choice | None:
@@ -220,7 +223,8 @@ def contention_with(context: Context, deployment: Deployment, choice: Choice) ->
     somebody's demand is not known."""
     if deployment.trace is None:
         return None
-    residents = [_resident(context, deployment, deployment.trace)]
+    gpus = context.state.groups[choice.group].gpus
+    residents = [_resident(context, deployment, deployment.trace, gpus)]
     for name in context.state.groups[choice.group].members:
         member = context.deployment(name)
         if member.reservation is None or member.reservation.trace is None:
@@ -258,11 +262,16 @@ def has_critical(trace: DemandTrace) -> bool:
     return any(each.slack_s < each.duration_s for each in trace.segments)
 
 
-def _resident(context: Context, deployment: Deployment, trace: DemandTrace) -> Resident:
+def _resident(
+    context: Context,
+    deployment: Deployment,
+    trace: DemandTrace,
+    ranks: tuple[RankPlacement, ...] | None = None,
+) -> Resident:
     return Resident(
         trace=trace,
-        load_s=load_s(context, deployment),
-        offload_s=offload_s(context, deployment),
+        load_s=load_s(context, deployment, ranks),
+        offload_s=offload_s(context, deployment, ranks),
     )
 
 

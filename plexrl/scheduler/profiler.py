@@ -177,6 +177,13 @@ def has_drifted(trace: DemandTrace, cycles: Sequence[Cycle], tolerance: float) -
     if len(cycles) < DRIFT_CYCLES:
         return False
     period_s, busy_s = trace.period_s, trace.busy_s
+    newest = cycles[-1]
+    if (
+        abs((newest.length_s - newest.waited_s) / period_s - 1.0) <= tolerance
+        and abs(newest.busy_s / busy_s - 1.0) <= tolerance
+    ):
+        # As nearly always: one that fits is enough, and the others need not be looked at.
+        return False
     periods = [(cycle.length_s - cycle.waited_s) / period_s - 1.0 for cycle in cycles]
     if min(periods) > tolerance or max(periods) < -tolerance:
         return True
@@ -186,10 +193,11 @@ def has_drifted(trace: DemandTrace, cycles: Sequence[Cycle], tolerance: float) -
 
 def waiting_part(cycles: Sequence[Cycle]) -> float | None:
     """waiting / (waiting + running) over these cycles (PlexRL §7.2); None where there are none."""
-    total_s = sum(cycle.length_s for cycle in cycles)
-    if total_s <= 0:
-        return None
-    return sum(cycle.waited_s for cycle in cycles) / total_s
+    total_s = waited_s = 0.0
+    for cycle in cycles:
+        total_s += cycle.length_s
+        waited_s += cycle.waited_s
+    return waited_s / total_s if total_s > 0 else None
 
 
 def _is_end(deployment: Deployment, kind: OperationKind) -> bool:

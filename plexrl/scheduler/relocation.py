@@ -155,7 +155,7 @@ def call_off(context: Context, deployment: Deployment, now: float) -> None:
     deployment.relocation = None
     context.relocating.pop(deployment.deployment, None)
     deployment.no_move_until = now + BACK_OFF_S
-    for node in nodes_of(deployment):
+    for node in deployment.nodes:
         context.wake(deployment.no_move_until, f"node:{node}")
 
 
@@ -169,7 +169,7 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     if choice is None or deployment.group is None:
         return False
     old_group = context.state.groups[deployment.group]
-    old_nodes = nodes_of(deployment)
+    old_nodes = deployment.nodes
     context.emit(
         StopWorkers(
             deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=old_nodes
@@ -205,7 +205,7 @@ def settle(context: Context, deployment: Deployment) -> None:
     deployment.state = WpgState.RECOVERING
     # Each of several nodes has the parts of its own ranks only: the ranks lie otherwise now.
     held = set(deployment.state_nodes) if len(deployment.state_nodes) == 1 else set()
-    missing = sorted(set(nodes_of(deployment)) - held)
+    missing = sorted(set(deployment.nodes) - held)
     if deployment.durable_seq and missing:
         deployment.state = WpgState.MIGRATING
         deployment.awaited_nodes = missing
@@ -238,15 +238,10 @@ def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
     if deployment.awaited_nodes:
         return False
     _release_left_nodes(context, deployment)
-    deployment.state_nodes = list(nodes_of(deployment))
+    deployment.state_nodes = list(deployment.nodes)
     state_lies(deployment, HOST)
     deployment.state = WpgState.RECOVERING
     return True
-
-
-def nodes_of(deployment: Deployment) -> tuple[NodeId, ...]:
-    """The nodes that the deployment's ranks are on."""
-    return tuple(sorted({rank.node for rank in deployment.ranks}))
 
 
 def _begin(
@@ -259,7 +254,7 @@ def _begin(
 
 def _release_left_nodes(context: Context, deployment: Deployment) -> None:
     """Have the nodes that the deployment is on no more drop what they keep of it."""
-    here = nodes_of(deployment)
+    here = deployment.nodes
     gone = tuple(each for each in deployment.state_nodes if each not in here)
     if gone:
         context.emit(ReleaseState(deployment=deployment.deployment, nodes=gone))

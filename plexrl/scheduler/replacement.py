@@ -15,7 +15,7 @@ from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import end_job, has_gpu, job_event, release_lock, stop
 from plexrl.scheduler.placement import leave
 from plexrl.scheduler.rebuilding import rebuild
-from plexrl.scheduler.relocation import drain, nodes_of
+from plexrl.scheduler.relocation import drain
 from plexrl.scheduler.state import Deployment, Node, Residency, WpgState
 
 
@@ -75,7 +75,7 @@ def _elsewhere(context: Context, node: NodeId) -> list[Deployment]:
         for deployment in context.state.deployments.values()
         if deployment.state in (WpgState.MIGRATING, WpgState.WAITING)
         and node in deployment.state_nodes
-        and node not in nodes_of(deployment)
+        and node not in deployment.nodes
     ]
 
 
@@ -102,7 +102,7 @@ def _replace(context: Context, deployment: Deployment, now: float) -> None:
         return
     if deployment.state == WpgState.WAITING:
         return
-    nodes = nodes_of(deployment)
+    nodes = deployment.nodes
     context.emit(
         StopWorkers(
             deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=nodes
@@ -117,6 +117,7 @@ def _replace(context: Context, deployment: Deployment, now: float) -> None:
     release_lock(context, deployment)
     leave(context, deployment)
     deployment.ranks = ()
+    deployment.nodes = ()
     deployment.placement = None
     deployment.addresses.clear()
     deployment.awaited_nodes.clear()
@@ -144,8 +145,7 @@ def _give_up(context: Context, deployment: Deployment, now: float) -> None:
 
 
 def _enqueue(context: Context, deployment: Deployment) -> None:
-    waiting = {*context.waiting, deployment.deployment}
+    context.wait(deployment)
     # They are kept in the order of their creation.
-    context.waiting.clear()
-    context.waiting.update({name: None for name in context.state.deployments if name in waiting})
+    context.waiting.put_in_order(context.state.deployments)
     context.place_waiting = True

@@ -203,6 +203,8 @@ class Operation:
     caused_by: DeploymentId | None = None
     """Of an offload: who gets the group, waiting or expected, and pays; absent: nobody, as in a
     drain, and the deployment's own job pays."""
+    paid_by: TenantId | None = None
+    """Whose job that is: it may have ended, and been forgotten, when the offload is over."""
     is_aborted: bool = False
     """Its early end has been asked for."""
     source_seq: int = 0
@@ -294,6 +296,8 @@ class Deployment:
     residency: Residency = Residency.NONE
     group: GroupId | None = None
     ranks: tuple[RankPlacement, ...] = ()
+    nodes: tuple[NodeId, ...] = ()
+    """Of its ranks, each once, by name."""
     node_type: str = ""
     """Wanted; empty: any."""
     trace: DemandTrace | None = None
@@ -446,6 +450,15 @@ class EtaErrors:
     """Waits that became more than twice as long as was said, and 1 s longer at least."""
 
 
+@dataclass(slots=True, kw_only=True)
+class ForgottenJobs:
+    """What is left of a tenant's jobs that ended long ago."""
+
+    jobs: int = 0
+    operations: int = 0
+    """That they ran."""
+
+
 @dataclass(slots=True)
 class State:
     """All of it."""
@@ -455,6 +468,9 @@ class State:
     tenants: dict[TenantId, Tenant] = field(default_factory=dict)
     in_flight: dict[TenantId, InFlight] = field(default_factory=dict)
     jobs: dict[JobId, Job] = field(default_factory=dict)
+    ended: dict[JobId, None] = field(default_factory=dict)
+    """Those of the jobs that have ended, in the order in which they did."""
+    forgotten: dict[TenantId, ForgottenJobs] = field(default_factory=dict)
     deployments: dict[DeploymentId, Deployment] = field(default_factory=dict)
     groups: dict[GroupId, Group] = field(default_factory=dict)
     profiles: dict[str, DemandTrace] = field(default_factory=dict)
@@ -466,5 +482,9 @@ class State:
     """The newest ones by their place in the operation log, oldest first."""
     finished_count: int = 0
     eta_errors: EtaErrors = field(default_factory=EtaErrors)
+    searches: dict[str, int] = field(default_factory=dict)
+    """By size: for how many who wait groups were searched in vain since capacity came free."""
+    timers_swept: int = 0
+    """Timers that were left when those without a purpose were last thrown away."""
     groups_made: int = 0
     moves_made: int = 0

@@ -2,9 +2,9 @@
 
 A move of a WPG's state is `fixed_s + bytes / rate`, one law for each path; the sum over a
 switch is the setup cost of PlexRL §4.4. A WPG that has moved this way before predicts itself;
-others are predicted by the law of their path, fitted to the moves of all WPGs on nodes of a type;
-a path that nothing is known of by a cautious guess. Bytes are those of one node, whose ranks move
-at once.
+others are predicted by the law of their path, fitted to the moves of all WPGs on nodes of a type,
+or by that of the way back; a path that nothing is known of by a cautious guess. Bytes are those of
+one node, whose ranks move at once; of a WPG that has no GPUs yet, by those that it might get.
 """
 
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from plexrl.scheduler.estimates import MOVE_BYTES_PER_S, MoveLaw
 from plexrl.wire.operations import OperationKind
 
 if TYPE_CHECKING:
+    from plexrl.scheduler.commands import RankPlacement
     from plexrl.scheduler.context import Context
     from plexrl.scheduler.events import OperationFinished, StateReported
     from plexrl.scheduler.state import Deployment, Group, Operation
@@ -21,20 +22,29 @@ HOST = "host"
 NVME = "nvme"
 
 
-def load_s(context: "Context", deployment: "Deployment") -> float:
-    """Predicted seconds to bring the state onto the GPUs from where it lies now."""
+def load_s(
+    context: "Context", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
+) -> float:
+    """Predicted seconds to bring the state onto the GPUs from where it lies now; on `ranks`, where
+    it is not yet placed."""
     estimates = deployment.estimates
     if not deployment.nvme_bytes:
         known = estimates.seconds_by_kind.get(OperationKind.LOAD)
-        return known if known is not None else _by_law(context, deployment, OperationKind.LOAD)
+        if known is not None:
+            return known
+        return _by_law(context, deployment, OperationKind.LOAD, ranks=ranks)
     known = estimates.nvme_load_seconds
     return known if known is not None else _by_law(context, deployment, OperationKind.LOAD, NVME)
 
 
-def offload_s(context: "Context", deployment: "Deployment") -> float:
-    """Predicted seconds to bring the state off the GPUs."""
+def offload_s(
+    context: "Context", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
+) -> float:
+    """Predicted seconds to bring the state off the GPUs; off `ranks`, where it has none yet."""
     known = deployment.estimates.seconds_by_kind.get(OperationKind.OFFLOAD)
-    return known if known is not None else _by_law(context, deployment, OperationKind.OFFLOAD)
+    if known is not None:
+        return known
+    return _by_law(context, deployment, OperationKind.OFFLOAD, ranks=ranks)
 
 
 def round_trip_s(context: "Context", deployment: "Deployment") -> float:
@@ -65,18 +75,18 @@ def observe_move(
         deployment.estimates.observe(operation.kind, 0, event.compute_s)
     if moved is None or not moved.bytes_moved:
         return
-    nodes = len({rank.node for rank in deployment.ranks}) or 1
+    nodes = len(deployment.nodes) or 1
     law = context.state.move_laws.setdefault(
-        _path(context, deployment, operation.kind, tier), MoveLaw()
+        _path(context, deployment.ranks, operation.kind, tier), MoveLaw()
     )
     law.observe(moved.bytes_moved / nodes, event.compute_s)
 
 
 def state_lies(deployment: "Deployment", tier: str) -> None:
     """A version was made or has arrived, all of it in `tier` until its nodes say otherwise."""
-    nodes = {rank.node for rank in deployment.ranks}
+    nodes = deployment.nodes
     per_node = deployment.state_bytes // max(1, len(nodes)) if tier == NVME else 0
-    deployment.nvme_bytes_by_node = dict.fromkeys(sorted(nodes), per_node) if per_node else {}
+    deployment.nvme_bytes_by_node = dict.fromkeys(nodes, per_node) if per_node else {}
     deployment.nvme_bytes = per_node
 
 
@@ -85,7 +95,7 @@ def state_reported(context: "Context", event: "StateReported", now: float) -> No
     del now
     for report in event.states:
         deployment = context.state.deployments.get(report.deployment)
-        if deployment is None or event.node not in {rank.node for rank in deployment.ranks}:
+        if deployment is None or event.node not in deployment.nodes:
             continue
         by_node = deployment.nvme_bytes_by_node
         by_node[event.node] = report.nvme_bytes
@@ -94,17 +104,31 @@ def state_reported(context: "Context", event: "StateReported", now: float) -> No
 
 
 def _by_law(
-    context: "Context", deployment: "Deployment", kind: OperationKind, tier: str = HOST
+    context: "Context",
+    deployment: "Deployment",
+    kind: OperationKind,
+    tier: str = HOST,
+    ranks: "tuple[RankPlacement, ...] | None" = None,
 ) -> float:
-    nodes = len({rank.node for rank in deployment.ranks}) or 1
+    if deployment.ranks:
+        ranks, nodes = deployment.ranks, len(deployment.nodes)
+    else:
+        ranks = ranks or ()
+        nodes = len({rank.node for rank in ranks}) or 1
     nbytes = deployment.state_bytes / nodes
-    law = context.state.move_laws.get(_path(context, deployment, kind, tier))
+    laws = context.state.move_laws
+    law = laws.get(_path(context, ranks, kind, tier))
+    if law is None:
+        # The bytes of the other direction go over the same links. Jobs that each have GPUs of their
+        # own are loaded and never offloaded: by the guess alone they would never share.
+        back = OperationKind.LOAD if kind == OperationKind.OFFLOAD else OperationKind.OFFLOAD
+        law = laws.get(_path(context, ranks, back, tier))
     return law.seconds(nbytes) if law is not None else nbytes / MOVE_BYTES_PER_S
 
 
-def _path(context: "Context", deployment: "Deployment", kind: OperationKind, tier: str) -> str:
-    node_type = ""
-    if deployment.ranks:
-        node = context.state.nodes.get(deployment.ranks[0].node)
-        node_type = node.node_type if node is not None else ""
+def _path(
+    context: "Context", ranks: "tuple[RankPlacement, ...]", kind: OperationKind, tier: str
+) -> str:
+    node = context.state.nodes.get(ranks[0].node) if ranks else None
+    node_type = node.node_type if node is not None else ""
     return f"{kind.value}/{tier}/{node_type}"

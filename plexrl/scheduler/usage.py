@@ -23,13 +23,14 @@ FADE_STEP_S = 10.0
 def meter(state: State, deployment: Deployment, now: float) -> None:
     """Share the GPU time since the last call among the runs in flight."""
     since, deployment.metered_at = deployment.metered_at, now
-    if since is None or (not deployment.running and deployment.moving is None):
+    moving, running = deployment.moving, deployment.running
+    if since is None or (moving is None and not running):
         return
     held = max(0.0, now - since) * deployment.workers
-    moving, running = deployment.moving, deployment.running
     if moving is not None:
-        state.operations[moving.operation].gpu_seconds += held / (1 + len(running))
-        held -= held / (1 + len(running))
+        part = held / (1 + len(running))
+        state.operations[moving.operation].gpu_seconds += part
+        held -= part
     for name in running:
         state.operations[name].gpu_seconds += held / len(running)
 
@@ -37,15 +38,21 @@ def meter(state: State, deployment: Deployment, now: float) -> None:
 def bill(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
     """Enter a run that has come to its end; replays are entered nowhere."""
     cause = operation.caused_by
-    payer = state.jobs[deployment.job if cause is None else state.deployments[cause].job]
-    row = payer.usage.get(operation.kind)
-    if row is None:
-        row = payer.usage[operation.kind] = UsageRow()
-    row.operations += 1
-    row.failed += operation.state != OperationState.FINISHED
-    row.gpu_seconds += operation.gpu_seconds
-    row.tokens += operation.tokens
-    tenant = state.tenants.get(payer.tenant)
+    causer = deployment if cause is None else state.deployments.get(cause)
+    if causer is None:
+        # Its job has ended and is forgotten; its tenant pays all the same.
+        payer_tenant = operation.paid_by
+    else:
+        payer = state.jobs[causer.job]
+        payer_tenant = payer.tenant
+        row = payer.usage.get(operation.kind)
+        if row is None:
+            row = payer.usage[operation.kind] = UsageRow()
+        row.operations += 1
+        row.failed += operation.state != OperationState.FINISHED
+        row.gpu_seconds += operation.gpu_seconds
+        row.tokens += operation.tokens
+    tenant = None if payer_tenant is None else state.tenants.get(payer_tenant)
     if tenant is not None:
         tenant.gpu_seconds += operation.gpu_seconds
         if tenant.recent_at is None or now - tenant.recent_at >= FADE_STEP_S:

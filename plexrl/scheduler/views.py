@@ -164,7 +164,11 @@ def operation_log(
     oldest = next(iter(state.finished), 1)
     for index in range(max(wanted.after + 1, oldest), state.finished_count + 1):
         operation = state.operations[state.finished[index]]
-        owner = state.jobs[state.deployments[operation.deployment].job]
+        deployment = state.deployments.get(operation.deployment)
+        if deployment is None:
+            # Its job is forgotten.
+            continue
+        owner = state.jobs[deployment.job]
         if (
             tenant in (None, owner.tenant)
             and wanted.job in (None, owner.job)
@@ -197,11 +201,15 @@ def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
         # Those that ran: what was called off before has no row of use.
         rows = (row for job in jobs for row in job.usage.values())
         view["operations_finished"] = sum(row.operations for row in rows)
+    view["operations_finished"] += sum(
+        each.operations for name, each in state.forgotten.items() if tenant == name
+    )
     names = [name for job in jobs for name in job.deployments]
     return {
         **view,
         "jobs_live": sum(not job.state.is_final for job in jobs),
-        "jobs_total": len(jobs),
+        "jobs_total": len(jobs)
+        + sum(each.jobs for name, each in state.forgotten.items() if tenant in (None, name)),
         "deployments_waiting": sum(name in context.waiting for name in names),
         "operations_pending": sum(len(state.deployments[name].queue) for name in names),
     }

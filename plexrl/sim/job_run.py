@@ -203,9 +203,10 @@ def cycles_of(job: TraceJob) -> int:
 
 
 def demand_of(job: TraceJob, behaviour: Behaviour) -> DemandTrace | None:
-    """What a job that is known declares; None where it needs its GPUs at no time. Where rollouts
-    run ahead of training, a cycle is as long as the longer of the two, and training can be late by
-    the difference."""
+    """What a job that is known declares, as the scheduler's profiler would have measured it: from
+    the first operation of a cycle. None where it needs its GPUs at no time. Where rollouts run
+    ahead of training, a cycle is as long as the longer of the two, and training can be late by the
+    difference."""
     period_s = job.service_s if job.period_s is None else job.period_s
     staleness = job.staleness if behaviour.staleness is None else behaviour.staleness
     jitter_s = job.jitter_s if behaviour.jitter is None else behaviour.jitter * period_s
@@ -222,7 +223,7 @@ def demand_of(job: TraceJob, behaviour: Behaviour) -> DemandTrace | None:
     segments: list[Segment] = []
     end_s = 0.0
     for segment in job.segments:
-        offset_s = max(end_s, segment.offset_s - (first_s if staleness else 0.0))
+        offset_s = max(end_s, segment.offset_s - first_s)
         duration_s = min(segment.duration_s, period_s - offset_s)
         if duration_s > 0.0:
             slack = max(slack_s, segment.slack_s)

@@ -84,7 +84,10 @@ class OperationState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        return self in (self.FINISHED, self.FAILED, self.CANCELLED)
+        return self in _FINAL
+
+
+_FINAL = frozenset({OperationState.FINISHED, OperationState.FAILED, OperationState.CANCELLED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

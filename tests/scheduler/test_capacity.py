@@ -16,6 +16,7 @@ from plexrl.scheduler.demand import (
     Segment,
     commensurate,
     project,
+    slots_of,
     whole_ring,
 )
 from plexrl.scheduler.folds import ShiftSearch
@@ -63,6 +64,8 @@ def slow_slots(footprint: Footprint) -> set[int]:
 @given(footprints())
 def test_a_footprint_covers_every_slot_it_touches_and_no_other(footprint: Footprint) -> None:
     assert set(np.flatnonzero(footprint.weights()).tolist()) == slow_slots(footprint)
+    slots = slots_of(footprint.busy(), footprint.horizon_slots)
+    assert set(np.flatnonzero(slots).tolist()) == slow_slots(footprint)
 
 
 @given(st.floats(4, 50_000), st.sampled_from((0.0, 0.02, 0.1)))
@@ -234,6 +237,20 @@ def test_a_release_restores_the_index_exactly(
     assert index.profile("t").values().tolist() == before
     assert index.free_intervals("g").starts.tolist() == windows
     assert index.load("g") == load
+
+
+@given(st.lists(footprints(), min_size=1, max_size=3), st.data())
+def test_a_footprint_replaced_leaves_the_index_as_one_made_anew(
+    residents: list[Footprint], data: st.DataObject
+) -> None:
+    index = index_with(residents)
+    for _ in range(3):
+        number = data.draw(st.integers(0, len(residents) - 1))
+        residents[number] = data.draw(footprints())
+        if data.draw(st.booleans()):
+            index.profile("t")
+        index.replace("g", f"r{number}", residents[number], 0.1)
+    index.check_equal(index_with(residents))
 
 
 @given(st.lists(footprints(), max_size=4))

@@ -69,6 +69,8 @@ class Cluster(RuleBasedStateMachine):
         name = f"j{self.jobs}"
         deployment = f"{name}/actor"
         self.cluster.job(name, priority=priority)
+        # Nodes may have come back with fewer GPUs: what could never fit is refused.
+        workers = min(workers, sum(node["gpus"] for node in self.cluster.core.list_nodes()))
         trace = WARM if warm else None
         self.cluster.deploy(deployment, workers=workers, trace=trace)
         self.submitted[deployment] = []

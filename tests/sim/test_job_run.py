@@ -120,7 +120,9 @@ def test_cycles_are_counted_by_the_row_or_by_its_duration() -> None:
 def test_what_a_job_declares_is_its_row_or_its_training_beside_rollouts() -> None:
     serial = demand_of(JOB, Behaviour())
     assert serial is not None
-    assert (serial.period_s, len(serial.segments), serial.busy_s) == (100.0, 3, 30.0)
+    assert (serial.period_s, serial.busy_s) == (100.0, 30.0)
+    # From the first operation on, as the profiler counts.
+    assert [each.offset_s for each in serial.segments] == [0.0, 10.0, 30.0]
     ahead = demand_of(JOB, Behaviour(staleness=1, jitter=0.1))
     assert ahead is not None
     # 65 s of rollout hide 35 s from the first segment to the last.

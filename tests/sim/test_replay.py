@@ -127,3 +127,16 @@ def test_the_scheduler_measures_the_cycles_that_are_run(policy: str, detail: str
         assert profile["period_s"] == pytest.approx(known.period_s, rel=0.01)
         busy_s = sum(each["duration_s"] for each in profile["segments"])
         assert busy_s == pytest.approx(known.busy_s, rel=0.01)
+
+
+def test_jobs_of_many_nodes_share_a_group_though_no_switch_was_ever_seen() -> None:
+    """Each node moves its own part of the state, and off the GPUs as fast as onto them."""
+    demand = MODEL_CLASSES["235B"].demand()
+    jobs = tuple(
+        TraceJob(job_id=f"job{index}", submit_s=3000.0 * index, gpus=64, cycles=20, **demand)
+        for index in range(2)
+    )
+    whole = Scenario(source=Jobs(jobs), pools=(Pool(nodes=8),), policy="spread+backfill")
+    result = simulate(whole)
+    assert result.cycles == 40
+    assert result.wait.highest == 0.0

@@ -1,0 +1,24 @@
+"""Ended jobs are remembered up to a bound; then the one that ended first is forgotten.
+
+With it go its deployments and what it used; of these its tenant's totals stay. What is known of a
+forgotten job is what is known of one that never was: a question for it, or for an operation of it
+that is still in the history, finds nothing, and its id may be used again. Nothing that is decided
+hangs on it: whoever lives has no tie to a job that has ended.
+"""
+
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.state import ForgottenJobs
+
+
+def forget_ended(context: Context) -> None:
+    """Keep to the bound; to be called between events, for one event may end many jobs."""
+    state = context.state
+    while len(state.ended) > context.config.ended_jobs:
+        name = next(iter(state.ended))
+        del state.ended[name]
+        job = state.jobs.pop(name)
+        for deployment in job.deployments:
+            del state.deployments[deployment]
+        totals = state.forgotten.setdefault(job.tenant, ForgottenJobs())
+        totals.jobs += 1
+        totals.operations += sum(row.operations for row in job.usage.values())

@@ -1,0 +1,145 @@
+"""Who waits for GPUs, in lines: of those alike, only the first needs to be looked at.
+
+A backlog holds many deployments and few kinds. Where there is no room for the first of a kind there
+is none for the others, so a pass of the admission costs what the kinds cost, not what the backlog
+does. Three lines matter:
+
+* a *line* of deployments that all fit or all do not: same tenant, class, length, size and demand;
+  in it, who came first has the better turn for as long as they wait;
+* a *wish*: those of one tenant, class and length that want the same GPUs; the first of them stands
+  for all in keeping others from passing;
+* *singles*, in no line: whose job has GPUs for another deployment already, or asked for a gang.
+
+All of it follows from the state; `Context.reconfigure` makes it anew.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from sortedcontainers import SortedList
+
+from plexrl.ids import DeploymentId, TenantId
+from plexrl.scheduler.demand import DemandTrace
+from plexrl.scheduler.state import Deployment, Job
+
+
+class Size(NamedTuple):
+    """GPUs that are asked for."""
+
+    node_type: str
+    workers: int
+    shares: bool
+    """On a group that others may be on too."""
+
+
+class Rank(NamedTuple):
+    """What, beside the time of coming, a turn depends on."""
+
+    tenant: TenantId
+    priority: int
+    expected_s: float
+
+
+class Likeness(NamedTuple):
+    """What a line has in common, beside its size."""
+
+    rank: Rank
+    state_bytes: int
+    trace: DemandTrace | None
+
+
+if TYPE_CHECKING:
+    _Queue = SortedList[tuple[float, DeploymentId]]
+    """(time of creation, name), in the order of turns."""
+
+KeyT = TypeVar("KeyT", Likeness, Rank)
+
+
+class Waiting:
+    """Deployments without GPUs, iterated over in the order of their creation."""
+
+    def __init__(self) -> None:
+        self._filed: dict[DeploymentId, tuple[float, Size, Likeness] | None] = {}
+        self.lines: dict[Size, dict[Likeness, _Queue]] = {}
+        self.wishes: dict[Size, dict[Rank, _Queue]] = {}
+        self.singles: dict[DeploymentId, None] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._filed
+
+    def __iter__(self) -> Iterator[DeploymentId]:
+        return iter(self._filed)
+
+    def __len__(self) -> int:
+        return len(self._filed)
+
+    def clear(self) -> None:
+        """Forget everybody."""
+        for part in (self._filed, self.lines, self.wishes, self.singles):
+            part.clear()
+
+    def add(self, deployment: Deployment, job: Job, *, shares: bool, is_single: bool) -> None:
+        """The deployment waits from now on, behind all that were created before it."""
+        name = deployment.deployment
+        self.remove(name)
+        if is_single:
+            self._filed[name] = None
+            self.singles[name] = None
+            return
+        size = Size(deployment.node_type, deployment.workers, shares)
+        rank = Rank(job.tenant, job.priority, job.expected_s)
+        likeness = Likeness(rank, deployment.state_bytes, deployment.trace)
+        self._filed[name] = deployment.created_at, size, likeness
+        entry = deployment.created_at, name
+        self.lines.setdefault(size, {}).setdefault(likeness, SortedList()).add(entry)
+        self.wishes.setdefault(size, {}).setdefault(rank, SortedList()).add(entry)
+
+    def remove(self, name: DeploymentId) -> None:
+        """It has GPUs, or its job has ended."""
+        if name in self._filed:
+            self._take_out(name)
+            del self._filed[name]
+
+    def put_in_order(self, names: Iterable[DeploymentId]) -> None:
+        """Iterate over those who wait in this order from now on."""
+        self._filed = {name: self._filed[name] for name in names if name in self._filed}
+
+    def single_out(self, name: DeploymentId) -> None:
+        """Its job has GPUs now: it stands in no line any more, and keeps its place among all."""
+        self._take_out(name)
+        self._filed[name] = None
+        self.singles[name] = None
+
+    def first_of_line(self, size: Size, likeness: Likeness) -> DeploymentId | None:
+        """Who is first of those in a line that are left."""
+        line = self.lines.get(size, {}).get(likeness)
+        return line[0][1] if line else None
+
+    def first_of_wish(self, size: Size, rank: Rank) -> DeploymentId | None:
+        """Who is first of those that wish the same."""
+        wish = self.wishes.get(size, {}).get(rank)
+        return wish[0][1] if wish else None
+
+    def _take_out(self, name: DeploymentId) -> None:
+        filed = self._filed[name]
+        if filed is None:
+            del self.singles[name]
+            return
+        created_at, size, likeness = filed
+        entry = created_at, name
+        _leave(self.lines, size, likeness, entry)
+        _leave(self.wishes, size, likeness.rank, entry)
+
+
+def _leave(
+    queues: dict[Size, dict[KeyT, "_Queue"]],
+    size: Size,
+    key: KeyT,
+    entry: tuple[float, DeploymentId],
+) -> None:
+    by_key = queues[size]
+    by_key[key].remove(entry)
+    if not by_key[key]:
+        del by_key[key]
+        if not by_key:
+            del queues[size]

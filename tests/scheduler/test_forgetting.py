@@ -1,0 +1,120 @@
+"""Ended jobs are forgotten beyond a bound, and nothing that is decided hangs on them."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plexrl import errors
+from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler import events as ev
+from plexrl.scheduler.calls import ListOperations
+from plexrl.scheduler.context import TIMERS_MIN
+from tests.scheduler.fake_cluster import FakeCluster, config
+
+KINDS = ("forward", "forward_backward", "optim_step")
+
+
+def after(jobs: int, ended_jobs: int) -> FakeCluster:
+    """A cluster on which so many jobs have run and ended, one after the other."""
+    cluster = FakeCluster(ended_jobs=ended_jobs)
+    cluster.start_node()
+    cluster.send(ev.TenantCreated(tenant="t", key_digest="k"))
+    for number in range(jobs):
+        cluster.job(f"j{number}")
+        cluster.deploy(f"j{number}/actor")
+        for kind in KINDS:
+            cluster.submit(f"j{number}:{kind}", f"j{number}/actor", kind)
+        cluster.settle()
+        cluster.pass_time(1.0)
+        cluster.send(ev.JobFinished(job=f"j{number}", outcome="completed"))
+    return cluster
+
+
+def test_of_a_forgotten_job_nothing_is_known_but_its_tenant_s_totals() -> None:
+    cluster, whole = after(5, ended_jobs=2), after(5, ended_jobs=100)
+    core, now = cluster.core, cluster.now
+    assert [job["job"] for job in core.list_jobs(None, now)] == ["j3", "j4"]
+    with pytest.raises(errors.UnknownJobError):
+        core.job_view("j0", now)
+    with pytest.raises(errors.UnknownDeploymentError):
+        core.deployment_view("j0/actor", now)
+    with pytest.raises(errors.UnknownOperationError):
+        core.operation_view("j0:optim_step", now)
+    assert core.operation_view("j4:optim_step", now)["state"] == "finished"
+    rows = core.operation_log(None, ListOperations(after=0, limit=100), now)
+    assert {row["job"] for row in rows} == {"j3", "j4"}
+    for tenant in (None, "t"):
+        assert core.status(now, tenant) == whole.core.status(now, tenant)
+    assert core.list_tenants(now) == whole.core.list_tenants(now)
+
+
+def test_the_id_of_a_forgotten_job_can_be_used_again() -> None:
+    cluster = after(3, ended_jobs=1)
+    cluster.job("j0")
+    cluster.deploy("j0/actor")
+    cluster.submit("again", "j0/actor", "forward")
+    cluster.settle()
+    assert cluster.state_of("again") == "finished"
+
+
+def test_a_restart_forgets_what_was_forgotten() -> None:
+    cluster = after(4, ended_jobs=2)
+    cluster.restart_scheduler(restored=True)
+    assert [job["job"] for job in cluster.core.list_jobs(None, cluster.now)] == ["j2", "j3"]
+    cluster.restart_scheduler()
+
+
+def test_timers_of_jobs_that_have_ended_do_not_pile_up() -> None:
+    core = SchedulerCore(config(ended_jobs=1))
+    for number in range(3 * TIMERS_MIN):
+        submitted = ev.JobSubmitted(
+            job=f"j{number}",
+            tenant="t",
+            name="j",
+            controller_timeout_s=1e6,
+            reattach_timeout_s=1e6,
+        )
+        core.handle(submitted, float(number))
+        core.handle(ev.JobFinished(job=f"j{number}", outcome="completed"), float(number))
+    assert len(core._context.timers) <= TIMERS_MIN + 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    policy=st.sampled_from(("pack", "spread", "spread+backfill", "co-execution")),
+)
+def test_commands_are_the_same_however_little_is_remembered(seed: int, policy: str) -> None:
+    random, live, made = Random(seed), [], 0
+    cluster = FakeCluster(policy=policy, residents_max=2)
+    cluster.start_node()
+    cluster.send(ev.TenantCreated(tenant="t", key_digest="k"))
+    for _ in range(40):
+        choice = random.random()
+        if choice < 0.3:
+            live.append(f"j{made}")
+            made += 1
+            cluster.job(live[-1], tenant=random.choice(("t", "other")))
+            cluster.deploy(f"{live[-1]}/actor", workers=random.choice((1, 2, 4)))
+        elif choice < 0.6 and live:
+            job = random.choice(live)
+            for kind in KINDS:
+                cluster.submit(f"{job}:{len(cluster.journal)}", f"{job}/actor", kind)
+        elif choice < 0.75 and live:
+            job = live.pop(random.randrange(len(live)))
+            cluster.send(ev.JobFinished(job=job, outcome="completed"))
+        elif choice < 0.85:
+            cluster.pass_time(random.choice((0.1, 5.0, 100.0)))
+        for _ in range(random.randrange(6)):
+            if cluster.launches:
+                cluster.launch(random.choice(cluster.launches))
+            elif cluster.runs:
+                cluster.execute(random.choice(cluster.runs))
+    long = SchedulerCore(config(policy=policy, residents_max=2))
+    short = SchedulerCore(config(policy=policy, residents_max=2, ended_jobs=1))
+    for event, at in cluster.journal:
+        assert short.handle(event, at) == long.handle(event, at)
+        short.check_invariants()
+    assert short.list_tenants(cluster.now) == long.list_tenants(cluster.now)
