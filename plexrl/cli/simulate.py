@@ -203,7 +203,7 @@ def simulate(
     """Run a trace through the scheduler on a virtual clock: policies, cluster sizes, costs."""
     try:
         from plexrl.cli import simulate_setup as setup
-        from plexrl.cli.simulate_answers import answered, document, show, write
+        from plexrl.cli.simulate_answers import answered, check_folder, document, show, write
         from plexrl.sim.scenario import Behaviour, Failures, Scenario
         from plexrl.traces import Shape
     except ImportError as error:
@@ -213,6 +213,8 @@ def simulate(
         ) from error
 
     asked = setup.questions(policy, sweep, slo, what_if)
+    if out is not None:
+        check_folder(out)
     source = setup.source(
         trace,
         shape=Shape(

@@ -24,10 +24,11 @@ from plexrl.cli.simulate_tables import (
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.axes import scenarios_along
 from plexrl.sim.capacity_search import CapacityPlan, smallest_cluster
+from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.response_lengths import read_longest_of
 from plexrl.sim.result import SimResult
 from plexrl.sim.result_json import dumps, result_values, scenario_values, speed_values
-from plexrl.sim.scenario import Scenario
+from plexrl.sim.scenario import NODES_MAX, Scenario
 from plexrl.sim.survey import Survey, check_fits, surveyed
 from plexrl.sim.sweep import FailedRun
 from plexrl.sim.trace_source import PublishedSource, TraceSource
@@ -185,22 +186,36 @@ def document(found: Answers) -> str:
     )
 
 
+def check_folder(folder: Path) -> None:
+    """Before anything runs: results can be written there.
+
+    Raises:
+        InvalidRequestError: the folder is a file, or stands where nothing can be made.
+    """
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "no folder" if not there.is_dir() else "not yours to write"
+        raise InvalidRequestError(f"--out {folder}: {there} is {what}; name another")
+
+
 def write(found: Answers, folder: Path, *, quiet: bool) -> None:
     """`results.json`, and `report.html` where there is what it takes.
 
     Raises:
         InvalidRequestError: the folder cannot be written.
     """
+    told = [folder / "results.json"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "results.json").write_text(document(found) + "\n", encoding="utf-8")
+        write_whole(told[0], document(found) + "\n")
+        if found.runs:
+            changes = _compared(found)
+            page = report(found.trace, found.survey, found.runs, found.plans, changes, folder)
+            told += [page] if page else []
     except OSError as error:
         raise InvalidRequestError(f"cannot write to {folder}: {error}") from error
-    told = [folder / "results.json"]
-    if found.runs:
-        changes = _compared(found)
-        page = report(found.trace, found.survey, found.runs, found.plans, changes, folder)
-        told += [page] if page else []
     if not quiet:
         print_line("Written: " + ", ".join(map(str, told)))
 
@@ -248,7 +263,7 @@ def _sizes(survey: Survey, base: Scenario, max_nodes: int) -> tuple[int, int]:
         )
     pool = replace(base.pools[0], nodes=lowest)
     check_fits(survey, (pool, *base.pools[1:]))
-    return lowest, min(highest, max_nodes)
+    return lowest, min(highest, max_nodes, NODES_MAX)
 
 
 def _chosen(base: Scenario, plan: CapacityPlan) -> Run:

@@ -80,7 +80,7 @@ def print_runs(runs: Sequence[Run]) -> None:
                 "cost": money(result.cost),
             },
         )
-    jobs = max(result.jobs + result.failed_jobs for _, result in runs)
+    jobs = max(result.jobs for _, result in runs)
     _print_groups(names, {f"{jobs:,} jobs": times, SLOWDOWN: slower, "GPUs": gpus})
 
 
@@ -178,8 +178,8 @@ def hours(value: float) -> str:
 
 
 def money(value: float) -> str:
-    """Whole units of whatever currency prices have."""
-    return f"{value:,.0f}"
+    """Of whatever currency prices have; whole units unless they are few."""
+    return f"{value:,.0f}" if value >= 100 or not value else f"{value:.2f}"
 
 
 def difference(was: float, now: float, absolute: str) -> str:
@@ -235,7 +235,10 @@ def setting(scenario: Scenario, name: str) -> str:
         "staleness": scenario.behaviour.staleness,
         "switch": scenario.switch_s,
     }[name]
-    return "" if value is None else f"{value:g}"
+    if value is None:
+        return ""
+    # Whole: `g` would make seeds of more than six digits look alike.
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def varying(scenarios: Sequence[Scenario]) -> tuple[str, ...]:

@@ -111,7 +111,9 @@ def _with(scenario: Scenario, name: str, value: str) -> Scenario:
     try:
         return _APPLIED[name](scenario, value)
     except ValueError as error:
-        raise InvalidRequestError(f"sweep {name}: {value!r} is no number for it") from error
+        raise InvalidRequestError(
+            f"sweep {name}: {value!r} is no number for it{_AS.get(name, '')}"
+        ) from error
 
 
 def _seed(scenario: Scenario, value: str) -> Scenario:
@@ -119,7 +121,10 @@ def _seed(scenario: Scenario, value: str) -> Scenario:
 
 
 def _nodes(scenario: Scenario, value: str) -> Scenario:
-    return with_nodes(scenario, int(value))
+    nodes = int(value)
+    if nodes < 1:
+        raise ValueError(value)
+    return with_nodes(scenario, nodes)
 
 
 def _at_least_zero(value: str) -> float:
@@ -144,6 +149,9 @@ def _staleness(scenario: Scenario, value: str) -> Scenario:
 def _switch_s(scenario: Scenario, value: str) -> Scenario:
     return replace(scenario, switch_s=_at_least_zero(value))
 
+
+_AS = {"nodes": ": there is at least 1 node", "jitter": ": write 0.15 for 15 %"}
+"""What a value would be."""
 
 _APPLIED: dict[str, Callable[[Scenario, str], Scenario]] = {
     "nodes": _nodes,

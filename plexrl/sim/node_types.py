@@ -34,6 +34,9 @@ NODE_TYPES: dict[str, NodeType] = {
     )
 }
 
+GPUS_MAX = 1024
+"""Of a node."""
+
 _MAY_BE_ZERO = {"nvme_bytes", "move_fixed_s", "price"}
 
 
@@ -83,6 +86,8 @@ def with_fields(base: NodeType, values: Mapping[str, Any], *, where: str) -> Nod
             )
             wanted = f"a{' whole' if whole else ''} number"
             wanted += " of at least 0" if name in _MAY_BE_ZERO else " above 0"
+        if name == "gpus" and good and value > GPUS_MAX:
+            good, wanted = False, f"a whole number of at most {GPUS_MAX}"
         if not good:
             raise InvalidRequestError(f"{where}: {name} must be {wanted}, not {value!r}")
     return replace(base, **values)

@@ -81,9 +81,9 @@ class SimResult:
     policy: str
     gpus: int
     jobs: int
-    """That ended."""
+    """That ended, completed or not."""
     failed_jobs: int
-    """That the core gave up."""
+    """Of these, those that the core gave up."""
     cycles: int
     events: int
     """Told to the core."""

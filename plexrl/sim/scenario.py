@@ -12,6 +12,15 @@ from plexrl.traces import TraceJob
 GIB = 1 << 30
 TIB = 1 << 40
 
+NODES_MAX = 10_000
+"""Of a pool: more are a slip, and would take minutes to join."""
+JITTER_MAX = 3.0
+"""Where a cycle in a thousand takes ten thousand times the median; 15 for 15 % is a slip."""
+AMOUNT_MAX = 1e12
+"""Of seconds, some 30 000 years: clocks are no finer than a tenth of a millisecond there."""
+BETWEEN_FAILURES_S_MIN = 1.0
+"""Where it is less, nothing ever gets done."""
+
 
 class JobSource(Protocol):
     """Where a scenario's jobs come from. Can be pickled."""
@@ -61,6 +70,8 @@ class Pool:
                 f"a pool has at least 1 node, and so has a block: not {self.nodes} and "
                 f"{self.nodes_per_block}"
             )
+        if self.nodes > NODES_MAX:
+            raise InvalidRequestError(f"a pool has at most {NODES_MAX} nodes, not {self.nodes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +85,7 @@ class ToolStalls:
     """Of the logarithm of its seconds."""
 
     def __post_init__(self) -> None:
-        if not (0.0 <= self.chance <= 1.0 and self.mean_s >= 0.0 and self.sigma >= 0.0):
+        if not (0.0 <= self.chance <= 1.0 and _is_amount(self.mean_s) and _is_amount(self.sigma)):
             raise InvalidRequestError(
                 "tool stalls have a chance of 0 to 1, a mean and a sigma of at least 0: not "
                 f"{self.chance:g}, {self.mean_s:g} s and {self.sigma:g}"
@@ -105,10 +116,15 @@ class Behaviour:
         if not -1.0 <= self.correlation <= 1.0:
             raise InvalidRequestError(f"a correlation is -1 to 1, not {self.correlation:g}")
         given = (self.jitter or 0.0, self.responses, self.staleness or 0, self.controller_s)
-        if min(given) < 0:
+        if not all(map(_is_amount, given)):
             raise InvalidRequestError(
                 "jitter, responses, staleness and controller_s are at least 0: not "
                 f"{self.jitter}, {self.responses}, {self.staleness} and {self.controller_s:g}"
+            )
+        if self.jitter is not None and self.jitter > JITTER_MAX:
+            raise InvalidRequestError(
+                f"a jitter of {self.jitter:g} is more than {JITTER_MAX:g}: it is a part of a "
+                "cycle, 0.15 for 15 %"
             )
 
 
@@ -127,10 +143,17 @@ class Failures:
     for its user to begin again from a checkpoint."""
 
     def __post_init__(self) -> None:
-        if min(self.node_mtbf_s, self.repair_s, self.worker_mtbf_s) < 0.0:
+        if not all(map(_is_amount, (self.node_mtbf_s, self.repair_s, self.worker_mtbf_s))):
             raise InvalidRequestError(
                 "times between failures and of repairs are at least 0 s: not "
                 f"{self.node_mtbf_s:g}, {self.repair_s:g} and {self.worker_mtbf_s:g}"
+            )
+        if any(
+            0.0 < each < BETWEEN_FAILURES_S_MIN for each in (self.node_mtbf_s, self.worker_mtbf_s)
+        ):
+            raise InvalidRequestError(
+                f"times between failures are at least {BETWEEN_FAILURES_S_MIN:g} s, or 0 for "
+                f"never: not {self.node_mtbf_s:g} and {self.worker_mtbf_s:g}"
             )
         if not 0.0 <= self.state_survives <= 1.0:
             raise InvalidRequestError(
@@ -169,7 +192,27 @@ class Scenario:
     window_s: tuple[float, float] | None = None
     """Whose spans are kept for a Gantt chart."""
 
+    def __post_init__(self) -> None:
+        given = {"launch_s": self.launch_s, "control_s": self.control_s}
+        if self.switch_s is not None:
+            given["switch_s"] = self.switch_s
+        for name, seconds in given.items():
+            if not _is_amount(seconds):
+                raise InvalidRequestError(f"{name} is a time of at least 0 s, not {seconds:g}")
+        if self.window_s is not None:
+            start_s, end_s = self.window_s
+            if not (_is_amount(start_s) and _is_amount(end_s) and start_s < end_s):
+                raise InvalidRequestError(
+                    f"a window ends after its start, which is at least 0 s: not {start_s:g} to "
+                    f"{end_s:g}"
+                )
+
     @property
     def gpus(self) -> int:
         """Training GPUs of the cluster."""
         return sum(pool.nodes * pool.node_type.gpus for pool in self.pools)
+
+
+def _is_amount(value: float) -> bool:
+    """At least 0, and a number that can be reckoned with: neither NaN nor endless."""
+    return 0.0 <= value <= AMOUNT_MAX

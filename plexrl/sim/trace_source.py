@@ -18,6 +18,10 @@ from plexrl.traces.bundled import PREFIX
 from plexrl.traces.problems import Report
 from plexrl.traces.workload import CAP_S
 
+DAY_S = 86_400.0
+JOBS_MAX = 10_000_000
+"""That are made up: more would take days."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSource:
@@ -82,6 +86,15 @@ class PublishedSource:
     shape: Shape = field(default_factory=Shape)
     gpus_max: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        wanted = self.jobs_per_day * self.span_s / DAY_S
+        if not 0.0 < wanted <= JOBS_MAX:
+            raise InvalidRequestError(
+                f"{self.span_s / DAY_S:g} days with {self.jobs_per_day:g} jobs a day would be "
+                f"{wanted:g} jobs: more than 0 and at most {JOBS_MAX} can be made up; give other "
+                "--days or --jobs-per-day"
+            )
 
     def jobs(self) -> Iterator[TraceJob]:
         """The jobs in order of submission."""

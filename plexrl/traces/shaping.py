@@ -27,6 +27,10 @@ class Shape:
             raise InvalidRequestError(f"compress arrivals by more than 0, not {self.compress}")
         if self.cap_s is not None and not 0 < self.cap_s < 1e9:
             raise InvalidRequestError(f"cap durations at more than 0 s, not {self.cap_s}")
+        if not self.duration_s_min < 1e9:
+            raise InvalidRequestError(
+                f"leave out jobs shorter than some seconds, not {self.duration_s_min}"
+            )
 
 
 def shaped(jobs: Iterable[TraceJob], shape: Shape) -> Iterator[TraceJob]:

@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 
 from plexrl.cli.app import app, run_command
 from plexrl.cli.simulate_answers import Answers, show, write
+from plexrl.cli.simulate_tables import print_runs
 from plexrl.sim.axes import AXES
 from plexrl.sim.node_types import NODE_TYPES
 from plexrl.sim.policies import SIM_POLICIES
+from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.result import SimResult
 from plexrl.sim.survey import surveyed
 from plexrl.sim.sweep import FailedRun, run_all
@@ -271,6 +273,16 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
         (("--lengths", "none.csv"), "neither r1 nor a file"),
         (("--lengths", str(DOCS), "--responses", "4"), "simulating.md"),
         (("--compress", "0"), "compress arrivals by more than 0"),
+        (("--min-duration", "nan"), "shorter than some seconds, not nan"),
+        (("--jitter", "15"), "a jitter of 15 .* 0.15 for 15 %"),
+        (("--jitter", "inf"), "jitter, responses"),
+        (("--switch-s", "inf"), "switch_s is a time of at least 0 s, not inf"),
+        (("--node-mtbf-hours", "1", "--repair-minutes", "inf"), "of repairs .* 3600, inf"),
+        (("--worker-mtbf-hours", "1e-9"), "at least 1 s, or 0 for never"),
+        (("--window", "0:1e308"), "a window ends after its start"),
+        (("--nodes", "1000000000"), "at most 10000 nodes"),
+        (("--gpus-per-node", "1000000000"), "gpus must be a whole number of at most 1024"),
+        (("--out", str(DOCS / "out")), r"--out .*simulating\.md is no folder"),
     ],
 )
 def test_what_cannot_be_answered_is_one_message_before_anything_runs(
@@ -281,6 +293,42 @@ def test_what_cannot_be_answered_is_one_message_before_anything_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert re.search(said, refused(monkeypatch, capsys, trace, *options))
+
+
+@pytest.mark.parametrize("options", [("--days", "inf"), ("--jobs-per-day", "1e12")])
+def test_jobs_without_end_are_not_made_up(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "at most 10000000 can be made up" in refused(monkeypatch, capsys, "published", *options)
+
+
+def test_a_job_that_failed_is_counted_once_and_long_seeds_stand_in_full(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = run_all((BASE,), workers=1)[0]
+    assert isinstance(result, SimResult)
+    print_runs(
+        [
+            (replace(BASE, seed=12_345_678), replace(result, failed_jobs=2)),
+            (replace(BASE, seed=12_345_679), result),
+        ]
+    )
+    printed = capsys.readouterr().out
+    assert "6 jobs" in printed
+    assert "12345678" in printed
+    assert "12345679" in printed
+
+
+def test_a_file_is_there_as_a_whole_or_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_whole(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "new, and then \ud800")
+    assert path.read_text() == "old"
+    write_whole(path, "new")
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [
+        ("report.html", "new")
+    ]
 
 
 def test_jobs_without_cycles_need_profiles(

@@ -13,6 +13,7 @@ from plexrl.sim.report.style import looks
 from plexrl.sim.report.tables import slowdowns, summary, tenants
 from plexrl.sim.report.units import duration, percent
 from plexrl.sim.report.utilisation import utilisation_plot
+from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.result import SimResult
 
 
@@ -46,7 +47,7 @@ def write_report(
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+    write_whole(path, page)
     return path
 
 
