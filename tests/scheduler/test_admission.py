@@ -5,8 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl import errors
+from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
+from plexrl.scheduler.demand import DemandTrace, Segment
 from tests.scheduler.fake_cluster import FakeCluster
 
 BOUND_S = 600.0
@@ -393,3 +395,27 @@ def test_in_any_history_everybody_gets_gpus_and_no_free_ones_past_who_starves(
             end(cluster, job)
     live = [job["job"] for job in cluster.core.list_jobs(None, cluster.now) if not job["ended_at"]]
     assert not live, "somebody never gets GPUs"
+
+
+def test_a_restored_scheduler_has_those_who_lost_their_nodes_in_the_same_lines() -> None:
+    cluster = FakeCluster(policy="isolated", searches_max=1, node_replace_s=0.0)
+    for node in ("n1", "n2"):
+        cluster.join_node(2, node=node)
+    cluster.join_router()
+    cluster.job("a")
+    cluster.deploy("a/actor", workers=2)
+    cluster.job("b")
+    cluster.deploy("b/actor", workers=2)
+    trace = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))
+    # It waits while its job has GPUs, and goes on when that has lost them.
+    cluster.deploy("a/critic", workers=2, trace=trace)
+    node = cluster.core.deployment_view("a/actor", cluster.now)["ranks"][0]["node"]
+    cluster.lose_node(node)
+    restored = SchedulerCore.restore(cluster.config, cluster.core.dump())
+    event = ev.TenantConfigured(
+        tenant="t", weight=1.0, jobs_max=None, gpus_max=None, gpu_seconds_max=None
+    )
+    cluster.send(ev.TenantCreated(tenant="t", key_digest="k"))
+    restored.handle(ev.TenantCreated(tenant="t", key_digest="k"), cluster.now)
+    assert cluster.send(event) == restored.handle(event, cluster.now)
+    assert cluster.core.dump() == restored.dump()
