@@ -9,6 +9,7 @@ from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.demand import DemandTrace, Segment
+from plexrl.scheduler.scarcity import _two_of_each_kind, is_scarce
 from tests.scheduler.fake_cluster import FakeCluster
 
 BOUND_S = 600.0
@@ -419,3 +420,27 @@ def test_a_restored_scheduler_has_those_who_lost_their_nodes_in_the_same_lines()
     restored.handle(ev.TenantCreated(tenant="t", key_digest="k"), cluster.now)
     assert cluster.send(event) == restored.handle(event, cluster.now)
     assert cluster.core.dump() == restored.dump()
+
+
+def test_a_backlog_beyond_its_quota_is_looked_at_in_kinds_to_say_whether_gpus_are_scarce() -> None:
+    cluster = FakeCluster(policy="spread+backfill")
+    cluster.start_node()
+    cluster.send(ev.TenantCreated(tenant="t", key_digest="k"))
+    cluster.send(
+        ev.TenantConfigured(
+            tenant="t", weight=1.0, jobs_max=None, gpus_max=2, gpu_seconds_max=None
+        )
+    )
+    for number in range(30):
+        cluster.job(f"j{number}", expected_s=100.0 + number)
+        cluster.deploy(f"j{number}/actor", workers=2)
+    context = cluster.core._context
+    assert len(context.waiting) == 29
+    assert len(list(_two_of_each_kind(context))) == 2
+    # Nobody of them may have the two GPUs that are left, or those that have none.
+    placed, waits = (context.state.deployments[f"j{number}/actor"] for number in (0, 29))
+    assert not is_scarce(context, placed)
+    assert not is_scarce(context, waits)
+    cluster.job("other", tenant="other")
+    cluster.deploy("other/actor", workers=4)
+    assert is_scarce(context, placed)
