@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl import errors
+from plexrl.ids import DeploymentId
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
@@ -427,9 +428,7 @@ def test_a_backlog_beyond_its_quota_is_looked_at_in_kinds_to_say_whether_gpus_ar
     cluster.start_node()
     cluster.send(ev.TenantCreated(tenant="t", key_digest="k"))
     cluster.send(
-        ev.TenantConfigured(
-            tenant="t", weight=1.0, jobs_max=None, gpus_max=2, gpu_seconds_max=None
-        )
+        ev.TenantConfigured(tenant="t", weight=1.0, jobs_max=None, gpus_max=2, gpu_seconds_max=None)
     )
     for number in range(30):
         cluster.job(f"j{number}", expected_s=100.0 + number)
@@ -438,7 +437,7 @@ def test_a_backlog_beyond_its_quota_is_looked_at_in_kinds_to_say_whether_gpus_ar
     assert len(context.waiting) == 29
     assert len(list(_two_of_each_kind(context))) == 2
     # Nobody of them may have the two GPUs that are left, or those that have none.
-    placed, waits = (context.state.deployments[f"j{number}/actor"] for number in (0, 29))
+    placed, waits = (context.deployment(DeploymentId(f"j{n}/actor")) for n in (0, 29))
     assert not is_scarce(context, placed)
     assert not is_scarce(context, waits)
     cluster.job("other", tenant="other")
