@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from plexrl.errors import PlexRLError
+from plexrl.ids import NodeId
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.commands import Command
@@ -66,7 +67,7 @@ def _anything(cluster: FakeCluster, random: Random, live: list[str], number: int
             cluster.pass_time(random.choice((0.1, 5.0, 40.0)))
         case 8:
             node = random.choice(NODES)
-            if cluster.core._context.state.nodes[node].alive:
+            if cluster.core._context.state.nodes[NodeId(node)].alive:
                 cluster.lose_node(node)
             else:
                 cluster.join_node(2, node=node)
