@@ -166,7 +166,10 @@ class _Pass:
                 # What was placed meanwhile counts against its tenant.
                 heapq.heappush(self._turns, (turn_now, name))
                 continue
+            ahead = len(self._ahead)
             is_placed = self._look_at(deployment)
+            if len(self._ahead) > ahead and self._is_nobody_else_to_pass():
+                break
             line, wish = self._lines.pop(name, None), self._wishes.pop(name, None)
             if is_placed:
                 if line is not None:
@@ -220,6 +223,17 @@ class _Pass:
         """Whether nobody behind it may pass it."""
         context = self._context
         return not context.policy.backfills or _starves(context, deployment, self._now)
+
+    def _is_nobody_else_to_pass(self) -> bool:
+        """Whether all who are left wish what somebody ahead may be waiting for."""
+        waiting = self._context.waiting
+        return not waiting.singles and all(
+            any(
+                size.workers == workers and alike(kind, size.node_type)
+                for kind, workers in self._ahead
+            )
+            for size in waiting.wishes
+        )
 
     def _look_at(self, deployment: Deployment) -> bool:
         """Place it and its gang; False: not now."""

@@ -48,8 +48,9 @@ class SchedulerConfig:
     """Slots of the planning ring, of one second each: 8 h (PlexRL §5.2.1)."""
     period_tolerance: float = 0.02
     """A job's period may be stretched by this part to divide the ring."""
-    load_max: float = 1.0
-    """Summed duty up to which a group takes members."""
+    load_max: float = 0.9
+    """Summed duty up to which a group takes members. Near 1 waits grow out of proportion, and the
+    switches are to be had out of what is left."""
     overlap_max: float = 2.0
     """Part of a job's busy time that may collide with residents' by the plan, each counted: at 2,
     not more than two of them are busy then on average. What comes of it once phases have settled is

@@ -88,12 +88,17 @@ class Context:
     def wait(self, deployment: Deployment) -> None:
         """The deployment waits for GPUs, behind all that do."""
         job = self.job(deployment.job)
-        self.waiting.add(
-            deployment,
-            job,
-            shares=deployment.kind != "rollout" and not deployment.exclusive,
-            is_single=bool(job.gang) or self._is_placed(job),
-        )
+        is_single = bool(job.gang) or self._is_placed(job)
+        self._file(deployment, job, is_single=is_single)
+        if not is_single:
+            # Those of a job that has lost its last GPUs stand in lines again.
+            for name in job.deployments:
+                if name in self.waiting.singles:
+                    self._file(self.deployment(name), job, is_single=False)
+
+    def _file(self, deployment: Deployment, job: Job, *, is_single: bool) -> None:
+        shares = deployment.kind != "rollout" and not deployment.exclusive
+        self.waiting.add(deployment, job, shares=shares, is_single=is_single)
 
     def _is_placed(self, job: Job) -> bool:
         return any(self.state.deployments[name].group is not None for name in job.deployments)

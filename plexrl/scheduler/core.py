@@ -34,7 +34,7 @@ from plexrl.scheduler.early_ends import abort, await_deadline, cancel, deadline_
 from plexrl.scheduler.estimates import Estimates
 from plexrl.scheduler.eta import promise
 from plexrl.scheduler.explain_job import explain_job
-from plexrl.scheduler.forgetting import forget_ended
+from plexrl.scheduler.forgetting import forget_ended, owner_of
 from plexrl.scheduler.groups import advance
 from plexrl.scheduler.invariants import check
 from plexrl.scheduler.lifecycle import (
@@ -348,11 +348,15 @@ class SchedulerCore:
 
     def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
         context = self._context
+        deployment = self._deployment(event.deployment)
         known = context.state.operations.get(event.operation)
         if known is not None:
             check_same(known, event)
+            if owner_of(context.state, known) is None:
+                raise ConflictError(
+                    f"operation id {event.operation!r} was used by a former job: choose another"
+                )
             return
-        deployment = self._deployment(event.deployment)
         job = self._live_job(deployment.job)
         check_budget(context.state, job.tenant)
         if event.kind not in USER_KINDS[deployment.kind]:
@@ -405,7 +409,7 @@ class SchedulerCore:
     def _operation(self, name: OperationId) -> Operation:
         state = self._context.state
         operation = state.operations.get(name)
-        is_known = operation is not None and operation.deployment in state.deployments
+        is_known = operation is not None and owner_of(state, operation) is not None
         if operation is None or operation.is_forgotten or not is_known:
             raise UnknownOperationError(f"there is no operation {name!r}, or not any more")
         return operation

@@ -2,12 +2,13 @@
 
 With it go its deployments and what it used; of these its tenant's totals stay. What is known of a
 forgotten job is what is known of one that never was: a question for it, or for an operation of it
-that is still in the history, finds nothing, and its id may be used again. Nothing that is decided
-hangs on it: whoever lives has no tie to a job that has ended.
+that is still in the history, finds nothing, and its id may be used again: the operations of before
+are not those of the job that has it then. Nothing that is decided hangs on it: whoever lives has no
+tie to a job that has ended.
 """
 
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.state import ForgottenJobs
+from plexrl.scheduler.state import Deployment, ForgottenJobs, Operation, State
 
 
 def forget_ended(context: Context) -> None:
@@ -22,3 +23,10 @@ def forget_ended(context: Context) -> None:
         totals = state.forgotten.setdefault(job.tenant, ForgottenJobs())
         totals.jobs += 1
         totals.operations += sum(row.operations for row in job.usage.values())
+
+
+def owner_of(state: State, operation: Operation) -> Deployment | None:
+    """The deployment that the operation was submitted to; None where its job is forgotten, also if
+    another job has the name by now."""
+    found = state.deployments.get(operation.deployment)
+    return None if found is None or operation.submitted_at < found.created_at else found

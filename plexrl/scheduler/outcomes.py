@@ -6,6 +6,7 @@ from plexrl.errors import ExecutionError, InvalidRequestError, PlexRLError, from
 from plexrl.ids import FencingToken, OperationId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationFailed, OperationFinished
+from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.groups import end_burst, load, successor
 from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
@@ -126,7 +127,9 @@ def _in_flight(
     operation = state.operations.get(name)
     if operation is None or operation.token != token:
         return None
-    deployment = state.deployments[operation.deployment]
+    deployment = owner_of(state, operation)
+    if deployment is None:
+        return None
     if name not in deployment.running:
         moving = deployment.moving
         if moving is None or moving.operation != name:

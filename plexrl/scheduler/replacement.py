@@ -127,7 +127,7 @@ def _replace(context: Context, deployment: Deployment, now: float) -> None:
     deployment.state = WpgState.WAITING
     job_event(job, JobTrigger.DISPLACED)
     _enqueue(context, deployment)
-    for name in context.relocating:
+    for name in sorted(context.relocating):
         # One that waited for this WPG to pull its weights waits no more.
         context.touch(context.deployment(name).group)
 

@@ -28,11 +28,11 @@ def is_scarce(context: "Context", deployment: "Deployment") -> bool:
 
 
 def _two_of_each_kind(context: "Context") -> "Iterator[Deployment]":
-    """Of those who wait: all that wish the same are held by the same quotas, and one of the two may
-    be who asks."""
+    """Of those who wait: one of the two may be who asks. That is asked of each of a backlog, which
+    may want one thing in as many ways as it has jobs."""
     waiting = context.waiting
-    for ranks in waiting.wishes.values():
-        for queue in ranks.values():
+    for tenants in waiting.askers.values():
+        for queue in tenants.values():
             for _, name in queue[:2]:
                 yield context.deployment(name)
     for name in waiting.singles:

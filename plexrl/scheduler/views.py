@@ -9,6 +9,7 @@ from plexrl.scheduler.admission import quota_of, tenant_share
 from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
+from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.state import Deployment, Group, Job, Node, Operation, Tenant
 from plexrl.scheduler.switch_cost import load_s, offload_s
 
@@ -164,9 +165,8 @@ def operation_log(
     oldest = next(iter(state.finished), 1)
     for index in range(max(wanted.after + 1, oldest), state.finished_count + 1):
         operation = state.operations[state.finished[index]]
-        deployment = state.deployments.get(operation.deployment)
+        deployment = owner_of(state, operation)
         if deployment is None:
-            # Its job is forgotten.
             continue
         owner = state.jobs[deployment.job]
         if (

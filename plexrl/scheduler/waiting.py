@@ -2,12 +2,13 @@
 
 A backlog holds many deployments and few kinds. Where there is no room for the first of a kind there
 is none for the others, so a pass of the admission costs what the kinds cost, not what the backlog
-does. Three lines matter:
+does. Four lines matter:
 
 * a *line* of deployments that all fit or all do not: same tenant, class, length, size and demand;
   in it, who came first has the better turn for as long as they wait;
 * a *wish*: those of one tenant, class and length that want the same GPUs; the first of them stands
   for all in keeping others from passing;
+* an *asker*: all of one tenant that want the same GPUs; the same quotas hold them;
 * *singles*, in no line: whose job has GPUs for another deployment already, or asked for a gang.
 
 All of it follows from the state; `Context.reconfigure` makes it anew.
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     _Queue = SortedList[tuple[float, DeploymentId]]
     """(time of creation, name), in the order of turns."""
 
-KeyT = TypeVar("KeyT", Likeness, Rank)
+KeyT = TypeVar("KeyT", Likeness, Rank, TenantId)
 
 
 class Waiting:
@@ -62,6 +63,7 @@ class Waiting:
         self._filed: dict[DeploymentId, tuple[float, Size, Likeness] | None] = {}
         self.lines: dict[Size, dict[Likeness, _Queue]] = {}
         self.wishes: dict[Size, dict[Rank, _Queue]] = {}
+        self.askers: dict[Size, dict[TenantId, _Queue]] = {}
         self.singles: dict[DeploymentId, None] = {}
 
     def __contains__(self, name: object) -> bool:
@@ -75,7 +77,7 @@ class Waiting:
 
     def clear(self) -> None:
         """Forget everybody."""
-        for part in (self._filed, self.lines, self.wishes, self.singles):
+        for part in (self._filed, self.lines, self.wishes, self.askers, self.singles):
             part.clear()
 
     def add(self, deployment: Deployment, job: Job, *, shares: bool, is_single: bool) -> None:
@@ -93,6 +95,7 @@ class Waiting:
         entry = deployment.created_at, name
         self.lines.setdefault(size, {}).setdefault(likeness, SortedList()).add(entry)
         self.wishes.setdefault(size, {}).setdefault(rank, SortedList()).add(entry)
+        self.askers.setdefault(size, {}).setdefault(job.tenant, SortedList()).add(entry)
 
     def remove(self, name: DeploymentId) -> None:
         """It has GPUs, or its job has ended."""
@@ -129,6 +132,7 @@ class Waiting:
         entry = created_at, name
         _leave(self.lines, size, likeness, entry)
         _leave(self.wishes, size, likeness.rank, entry)
+        _leave(self.askers, size, likeness.rank.tenant, entry)
 
 
 def _leave(

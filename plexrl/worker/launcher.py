@@ -4,6 +4,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
@@ -120,9 +121,7 @@ class LocalWorker:
 
 
 def _main(config: WorkerConfig, ready: Connection) -> None:
-    from plexrl.worker.fork_server_lifeline import FORK_SERVER
-
-    die_with_parent(parent=FORK_SERVER)
+    tie_to_fork_server()
     agent = multiprocessing.parent_process()
     if agent is not None and not agent.is_alive():
         # It died between asking for this process and the fork; nobody wants it.
@@ -131,6 +130,16 @@ def _main(config: WorkerConfig, ready: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run_worker(config, lambda: ready.send(True))
+
+
+def tie_to_fork_server() -> None:
+    """Die with the fork server, which tells who it is by what it imported first.
+
+    It could not where PlexRL is found only on the path that is handed to its forks: then nothing
+    says whose fork this is.
+    """
+    lifeline = sys.modules.get(PRELOAD[0])
+    die_with_parent(parent=None if lifeline is None else lifeline.FORK_SERVER)
 
 
 def last_line(path: Path, reach_bytes: int = 4096) -> str:

@@ -5,8 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl import errors
+from plexrl.ids import DeploymentId
+from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
+from plexrl.scheduler.demand import DemandTrace, Segment
+from plexrl.scheduler.scarcity import _two_of_each_kind, is_scarce
 from tests.scheduler.fake_cluster import FakeCluster
 
 BOUND_S = 600.0
@@ -393,3 +397,49 @@ def test_in_any_history_everybody_gets_gpus_and_no_free_ones_past_who_starves(
             end(cluster, job)
     live = [job["job"] for job in cluster.core.list_jobs(None, cluster.now) if not job["ended_at"]]
     assert not live, "somebody never gets GPUs"
+
+
+def test_a_restored_scheduler_has_those_who_lost_their_nodes_in_the_same_lines() -> None:
+    cluster = FakeCluster(policy="isolated", searches_max=1, node_replace_s=0.0)
+    for node in ("n1", "n2"):
+        cluster.join_node(2, node=node)
+    cluster.join_router()
+    cluster.job("a")
+    cluster.deploy("a/actor", workers=2)
+    cluster.job("b")
+    cluster.deploy("b/actor", workers=2)
+    trace = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))
+    # It waits while its job has GPUs, and goes on when that has lost them.
+    cluster.deploy("a/critic", workers=2, trace=trace)
+    node = cluster.core.deployment_view("a/actor", cluster.now)["ranks"][0]["node"]
+    cluster.lose_node(node)
+    restored = SchedulerCore.restore(cluster.config, cluster.core.dump())
+    event = ev.TenantConfigured(
+        tenant="t", weight=1.0, jobs_max=None, gpus_max=None, gpu_seconds_max=None
+    )
+    cluster.send(ev.TenantCreated(tenant="t", key_digest="k"))
+    restored.handle(ev.TenantCreated(tenant="t", key_digest="k"), cluster.now)
+    assert cluster.send(event) == restored.handle(event, cluster.now)
+    assert cluster.core.dump() == restored.dump()
+
+
+def test_a_backlog_beyond_its_quota_is_looked_at_in_kinds_to_say_whether_gpus_are_scarce() -> None:
+    cluster = FakeCluster(policy="spread+backfill")
+    cluster.start_node()
+    cluster.send(ev.TenantCreated(tenant="t", key_digest="k"))
+    cluster.send(
+        ev.TenantConfigured(tenant="t", weight=1.0, jobs_max=None, gpus_max=2, gpu_seconds_max=None)
+    )
+    for number in range(30):
+        cluster.job(f"j{number}", expected_s=100.0 + number)
+        cluster.deploy(f"j{number}/actor", workers=2)
+    context = cluster.core._context
+    assert len(context.waiting) == 29
+    assert len(list(_two_of_each_kind(context))) == 2
+    # Nobody of them may have the two GPUs that are left, or those that have none.
+    placed, waits = (context.deployment(DeploymentId(f"j{n}/actor")) for n in (0, 29))
+    assert not is_scarce(context, placed)
+    assert not is_scarce(context, waits)
+    cluster.job("other", tenant="other")
+    cluster.deploy("other/actor", workers=4)
+    assert is_scarce(context, placed)

@@ -51,7 +51,7 @@ def groups_of(cluster: FakeCluster, *jobs: str) -> list[object]:
 
 
 def test_a_group_takes_members_as_long_as_each_has_a_turn_in_the_longest_cycle() -> None:
-    cluster = cluster_of()
+    cluster = cluster_of(load_max=1.0)
     for job in "abcd":
         submit(cluster, job, trace(33.0))
     assert groups_of(cluster, *"abcd") == ["g1", "g1", "g1", "g2"]

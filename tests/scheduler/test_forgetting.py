@@ -59,6 +59,52 @@ def test_the_id_of_a_forgotten_job_can_be_used_again() -> None:
     assert cluster.state_of("again") == "finished"
 
 
+def test_a_job_that_takes_a_forgotten_id_has_nothing_of_the_former_one() -> None:
+    cluster = after(3, ended_jobs=1)
+    cluster.pass_time(1.0)
+    cluster.job("j0", tenant="another")
+    cluster.deploy("j0/actor")
+    with pytest.raises(errors.UnknownOperationError):
+        cluster.core.operation_view("j0:forward", cluster.now)
+    wanted = ListOperations(after=0, limit=100)
+    assert cluster.core.operation_log("another", wanted, cluster.now) == []
+    with pytest.raises(errors.ConflictError, match="former job"):
+        cluster.submit("j0:forward", "j0/actor", "forward")
+    cluster.submit("again", "j0/actor", "forward")
+    cluster.settle()
+    rows = cluster.core.operation_log("another", wanted, cluster.now)
+    assert "again" in {row["operation"] for row in rows}
+    assert not {row["operation"] for row in rows} & {f"j0:{kind}" for kind in KINDS}
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_report_of_a_forgotten_job_s_run_changes_nothing(is_taken: bool) -> None:
+    cluster = FakeCluster(ended_jobs=1)
+    cluster.start_node()
+    cluster.job("j0")
+    cluster.deploy("j0/actor")
+    cluster.submit("slow", "j0/actor", "forward")
+    while not any(run.operation == "slow" for run in cluster.runs):
+        if cluster.launches:
+            cluster.launch(cluster.launches[0])
+        else:
+            cluster.execute(cluster.runs[0])
+    slow = next(run for run in cluster.runs if run.operation == "slow")
+    cluster.send(ev.JobFinished(job="j0", outcome="cancelled"))
+    cluster.job("j1")
+    cluster.send(ev.JobFinished(job="j1", outcome="completed"))
+    assert [job["job"] for job in cluster.core.list_jobs(None, cluster.now)] == ["j1"]
+    cluster.pass_time(1.0)
+    if is_taken:
+        cluster.job("j0")
+        cluster.deploy("j0/actor")
+    before = cluster.core.dump()
+    late = {"operation": "slow", "token": slow.token}
+    cluster.send(ev.OperationFinished(**late, compute_s=0.1))
+    cluster.send(ev.OperationFailed(**late, error_json="{}", state_intact=False))
+    assert cluster.core.dump() == before
+
+
 def test_a_restart_forgets_what_was_forgotten() -> None:
     cluster = after(4, ended_jobs=2)
     cluster.restart_scheduler(restored=True)

@@ -77,7 +77,7 @@ def test_pack_takes_the_fullest_group() -> None:
 
 
 def test_spread_finds_the_shift_at_which_the_demand_fits() -> None:
-    cluster = cluster_of(2, "spread")
+    cluster = cluster_of(2, "spread", load_max=1.0)
     submit(cluster, "a", trace(60.0))
     submit(cluster, "b", trace(30.0))
     assert group_of(cluster, "a") == group_of(cluster, "b")

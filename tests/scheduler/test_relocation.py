@@ -86,7 +86,7 @@ def test_a_profiled_job_moves_into_the_gap_of_another_and_frees_its_group() -> N
 
 
 def test_a_job_without_a_gap_stays_alone() -> None:
-    cluster = cluster_of()
+    cluster = cluster_of(load_max=1.0)
     with_jobs(cluster, "a", "b")
     live(cluster, {"a": 55.0, "b": 35.0}, 90.1, 8)
     assert len(cluster.core.list_groups(cluster.now)) == 2
@@ -95,7 +95,7 @@ def test_a_job_without_a_gap_stays_alone() -> None:
 
 def test_a_job_alone_makes_room_for_who_waits_though_there_is_no_gap_for_it() -> None:
     """Where nobody waits the same two stay apart."""
-    cluster = cluster_of(waiting_part_max=1.0)
+    cluster = cluster_of(waiting_part_max=1.0, load_max=1.0)
     with_jobs(cluster, "a", "b")
     cluster.job("large")
     cluster.deploy("large/actor", workers=4)
