@@ -269,7 +269,8 @@ def test_nothing_is_kept_of_a_job_that_has_ended() -> None:
     living = 0
     while run.shell.run(100) == 100:
         gc.collect()
-        runs = [each for each in gc.get_objects() if isinstance(each, JobRun)]
+        # Not isinstance: some living objects, of torch's for one, do not bear being asked.
+        runs = [each for each in gc.get_objects() if type(each) is JobRun]
         living = max(living, len(runs))
     assert run.jobs_done == count
     assert living <= 4
