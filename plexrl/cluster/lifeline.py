@@ -4,7 +4,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 PR_SET_PDEATHSIG = 1
 PARENT = "PLEXRL_PARENT"
@@ -27,7 +27,8 @@ def die_with_parent(sig: int = signal.SIGKILL, *, parent: int | None = None) -> 
         os.kill(os.getpid(), sig)
 
 
-def named_parent(environment: Mapping[str, str]) -> int | None:
-    """The process that an environment names as the parent; None where it names none."""
-    name = environment.get(PARENT, "")
-    return int(name) if name.isdigit() else None
+def die_with_named_parent(environment: MutableMapping[str, str]) -> None:
+    """As `die_with_parent`, of the parent that `environment` names, if it names one. The name is
+    taken out of it: it is not for what this process starts."""
+    name = environment.pop(PARENT, "")
+    die_with_parent(parent=int(name) if name.isdigit() else None)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from plexrl.cluster.lifeline import PARENT, die_with_parent, named_parent
+from plexrl.cluster.lifeline import die_with_named_parent
 from plexrl.errors import InvalidRequestError
 
 ConfigT = TypeVar("ConfigT")
@@ -62,10 +62,7 @@ def remove_socket(path: str) -> None:
 def set_up_process(*, ends_with_parent: bool = True) -> None:
     """Tie this process to its parent, if so, and send its log to standard error."""
     if ends_with_parent:
-        # Not for what this process starts.
-        parent = named_parent(os.environ)
-        os.environ.pop(PARENT, None)
-        die_with_parent(parent=parent)
+        die_with_named_parent(os.environ)
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,

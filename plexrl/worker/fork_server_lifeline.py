@@ -3,11 +3,9 @@ still loading torch; its workers die with it."""
 
 import os
 
-from plexrl.cluster.lifeline import PARENT, die_with_parent, named_parent
+from plexrl.cluster.lifeline import die_with_named_parent
 
-die_with_parent(parent=named_parent(os.environ))
-# Not for what its forks start.
-os.environ.pop(PARENT, None)
+die_with_named_parent(os.environ)
 
 FORK_SERVER = os.getpid()
 """The process that imported this first; its forks find its number here."""
