@@ -52,15 +52,20 @@ class PlacementPolicy(Protocol):
         ...
 
 
-class Isolated:
-    """Every deployment on GPUs of its own."""
+class _Unplanned:
+    """What a policy is that plans nothing and moves nobody."""
 
-    name = "isolated"
     backfills = True
     guards_slack = False
     repacks = False
     plans_by_profile = False
     keeps_in_host = False
+
+
+class Isolated(_Unplanned):
+    """Every deployment on GPUs of its own."""
+
+    name = "isolated"
 
     def ways(
         self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
@@ -70,15 +75,10 @@ class Isolated:
         return (Way.DEDICATED,)
 
 
-class Pack:
+class Pack(_Unplanned):
     """As few groups as possible, without regard to phases."""
 
     name = "pack"
-    backfills = True
-    guards_slack = False
-    repacks = False
-    plans_by_profile = False
-    keeps_in_host = False
 
     def ways(
         self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
@@ -119,7 +119,7 @@ class SpreadBackfill(Spread):
     backfills = True
 
 
-class CoExecution:
+class CoExecution(_Unplanned):
     """Groups whose members have a turn each in a round no longer than their longest cycle, with
     their states in host memory; no group changes for a member's sake (RollMux, arXiv 2512.11306).
 
@@ -127,9 +127,6 @@ class CoExecution:
     """
 
     name = "co-execution"
-    backfills = True
-    guards_slack = False
-    repacks = False
     plans_by_profile = True
     keeps_in_host = True
 
