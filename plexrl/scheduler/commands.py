@@ -16,7 +16,7 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.wire.codec import Codec
-from plexrl.wire.messages import message
+from plexrl.wire.messages import frequent_message, message
 from plexrl.wire.operations import OperationKind
 
 
@@ -90,7 +90,7 @@ class PrefetchState(Command):
     """Until the load is expected; absent: nothing is known."""
 
 
-@message
+@frequent_message
 class RunOperation(Command):
     """Run an operation on every rank of a WPG, by way of a router."""
 

@@ -16,7 +16,7 @@ from plexrl.ids import (
 )
 from plexrl.scheduler.demand import DemandTrace
 from plexrl.wire.codec import Codec
-from plexrl.wire.messages import message
+from plexrl.wire.messages import frequent_message, message
 from plexrl.wire.operations import OperationKind
 
 
@@ -227,7 +227,7 @@ class StateMigrated(Event):
     """Why not; empty: it has it."""
 
 
-@message
+@frequent_message
 class OperationSubmitted(Event):
     """A controller asked for an operation."""
 
@@ -270,7 +270,7 @@ class StateMoved:
     """`host` or `nvme`: the lower of the tiers that a rank's state came from, or went to."""
 
 
-@message
+@frequent_message
 class OperationFinished(Event):
     """A WPG completed a run of an operation on all its ranks."""
 

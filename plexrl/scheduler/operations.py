@@ -172,21 +172,21 @@ def start(
     operation.group = group.group
     source = operation.source
     command = RunOperation(
-        operation=operation.operation,
-        deployment=deployment.deployment,
-        job=deployment.job,
-        kind=operation.kind,
-        group=group.group,
-        token=group.token,
-        seq=operation.seq,
-        replay=replay,
-        params_json=operation.params_json,
-        payload=operation.payload,
-        addresses=deployment.endpoints,
-        sources=() if source is None else _statemanagers(context, source),
-        source=source,
-        source_seq=operation.source_seq,
-        keep_seq=deployment.durable_seq,
+        operation.operation,
+        deployment.deployment,
+        deployment.job,
+        operation.kind,
+        group.group,
+        group.token,
+        operation.seq,
+        replay,
+        operation.params_json,
+        operation.payload,
+        deployment.endpoints,
+        () if source is None else _statemanagers(context, source),
+        source,
+        operation.source_seq,
+        deployment.durable_seq,
     )
     deployment.running[operation.operation] = command
     if state.routers:
@@ -224,19 +224,22 @@ def start_move(
     state.operations[name] = operation
     deployment.metered_at = now
     command = RunOperation(
-        operation=name,
-        deployment=deployment.deployment,
-        job=deployment.job,
-        kind=kind,
-        group=group.group,
-        token=token,
-        seq=seq,
-        replay=False,
-        params_json="{}",
-        payload=None,
-        addresses=deployment.endpoints,
-        keep_seq=deployment.durable_seq,
-        next_use_s=due_s,
+        name,
+        deployment.deployment,
+        deployment.job,
+        kind,
+        group.group,
+        token,
+        seq,
+        False,
+        "{}",
+        None,
+        deployment.endpoints,
+        (),
+        None,
+        0,
+        deployment.durable_seq,
+        due_s,
     )
     deployment.moving = command
     if state.routers:

@@ -67,7 +67,7 @@ def run_began(deployment: Deployment, now: float) -> None:
     deployment.wants_since = None
     cycle = deployment.cycle
     if cycle is None:
-        cycle = deployment.cycle = OpenCycle(started_at=since)
+        cycle = deployment.cycle = OpenCycle(since)
     if now > since:
         cycle.waited_s += now - since
 
@@ -89,8 +89,7 @@ def run_ended(
         last.duration_s = max(last.duration_s, offset_s + now - began_at - last.offset_s)
         last.overlapped = overlapped
     elif len(spans) < SPANS_MAX:
-        span = BusySpan(offset_s=offset_s, duration_s=now - began_at, overlapped=overlapped)
-        spans.append(span)
+        spans.append(BusySpan(offset_s, now - began_at, overlapped))
     if not cycle.ends:
         cycle.ends = _is_end(deployment, kind)
 
@@ -102,22 +101,16 @@ def next_began(deployment: Deployment, now: float) -> bool:
     if cycle is None or not cycle.ends:
         return False
     since = deployment.wants_since if deployment.wants_since is not None else now
-    deployment.cycle = OpenCycle(started_at=since)
+    deployment.cycle = OpenCycle(since)
     deployment.cycles_seen += 1
     if deployment.cycles_seen > WARM_UP_CYCLES:
         length_s = max(1e-6, since - cycle.started_at)
         busy_s = 0.0
         for span in cycle.spans:
             busy_s += span.duration_s
-        over = Cycle(
-            started_at=cycle.started_at,
-            length_s=length_s,
-            waited_s=min(cycle.waited_s, length_s),
-            busy_s=busy_s,
-            spans=tuple(cycle.spans),
-        )
+        waited_s = min(cycle.waited_s, length_s)
         cycles = deployment.cycles
-        cycles.append(over)
+        cycles.append(Cycle(cycle.started_at, length_s, waited_s, busy_s, tuple(cycle.spans)))
         if len(cycles) > CYCLES_KEPT:
             del cycles[:-CYCLES_KEPT]
     return True

@@ -178,7 +178,7 @@ class Relocation:
     cause: MoveCause = MoveCause.DRAIN
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class BusySpan:
     """Runs on the group without a pause between them, on the clock of a cycle from which waiting is
     taken out."""
@@ -189,7 +189,7 @@ class BusySpan:
     """A rollout of the job was under way when it ended."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class OpenCycle:
     """The cycle at hand, as the profiler sees it."""
 
@@ -201,7 +201,7 @@ class OpenCycle:
     """Its last operation has run; the next submission starts another cycle."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Cycle:
     """A cycle that is over, and never changes: it is made too often to be frozen, which would take
     three times as long."""

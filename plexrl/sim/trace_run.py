@@ -410,11 +410,7 @@ class TraceRun:
         if command.kind in MOVES:
             self._moved(run, command, computed_s)
             return
-        self._tell(
-            ev.OperationFinished(
-                operation=command.operation, token=command.token, compute_s=computed_s
-            )
-        )
+        self._tell(ev.OperationFinished(command.operation, command.token, computed_s))
         if command.operation == run.operation:
             self._controllers.answered(run)
 
@@ -428,10 +424,7 @@ class TraceRun:
             self._switches += 1
         self._tell(
             ev.OperationFinished(
-                operation=command.operation,
-                token=command.token,
-                compute_s=computed_s,
-                moved=move.moved,
+                command.operation, command.token, computed_s, None, "{}", move.moved
             )
         )
         for report in move.reports:

