@@ -107,9 +107,11 @@ class NodePool:
 
     def free_gpus(self, node_type: str = "") -> int:
         """Free GPUs of a type on open nodes."""
-        return sum(
-            kind.free_gpus for key, kind in self._kinds.items() if node_type in ("", key.node_type)
-        )
+        found = 0
+        for key, kind in self._kinds.items():
+            if node_type in ("", key.node_type):
+                found += kind.free_gpus
+        return found
 
     def free_by_kind(self, node_type: str) -> list[tuple[NodeKind, int]]:
         """(kind, its free GPUs) of each kind of that type, or of every type where it is empty: a
