@@ -245,7 +245,8 @@ class _Pass:
         if self._may_try(gang):
             only = _ways_left(context, gang, self._ahead, now)
             likeness = {_likeness(each, only[each.deployment]) for each in gang}
-            if not likeness & self._failed and _place_all(context, gang, only, now):
+            is_search = not likeness & self._failed
+            if is_search and _place_all(context, gang, only, now):
                 self._placed += gang
                 self._rooms.forget()
                 # Now that their job has GPUs, it is the turn of its other deployments.
@@ -255,7 +256,8 @@ class _Pass:
                 return True
             if len(gang) == 1:
                 self._failed |= likeness
-                if deployment.trace is not None:
+                searched = is_search and _joins_others(only[deployment.deployment])
+                if searched and deployment.trace is not None:
                     searches, size = context.state.searches, _size_key(deployment)
                     searches[size] = searches.get(size, 0) + 1
         if self._is_unpassable(deployment):
@@ -346,6 +348,11 @@ def _ways_left(
             left = [way for way in found[each.deployment] if way != Way.DEDICATED]
             found[each.deployment] = tuple(left)
     return found
+
+
+def _joins_others(only: tuple[Way, ...]) -> bool:
+    """Whether groups are looked at, and not free GPUs alone."""
+    return len(only) > 1 or (len(only) == 1 and only[0] != Way.DEDICATED)
 
 
 def _starves(context: Context, deployment: Deployment, now: float) -> bool:
