@@ -7,6 +7,7 @@ second step of `--full`, from 2 000 to 20 000 jobs, is of a cluster that has bee
 
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.simulating.part import Part
@@ -23,8 +24,8 @@ def measure(*, full: bool) -> Part:
     """`full`: of a trace ten times as long once more, too."""
     counts = [JOBS, TIMES * JOBS, *([TIMES**2 * JOBS] if full else ())]
     peaks = [_peak_mb(count) for count in counts]
-    growths = [long / short for short, long in zip(peaks, peaks[1:], strict=False)]
-    rows = [
+    growths = [long / short for short, long in pairwise(peaks)]
+    rows: list[tuple[str, ...]] = [
         (f"{count:,} jobs", f"{peak:.1f} MB", f"{BAR_MB:.0f} MB")
         for count, peak in zip(counts, peaks, strict=True)
     ]

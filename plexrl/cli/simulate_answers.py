@@ -12,7 +12,7 @@ from plexrl.cli.simulate_progress import Runs
 from plexrl.cli.simulate_report import report
 from plexrl.cli.simulate_setup import Questions
 from plexrl.cli.simulate_tables import (
-    Change,
+    Changed,
     Run,
     gap_recovered,
     isolated_runs,
@@ -26,7 +26,6 @@ from plexrl.sim.axes import scenarios_along
 from plexrl.sim.capacity_search import CapacityPlan, smallest_cluster
 from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.response_lengths import read_longest_of
-from plexrl.sim.result import SimResult
 from plexrl.sim.result_json import dumps, result_values, scenario_values, speed_values
 from plexrl.sim.scenario import NODES_MAX, Scenario
 from plexrl.sim.survey import Survey, check_fits, surveyed
@@ -34,19 +33,6 @@ from plexrl.sim.sweep import FailedRun
 from plexrl.sim.trace_source import PublishedSource, TraceSource
 from plexrl.sim.what_if import changed, repriced
 from plexrl.traces import Problem
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changed:
-    """A run as it would be otherwise."""
-
-    what: str
-    of: int
-    """Number of the run that it is compared with."""
-    scenario: Scenario
-    result: SimResult
-    ran: bool
-    """Otherwise its price was worked out anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +125,7 @@ def show(found: Answers) -> None:
     if found.runs:
         print_runs(found.runs)
     if found.changes:
-        print_changes(_compared(found))
+        print_changes(found.runs, found.changes)
     for failure in found.failed:
         sys.stderr.write(f"plexrl: {failure.error.message}\n")
 
@@ -211,20 +197,12 @@ def write(found: Answers, folder: Path, *, quiet: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(told[0], document(found) + "\n")
         if found.runs:
-            changes = _compared(found)
-            page = report(found.trace, found.survey, found.runs, found.plans, changes, folder)
+            page = report(found.trace, found.survey, found.runs, found.plans, found.changes, folder)
             told += [page] if page else []
     except OSError as error:
         raise InvalidRequestError(f"cannot write to {folder}: {error}") from error
     if not quiet:
         print_line("Written: " + ", ".join(map(str, told)))
-
-
-def _compared(found: Answers) -> list[Change]:
-    return [
-        (each.what, found.runs[each.of], (each.scenario, each.result), each.ran)
-        for each in found.changes
-    ]
 
 
 def _changes(

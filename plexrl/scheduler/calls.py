@@ -6,8 +6,10 @@ A router's call says whose objects it may touch: `tenant` names the tenant, and 
 
 import json
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -155,7 +157,7 @@ def parse(kind: type[CallT], params: Plain) -> CallT:
     Raises:
         InvalidRequestError: they are not.
     """
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    known = _field_names(cast("Hashable", kind))
     strange = sorted(str(name) for name in params.keys() - set(known))
     if strange:
         raise InvalidRequestError(f"unknown parameters: {', '.join(strange)}")
@@ -169,6 +171,14 @@ def parse(kind: type[CallT], params: Plain) -> CallT:
             # JSON has no such number, so the journal could not be read again.
             raise InvalidRequestError(f"{name} is {value}: give a finite number")
     return call
+
+
+@cache
+def _field_names(kind: Hashable) -> tuple[str, ...]:
+    """Of the fields of a dataclass, or of an event."""
+    told = msgspec.inspect.type_info(kind)
+    assert isinstance(told, msgspec.inspect.DataclassType | msgspec.inspect.StructType)
+    return tuple(field.name for field in told.fields)
 
 
 def with_readable_error(event: OperationFailed) -> OperationFailed:
@@ -185,4 +195,4 @@ def with_readable_error(event: OperationFailed) -> OperationFailed:
         plain = msgspec.json.encode(from_wire(told).to_wire()).decode()
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRequestError(f"error_json is no JSON object: {error}") from error
-    return replace(event, error_json=plain)
+    return msgspec.structs.replace(event, error_json=plain)

@@ -49,6 +49,8 @@ class GroupSlots:
 
     group: GroupId
     shape: Shape
+    table: "ShapeTable"
+    """That the group has a row in."""
     row: int
     footprints: dict[DeploymentId, Footprint] = field(default_factory=dict)
     intervals: dict[DeploymentId, NDArray[np.int64]] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class ShapeTable:
             self._grow()
         row = self._free_rows.pop()
         self.groups[row] = group
-        slots = self._slots[row] = GroupSlots(group=group, shape=self._shape, row=row)
+        slots = self._slots[row] = GroupSlots(group=group, shape=self._shape, table=self, row=row)
         self.serial[row] = serial
         self.changed(row)
         return slots
@@ -123,6 +125,11 @@ class ShapeTable:
         self._folds.move_to_end(cycles)
         table.refresh(rows, self.versions, self._intervals)
         return table.search(rows, wanted)
+
+    def least_loaded(self) -> GroupId | None:
+        """A group that takes members, of the least load; None where none does."""
+        open_rows = np.flatnonzero(self.is_open)
+        return self.groups[open_rows[self.load[open_rows].argmin()]] if open_rows.size else None
 
     def _intervals(self, row: int) -> list[NDArray[np.int64]]:
         """Of the residents' footprints."""
@@ -197,17 +204,17 @@ class CapacityIndex:
         assert not slots.footprints, f"{group} goes with residents"
         self._unsettled.pop(group, None)
         self._settle(slots)
-        self._tables[slots.shape].remove(slots.row)
+        slots.table.remove(slots.row)
 
     def set_room(
         self, group: GroupId, *, is_open: bool, host_bytes_free: int, state_bytes_free: int
     ) -> None:
         """Whether the group takes more members, and how large the next one's state may be."""
         slots = self._groups[group]
-        table = self._tables[slots.shape]
-        table.is_open[slots.row] = is_open
-        table.host_bytes_free[slots.row] = host_bytes_free
-        table.state_bytes_free[slots.row] = state_bytes_free
+        table, row = slots.table, slots.row
+        table.is_open[row] = is_open
+        table.host_bytes_free[row] = host_bytes_free
+        table.state_bytes_free[row] = state_bytes_free
 
     # Reservations
 
@@ -262,8 +269,12 @@ class CapacityIndex:
         """Have another footprint in the place of a resident's, wherever it lies."""
         slots = self._groups[group]
         slots.footprints[deployment] = footprint
-        slots.duties[deployment] = duty
         self._forget(slots, deployment)
+        if slots.duties[deployment] == duty:
+            # As mostly: it runs at other times than it was thought to.
+            self._after_shift(slots)
+            return
+        slots.duties[deployment] = duty
         self._after_change(slots)
 
     @staticmethod
@@ -287,13 +298,16 @@ class CapacityIndex:
                 profile.add_pattern(slots_changed.astype(np.int32) * np.int32(gpus))
 
     def _after_change(self, slots: GroupSlots) -> None:
-        slots.free = None
-        self._unsettled[slots.group] = None
-        table, row = self._tables[slots.shape], slots.row
+        table, row = slots.table, slots.row
         # Summed anew and exactly: the same members give the same number, whatever their history.
         table.load[row] = math.fsum(slots.duties.values())
         table.members[row] = len(slots.footprints)
-        table.changed(row)
+        self._after_shift(slots)
+
+    def _after_shift(self, slots: GroupSlots) -> None:
+        slots.free = None
+        self._unsettled[slots.group] = None
+        slots.table.changed(slots.row)
 
     # Questions
 
@@ -324,7 +338,7 @@ class CapacityIndex:
     def load(self, group: GroupId) -> float:
         """Summed duty of the group's residents."""
         slots = self._groups[group]
-        return float(self._tables[slots.shape].load[slots.row])
+        return float(slots.table.load[slots.row])
 
     def shapes(self, gpus: int, node_type: str) -> list[Shape]:
         """Shapes of that size that exist; of every type where `node_type` is empty."""
@@ -342,10 +356,31 @@ class CapacityIndex:
         """Whether at any time `gpus` are free for as long: the test before any group is looked at.
 
         With an empty type: of any one type."""
+        for shape in self._tables:
+            if shape.gpus == gpus and node_type in ("", shape.node_type):
+                group = self._tables[shape].least_loaded()
+                # Its own GPUs are enough, as mostly: the profile need not be brought up to date.
+                if group is not None and self._is_free_for(group, duration_slots):
+                    return True
         types = [node_type] if node_type else sorted(self._profiles)
-        return any(
-            self.profile(each).first_fit(0, duration_slots, gpus) is not None for each in types
-        )
+        for each in types:
+            if self.profile(each).first_fit(0, duration_slots, gpus) is not None:
+                return True
+        return False
+
+    def _is_free_for(self, group: GroupId, duration_slots: int) -> bool:
+        """Whether nobody in the group is busy in so many slots running, before the ring's end."""
+        slots = self._groups[group]
+        busy = 0
+        for deployment in slots.footprints:
+            busy |= self.busy(group, deployment)
+        begins = ~busy & ((1 << self.horizon_slots) - 1)
+        length = 1
+        while begins and length < duration_slots:
+            more = min(length, duration_slots - length)
+            begins &= begins >> more
+            length += more
+        return bool(begins)
 
     def check_equal(self, other: "CapacityIndex") -> None:
         """Assert that both say the same of every group and slot, whatever their histories."""
@@ -353,8 +388,8 @@ class CapacityIndex:
         for name, mine in self._groups.items():
             theirs = other._groups[name]
             assert mine.footprints == theirs.footprints, f"{name}: the footprints differ"
-            table, row = self._tables[mine.shape], mine.row
-            their_table, their_row = other._tables[theirs.shape], theirs.row
+            table, row = mine.table, mine.row
+            their_table, their_row = theirs.table, theirs.row
             for column in ("serial", "load", "host_bytes_free", "state_bytes_free", "is_open"):
                 ours, others = getattr(table, column)[row], getattr(their_table, column)[their_row]
                 assert ours == others, f"{name}: {column} is {ours}, not {others}"

@@ -5,6 +5,8 @@ event. After a restart the core issues again whatever is not known to be done, s
 must take a repeated command as a question for the outcome of the first.
 """
 
+import msgspec
+
 from plexrl.ids import (
     BlobRef,
     DeploymentId,
@@ -16,17 +18,14 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.wire.codec import Codec
-from plexrl.wire.messages import message
 from plexrl.wire.operations import OperationKind
 
 
-@message
-class Command:
+class Command(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all commands."""
 
 
-@message
-class RankPlacement:
+class RankPlacement(msgspec.Struct, frozen=True, kw_only=True):
     """Where one rank of a WPG runs."""
 
     rank: int
@@ -35,8 +34,7 @@ class RankPlacement:
     """Index of the GPU on its node."""
 
 
-@message
-class LaunchWorkers(Command):
+class LaunchWorkers(Command, frozen=True, kw_only=True):
     """Start the worker processes of one WPG, each on the agent of its node."""
 
     deployment: DeploymentId
@@ -51,8 +49,7 @@ class LaunchWorkers(Command):
     spec_json: str
 
 
-@message
-class StopWorkers(Command):
+class StopWorkers(Command, frozen=True, kw_only=True):
     """End every worker process of the WPG up to and including this incarnation."""
 
     deployment: DeploymentId
@@ -60,16 +57,14 @@ class StopWorkers(Command):
     nodes: tuple[NodeId, ...]
 
 
-@message
-class ReleaseState(Command):
+class ReleaseState(Command, frozen=True, kw_only=True):
     """Drop everything the StateManagers of these nodes keep for a deployment."""
 
     deployment: DeploymentId
     nodes: tuple[NodeId, ...]
 
 
-@message
-class MigrateState(Command):
+class MigrateState(Command, frozen=True, kw_only=True):
     """Have the StateManagers of `nodes` fetch a complete version from one of `sources`."""
 
     deployment: DeploymentId
@@ -79,8 +74,7 @@ class MigrateState(Command):
     nodes: tuple[NodeId, ...]
 
 
-@message
-class PrefetchState(Command):
+class PrefetchState(Command, frozen=True, kw_only=True):
     """A hint: the deployment is likely to be loaded soon; bring its state into host memory."""
 
     deployment: DeploymentId
@@ -90,9 +84,12 @@ class PrefetchState(Command):
     """Until the load is expected; absent: nothing is known."""
 
 
-@message
-class RunOperation(Command):
-    """Run an operation on every rank of a WPG, by way of a router."""
+class RunOperation(Command, frozen=True):
+    """Run an operation on every rank of a WPG, by way of a router.
+
+    Where every event makes one its fields are given in their order: by name it takes five times as
+    long (1.5 µs, not 0.3).
+    """
 
     operation: OperationId
     deployment: DeploymentId
@@ -122,8 +119,7 @@ class RunOperation(Command):
     """`offload`: until the WPG is expected to need its state again; absent: nothing is known."""
 
 
-@message
-class AbortOperation(Command):
+class AbortOperation(Command, frozen=True, kw_only=True):
     """Stop a running `generate` early; it finishes with what it has."""
 
     operation: OperationId
@@ -131,15 +127,13 @@ class AbortOperation(Command):
     addresses: tuple[str, ...]
 
 
-@message
-class DiscardBlobs(Command):
+class DiscardBlobs(Command, frozen=True, kw_only=True):
     """No recovery and no caller needs these any more."""
 
     blobs: tuple[BlobRef, ...]
 
 
-@message
-class SetTimer(Command):
+class SetTimer(Command, frozen=True, kw_only=True):
     """Send `TimerFired` at `at` (the core's clock, s). The earliest pending one suffices."""
 
     at: float

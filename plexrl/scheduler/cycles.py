@@ -26,10 +26,11 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
             job.state = next_state(job.state, JobTrigger.CYCLE_ENDED)
         consider_repacking(context, deployment, now)
     else:
-        if context.policy.repacks and _is_beside_plan(context, deployment):
-            _follow(context, deployment)
-        if holds_up_others(context, deployment):
-            consider_repacking(context, deployment, now)
+        if context.policy.repacks:
+            if _is_beside_plan(context, deployment):
+                _follow(context, deployment)
+            if holds_up_others(context, deployment):
+                consider_repacking(context, deployment, now)
     consider_relief(context, deployment, now)
 
 

@@ -8,7 +8,7 @@ ring, so that it closes on itself where the ring does.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,13 @@ coarse to say more of them."""
 
 INTERVALS_MAX = 50_000
 """Of one footprint on the ring; beyond it a cycle is planned as one block too."""
+
+RINGS_MAX = 16
+"""Kept of one demand, of 4 kB each: two a segment."""
+
+TINY_PART = 1e-5
+"""Of a slot's parts. Nearer than this to an edge, which side of it a sum of floats falls on may
+depend on the order it was summed in."""
 
 CRITICAL_WEIGHT = 4
 """Of a busy second that must not be delayed, against 1 for one that has slack."""
@@ -110,6 +117,9 @@ class Footprint:
     """Slots from the ring's start to the start of a cycle; below the period."""
     segments: tuple[tuple[float, float, int], ...]
     """(offset, duration, weight) in slots."""
+    rings: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+    """What `busy` makes once for all shifts, at which they share this: by length in parts of a
+    slot, the slots of a segment that begins with a ring's first cycle."""
 
     @property
     def period(self) -> float:
@@ -124,7 +134,10 @@ class Footprint:
     @property
     def is_always(self) -> bool:
         """One segment takes the whole ring."""
-        return any(duration >= self.period for _, duration, _ in self.segments)
+        longest = 0.0
+        for _, duration, _ in self.segments:
+            longest = max(longest, duration)
+        return longest >= self.horizon_slots / self.cycles
 
     def at(self, shift: float) -> "Footprint":
         """The same demand at another shift."""
@@ -133,6 +146,7 @@ class Footprint:
             cycles=self.cycles,
             shift=shift % self.period,
             segments=self.segments,
+            rings=self.rings,
         )
 
     def weights(self) -> NDArray[np.int32]:
@@ -164,24 +178,49 @@ class Footprint:
 
     def busy(self) -> int:
         """The slots of the ring in which this footprint is busy, one bit a slot: unions and
-        overlaps of whole rings are then one operation each, of a microsecond."""
+        overlaps of whole rings are then one operation each, of a microsecond.
+
+        At whatever shift, a segment's slots are those of one that begins at the ring's start,
+        turned: where H / cycles is the fraction H' / k in lowest terms, every start of a cycle
+        stands k-th parts of a slot from an edge, in as many ways as there are, and for each there
+        is a cycle that stands so at shift 0.
+        """
+        horizon, shift = self.horizon_slots, self.shift
         if self.is_always:
-            return (1 << self.horizon_slots) - 1
-        if self.is_whole:
-            period = self.horizon_slots // self.cycles
-            first = 0
-            for start, stop, _ in self.edges():
-                length = min(stop - start, period)
-                first |= ((1 << length) - 1) << start % period
-            # What passes the period's end goes on at its start.
-            first = (first | first >> period) & ((1 << period) - 1)
-            return first * _repetitions(self.horizon_slots, period)
+            return _repetitions(horizon, 1)
+        common = math.gcd(horizon, self.cycles)
+        parts, turn = self.cycles // common, horizon // common
+        is_slot = shift.is_integer()
+        found = 0
+        for offset, duration, _ in self.segments:
+            end = offset + duration
+            low, high = (shift + offset) * parts, (shift + end) * parts
+            first, last = math.floor(low), math.ceil(high)
+            is_first_sure = is_slot and (parts == 1 or offset.is_integer())
+            is_last_sure = is_slot and (parts == 1 or end.is_integer())
+            if not (is_first_sure or TINY_PART < low - first < 1.0 - TINY_PART) or not (
+                is_last_sure or TINY_PART < last - high < 1.0 - TINY_PART
+            ):
+                return self._busy_by_intervals()
+            ring = self.rings.get(last - first)
+            if ring is None:
+                if len(self.rings) >= RINGS_MAX:
+                    self.rings.clear()
+                ring = self.rings[last - first] = _ring(parts, turn, last - first, horizon)
+            # The cycle that stands at shift 0 as the first one does here, and how far they are.
+            alike = first * pow(turn, -1, parts) % parts
+            by = (first - alike * turn) // parts % horizon
+            found |= ring << by
+        # What passes the ring's end goes on at its start.
+        return (found | found >> horizon) & _repetitions(horizon, 1)
+
+    def _busy_by_intervals(self) -> int:
         ring = np.zeros(self.horizon_slots, dtype=np.bool_)
         for start, stop, _ in self.intervals().tolist():
             ring[start:stop] = True
             if stop > self.horizon_slots:
                 ring[: stop - self.horizon_slots] = True
-        return int.from_bytes(np.packbits(ring, bitorder="little").tobytes(), "little")
+        return _bits(ring)
 
     def edges(self) -> list[tuple[int, int, int]]:
         """(start, stop, weight) of the first cycle's segments, rounded outward, not yet wrapped."""
@@ -217,6 +256,25 @@ def slots_of(busy: int, horizon_slots: int) -> NDArray[np.bool_]:
     """The ring of `Footprint.busy`, a value a slot: [H] bool."""
     packed = np.frombuffer(busy.to_bytes(-(-horizon_slots // 8), "little"), dtype=np.uint8)
     return np.unpackbits(packed, count=horizon_slots, bitorder="little").view(np.bool_)
+
+
+def _bits(slots: NDArray[np.bool_]) -> int:
+    """The inverse of `slots_of`."""
+    return int.from_bytes(np.packbits(slots, bitorder="little").tobytes(), "little")
+
+
+def _ring(parts: int, turn: int, length: int, horizon_slots: int) -> int:
+    """The slots of a segment of `length` k-th parts of a slot, in cycles of `turn` parts of which
+    the first begins with the ring; k is `parts`."""
+    if length >= turn:
+        return _repetitions(horizon_slots, 1)
+    slots = np.zeros(turn, dtype=np.bool_)
+    for start in range(0, parts * turn, turn):
+        stop = -(-(start + length) // parts)
+        slots[start // parts : stop] = True
+        if stop > turn:
+            slots[: stop - turn] = True
+    return _bits(slots) * _repetitions(horizon_slots, turn)
 
 
 @functools.lru_cache(maxsize=256)

@@ -4,6 +4,8 @@ Every event round-trips through `CODEC`, and a journal of (event, now) pairs rep
 core gives the same state and the same commands.
 """
 
+import msgspec
+
 from plexrl.ids import (
     BlobRef,
     DeploymentId,
@@ -16,17 +18,14 @@ from plexrl.ids import (
 )
 from plexrl.scheduler.demand import DemandTrace
 from plexrl.wire.codec import Codec
-from plexrl.wire.messages import message
 from plexrl.wire.operations import OperationKind
 
 
-@message
-class Event:
+class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all events."""
 
 
-@message
-class SchedulerStarted(Event):
+class SchedulerStarted(Event, frozen=True, kw_only=True):
     """A scheduler process took over this journal; all its connections are yet to come."""
 
     settings_json: str = ""
@@ -34,8 +33,7 @@ class SchedulerStarted(Event):
     journals of before they were kept: whatever is in force stays so."""
 
 
-@message
-class NodeJoined(Event):
+class NodeJoined(Event, frozen=True, kw_only=True):
     """A node agent connected, for the first time or again."""
 
     node: NodeId
@@ -58,8 +56,7 @@ class NodeJoined(Event):
     """Bound of the node's NVMe tier."""
 
 
-@message
-class WorkerSeen:
+class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
     """One living worker process, as an agent reports it on joining."""
 
     deployment: DeploymentId
@@ -68,29 +65,25 @@ class WorkerSeen:
     address: str
 
 
-@message
-class NodeLost(Event):
+class NodeLost(Event, frozen=True, kw_only=True):
     """The agent's connection ended and its grace period passed; its workers count as dead."""
 
     node: NodeId
 
 
-@message
-class RouterJoined(Event):
+class RouterJoined(Event, frozen=True, kw_only=True):
     """A router connected, for the first time or again."""
 
     router: RouterId
 
 
-@message
-class RouterLost(Event):
+class RouterLost(Event, frozen=True, kw_only=True):
     """A router's connection ended."""
 
     router: RouterId
 
 
-@message
-class TenantCreated(Event):
+class TenantCreated(Event, frozen=True, kw_only=True):
     """A tenant may submit jobs from now on."""
 
     tenant: TenantId
@@ -99,8 +92,7 @@ class TenantCreated(Event):
     is_operator: bool = False
 
 
-@message
-class TenantConfigured(Event):
+class TenantConfigured(Event, frozen=True, kw_only=True):
     """An operator set a tenant's weight, quotas and highest priority; None: no limit."""
 
     tenant: TenantId
@@ -111,16 +103,14 @@ class TenantConfigured(Event):
     priority_max: int = 0
 
 
-@message
-class NodeDrainChanged(Event):
+class NodeDrainChanged(Event, frozen=True, kw_only=True):
     """An operator wants a node empty, or has it back in use."""
 
     node: NodeId
     is_draining: bool
 
 
-@message
-class JobSubmitted(Event):
+class JobSubmitted(Event, frozen=True, kw_only=True):
     """A controller asked for a job."""
 
     job: JobId
@@ -138,15 +128,13 @@ class JobSubmitted(Event):
     """Length by the user's word; 0: unknown."""
 
 
-@message
-class ControllerSeen(Event):
+class ControllerSeen(Event, frozen=True, kw_only=True):
     """A heartbeat of the job's controller; re-attaches a detached job."""
 
     job: JobId
 
 
-@message
-class JobFinished(Event):
+class JobFinished(Event, frozen=True, kw_only=True):
     """The controller declared its job's end."""
 
     job: JobId
@@ -155,8 +143,7 @@ class JobFinished(Event):
     reason: str = ""
 
 
-@message
-class DeploymentCreated(Event):
+class DeploymentCreated(Event, frozen=True, kw_only=True):
     """A job asked for a logical model."""
 
     deployment: DeploymentId
@@ -177,8 +164,7 @@ class DeploymentCreated(Event):
     """Its demand where the user knows it; it is placed by it at once."""
 
 
-@message
-class StateResidency:
+class StateResidency(msgspec.Struct, frozen=True, kw_only=True):
     """Where a deployment's newest version lies on a node."""
 
     deployment: DeploymentId
@@ -187,16 +173,14 @@ class StateResidency:
     """Of what must come from NVMe, because host memory has no copy."""
 
 
-@message
-class StateReported(Event):
+class StateReported(Event, frozen=True, kw_only=True):
     """A node's StateManager has moved state between its tiers; what is not named is as it was."""
 
     node: NodeId
     states: tuple[StateResidency, ...]
 
 
-@message
-class WorkerReady(Event):
+class WorkerReady(Event, frozen=True, kw_only=True):
     """A worker process of this incarnation listens; no state is on its device yet."""
 
     deployment: DeploymentId
@@ -205,8 +189,7 @@ class WorkerReady(Event):
     address: str
 
 
-@message
-class WorkerExited(Event):
+class WorkerExited(Event, frozen=True, kw_only=True):
     """A worker process of this incarnation is dead."""
 
     deployment: DeploymentId
@@ -216,8 +199,7 @@ class WorkerExited(Event):
     """Exit code or signal, and the last line of its log where there is one."""
 
 
-@message
-class StateMigrated(Event):
+class StateMigrated(Event, frozen=True, kw_only=True):
     """A node's StateManager has fetched a version, or could not."""
 
     deployment: DeploymentId
@@ -227,8 +209,7 @@ class StateMigrated(Event):
     """Why not; empty: it has it."""
 
 
-@message
-class OperationSubmitted(Event):
+class OperationSubmitted(Event, frozen=True):
     """A controller asked for an operation."""
 
     operation: OperationId
@@ -253,15 +234,13 @@ class OperationSubmitted(Event):
     others at once, as after a publish."""
 
 
-@message
-class OperationCancelled(Event):
+class OperationCancelled(Event, frozen=True, kw_only=True):
     """A controller does not want an operation any more."""
 
     operation: OperationId
 
 
-@message
-class StateMoved:
+class StateMoved(msgspec.Struct, frozen=True, kw_only=True):
     """What a WPG's load or offload moved."""
 
     bytes_moved: int
@@ -270,8 +249,7 @@ class StateMoved:
     """`host` or `nvme`: the lower of the tiers that a rank's state came from, or went to."""
 
 
-@message
-class OperationFinished(Event):
+class OperationFinished(Event, frozen=True):
     """A WPG completed a run of an operation on all its ranks."""
 
     operation: OperationId
@@ -289,8 +267,7 @@ class OperationFinished(Event):
     result_bytes: int = 0
 
 
-@message
-class OperationFailed(Event):
+class OperationFailed(Event, frozen=True, kw_only=True):
     """A run ended without completing."""
 
     operation: OperationId
@@ -303,8 +280,7 @@ class OperationFailed(Event):
     state."""
 
 
-@message
-class TimerFired(Event):
+class TimerFired(Event, frozen=True, kw_only=True):
     """The time of an earlier `SetTimer` has come."""
 
 

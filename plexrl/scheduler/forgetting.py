@@ -10,7 +10,8 @@ what is forgotten: whoever lives has no tie to a job that has ended.
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.state import Deployment, ForgottenJobs, Operation, State
+from plexrl.scheduler.operation_record import Operation
+from plexrl.scheduler.state import Deployment, ForgottenJobs, State
 
 INCARNATIONS_MAX = 4096
 """Forgotten deployments whose last incarnation is known of each; of older ones the highest is."""

@@ -6,11 +6,11 @@ and `check` compares the two.
 
 from dataclasses import dataclass
 
-from plexrl.ids import GroupId, NodeId
+from plexrl.ids import DeploymentId, GroupId, NodeId
 from plexrl.scheduler.capacity import CapacityIndex, Shape
 from plexrl.scheduler.commands import RankPlacement
 from plexrl.scheduler.config import SchedulerConfig
-from plexrl.scheduler.demand import Footprint, project, whole_ring
+from plexrl.scheduler.demand import DemandTrace, Footprint, project, whole_ring
 from plexrl.scheduler.node_pool import NodeKind, NodePool
 from plexrl.scheduler.policies import PlacementPolicy
 from plexrl.scheduler.state import Deployment, Group, Node, State
@@ -31,6 +31,8 @@ class Inventory:
         self._spills: dict[GroupId, bool] = {}
         self._groups_on: dict[NodeId, dict[GroupId, None]] = {}
         self._lies: dict[GroupId, dict[NodeId, _Part]] = {}
+        self._demands: dict[DeploymentId, _Demand] = {}
+        """Of members, as they were last asked for."""
         self._kept: dict[NodeId, int] = {}
         """Bytes of state that the members of shared groups keep on each node."""
         for node in state.nodes.values():
@@ -109,16 +111,19 @@ class Inventory:
         """Give back what `reserve` took; the group still lists it as a member no more."""
         group = self._group_of(deployment)
         self.index.release(group.group, deployment.deployment)
+        self._demands.pop(deployment.deployment, None)
         self._keep(group, deployment, -1)
         self.refresh(group)
 
-    def reserve_anew(self, deployment: Deployment) -> None:
-        """The deployment's reservation is another one, on the group that it is on."""
+    def reserve_anew(self, deployment: Deployment, *, is_first: bool) -> None:
+        """The deployment's reservation is another one, on the group that it is on. `is_first`: the
+        one before was for want of a profile."""
         group = self._group_of(deployment)
         name, footprint = deployment.deployment, self.footprint(deployment)
         self.index.replace(group.group, name, footprint, self.duty(deployment))
-        # The members' states lie where they lay: only the group's openness may change.
-        self._set_room(group)
+        if is_first:
+            # The members' states lie where they lay: only the group's openness may change.
+            self._set_room(group)
 
     def refresh(self, group: Group) -> None:
         """Members, profiles or openness of `group` changed: see to all groups on its nodes."""
@@ -147,19 +152,26 @@ class Inventory:
 
     def footprint(self, deployment: Deployment) -> Footprint:
         """What the deployment's reservation takes of the ring."""
-        horizon = self._config.horizon_slots
         reservation = deployment.reservation
         if reservation is None or reservation.trace is None:
-            return whole_ring(horizon)
-        tolerance = self._config.period_tolerance
-        return project(reservation.trace, horizon, tolerance).at(reservation.shift)
+            return whole_ring(self._config.horizon_slots)
+        return self._demand(deployment, reservation.trace).footprint.at(reservation.shift)
 
     def duty(self, deployment: Deployment) -> float:
         """The part of a group's time that a member counts for; unprofiled ones an equal share."""
         reservation = deployment.reservation
         if reservation is not None and reservation.trace is not None:
-            return reservation.trace.duty
+            return self._demand(deployment, reservation.trace).duty
         return self._config.load_max / self._config.residents_max
+
+    def _demand(self, deployment: Deployment, trace: DemandTrace) -> "_Demand":
+        """Made once for a trace: a member's moves about the ring far more often than it changes."""
+        name, config = deployment.deployment, self._config
+        found = self._demands.get(name)
+        if found is None or found.trace is not trace:
+            footprint = project(trace, config.horizon_slots, config.period_tolerance)
+            found = self._demands[name] = _Demand(trace, footprint, trace.duty)
+        return found
 
     def state_bytes_free(self, group: Group) -> tuple[int, int]:
         """(in host memory, with NVMe): how large the state of one more member may be."""
@@ -241,6 +253,16 @@ class Inventory:
 def shape_of(group: Group) -> Shape:
     """What makes the group interchangeable with others."""
     return Shape(group.node_type, group.gpu_memory_bytes, len(group.gpus))
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """What follows from a member's trace, whenever it runs."""
+
+    trace: DemandTrace
+    footprint: Footprint
+    """At shift 0."""
+    duty: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,9 +107,11 @@ class NodePool:
 
     def free_gpus(self, node_type: str = "") -> int:
         """Free GPUs of a type on open nodes."""
-        return sum(
-            kind.free_gpus for key, kind in self._kinds.items() if node_type in ("", key.node_type)
-        )
+        found = 0
+        for key, kind in self._kinds.items():
+            if node_type in ("", key.node_type):
+                found += kind.free_gpus
+        return found
 
     def most_free_gpus(self, node_type: str) -> int:
         """The most free GPUs of one kind: a wish for more cannot be met."""

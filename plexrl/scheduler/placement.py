@@ -119,10 +119,11 @@ def ways(context: Context, deployment: Deployment, now: float) -> tuple[Way, ...
     """How `deployment` may get GPUs, best first."""
     if not shares(deployment):
         return (Way.DEDICATED,)
+    has_profile = deployment.trace is not None
     return context.policy.ways(
-        has_profile=deployment.trace is not None,
+        has_profile=has_profile,
         is_patience_over=now >= patience_ends_at(context, deployment),
-        is_scarce=context.policy.repacks and is_scarce(context, deployment),
+        is_scarce=has_profile and context.policy.repacks and is_scarce(context, deployment),
     )
 
 
@@ -143,7 +144,7 @@ def leave(context: Context, deployment: Deployment) -> None:
     context.inventory.release(deployment)
     deployment.group = None
     deployment.reservation = None
-    _give_time_back(context, group)
+    _see_who_overlaps(context, group)
     if not group.members:
         context.inventory.remove_group(group)
         del context.state.groups[group.group]
@@ -152,38 +153,42 @@ def leave(context: Context, deployment: Deployment) -> None:
 
 def reserve_anew(context: Context, deployment: Deployment, shift: float) -> None:
     """Replace the deployment's footprint by that of its present trace, at `shift` slots."""
-    reservation = Reservation(shift=shift, trace=deployment.trace)
-    deployment.reservation = reservation
-    context.inventory.reserve_anew(deployment)
-    overlap_s = _overlap_s(context, deployment)
-    deployment.reservation = replace(reservation, overlap_s=overlap_s)
-    _give_time_back(context, context.state.groups[_placed(deployment)])
+    before = deployment.reservation
+    is_first = before is None or before.trace is None
+    deployment.reservation = Reservation(shift=shift, trace=deployment.trace)
+    context.inventory.reserve_anew(deployment, is_first=is_first)
+    _see_who_overlaps(context, context.state.groups[_placed(deployment)], deployment)
 
 
-def _give_time_back(context: Context, group: Group) -> None:
+def _see_who_overlaps(context: Context, group: Group, moved: Deployment | None = None) -> None:
     """A footprint has gone from where it was: whoever overlapped with it only has time of its own
-    again."""
-    for name in group.members:
-        member = context.deployment(name)
+    again. What `moved` overlaps with where it is now is seen anew.
+
+    Members without a profile give way, and are nobody's overlap.
+    """
+    index, name = context.inventory.index, group.group
+    planned: list[tuple[Deployment, Reservation, int]] = []
+    once = twice = 0
+    for each in group.members:
+        member = context.state.deployments[each]
         reservation = member.reservation
-        if reservation is None or reservation.trace is None or reservation.overlap_s == 0:
+        if reservation is not None and reservation.trace is not None:
+            busy = index.busy(name, each)
+            planned.append((member, reservation, busy))
+            twice |= once & busy
+            once |= busy
+    for member, reservation, busy in planned:
+        was_s = reservation.overlap_s
+        if member is not moved and was_s == 0.0:
             continue
-        overlap_s = _overlap_s(context, member)
-        if overlap_s < reservation.overlap_s:
-            member.reservation = replace(reservation, overlap_s=overlap_s)
-
-
-def _overlap_s(context: Context, deployment: Deployment) -> float:
-    """Seconds of a cycle in which another member with a profile is busy. One without gives way."""
-    index, group = context.inventory.index, context.state.groups[_placed(deployment)]
-    others = 0
-    for name in group.members:
-        reservation = context.state.deployments[name].reservation
-        if name == deployment.deployment or reservation is None or reservation.trace is None:
-            continue
-        others |= index.busy(group.group, name)
-    both = others & index.busy(group.group, deployment.deployment)
-    return both.bit_count() / index.footprint(group.group, deployment.deployment).cycles
+        overlap_s = 0.0
+        both = busy & twice
+        if both:
+            overlap_s = both.bit_count() / index.footprint(name, member.deployment).cycles
+        if overlap_s < was_s or (member is moved and overlap_s > 0.0):
+            member.reservation = Reservation(
+                shift=reservation.shift, trace=reservation.trace, overlap_s=overlap_s
+            )
 
 
 def find(context: Context, deployment: Deployment, way: Way, now: float) -> Choice | None:
@@ -284,12 +289,20 @@ def fitting(context: Context, deployment: Deployment, now: float, *, strict: boo
     trace = deployment.trace
     if trace is None:
         return []
-    config = context.config
+    config, index = context.config, context.inventory.index
+    tables: list[tuple[ShapeTable, NDArray[np.intp]]] = []
+    for shape in _shapes(context, deployment):
+        table = index.table(shape)
+        room = has_room(context, table, deployment, trace.duty)
+        _leave_out_own(context, shape, deployment, room)
+        rows = np.flatnonzero(room)
+        if rows.size:
+            tables.append((table, rows))
+    if not tables:
+        return []
     footprint = project(trace, config.horizon_slots, config.period_tolerance)
     longest = max(math.ceil(duration) for _, duration, _ in footprint.segments)
-    if strict and not context.inventory.index.gang_feasible(
-        deployment.node_type, deployment.workers, longest
-    ):
+    if strict and not index.gang_feasible(deployment.node_type, deployment.workers, longest):
         return []
     wanted = ShiftSearch(
         footprint=footprint,
@@ -299,18 +312,9 @@ def fitting(context: Context, deployment: Deployment, now: float, *, strict: boo
         strict=strict,
     )
     found: list[tuple[float, int, Choice]] = []
-    for shape in _shapes(context, deployment):
-        table = context.inventory.index.table(shape)
-        room = has_room(context, table, deployment, trace.duty)
-        own = (
-            None
-            if deployment.group is None
-            else context.inventory.index.row(deployment.group, shape)
-        )
-        if own is not None:
-            room[own] = False
-        for rows in _in_order_of(table, np.flatnonzero(room), table.load):
-            fits = table.search(rows, wanted)
+    for table, rows in tables:
+        for some in _in_order_of(table, rows, table.load):
+            fits = table.search(some, wanted)
             for fit in fits:
                 spill_s = _spill_s(table, fit.row, deployment)
                 group = table.groups[fit.row]

@@ -3,8 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from plexrl.scheduler.context import Context
     from plexrl.scheduler.state import Deployment, Job
 
@@ -13,30 +11,39 @@ def is_scarce(context: "Context", deployment: "Deployment") -> bool:
     """Whether somebody else who may have GPUs waits for more than are free; or, where `deployment`
     has none itself, than would be left had it a group of its own."""
     taken = deployment.workers if deployment.group is None else 0
-    for other in _two_of_each_kind(context):
-        if other is deployment or not alike(other.node_type, deployment.node_type):
+    waiting, node_type = context.waiting, deployment.node_type
+    for size, tenants in waiting.askers.items():
+        if not alike(size.node_type, node_type):
             continue
-        left = context.inventory.pool.free_gpus(other.node_type) - taken
-        job = context.job(other.job)
+        # All who ask for this size want the same of the same nodes.
+        if size.workers <= context.inventory.pool.free_gpus(size.node_type) - taken:
+            continue
+        for queue in tenants.values():
+            # One of the first two may be who asks. More are not looked at: that is asked of each of
+            # a backlog, which may want one thing in as many ways as it has jobs.
+            other = context.deployment(queue[0][1])
+            if other is deployment:
+                if len(queue) == 1:
+                    continue
+                other = context.deployment(queue[1][1])
+            if _may_have_gpus(context, other):
+                return True
+    for name in waiting.singles:
+        other = context.deployment(name)
         if (
-            other.workers > left
-            and len(job.deployments) >= job.gang
-            and over_quota(context, job, other.workers) is None
+            other is not deployment
+            and alike(other.node_type, node_type)
+            and other.workers > context.inventory.pool.free_gpus(other.node_type) - taken
+            and _may_have_gpus(context, other)
         ):
             return True
     return False
 
 
-def _two_of_each_kind(context: "Context") -> "Iterator[Deployment]":
-    """Of those who wait: one of the two may be who asks. That is asked of each of a backlog, which
-    may want one thing in as many ways as it has jobs."""
-    waiting = context.waiting
-    for tenants in waiting.askers.values():
-        for queue in tenants.values():
-            for _, name in queue[:2]:
-                yield context.deployment(name)
-    for name in waiting.singles:
-        yield context.deployment(name)
+def _may_have_gpus(context: "Context", deployment: "Deployment") -> bool:
+    """Whether nothing but room is wanting."""
+    job = context.job(deployment.job)
+    return len(job.deployments) >= job.gang and over_quota(context, job, deployment.workers) is None
 
 
 def alike(one_type: str, other_type: str) -> bool:
@@ -48,6 +55,8 @@ def over_quota(context: "Context", job: "Job", gpus: int) -> str | None:
     """Which of its tenant's quotas `job` waits for; None where it may have `gpus` more."""
     tenant = context.state.tenants.get(job.tenant)
     if tenant is None:
+        return None
+    if tenant.jobs_max is None and tenant.gpus_max is None:
         return None
     held_gpus, held_jobs = context.holdings(job.tenant)
     has_gpus = any(context.deployment(name).group is not None for name in job.deployments)

@@ -5,18 +5,17 @@ readable with any JSON tool and can be fed to a core again.
 """
 
 import math
-from dataclasses import is_dataclass
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 import msgspec
 
 from plexrl.errors import InvalidRequestError
 
-MessageT = TypeVar("MessageT")
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
 class Codec(Generic[MessageT]):
-    """Encodes and decodes one closed set of frozen dataclasses.
+    """Encodes and decodes one closed set of frozen structs.
 
     The tag is the class name under `"type"`; no message may have a field of that name. Unknown
     tags and fields of a wrong type raise `msgspec.ValidationError`.
@@ -24,8 +23,7 @@ class Codec(Generic[MessageT]):
 
     def __init__(self, *kinds: type[MessageT]) -> None:
         for kind in kinds:
-            assert is_dataclass(kind), f"{kind.__name__} is not a dataclass"
-            assert "type" not in kind.__dataclass_fields__, f"{kind.__name__} has a field 'type'"
+            assert "type" not in kind.__struct_fields__, f"{kind.__name__} has a field 'type'"
         self._kinds: dict[str, type[MessageT]] = {kind.__name__: kind for kind in kinds}
         self._openings = {kind: f'{{"type":"{kind.__name__}"'.encode() for kind in kinds}
         self._floats = {kind: _float_fields(kind) for kind in kinds}

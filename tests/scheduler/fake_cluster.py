@@ -5,7 +5,9 @@ take effect when the test says so, in any order that a real cluster could show.
 """
 
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from plexrl.errors import PlexRLError
 from plexrl.scheduler import SchedulerConfig, SchedulerCore

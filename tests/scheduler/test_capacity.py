@@ -68,6 +68,18 @@ def test_a_footprint_covers_every_slot_it_touches_and_no_other(footprint: Footpr
     assert set(np.flatnonzero(slots).tolist()) == slow_slots(footprint)
 
 
+@given(footprints(), st.floats(0, HORIZON))
+def test_a_footprint_turns_with_its_shift(footprint: Footprint, shift: float) -> None:
+    for each in (footprint.at(shift), footprint.at(float(math.floor(shift)))):
+        wanted = {
+            slot % HORIZON
+            for start, stop, _ in each.intervals().tolist()
+            for slot in range(start, stop)
+        }
+        slots = slots_of(each.busy(), HORIZON)
+        assert set(np.flatnonzero(slots).tolist()) == wanted
+
+
 @given(st.floats(4, 50_000), st.sampled_from((0.0, 0.02, 0.1)))
 def test_a_commensurate_period_closes_the_ring_and_is_near_the_real_one(
     period_s: float, tolerance: float
@@ -278,6 +290,17 @@ def test_what_is_always_busy_leaves_no_window() -> None:
     index = index_with([whole_ring(HORIZON)])
     assert len(index.free_intervals("g").starts) == 0
     assert not index.gang_feasible("t", 1, 1)
+
+
+@given(footprints(), st.booleans())
+def test_a_gang_is_feasible_for_as_long_as_the_profile_says(
+    footprint: Footprint, is_open: bool
+) -> None:
+    index = index_with([footprint])
+    index.set_room("g", is_open=is_open, host_bytes_free=0, state_bytes_free=0)
+    for duration in range(1, HORIZON + 1):
+        fits = index.profile("t").first_fit(0, duration, 8) is not None
+        assert index.gang_feasible("t", 8, duration) == fits
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ order, none twice, and in the end all of them. The laws of the state and the equ
 capacity index with one made anew are checked after every event.
 """
 
-from dataclasses import replace
-
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from plexrl import errors
 from plexrl.scheduler import events as ev

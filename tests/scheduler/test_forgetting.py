@@ -1,11 +1,11 @@
 """Ended jobs are forgotten beyond a bound, and nothing that is decided hangs on them."""
 
-from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from plexrl import errors
 from plexrl.scheduler import SchedulerCore

@@ -1,9 +1,9 @@
 """Moves that find no room or wait for others, and nodes that die or come back smaller."""
 
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from plexrl.errors import InvalidRequestError, LayoutError, PlexRLError, StateTierFullError
 from plexrl.scheduler import events as ev

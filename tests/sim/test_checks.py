@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from plexrl.errors import InvariantError
 from plexrl.ids import NodeId, OperationId
@@ -111,12 +112,14 @@ def with_run(kind: OperationKind) -> Callable[[Entry], Any]:
 
 
 def changed_command(history: History, at: int, old: cmd.Command, **changes: Any) -> None:
-    new = tuple(replace(each, **changes) if each is old else each for each in history[at].commands)
+    new = tuple(
+        structs.replace(each, **changes) if each is old else each for each in history[at].commands
+    )
     history[at] = replace(history[at], commands=new)
 
 
 def changed_event(history: History, at: int, **changes: Any) -> None:
-    history[at] = replace(history[at], event=replace(history[at].event, **changes))
+    history[at] = replace(history[at], event=structs.replace(history[at].event, **changes))
 
 
 def first_event(history: History, kind: type[ev.Event], after: int = 0) -> int:
@@ -135,7 +138,7 @@ def two_groups_on_a_gpu(history: History) -> None:
 def one_gpu_twice(history: History) -> None:
     at = find(history, lambda entry: commands_of(entry, cmd.LaunchWorkers))
     launch = commands_of(history[at], cmd.LaunchWorkers)[0]
-    ranks = (*launch.ranks[:-1], replace(launch.ranks[0], rank=launch.ranks[-1].rank))
+    ranks = (*launch.ranks[:-1], structs.replace(launch.ranks[0], rank=launch.ranks[-1].rank))
     changed_command(history, at, launch, ranks=ranks)
 
 
@@ -152,7 +155,7 @@ def more_nodes_than_the_cluster_has(history: History) -> None:
     joined = history[at].event
     assert isinstance(joined, ev.NodeJoined)
     history.insert(
-        at, replace(history[at], event=replace(joined, node=NodeId("more")), commands=())
+        at, replace(history[at], event=structs.replace(joined, node=NodeId("more")), commands=())
     )
 
 
@@ -236,7 +239,7 @@ def an_operation_overtakes_another(history: History) -> None:
     at = first_event(history, ev.OperationSubmitted)
     submitted = history[at].event
     assert isinstance(submitted, ev.OperationSubmitted)
-    earlier = replace(submitted, operation=OperationId("earlier"))
+    earlier = structs.replace(submitted, operation=OperationId("earlier"))
     history.insert(at, replace(history[at], event=earlier, commands=()))
 
 

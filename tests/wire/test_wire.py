@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import struct
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -105,8 +104,7 @@ def test_a_peer_that_leaves_in_the_middle_of_a_frame_is_noticed() -> None:
             recv_frame(right)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spoken:
+class Spoken(msgspec.Struct, frozen=True, kw_only=True):
     word: str
 
 
