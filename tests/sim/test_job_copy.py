@@ -1,5 +1,6 @@
 """Jobs that are read once for many runs: the same jobs, and the same results."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from plexrl.errors import CapacityError, InvalidRequestError
 from plexrl.sim.job_copy import BATCH_JOBS, JobCopy, copied
 from plexrl.sim.sweep import FailedRun, run_all
 from plexrl.sim.trace_source import PublishedSource
+from plexrl.traces import TraceJob
 from tests.sim.test_sweep import BASE, documents
 
 
@@ -23,7 +25,7 @@ def test_a_copy_has_the_very_jobs(tmp_path: Path) -> None:
 
 
 def test_an_error_on_the_way_is_the_source_s_own(tmp_path: Path) -> None:
-    def jobs():  # type: ignore[no-untyped-def]
+    def jobs() -> Iterator[TraceJob]:
         yield from PublishedSource(span_s=86_400.0).jobs()
         raise CapacityError("no more")
 
