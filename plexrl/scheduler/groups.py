@@ -15,8 +15,8 @@ from plexrl.scheduler.hrrs import Candidate
 from plexrl.scheduler.lifecycle import launch
 from plexrl.scheduler.operations import OWN_MARK, start
 from plexrl.scheduler.ordering import first
+from plexrl.scheduler.overlaps import owns_time
 from plexrl.scheduler.phases import switch_began
-from plexrl.scheduler.placement import owns_time
 from plexrl.scheduler.rebuilding import may_replay
 from plexrl.scheduler.relocation import finish as finish_relocation
 from plexrl.scheduler.relocation import is_due, stops
