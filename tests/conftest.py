@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -16,6 +17,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOMS = ("scheduler", "statemanager", "router", "worker", "rollout", "sim", "traces")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuses to test what is no longer in the files: C extensions go before their sources."""
+    for compiled in (config.rootpath / "plexrl").rglob("*.so"):
+        source = compiled.with_name(compiled.name.partition(".")[0] + ".py")
+        if _is_newer(source, compiled):
+            pytest.exit(
+                f"{source} is newer than what was compiled of it: make compiled, or make pure", 4
+            )
+
+
+def _is_newer(source: Path, compiled: Path) -> bool:
+    return not source.exists() or source.stat().st_mtime > compiled.stat().st_mtime
 
 
 @pytest.fixture(scope="session", autouse=True)

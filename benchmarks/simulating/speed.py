@@ -7,7 +7,7 @@ from statistics import fmean
 from benchmarks.simulating.loops import DEPTH, heap_rate, simpy_rate
 from benchmarks.simulating.part import Part
 from benchmarks.simulating.workloads import DAY_S, residents
-from plexrl.sim.replay import rare_collections, simulate
+from plexrl.sim.replay import is_compiled, rare_collections, simulate
 from plexrl.sim.trace_run import TraceRun
 
 POLICIES = ("isolated", "pack", "spread", "spread+backfill")
@@ -62,7 +62,8 @@ def measure(*, full: bool) -> Part:
         ),
     ]
     return Part(
-        title="Speed: 64 groups x 4 jobs on 2 048 GPUs; seconds of the processor, on one core"
+        title=f"Speed, {'compiled' if is_compiled() else 'pure Python'}: 64 groups x 4 jobs on "
+        "2 048 GPUs; seconds of the processor, on one core"
         + ("" if full else f"; three months extrapolated from {EVENTS:,} events"),
         columns=("policy", "events", "three months", "take", "times SimPy"),
         rows=rows,

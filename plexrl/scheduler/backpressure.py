@@ -7,10 +7,10 @@ operations of that queue have ended lately. What has been accepted is never give
 import math
 
 from plexrl.errors import OverloadedError
-from plexrl.ids import TenantId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationSubmitted
-from plexrl.scheduler.state import Deployment, InFlight, Operation
+from plexrl.scheduler.operation_record import Operation
+from plexrl.scheduler.state import Deployment, InFlight, State
 
 RETRY_AFTER_S = 1.0
 """Where nothing has ended yet to tell a pace by."""
@@ -31,15 +31,13 @@ def check_room(
         OverloadedError: a bound is reached; `details` name it and when to come back.
     """
     config = context.config
-    for each in (deployment, source):
-        if each is not None and len(each.queue) >= config.pending_operations_max:
-            raise _refusal(
-                f"{each.deployment!r} has {len(each.queue)} operations waiting, its bound",
-                "pending_operations_max",
-                each.in_flight,
-                0,
-            )
-    tenant, in_flight = _of_tenant(context, deployment)
+    _check_queue(deployment, config.pending_operations_max)
+    if source is not None:
+        _check_queue(source, config.pending_operations_max)
+    tenant = context.state.jobs[deployment.job].tenant
+    in_flight = context.state.in_flight.get(tenant)
+    if in_flight is None:
+        in_flight = InFlight()
     if event.payload_bytes:
         _check_bytes(
             repr(deployment.deployment),
@@ -66,23 +64,22 @@ def check_room(
         )
 
 
-def taken_in(context: Context, operation: Operation) -> None:
+def taken_in(state: State, deployment: Deployment, operation: Operation) -> None:
     """A caller's operation was accepted."""
     operation.is_counted = True
-    for in_flight in _both(context, operation):
-        in_flight.operations += 1
-        in_flight.payload_bytes += operation.payload_bytes
+    payload_bytes = operation.payload_bytes
+    of_deployment, of_tenant = deployment.in_flight, _of_tenant(state, deployment)
+    of_deployment.operations += 1
+    of_deployment.payload_bytes += payload_bytes
+    of_tenant.operations += 1
+    of_tenant.payload_bytes += payload_bytes
 
 
-def ended(context: Context, operation: Operation, now: float) -> None:
-    """An operation, if a caller's, has come to its end, whichever."""
-    if not operation.is_counted:
-        return
+def ended(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
+    """A caller's operation, which was counted, has come to its end, whichever."""
     operation.is_counted = False
-    for in_flight in _both(context, operation):
-        in_flight.operations -= 1
-        in_flight.payload_bytes -= operation.payload_bytes
-        _note_end(in_flight, operation, now)
+    _note_end(deployment.in_flight, operation, now)
+    _note_end(_of_tenant(state, deployment), operation, now)
 
 
 def retry_after_s(in_flight: InFlight, missing_bytes: int) -> float:
@@ -95,34 +92,40 @@ def retry_after_s(in_flight: InFlight, missing_bytes: int) -> float:
     return min(max(ends * in_flight.gap_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
 
 
-def _both(context: Context, operation: Operation) -> tuple[InFlight, InFlight]:
-    """The deployment's and the tenant's."""
-    state = context.state
-    deployment = state.deployments[operation.deployment]
+def _of_tenant(state: State, deployment: Deployment) -> InFlight:
     tenant = state.jobs[deployment.job].tenant
-    of_tenant = state.in_flight.get(tenant)
-    if of_tenant is None:
-        of_tenant = state.in_flight[tenant] = InFlight()
-    return deployment.in_flight, of_tenant
-
-
-def _of_tenant(context: Context, deployment: Deployment) -> tuple[TenantId, InFlight]:
-    tenant = context.job(deployment.job).tenant
-    return tenant, context.state.in_flight.get(tenant) or InFlight()
+    found = state.in_flight.get(tenant)
+    if found is None:
+        found = state.in_flight[tenant] = InFlight()
+    return found
 
 
 def _note_end(in_flight: InFlight, operation: Operation, now: float) -> None:
+    payload_bytes = operation.payload_bytes
+    in_flight.operations -= 1
+    in_flight.payload_bytes -= payload_bytes
     # Time without anything to do says nothing of the pace.
-    since = operation.submitted_at
-    if in_flight.ended_at is not None:
-        since = max(since, in_flight.ended_at)
-    gap_s = max(0.0, now - since)
+    since, ended_at = operation.submitted_at, in_flight.ended_at
+    if ended_at is not None and ended_at > since:
+        since = ended_at
+    gap_s = now - since if now > since else 0.0
     in_flight.ended_at = now
-    if in_flight.gap_s is None:
-        in_flight.gap_s, in_flight.bytes_each = gap_s, float(operation.payload_bytes)
+    known_s = in_flight.gap_s
+    if known_s is None:
+        in_flight.gap_s, in_flight.bytes_each = gap_s, float(payload_bytes)
         return
-    in_flight.gap_s += NEWEST * (gap_s - in_flight.gap_s)
-    in_flight.bytes_each += NEWEST * (operation.payload_bytes - in_flight.bytes_each)
+    in_flight.gap_s = known_s + NEWEST * (gap_s - known_s)
+    in_flight.bytes_each += NEWEST * (payload_bytes - in_flight.bytes_each)
+
+
+def _check_queue(deployment: Deployment, bound: int) -> None:
+    if len(deployment.queue) >= bound:
+        raise _refusal(
+            f"{deployment.deployment!r} has {len(deployment.queue)} operations waiting, its bound",
+            "pending_operations_max",
+            deployment.in_flight,
+            0,
+        )
 
 
 def _check_bytes(

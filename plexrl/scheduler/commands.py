@@ -84,8 +84,12 @@ class PrefetchState(Command, frozen=True, kw_only=True):
     """Until the load is expected; absent: nothing is known."""
 
 
-class RunOperation(Command, frozen=True, kw_only=True):
-    """Run an operation on every rank of a WPG, by way of a router."""
+class RunOperation(Command, frozen=True):
+    """Run an operation on every rank of a WPG, by way of a router.
+
+    Where every event makes one its fields are given in their order: by name it takes five times as
+    long (1.5 µs, not 0.3).
+    """
 
     operation: OperationId
     deployment: DeploymentId

@@ -98,7 +98,9 @@ class Context:
 
     def _file(self, deployment: Deployment, job: Job, *, is_single: bool) -> None:
         shares = deployment.kind != "rollout" and not deployment.exclusive
-        self.waiting.add(deployment, job, shares=shares, is_single=is_single)
+        trace = deployment.trace
+        duty = self.inventory.duty(deployment) if trace is None else trace.duty
+        self.waiting.add(deployment, job, duty=duty, shares=shares, is_single=is_single)
 
     def _is_placed(self, job: Job) -> bool:
         return any(self.state.deployments[name].group is not None for name in job.deployments)
@@ -169,13 +171,16 @@ class Context:
 
     def take_commands(self) -> list[Command]:
         """This call's commands, the wake-up among them where an earlier one is needed."""
-        if self.discards:
-            self.commands.append(DiscardBlobs(blobs=tuple(self.discards)))
-            self.discards = []
-        if self.timers and (self.timer_at is None or self.timers[0][0] < self.timer_at):
-            self.timer_at = self.timers[0][0]
-            self.commands.append(SetTimer(at=self.timer_at))
         commands, self.commands = self.commands, []
+        if self.discards:
+            commands.append(DiscardBlobs(blobs=tuple(self.discards)))
+            self.discards = []
+        timers = self.timers
+        if timers:
+            at, timer_at = timers[0][0], self.timer_at
+            if timer_at is None or at < timer_at:
+                self.timer_at = at
+                commands.append(SetTimer(at=at))
         return commands
 
     def job(self, job: JobId) -> Job:

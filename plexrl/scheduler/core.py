@@ -37,6 +37,7 @@ from plexrl.scheduler.explain_job import explain_job
 from plexrl.scheduler.forgetting import forget_ended, owner_of
 from plexrl.scheduler.groups import advance
 from plexrl.scheduler.invariants import check
+from plexrl.scheduler.jobs import FINAL
 from plexrl.scheduler.lifecycle import (
     ENDINGS,
     detach_or_cancel,
@@ -46,12 +47,13 @@ from plexrl.scheduler.lifecycle import (
     worker_ready,
 )
 from plexrl.scheduler.nodes import node_drain_changed, node_joined, node_lost, state_migrated
+from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.operations import check_deadline, check_same, check_source, enqueue
 from plexrl.scheduler.outcomes import run_failed, run_finished
 from plexrl.scheduler.relocation import send_migration
 from plexrl.scheduler.replacement import look_at_node
 from plexrl.scheduler.snapshot import decode, encode
-from plexrl.scheduler.state import Deployment, Job, Operation, WpgState
+from plexrl.scheduler.state import Deployment, Job, WpgState
 from plexrl.scheduler.switch_cost import state_reported
 from plexrl.scheduler.tenants import (
     authenticate,
@@ -119,22 +121,25 @@ class SchedulerCore:
         """
         context = self._context
         self._handlers[type(event)](event, now)
-        if context.timers and context.timers[0][0] <= now:
+        timers, state = context.timers, context.state
+        if timers and timers[0][0] <= now:
             for what in context.due(now):
                 self._look_again(what, now)
-        while context.dirty or context.place_waiting or context.newcomers or context.cycles_over:
+        dirty, groups, cycles_over = context.dirty, state.groups, context.cycles_over
+        while dirty or cycles_over or context.place_waiting or context.newcomers:
             if context.place_waiting or context.newcomers:
                 place_waiting(context, now)
-            while context.dirty:
-                group = next(iter(context.dirty))
-                del context.dirty[group]
-                if group in context.state.groups:
-                    advance(context, context.state.groups[group], now)
-            while context.cycles_over:
-                deployment = context.deployment(next(iter(context.cycles_over)))
-                del context.cycles_over[deployment.deployment]
+            while dirty:
+                name = next(iter(dirty))
+                del dirty[name]
+                group = groups.get(name)
+                if group is not None:
+                    advance(context, group, now)
+            while cycles_over:
+                deployment = state.deployments[next(iter(cycles_over))]
+                del cycles_over[deployment.deployment]
                 cycle_over(context, deployment, now)
-        if len(context.state.ended) > context.config.ended_jobs:
+        if len(state.ended) > context.config.ended_jobs:
             forget_ended(context)
         return context.take_commands()
 
@@ -393,7 +398,7 @@ class SchedulerCore:
 
     def _live_job(self, name: JobId) -> Job:
         job = self._job(name)
-        if job.state.is_final:
+        if job.state in FINAL:
             raise JobEndedError(
                 f"job {name!r} has ended ({job.state.value.lower()}): submit a new one",
                 reason=job.reason,

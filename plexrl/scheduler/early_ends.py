@@ -13,8 +13,8 @@ from plexrl.errors import (
 from plexrl.ids import OperationId
 from plexrl.scheduler.commands import AbortOperation, RunOperation
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.operations import fail
-from plexrl.scheduler.state import Operation
 from plexrl.wire.operations import OperationKind, OperationState
 
 

@@ -1,17 +1,20 @@
 """What operations and moves have taken: moving averages of a WPG, and the law of a path."""
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from plexrl.wire.operations import OperationKind
 
-WEIGHT = 0.3
+WEIGHT: Final = 0.3
 """Of the newest measurement."""
+KEPT: Final = 1.0 - WEIGHT
 
 MOVE_BYTES_PER_S = 2e9
 """Of a state move that nothing is known about yet: a slow host copy."""
 
-LAW_FADING = 0.02
+LAW_FADING: Final = 0.02
 """Of what a path's law knows, with every move: the last fifty or so count."""
+LAW_KEPT: Final = 1.0 - LAW_FADING
 
 SPREAD_MIN = 0.05
 """Sizes that differ by less, relative to their mean, are one size to a law."""
@@ -40,10 +43,13 @@ class Estimates:
     def observe(self, kind: OperationKind, tokens: int, seconds: float) -> None:
         """Take in a completed run."""
         by_kind = self.seconds_by_kind
-        by_kind[kind] = _blend(by_kind.get(kind), seconds)
+        old = by_kind.get(kind)
+        by_kind[kind] = seconds if old is None else KEPT * old + WEIGHT * seconds
         if tokens > 0:
             per_token = self.seconds_per_token
-            per_token[kind] = _blend(per_token.get(kind), seconds / tokens)
+            seconds /= tokens
+            old = per_token.get(kind)
+            per_token[kind] = seconds if old is None else KEPT * old + WEIGHT * seconds
 
     def observe_burst(self, seconds: float, tokens: int) -> None:
         """Take in a completed burst whose first operation had these `tokens`."""
@@ -78,7 +84,7 @@ class Estimates:
 
 
 def _blend(old: float | None, new: float) -> float:
-    return new if old is None else (1.0 - WEIGHT) * old + WEIGHT * new
+    return new if old is None else KEPT * old + WEIGHT * new
 
 
 @dataclass(slots=True)
@@ -97,7 +103,7 @@ class MoveLaw:
 
     def observe(self, nbytes: float, seconds: float) -> None:
         """Take in one move."""
-        kept = 1.0 - LAW_FADING
+        kept = LAW_KEPT
         self.weight = kept * self.weight + 1.0
         self.nbytes = kept * self.nbytes + nbytes
         self.took_s = kept * self.took_s + seconds

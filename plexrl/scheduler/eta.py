@@ -8,8 +8,9 @@ from plexrl.ids import OperationId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.groups import candidate, wants_the_group
 from plexrl.scheduler.hrrs import Candidate
+from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.ordering import rank
-from plexrl.scheduler.state import Deployment, Group, Operation
+from plexrl.scheduler.state import Deployment, Group
 from plexrl.scheduler.switch_cost import load_s, offload_s
 from plexrl.wire.operations import OperationKind
 

@@ -8,9 +8,10 @@ from plexrl.scheduler.eta import goes_before, start_s
 from plexrl.scheduler.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.foresight import holds_back
 from plexrl.scheduler.groups import candidate
+from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.relocation import stops
 from plexrl.scheduler.replacement import awaited
-from plexrl.scheduler.state import Deployment, Group, Operation, WpgState
+from plexrl.scheduler.state import Deployment, Group, WpgState
 from plexrl.wire.operations import OperationState
 
 

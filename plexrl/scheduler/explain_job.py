@@ -8,6 +8,7 @@ from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
 from plexrl.scheduler.explain_placement import attempts, near_groups, why_no_gpus
 from plexrl.scheduler.placement import shares
+from plexrl.scheduler.profiler import waiting_part
 from plexrl.scheduler.state import Deployment, Job, WpgState
 
 View = dict[str, Any]
@@ -57,7 +58,7 @@ def _summary(context: Context, job: Job, deployments: list[Deployment], now: flo
 
 def _deployment(context: Context, deployment: Deployment, now: float) -> View:
     record = deployment.placement
-    trace = deployment.trace
+    trace, kept_part = deployment.trace, deployment.waiting_part
     view: View = {
         "deployment": deployment.deployment,
         "state": deployment.state.value,
@@ -66,7 +67,7 @@ def _deployment(context: Context, deployment: Deployment, now: float) -> View:
         "placement": None if record is None else msgspec.to_builtins(record),
         "moves": deployment.moves,
         "moved_because": deployment.moved_because,
-        "waiting_part": deployment.waiting_part,
+        "waiting_part": waiting_part(deployment.cycles) if deployment.cycles else kept_part,
         "profile": None,
         "attempts": [],
         "near": [],

@@ -8,7 +8,8 @@ tie to a job that has ended.
 """
 
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.state import Deployment, ForgottenJobs, Operation, State
+from plexrl.scheduler.operation_record import Operation
+from plexrl.scheduler.state import Deployment, ForgottenJobs, State
 
 
 def forget_ended(context: Context) -> None:

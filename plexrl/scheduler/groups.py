@@ -7,22 +7,31 @@ fencing token, by an offload of the holder and a load of its own state.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from plexrl.ids import DeploymentId, FencingToken, OperationId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.foresight import holds_back, prefetch
 from plexrl.scheduler.hrrs import Candidate
 from plexrl.scheduler.lifecycle import launch
-from plexrl.scheduler.operations import OWN_MARK, start
+from plexrl.scheduler.operation_record import Operation
+from plexrl.scheduler.operations import start, start_move
 from plexrl.scheduler.ordering import first
 from plexrl.scheduler.overlaps import owns_time
 from plexrl.scheduler.phases import switch_began
 from plexrl.scheduler.rebuilding import may_replay
 from plexrl.scheduler.relocation import finish as finish_relocation
 from plexrl.scheduler.relocation import is_due, stops
-from plexrl.scheduler.state import Deployment, Group, Operation, Residency, WpgState
+from plexrl.scheduler.state import Deployment, Group, Residency, WpgState
 from plexrl.scheduler.switch_cost import round_trip_s, switch_cost
 from plexrl.wire.operations import OperationKind, OperationState
+
+_READY: Final = WpgState.READY
+_MOVING: Final = Residency.MOVING
+_FINISHED: Final = OperationState.FINISHED
+_LOAD: Final = OperationKind.LOAD
+_OFFLOAD: Final = OperationKind.OFFLOAD
+_GENERATE: Final = OperationKind.GENERATE
 
 GAP_MARGIN = 4.0
 """The holder's next operation is waited for up to this many times the usual gap in its bursts."""
@@ -45,7 +54,7 @@ def advance(context: Context, group: Group, now: float) -> None:
             _grant(context, group, chosen, now)
         return
     holder = context.state.deployments[group.holder]
-    if holder.moving is not None or holder.state is not WpgState.READY:
+    if holder.moving is not None or holder.state is not _READY:
         return
     if holder.replaying:
         if not holder.running and may_replay(context, holder):
@@ -71,7 +80,8 @@ def advance(context: Context, group: Group, now: float) -> None:
         if not waiting and not holder.queue:
             _anticipate(context, group, holder, now)
             return
-    _dispatch(context, group, holder, now)
+    if holder.queue:
+        _dispatch(context, group, holder, now)
     if holder.running and context.inventory.spills(group):
         _look_ahead(context, group, holder, now)
 
@@ -80,24 +90,24 @@ def next_operation(context: Context, deployment: Deployment) -> Operation | None
     """The head of the queue if it could run now, were its WPG on the device."""
     if not deployment.queue:
         return None
-    operations = context.state.operations
-    head = operations[deployment.queue[0]]
-    if head.after is not None:
-        dependency = operations.get(head.after)
-        if dependency is not None and dependency.state != OperationState.FINISHED:
-            return None
-    return head
+    head = context.state.operations[deployment.queue[0]]
+    return head if head.after is None or _is_over(context, head.after) else None
+
+
+def _is_over(context: Context, name: OperationId) -> bool:
+    dependency = context.state.operations.get(name)
+    return dependency is None or dependency.state is _FINISHED
 
 
 def wants_the_group(context: Context, deployment: Deployment, now: float) -> bool:
     """It has something to run, processes to run it, and no back-off to sit out."""
-    return (
-        bool(deployment.queue)
-        and deployment.state is WpgState.READY
-        and (deployment.relocation is None or not stops(context, deployment))
-        and now >= deployment.held_back_until
-        and next_operation(context, deployment) is not None
-    )
+    queue = deployment.queue
+    if not queue or deployment.state is not _READY or now < deployment.held_back_until:
+        return False
+    if deployment.relocation is not None and stops(context, deployment):
+        return False
+    after = context.state.operations[queue[0]].after
+    return after is None or _is_over(context, after)
 
 
 def candidate(context: Context, group: Group, deployment: Deployment) -> Candidate:
@@ -165,6 +175,8 @@ def _first_not_held_back(
     context: Context, group: Group, waiting: Sequence[Deployment], now: float
 ) -> Deployment | None:
     """The first of `waiting` that need not keep out of a critical segment."""
+    if not context.policy.guards_slack:
+        return _first(context, group, waiting, now) if waiting else None
     left = list(waiting)
     while left:
         chosen = _first(context, group, left, now)
@@ -176,8 +188,6 @@ def _first_not_held_back(
 
 def _held_back(context: Context, group: Group, chosen: Deployment, now: float) -> bool:
     """Whether the burst that is next in order must keep out of a critical segment; looks again."""
-    if not context.policy.guards_slack:
-        return False
     wait_s = holds_back(context, group, chosen, candidate(context, group, chosen), now)
     if wait_s is None:
         return False
@@ -234,8 +244,7 @@ def _may_be_relieved(
 def _hold_s(context: Context, holder: Deployment) -> float:
     """How long the next operation of a burst is worth waiting for: not longer than it would take to
     switch away and back."""
-    estimates = holder.estimates
-    usual_s = GAP_MARGIN * (estimates.gap_seconds or 0.0)
+    usual_s = GAP_MARGIN * (holder.estimates.gap_seconds or 0.0)
     return min(max(context.config.burst_hold_s, usual_s), round_trip_s(context, holder))
 
 
@@ -267,18 +276,23 @@ def _expected_next(
 
     `critical`: of those with time of their own that have not asked yet.
     """
-    expected = []
+    deployments = context.state.deployments
+    first_due: Deployment | None = None
+    due_at = 0.0
     for name in group.members:
-        member = context.deployment(name)
+        member = deployments[name]
         if critical and (member.queue or not owns_time(member)):
             continue
         think_s, ended_at = member.estimates.think_seconds, member.burst_ended_at
-        if think_s is None or ended_at is None or not member.is_ready:
+        if think_s is None or ended_at is None or member.state is not _READY:
             continue
         # One that is late by more than it usually takes may have stopped for good.
-        if now >= member.held_back_until and now <= ended_at + OVERDUE * think_s:
-            expected.append((ended_at + think_s, name))
-    return context.deployment(min(expected)[1]) if expected else None
+        if now < member.held_back_until or now > ended_at + OVERDUE * think_s:
+            continue
+        at = ended_at + think_s
+        if first_due is None or at < due_at or (at == due_at and name < first_due.deployment):
+            first_due, due_at = member, at
+    return first_due
 
 
 def _look_ahead(context: Context, group: Group, holder: Deployment, now: float) -> None:
@@ -297,8 +311,10 @@ def successor(context: Context, group: Group, now: float) -> Deployment | None:
 
     The member that the switch was begun for, unless it was only expected and another waits by now.
     """
-    incoming = None if group.incoming is None else context.deployment(group.incoming)
-    if incoming is None or not incoming.is_ready:
+    if group.incoming is None:
+        return None
+    incoming = context.state.deployments[group.incoming]
+    if incoming.state is not _READY:
         return None
     if not wants_the_group(context, incoming, now):
         waiting = _waiting(context, group, now)
@@ -318,11 +334,11 @@ def _grant(context: Context, group: Group, deployment: Deployment, now: float) -
 def load(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Start the load of the holder's last complete version."""
     switch_began(deployment, now)
-    deployment.residency = Residency.MOVING
+    deployment.residency = _MOVING
     if group.prefetched == deployment.deployment:
         # Once it has left the GPUs again, its state may lie on NVMe again.
         group.prefetched = None
-    _move(context, group, deployment, OperationKind.LOAD, deployment.durable_seq, now)
+    start_move(context, group, deployment, _LOAD, deployment.durable_seq, now)
 
 
 def _switch(
@@ -338,17 +354,16 @@ def _offload(context: Context, group: Group, holder: Deployment, now: float) -> 
     """Take the holder's state off the GPUs; no operation of the old token runs any more."""
     end_burst(holder, now)
     group.token = FencingToken(group.token + 1)
-    holder.residency = Residency.MOVING
-    _move(context, group, holder, OperationKind.OFFLOAD, holder.completed_seq, now)
+    holder.residency = _MOVING
+    start_move(context, group, holder, _OFFLOAD, holder.completed_seq, now)
 
 
 def end_burst(holder: Deployment, now: float) -> None:
     """Close the books on the holder's burst; one that ran nothing is none."""
-    if holder.burst_started_at is not None and holder.burst_started_at <= holder.served_at:
+    started_at = holder.burst_started_at
+    if started_at is not None and started_at <= holder.served_at:
         ended_at = holder.idle_since if holder.idle_since is not None else now
-        holder.estimates.observe_burst(
-            max(0.0, ended_at - holder.burst_started_at), holder.burst_tokens
-        )
+        holder.estimates.observe_burst(max(0.0, ended_at - started_at), holder.burst_tokens)
         holder.burst_ended_at = ended_at
     holder.burst_started_at = None
     holder.burst_tokens = 0
@@ -362,9 +377,9 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
         if head is None or now < holder.held_back_until:
             return
         if holder.running:
-            if head.kind != OperationKind.GENERATE and not head.in_flight:
+            if head.kind != _GENERATE and not head.in_flight:
                 return
-            if any(each.kind != OperationKind.GENERATE for each in holder.running.values()):
+            if any(each.kind != _GENERATE for each in holder.running.values()):
                 return
         elif (
             len(holder.log) >= context.config.snapshot_operations
@@ -375,7 +390,7 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
         _go_on_with_burst(context, holder, head, now)
         holder.queue.pop(0)
         start(context, group, holder, head, now)
-        if head.kind != OperationKind.GENERATE:
+        if head.kind != _GENERATE:
             return
 
 
@@ -387,7 +402,7 @@ def _leans_on_its_source(holder: Deployment, now: float) -> bool:
 
 def _snapshot(context: Context, group: Group, holder: Deployment, now: float) -> None:
     holder.idle_since = None
-    _move(context, group, holder, OperationKind.SNAPSHOT, holder.completed_seq, now)
+    start_move(context, group, holder, OperationKind.SNAPSHOT, holder.completed_seq, now)
 
 
 def _go_on_with_burst(context: Context, holder: Deployment, head: Operation, now: float) -> None:
@@ -426,40 +441,11 @@ def _observe_pause(context: Context, holder: Deployment, head: Operation) -> Non
 
 def _gap_s_max(context: Context, deployment: Deployment) -> float:
     """A longer pause lies between two bursts."""
-    return max(context.config.burst_hold_s, round_trip_s(context, deployment))
+    hold_s = context.config.burst_hold_s
+    switch_s = round_trip_s(context, deployment)
+    return switch_s if switch_s > hold_s else hold_s
 
 
 def _replay_next(context: Context, group: Group, holder: Deployment, now: float) -> None:
     operation = context.state.operations[holder.replaying[0]]
     start(context, group, holder, operation, now, replay=True)
-
-
-def _move(
-    context: Context,
-    group: Group,
-    deployment: Deployment,
-    kind: OperationKind,
-    seq: int,
-    now: float,
-) -> None:
-    """Issue an internal operation that moves the WPG's whole state."""
-    number = f"{group.token}.{context.state.moves_made}"
-    name = OperationId(f"{deployment.deployment}{OWN_MARK}{kind}.{number}")
-    context.state.moves_made += 1
-    operation = Operation(
-        operation=name,
-        deployment=deployment.deployment,
-        kind=kind,
-        params_json="{}",
-        payload=None,
-        tokens=0,
-        source=None,
-        submitted_at=now,
-        internal=True,
-    )
-    if kind == OperationKind.OFFLOAD and group.incoming is not None:
-        operation.caused_by = group.incoming
-        operation.paid_by = context.job(context.deployment(group.incoming).job).tenant
-    context.state.operations[name] = operation
-    start(context, group, deployment, operation, now, seq=seq)
-    deployment.moving = deployment.running.pop(name)

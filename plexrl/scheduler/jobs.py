@@ -24,10 +24,11 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        return self in _FINAL
+        return self in FINAL
 
 
-_FINAL = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED})
+FINAL = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED})
+"""States that a job does not leave."""
 
 
 class JobTrigger(StrEnum):

@@ -1,18 +1,22 @@
 """Jobs, WPGs and nodes from start to end."""
 
+from typing import Final
+
 from plexrl.errors import OperationCancelledError
 from plexrl.scheduler.admission import admit
 from plexrl.scheduler.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.early_ends import early_end
-from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
+from plexrl.scheduler.jobs import TRANSITIONS, JobState, JobTrigger
 from plexrl.scheduler.operations import drop_log, drop_past, fail
 from plexrl.scheduler.placement import leave
-from plexrl.scheduler.profiler import forget_open_cycle
+from plexrl.scheduler.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.relocation import drain, settle
 from plexrl.scheduler.state import Deployment, Job, Residency, WpgState
 from plexrl.scheduler.usage import meter
 from plexrl.wire.operations import OperationState
+
+_PROFILING: Final = JobState.PROFILING
 
 ENDINGS = {
     "completed": JobTrigger.COMPLETED,
@@ -23,7 +27,7 @@ ENDINGS = {
 
 def job_event(job: Job, trigger: JobTrigger) -> None:
     """Move the job along its table."""
-    job.state = next_state(job.state, trigger)
+    job.state = TRANSITIONS.get((job.state, trigger), job.state)
 
 
 def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: float) -> None:
@@ -74,6 +78,7 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
     deployment.addresses.clear()
     # What nobody asks for any more would be written into every snapshot.
     forget_open_cycle(deployment)
+    deployment.waiting_part = waiting_part(deployment.cycles)
     deployment.cycles.clear()
 
 
@@ -248,5 +253,5 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
 
 def cycle_ended(job: Job) -> None:
     """The job's first full training cycle is over."""
-    if job.state == JobState.PROFILING:
+    if job.state is _PROFILING:
         job_event(job, JobTrigger.CYCLE_ENDED)

@@ -1,5 +1,7 @@
 """One operation's way through the core: into a queue, onto its WPG, into the history."""
 
+from typing import Final
+
 import msgspec
 
 from plexrl.errors import (
@@ -8,15 +10,16 @@ from plexrl.errors import (
     OperationCancelledError,
     PlexRLError,
 )
-from plexrl.ids import BlobRef, OperationId
+from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.backpressure import ended, taken_in
 from plexrl.scheduler.commands import RunOperation
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.events import OperationSubmitted
+from plexrl.scheduler.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.next_use import next_use_s
+from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.phases import note_start
 from plexrl.scheduler.profiler import next_began, run_began, run_ended
-from plexrl.scheduler.state import Deployment, Group, Operation
+from plexrl.scheduler.state import Deployment, Group
 from plexrl.scheduler.usage import bill, meter
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
@@ -28,6 +31,16 @@ DEADLINE_S_MAX = 30 * 86_400
 
 MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT})
 """Operations that the scheduler makes for itself: no part of a job's demand."""
+
+_PUBLISH: Final = OperationKind.PUBLISH
+_OFFLOAD: Final = OperationKind.OFFLOAD
+_RUNNING: Final = OperationState.RUNNING
+_FINISHED: Final = OperationState.FINISHED
+
+_OPENINGS: dict[OperationKind, str] = {
+    kind: f"{OWN_MARK}{kind}." for kind in OperationKind if kind in MOVES
+}
+"""Of the names of moves, behind the deployment's."""
 
 
 def check_source(
@@ -91,23 +104,20 @@ def enqueue(
     if event.source is not None:
         after = OperationId(f"{event.operation}{OWN_MARK}publish")
         enqueue_publish(context, context.deployment(event.source), after, event.operation, now)
-    operation = context.state.operations[event.operation] = Operation(
-        operation=event.operation,
-        deployment=event.deployment,
-        kind=event.kind,
-        params_json=event.params_json,
-        payload=event.payload,
-        tokens=event.tokens,
-        source=event.source,
-        submitted_at=now,
-        deadline_at=None if event.deadline_s is None else now + event.deadline_s,
-        payload_bytes=event.payload_bytes,
-        payload_digest=event.payload_digest,
-        after=after,
-        in_flight=event.in_flight,
-        ends_burst=event.ends_burst,
-    )
-    taken_in(context, operation)
+    operation = Operation(event.operation, event.deployment, event.kind, now, internal=False)
+    operation.params_json = event.params_json
+    operation.payload = event.payload
+    operation.tokens = event.tokens
+    operation.source = event.source
+    if event.deadline_s is not None:
+        operation.deadline_at = now + event.deadline_s
+    operation.payload_bytes = event.payload_bytes
+    operation.payload_digest = event.payload_digest
+    operation.after = after
+    operation.in_flight = event.in_flight
+    operation.ends_burst = event.ends_burst
+    context.state.operations[event.operation] = operation
+    taken_in(context.state, deployment, operation)
     _queue(context, deployment, event.operation, now)
     return operation
 
@@ -116,18 +126,9 @@ def enqueue_publish(
     context: Context, source: Deployment, name: OperationId, serves: OperationId, now: float
 ) -> None:
     """Have a trainer publish its weights for the sync `serves`."""
-    context.state.operations[name] = Operation(
-        operation=name,
-        deployment=source.deployment,
-        kind=OperationKind.PUBLISH,
-        params_json="{}",
-        payload=None,
-        tokens=0,
-        source=None,
-        submitted_at=now,
-        internal=True,
-        serves=serves,
-    )
+    operation = Operation(name, source.deployment, _PUBLISH, now, internal=True)
+    operation.serves = serves
+    context.state.operations[name] = operation
     _queue(context, source, name, now)
 
 
@@ -148,56 +149,107 @@ def start(
     now: float,
     *,
     replay: bool = False,
-    seq: int | None = None,
 ) -> None:
-    """Send `operation` to its WPG under the group's present token."""
-    kind = operation.kind
-    if seq is None:
-        if replay:
-            seq = operation.seq
-        elif kind in MUTATING:
-            seq = deployment.completed_seq + 1
-        else:
-            seq = deployment.completed_seq
-    meter(context.state, deployment, now)
+    """Send `operation`, which is no move, to its WPG under the group's present token."""
+    state = context.state
+    if deployment.running or deployment.moving is not None:
+        meter(state, deployment, now)
+    else:
+        deployment.metered_at = now
     if not replay:
-        operation.seq = seq
-        operation.state = OperationState.RUNNING
+        seq = deployment.completed_seq
+        operation.seq = seq + 1 if operation.kind in MUTATING else seq
+        operation.state = _RUNNING
         operation.started_at = now
         note_start(deployment, operation, now)
-        if deployment.kind != "rollout" and kind not in MOVES:
-            if next_began(deployment, now) is not None:
+        if deployment.kind != "rollout":
+            if next_began(deployment, now):
                 context.cycles_over[deployment.deployment] = None
             run_began(deployment, now)
         if operation.expected_at is not None:
             _compare(context, operation, now)
     operation.token = group.token
     operation.group = group.group
-    sources: tuple[str, ...] = ()
-    if operation.source is not None:
-        trainer = context.deployment(operation.source)
-        sources = tuple(context.state.nodes[node].statemanager for node in trainer.nodes)
+    source = operation.source
     command = RunOperation(
-        operation=operation.operation,
-        deployment=deployment.deployment,
-        job=deployment.job,
-        kind=kind,
-        group=group.group,
-        token=group.token,
-        seq=seq,
-        replay=replay,
-        params_json=operation.params_json,
-        payload=operation.payload,
-        addresses=deployment.endpoints,
-        sources=sources,
-        source=operation.source,
-        source_seq=operation.source_seq,
-        keep_seq=deployment.durable_seq,
-        next_use_s=next_use_s(deployment, now) if kind == OperationKind.OFFLOAD else None,
+        operation.operation,
+        deployment.deployment,
+        deployment.job,
+        operation.kind,
+        group.group,
+        group.token,
+        operation.seq,
+        replay,
+        operation.params_json,
+        operation.payload,
+        deployment.endpoints,
+        () if source is None else _statemanagers(context, source),
+        source,
+        operation.source_seq,
+        deployment.durable_seq,
     )
     deployment.running[operation.operation] = command
-    if context.state.routers:
+    if state.routers:
         context.commands.append(command)
+
+
+def start_move(
+    context: Context,
+    group: Group,
+    deployment: Deployment,
+    kind: OperationKind,
+    seq: int,
+    now: float,
+) -> None:
+    """Send the WPG an internal operation that moves its whole state. Nothing runs beside it."""
+    state = context.state
+    token = group.token
+    number = f"{token}.{state.moves_made}"
+    name = OperationId(deployment.deployment + _OPENINGS[kind] + number)
+    state.moves_made += 1
+    operation = Operation(name, deployment.deployment, kind, now, internal=True)
+    operation.state = _RUNNING
+    operation.seq = seq
+    operation.token = token
+    operation.group = group.group
+    operation.started_at = now
+    # Nobody asked for it, so nobody has waited.
+    operation.queue_s = 0.0
+    due_s: float | None = None
+    if kind == _OFFLOAD:
+        due_s = next_use_s(deployment, now)
+        if group.incoming is not None:
+            operation.caused_by = group.incoming
+            operation.paid_by = state.jobs[state.deployments[group.incoming].job].tenant
+    state.operations[name] = operation
+    deployment.metered_at = now
+    command = RunOperation(
+        name,
+        deployment.deployment,
+        deployment.job,
+        kind,
+        group.group,
+        token,
+        seq,
+        False,
+        "{}",
+        None,
+        deployment.endpoints,
+        (),
+        None,
+        0,
+        deployment.durable_seq,
+        due_s,
+    )
+    deployment.moving = command
+    if state.routers:
+        context.commands.append(command)
+
+
+def _statemanagers(context: Context, trainer: DeploymentId) -> tuple[str, ...]:
+    """Of the nodes that the trainer is on."""
+    nodes = context.state.nodes
+    return tuple(nodes[node].statemanager for node in context.deployment(trainer).nodes)
 
 
 def _compare(context: Context, operation: Operation, now: float) -> None:
@@ -216,47 +268,46 @@ def complete(
     context: Context,
     deployment: Deployment,
     operation: Operation,
+    event: OperationFinished,
     now: float,
-    *,
-    result: BlobRef | None,
-    result_json: str,
-    compute_s: float,
-    transfer_s: float = 0.0,
-    result_bytes: int = 0,
 ) -> None:
     """Record the success of a user operation or publish, and keep what a recovery would need."""
-    operation.state = OperationState.FINISHED
+    operation.state = _FINISHED
     if deployment.kind != "rollout":
         _note_run(context, deployment, operation, now)
-    operation.result = result
-    operation.result_json = result_json
-    operation.compute_s = compute_s
-    operation.transfer_s = transfer_s
-    operation.result_bytes = result_bytes
-    if operation.kind in MUTATING:
+    operation.result = event.result
+    operation.result_json = event.result_json
+    operation.compute_s = event.compute_s
+    operation.transfer_s = event.transfer_s
+    operation.result_bytes = event.result_bytes
+    kind = operation.kind
+    if kind in MUTATING:
         deployment.completed_seq = operation.seq
-        if operation.kind in SUPERSEDING:
+        if kind in SUPERSEDING:
             drop_log(context, deployment)
             drop_past(context, deployment)
             deployment.past_is_whole = True
         deployment.log.append(operation.operation)
         operation.is_logged = True
-    else:
-        context.discard(operation.payload)
-    if operation.kind == OperationKind.PUBLISH:
+    elif operation.payload is not None:
+        context.discards.append(operation.payload)
+    if kind == _PUBLISH:
         dependent = _served(context, operation)
         if dependent is not None:
             dependent.source_seq = operation.seq
-    _into_history(context, operation, now)
+    _into_history(context, deployment, operation, now)
 
 
 def _note_run(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
     began_at = operation.started_at if operation.started_at is not None else now
     overlapped = False
-    for name in context.state.jobs[deployment.job].deployments:
-        other = context.state.deployments[name]
-        if other.kind == "rollout" and other.running:
-            overlapped = True
+    names = context.state.jobs[deployment.job].deployments
+    if len(names) > 1:
+        deployments = context.state.deployments
+        for name in names:
+            other = deployments[name]
+            if other.kind == "rollout" and other.running:
+                overlapped = True
     run_ended(deployment, operation.kind, began_at, now, overlapped=overlapped)
     if deployment.queue:
         deployment.wants_since = now
@@ -271,7 +322,7 @@ def fail(context: Context, operation: Operation, error: PlexRLError, now: float)
     )
     operation.error_json = msgspec.json.encode(error.to_wire()).decode()
     context.discard(operation.payload)
-    _into_history(context, operation, now)
+    _into_history(context, context.deployment(operation.deployment), operation, now)
     dependent = _served(context, operation)
     if dependent is not None and dependent.state == OperationState.PENDING:
         deployment = context.deployment(dependent.deployment)
@@ -318,7 +369,8 @@ def _forget(context: Context, names: list[OperationId]) -> None:
     operations = context.state.operations
     for name in names:
         operation = operations[name]
-        context.discard(operation.payload)
+        if operation.payload is not None:
+            context.discards.append(operation.payload)
         operation.is_logged = False
         if operation.is_forgotten:
             del operations[name]
@@ -327,36 +379,38 @@ def _forget(context: Context, names: list[OperationId]) -> None:
 
 def finish_move(
     context: Context,
+    deployment: Deployment,
     operation: Operation,
+    event: OperationFinished,
     now: float,
-    *,
-    result_json: str,
-    compute_s: float,
-    transfer_s: float = 0.0,
 ) -> None:
     """Record a completed internal move and what it measured."""
-    operation.state = OperationState.FINISHED
-    operation.result_json = result_json
-    operation.compute_s = compute_s
-    operation.transfer_s = transfer_s
-    _into_history(context, operation, now)
+    operation.state = _FINISHED
+    operation.result_json = event.result_json
+    operation.compute_s = event.compute_s
+    operation.transfer_s = event.transfer_s
+    _into_history(context, deployment, operation, now)
 
 
-def _into_history(context: Context, operation: Operation, now: float) -> None:
+def _into_history(
+    context: Context, deployment: Deployment, operation: Operation, now: float
+) -> None:
     state = context.state
     operation.finished_at = now
-    ended(context, operation, now)
+    if operation.is_counted:
+        ended(state, deployment, operation, now)
     if operation.source is not None:
         # A move of the trainer may have waited for it.
         context.touch(context.deployment(operation.source).group)
     if operation.started_at is not None:
-        bill(state, context.deployment(operation.deployment), operation, now)
+        bill(state, deployment, operation, now)
     state.finished_count += 1
     operation.index = state.finished_count
-    state.finished[operation.index] = operation.operation
-    while len(state.finished) > context.config.history:
-        first = state.finished_count - len(state.finished) + 1
-        oldest = state.operations[state.finished.pop(first)]
+    finished = state.finished
+    finished[operation.index] = operation.operation
+    while len(finished) > context.config.history:
+        first = state.finished_count - len(finished) + 1
+        oldest = state.operations[finished.pop(first)]
         if oldest.result is not None:
             context.discard(oldest.result)
         if oldest.is_logged:

@@ -1,5 +1,7 @@
 """What follows from a finished or failed run."""
 
+from typing import Final
+
 import msgspec
 
 from plexrl.errors import ExecutionError, InvalidRequestError, PlexRLError, from_wire
@@ -10,11 +12,12 @@ from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.groups import end_burst, load, successor
 from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
+from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.operations import complete, fail, finish_move, retire_log
 from plexrl.scheduler.phases import switch_ended
 from plexrl.scheduler.rebuilding import is_republished
 from plexrl.scheduler.relocation import call_off
-from plexrl.scheduler.state import Deployment, Group, Operation, Residency
+from plexrl.scheduler.state import Deployment, Group, Residency
 from plexrl.scheduler.switch_cost import HOST, observe_move, state_lies
 from plexrl.scheduler.usage import meter
 from plexrl.wire.operations import OperationKind, OperationState
@@ -25,24 +28,30 @@ BACK_OFF_S = 2.0
 SNAPSHOT_BACK_OFF_S = 30.0
 """Before a snapshot that found no room is tried again; training goes on meanwhile."""
 
+_LOAD: Final = OperationKind.LOAD
+_OFFLOAD: Final = OperationKind.OFFLOAD
+_PUBLISH: Final = OperationKind.PUBLISH
+_DEVICE: Final = Residency.DEVICE
+_OFFLOADED: Final = Residency.OFFLOADED
+_SUSPENDS: Final = JobTrigger.OFFLOADED
+_GRANTED: Final = JobTrigger.GRANTED
+
 LOST_CODES = frozenset({"state_lost", "corrupt_state"})
 """Errors of a load after which no restart can help."""
 
 
 def run_finished(context: Context, event: OperationFinished, now: float) -> None:
     """A run completed; a report of any but the run in flight is of the past and changes nothing."""
-    found = _in_flight(context, event.operation, event.token)
-    if found is None:
+    operation = _in_flight(context, event.operation, event.token)
+    if operation is None:
         return
-    operation, deployment, group = found
-    meter(context.state, deployment, now)
-    if operation.kind in (OperationKind.LOAD, OperationKind.OFFLOAD):
-        observe_move(context, deployment, operation, event)
+    state = context.state
+    deployment = state.deployments[operation.deployment]
+    meter(state, deployment, now)
+    if deployment.moving is not None and deployment.moving.operation == event.operation:
+        _move_finished(context, deployment, operation, event, now)
     else:
         deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
-    if deployment.moving is not None and deployment.moving.operation == event.operation:
-        _move_finished(context, group, deployment, operation, event, now)
-    else:
         command = deployment.running.pop(event.operation)
         if command.replay:
             deployment.replaying.remove(event.operation)
@@ -50,20 +59,10 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
             # Only new work counts as progress: an operation that kills its worker would else be
             # tried for ever, since every recovery loads and replays without harm.
             deployment.failures = 0
-            complete(
-                context,
-                deployment,
-                operation,
-                now,
-                result=event.result,
-                result_json=event.result_json,
-                compute_s=event.compute_s,
-                transfer_s=event.transfer_s,
-                result_bytes=event.result_bytes,
-            )
+            complete(context, deployment, operation, event, now)
         if not deployment.running:
             deployment.idle_since = now
-        if operation.kind == OperationKind.PUBLISH:
+        if operation.kind == _PUBLISH:
             _published(context, deployment, operation, now)
         elif operation.ends_burst and not command.replay:
             _burst_over(context, deployment, now)
@@ -72,10 +71,10 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
 
 def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     """A run ended without completing."""
-    found = _in_flight(context, event.operation, event.token)
-    if found is None:
+    operation = _in_flight(context, event.operation, event.token)
+    if operation is None:
         return
-    operation, deployment, group = found
+    deployment = context.deployment(operation.deployment)
     meter(context.state, deployment, now)
     error = _read_error(event.error_json)
     if deployment.moving is not None and deployment.moving.operation == event.operation:
@@ -89,7 +88,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
             reason = f"{deployment.deployment!r} cannot be built: {error.message}"
             end_job(context, job, JobTrigger.FAILED, reason, now)
         elif event.state_intact:
-            _move_called_off(context, group, deployment, operation, now, error.message)
+            _move_called_off(context, deployment, operation, now, error.message)
         else:
             restart(context, deployment, error.message, now)
         return
@@ -120,9 +119,7 @@ def _read_error(error_json: str) -> PlexRLError:
         return ExecutionError(f"the run failed, and its report cannot be read: {error_json[:200]}")
 
 
-def _in_flight(
-    context: Context, name: OperationId, token: FencingToken
-) -> tuple[Operation, Deployment, Group] | None:
+def _in_flight(context: Context, name: OperationId, token: FencingToken) -> Operation | None:
     state = context.state
     operation = state.operations.get(name)
     if operation is None or operation.token != token:
@@ -135,12 +132,16 @@ def _in_flight(
         if moving is None or moving.operation != name:
             return None
     assert deployment.group is not None, f"{name} is in flight without a group"
-    return operation, deployment, state.groups[deployment.group]
+    return operation
+
+
+def _group_of(context: Context, deployment: Deployment) -> Group:
+    assert deployment.group is not None, f"{deployment.deployment} moves without a group"
+    return context.state.groups[deployment.group]
 
 
 def _move_finished(
     context: Context,
-    group: Group,
     deployment: Deployment,
     operation: Operation,
     event: OperationFinished,
@@ -148,45 +149,41 @@ def _move_finished(
 ) -> None:
     deployment.moving = None
     began_at = operation.started_at if operation.started_at is not None else now
-    finish_move(
-        context,
-        operation,
-        now,
-        result_json=event.result_json,
-        compute_s=event.compute_s,
-        transfer_s=event.transfer_s,
-    )
-    match operation.kind:
-        case OperationKind.LOAD:
-            deployment.residency = Residency.DEVICE
-            switch_ended(deployment, now)
-            deployment.replaying = list(deployment.log)
-            # Without anything to run the load was made in anticipation: no burst has begun.
-            begins = bool(deployment.queue or deployment.replaying)
-            deployment.burst_started_at = now if begins else None
-            deployment.idle_since = now if begins else None
-            if group.switched:
-                group.switch_seconds += now - began_at
-                group.switched = False
-            _granted(context, deployment)
-        case OperationKind.OFFLOAD:
-            _version_made(context, deployment, event)
-            deployment.residency = Residency.OFFLOADED
-            group.switches += 1
+    finish_move(context, deployment, operation, event, now)
+    kind = operation.kind
+    if kind == _LOAD:
+        observe_move(context, deployment, operation, event)
+        deployment.residency = _DEVICE
+        switch_ended(deployment, now)
+        deployment.replaying = deployment.log.copy()
+        # Without anything to run the load was made in anticipation: no burst has begun.
+        begins = bool(deployment.queue or deployment.replaying)
+        deployment.burst_started_at = deployment.idle_since = now if begins else None
+        group = _group_of(context, deployment)
+        if group.switched:
             group.switch_seconds += now - began_at
-            group.switched = True
-            job = context.job(deployment.job)
-            if deployment.kind == "train":
-                job_event(job, JobTrigger.OFFLOADED)
-            _hand_over(context, group, now)
-        case OperationKind.SNAPSHOT:
-            _version_made(context, deployment, event)
-            deployment.idle_since = now
+            group.switched = False
+        _granted(context, deployment)
+    elif kind == _OFFLOAD:
+        observe_move(context, deployment, operation, event)
+        _version_made(context, deployment, event)
+        deployment.residency = _OFFLOADED
+        group = _group_of(context, deployment)
+        group.switches += 1
+        group.switch_seconds += now - began_at
+        group.switched = True
+        if deployment.kind == "train":
+            job_event(context.state.jobs[deployment.job], _SUSPENDS)
+        _hand_over(context, group, now)
+    else:
+        deployment.estimates.observe(kind, operation.tokens, event.compute_s)
+        _version_made(context, deployment, event)
+        deployment.idle_since = now
 
 
 def _version_made(context: Context, deployment: Deployment, event: OperationFinished) -> None:
     deployment.durable_seq = deployment.completed_seq
-    deployment.state_nodes = list(deployment.nodes)
+    deployment.state_nodes[:] = deployment.nodes
     state_lies(deployment, event.moved.tier if event.moved is not None else HOST)
     retire_log(context, deployment)
 
@@ -203,13 +200,13 @@ def _hand_over(context: Context, group: Group, now: float) -> None:
 
 def _move_called_off(
     context: Context,
-    group: Group,
     deployment: Deployment,
     operation: Operation,
     now: float,
     reason: str,
 ) -> None:
     """Nothing has moved: the state lies where it lay. Whoever wanted the move waits a while."""
+    group = _group_of(context, deployment)
     deployment.moving = None
     operation.state = OperationState.FAILED
     del context.state.operations[operation.operation]
@@ -240,11 +237,11 @@ def _move_called_off(
 
 
 def _granted(context: Context, deployment: Deployment) -> None:
-    job = context.job(deployment.job)
+    job = context.state.jobs[deployment.job]
     if deployment.kind == "train" or all(
         context.deployment(name).kind != "train" for name in job.deployments
     ):
-        job_event(job, JobTrigger.GRANTED)
+        job_event(job, _GRANTED)
         if deployment.trace is not None:
             cycle_ended(job)
 

@@ -4,7 +4,8 @@ An operation waits, in its queue and for context switches of its group, and then
 and result travel, and the workers compute. What a run took beyond that is the control plane's.
 """
 
-from plexrl.scheduler.state import Deployment, Operation
+from plexrl.scheduler.operation_record import Operation
+from plexrl.scheduler.state import Deployment
 
 
 def switch_began(deployment: Deployment, now: float) -> None:
@@ -23,7 +24,12 @@ def switch_ended(deployment: Deployment, now: float) -> None:
 def note_start(deployment: Deployment, operation: Operation, now: float) -> None:
     """Split the wait of an operation that starts now."""
     began_at, ended_at = deployment.switch_began_at, deployment.switch_ended_at
-    operation.switch_s = 0.0
+    submitted_at = operation.submitted_at
+    switch_s = 0.0
     if began_at is not None and ended_at is not None:
-        operation.switch_s = max(0.0, ended_at - max(began_at, operation.submitted_at))
-    operation.queue_s = max(0.0, now - operation.submitted_at - operation.switch_s)
+        since = submitted_at if submitted_at > began_at else began_at
+        if ended_at > since:
+            switch_s = ended_at - since
+    operation.switch_s = switch_s
+    queue_s = now - submitted_at - switch_s
+    operation.queue_s = queue_s if queue_s > 0.0 else 0.0

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Final
 
 from plexrl.scheduler.demand import (
     PERIOD_S_MAX,
@@ -45,6 +46,11 @@ SPANS_MAX = 1024
 """Spans of one cycle that are kept; a cycle that has more is no cycle that a plan could use."""
 
 
+_PUBLISH: Final = OperationKind.PUBLISH
+_FORWARD: Final = OperationKind.FORWARD
+_OPTIM_STEP: Final = OperationKind.OPTIM_STEP
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilerConfig:
     """When a profile is complete, and when it is out of date."""
@@ -59,9 +65,11 @@ def run_began(deployment: Deployment, now: float) -> None:
     """An operation starts on the group: note what it waited, and a new cycle's beginning."""
     since = deployment.wants_since if deployment.wants_since is not None else now
     deployment.wants_since = None
-    if deployment.cycle is None:
-        deployment.cycle = OpenCycle(started_at=since)
-    deployment.cycle.waited_s += max(0.0, now - since)
+    cycle = deployment.cycle
+    if cycle is None:
+        cycle = deployment.cycle = OpenCycle(since)
+    if now > since:
+        cycle.waited_s += now - since
 
 
 def run_ended(
@@ -72,41 +80,40 @@ def run_ended(
     cycle = deployment.cycle
     if cycle is None:
         return
-    offset_s = max(0.0, began_at - cycle.started_at - cycle.waited_s)
+    offset_s = began_at - cycle.started_at - cycle.waited_s
+    if offset_s < 0.0:
+        offset_s = 0.0
     spans = cycle.spans
     last = spans[-1] if spans else None
     if last is not None and offset_s - last.offset_s - last.duration_s <= SAME_SPAN_S:
         last.duration_s = max(last.duration_s, offset_s + now - began_at - last.offset_s)
         last.overlapped = overlapped
     elif len(spans) < SPANS_MAX:
-        span = BusySpan(offset_s=offset_s, duration_s=now - began_at, overlapped=overlapped)
-        spans.append(span)
+        spans.append(BusySpan(offset_s, now - began_at, overlapped))
     if not cycle.ends:
         cycle.ends = _is_end(deployment, kind)
 
 
-def next_began(deployment: Deployment, now: float) -> Cycle | None:
+def next_began(deployment: Deployment, now: float) -> bool:
     """An operation is about to start: if a cycle's end has passed, the next one began when this
-    operation could first have run. Returns the cycle that is over."""
+    operation could first have run. True where a cycle is over."""
     cycle = deployment.cycle
     if cycle is None or not cycle.ends:
-        return None
+        return False
     since = deployment.wants_since if deployment.wants_since is not None else now
-    length_s = max(1e-6, since - cycle.started_at)
-    over = Cycle(
-        started_at=cycle.started_at,
-        length_s=length_s,
-        waited_s=min(cycle.waited_s, length_s),
-        busy_s=sum(span.duration_s for span in cycle.spans),
-        spans=tuple(cycle.spans),
-    )
-    deployment.cycle = OpenCycle(started_at=since)
+    deployment.cycle = OpenCycle(since)
     deployment.cycles_seen += 1
     if deployment.cycles_seen > WARM_UP_CYCLES:
-        deployment.cycles.append(over)
-        del deployment.cycles[:-CYCLES_KEPT]
-        deployment.waiting_part = waiting_part(deployment.cycles)
-    return over
+        length_s = max(1e-6, since - cycle.started_at)
+        busy_s = 0.0
+        for span in cycle.spans:
+            busy_s += span.duration_s
+        waited_s = min(cycle.waited_s, length_s)
+        cycles = deployment.cycles
+        cycles.append(Cycle(cycle.started_at, length_s, waited_s, busy_s, tuple(cycle.spans)))
+        if len(cycles) > CYCLES_KEPT:
+            del cycles[:-CYCLES_KEPT]
+    return True
 
 
 def forget_open_cycle(deployment: Deployment) -> None:
@@ -201,13 +208,13 @@ def waiting_part(cycles: Sequence[Cycle]) -> float | None:
 
 
 def _is_end(deployment: Deployment, kind: OperationKind) -> bool:
-    if kind == OperationKind.PUBLISH:
+    if kind == _PUBLISH:
         deployment.publishes = True
         return True
     if deployment.kind == "forward":
         # It has no steps: what it is asked once a step of its job is the nearest thing to one.
-        return kind == OperationKind.FORWARD
-    return kind == OperationKind.OPTIM_STEP and not deployment.publishes
+        return kind == _FORWARD
+    return kind == _OPTIM_STEP and not deployment.publishes
 
 
 def _merge(spans: Sequence[BusySpan], gap_s: float) -> list[BusySpan]:

@@ -9,9 +9,10 @@ publishes again, and the rollout then has the trainer's present weights, which m
 from plexrl.errors import PlexRLError
 from plexrl.ids import FencingToken, OperationId
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.operations import OWN_MARK, enqueue_publish
 from plexrl.scheduler.placement import shares
-from plexrl.scheduler.state import Deployment, Operation
+from plexrl.scheduler.state import Deployment
 from plexrl.wire.operations import OperationKind
 
 OUT_OF_REACH = frozenset({"state_lost", "unavailable", "connection_lost"})

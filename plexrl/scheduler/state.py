@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from plexrl.ids import (
-    BlobRef,
     DeploymentId,
     FencingToken,
     GroupId,
@@ -26,7 +25,8 @@ from plexrl.scheduler.commands import RankPlacement, RunOperation
 from plexrl.scheduler.demand import DemandTrace
 from plexrl.scheduler.estimates import Estimates, MoveLaw
 from plexrl.scheduler.jobs import JobState
-from plexrl.wire.operations import OperationKind, OperationState
+from plexrl.scheduler.operation_record import Operation
+from plexrl.wire.operations import OperationKind
 
 
 class Residency(StrEnum):
@@ -159,72 +159,6 @@ class Tenant:
     recent_at: float | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class Operation:
-    """One operation from submission to the end of history."""
-
-    operation: OperationId
-    deployment: DeploymentId
-    kind: OperationKind
-    params_json: str
-    payload: BlobRef | None
-    tokens: int
-    source: DeploymentId | None
-    submitted_at: float
-    deadline_at: float | None = None
-    """Not to be begun later; absent: it can wait."""
-    payload_bytes: int = 0
-    payload_digest: str = ""
-    is_counted: bool = False
-    """Among the `InFlight` of its deployment and tenant."""
-    internal: bool = False
-    after: OperationId | None = None
-    """Must be finished first (the publish of a sync)."""
-    serves: OperationId | None = None
-    """Of a publish: the sync it is made for."""
-    state: OperationState = OperationState.PENDING
-    seq: int = 0
-    """Given at the first dispatch; kept over recoveries."""
-    token: FencingToken = FencingToken(0)
-    group: GroupId | None = None
-    started_at: float | None = None
-    finished_at: float | None = None
-    queue_s: float | None = None
-    """Waited, but for context switches."""
-    switch_s: float = 0.0
-    """Waited while its group was being switched to its deployment."""
-    transfer_s: float = 0.0
-    """Of its run: its payload's and result's way, the splitting and joining of them included."""
-    compute_s: float | None = None
-    result_bytes: int = 0
-    gpu_seconds: float = 0.0
-    """Held so far: seconds times GPUs."""
-    expected_at: float | None = None
-    """When it was expected to start, by the estimate made as it arrived."""
-    caused_by: DeploymentId | None = None
-    """Of an offload: who gets the group, waiting or expected, and pays; absent: nobody, as in a
-    drain, and the deployment's own job pays."""
-    paid_by: TenantId | None = None
-    """Whose job that is: it may have ended, and been forgotten, when the offload is over."""
-    is_aborted: bool = False
-    """Its early end has been asked for."""
-    source_seq: int = 0
-    """Of a sync: the version that was published for it."""
-    in_flight: bool = False
-    """Of a sync: it may run beside generations."""
-    ends_burst: bool = False
-    """Nothing of its cycle comes after it."""
-    result: BlobRef | None = None
-    result_json: str = "{}"
-    error_json: str | None = None
-    index: int = 0
-    """Place in the operation log, from 1."""
-    is_logged: bool = False
-    """In its deployment's replay log."""
-    is_forgotten: bool = False
-    """Out of the history, and kept only because a recovery may repeat it."""
-
-
 class MoveCause(StrEnum):
     """Why a WPG is to move: it says where it may go."""
 
@@ -245,7 +179,7 @@ class Relocation:
     cause: MoveCause = MoveCause.DRAIN
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class BusySpan:
     """Runs on the group without a pause between them, on the clock of a cycle from which waiting is
     taken out."""
@@ -256,7 +190,7 @@ class BusySpan:
     """A rollout of the job was under way when it ended."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class OpenCycle:
     """The cycle at hand, as the profiler sees it."""
 
@@ -268,9 +202,10 @@ class OpenCycle:
     """Its last operation has run; the next submission starts another cycle."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Cycle:
-    """A cycle that is over."""
+    """A cycle that is over, and never changes: it is made too often to be frozen, which would take
+    three times as long."""
 
     started_at: float
     length_s: float
@@ -351,7 +286,8 @@ class Deployment:
     cycles: list[Cycle] = field(default_factory=list)
     """The newest ones, behind the warm-up."""
     waiting_part: float | None = None
-    """waiting / (waiting + running) over `cycles`."""
+    """waiting / (waiting + running) over the last `cycles` of one that has ended; until then these
+    say it."""
     cycles_seen: int = 0
     """By the present processes."""
     publishes: bool = False

@@ -7,7 +7,7 @@ or by that of the way back; a path that nothing is known of by a cautious guess.
 one node, whose ranks move at once; of a WPG that has no GPUs yet, by those that it might get.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from plexrl.scheduler.estimates import MOVE_BYTES_PER_S, MoveLaw
 from plexrl.wire.operations import OperationKind
@@ -16,10 +16,15 @@ if TYPE_CHECKING:
     from plexrl.scheduler.commands import RankPlacement
     from plexrl.scheduler.context import Context
     from plexrl.scheduler.events import OperationFinished, StateReported
-    from plexrl.scheduler.state import Deployment, Group, Operation
+    from plexrl.scheduler.operation_record import Operation
+    from plexrl.scheduler.state import Deployment, Group
 
-HOST = "host"
-NVME = "nvme"
+HOST: Final = "host"
+NVME: Final = "nvme"
+
+_LOAD: Final = OperationKind.LOAD
+_OFFLOAD: Final = OperationKind.OFFLOAD
+_OPENINGS: dict[OperationKind, str] = {kind: f"{kind.value}/" for kind in OperationKind}
 
 
 def load_s(
@@ -29,22 +34,18 @@ def load_s(
     it is not yet placed."""
     estimates = deployment.estimates
     if not deployment.nvme_bytes:
-        known = estimates.seconds_by_kind.get(OperationKind.LOAD)
-        if known is not None:
-            return known
-        return _by_law(context, deployment, OperationKind.LOAD, ranks=ranks)
+        known = estimates.seconds_by_kind.get(_LOAD)
+        return known if known is not None else _by_law(context, deployment, _LOAD, ranks=ranks)
     known = estimates.nvme_load_seconds
-    return known if known is not None else _by_law(context, deployment, OperationKind.LOAD, NVME)
+    return known if known is not None else _by_law(context, deployment, _LOAD, NVME)
 
 
 def offload_s(
     context: "Context", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
 ) -> float:
     """Predicted seconds to bring the state off the GPUs; off `ranks`, where it has none yet."""
-    known = deployment.estimates.seconds_by_kind.get(OperationKind.OFFLOAD)
-    if known is not None:
-        return known
-    return _by_law(context, deployment, OperationKind.OFFLOAD, ranks=ranks)
+    known = deployment.estimates.seconds_by_kind.get(_OFFLOAD)
+    return known if known is not None else _by_law(context, deployment, _OFFLOAD, ranks=ranks)
 
 
 def round_trip_s(context: "Context", deployment: "Deployment") -> float:
@@ -67,18 +68,20 @@ def observe_move(
     context: "Context", deployment: "Deployment", operation: "Operation", event: "OperationFinished"
 ) -> None:
     """Take in what a load or an offload took."""
-    moved = event.moved
+    moved, kind = event.moved, operation.kind
     tier = HOST if moved is None else moved.tier
-    if operation.kind == OperationKind.LOAD and tier == NVME:
+    if tier == NVME and kind is _LOAD:
         deployment.estimates.observe_nvme_load(event.compute_s)
     else:
-        deployment.estimates.observe(operation.kind, 0, event.compute_s)
+        deployment.estimates.observe(kind, 0, event.compute_s)
     if moved is None or not moved.bytes_moved:
         return
     nodes = len(deployment.nodes) or 1
-    law = context.state.move_laws.setdefault(
-        _path(context, deployment.ranks, operation.kind, tier), MoveLaw()
-    )
+    laws = context.state.move_laws
+    path = _path(context, deployment.ranks, kind, tier)
+    law = laws.get(path)
+    if law is None:
+        law = laws[path] = MoveLaw()
     law.observe(moved.bytes_moved / nodes, event.compute_s)
 
 
@@ -86,7 +89,10 @@ def state_lies(deployment: "Deployment", tier: str) -> None:
     """A version was made or has arrived, all of it in `tier` until its nodes say otherwise."""
     nodes = deployment.nodes
     per_node = deployment.state_bytes // max(1, len(nodes)) if tier == NVME else 0
-    deployment.nvme_bytes_by_node = dict.fromkeys(nodes, per_node) if per_node else {}
+    if per_node:
+        deployment.nvme_bytes_by_node = dict.fromkeys(nodes, per_node)
+    else:
+        deployment.nvme_bytes_by_node.clear()
     deployment.nvme_bytes = per_node
 
 
@@ -121,7 +127,7 @@ def _by_law(
     if law is None:
         # The bytes of the other direction go over the same links. Jobs that each have GPUs of their
         # own are loaded and never offloaded: by the guess alone they would never share.
-        back = OperationKind.LOAD if kind == OperationKind.OFFLOAD else OperationKind.OFFLOAD
+        back = _LOAD if kind is _OFFLOAD else _OFFLOAD
         law = laws.get(_path(context, ranks, back, tier))
     return law.seconds(nbytes) if law is not None else nbytes / MOVE_BYTES_PER_S
 
@@ -131,4 +137,4 @@ def _path(
 ) -> str:
     node = context.state.nodes.get(ranks[0].node) if ranks else None
     node_type = node.node_type if node is not None else ""
-    return f"{kind.value}/{tier}/{node_type}"
+    return _OPENINGS[kind] + tier + "/" + node_type

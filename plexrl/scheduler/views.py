@@ -10,7 +10,8 @@ from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
 from plexrl.scheduler.forgetting import owner_of
-from plexrl.scheduler.state import Deployment, Group, Job, Node, Operation, Tenant
+from plexrl.scheduler.operation_record import Operation
+from plexrl.scheduler.state import Deployment, Group, Job, Node, Tenant
 from plexrl.scheduler.switch_cost import load_s, offload_s
 
 View = dict[str, Any]

@@ -87,11 +87,12 @@ class Controllers:
         run.operation = OperationId(f"{run.job}:{run.trained}:{number}")
         self._tell(
             ev.OperationSubmitted(
-                operation=run.operation,
-                deployment=run.deployment,
-                kind=run.steps[number].kind,
-                params_json="{}",
-                tokens=run.tokens,
+                run.operation,
+                run.deployment,
+                run.steps[number].kind,
+                "{}",
+                None,
+                run.tokens,
                 ends_burst=number + 1 == len(run.steps),
             )
         )

@@ -8,7 +8,7 @@ for.
 """
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from plexrl.ids import DeploymentId, JobId, OperationId
 from plexrl.scheduler.demand import DemandTrace, Segment
@@ -20,11 +20,15 @@ from plexrl.wire.operations import MUTATING, OperationKind
 
 if TYPE_CHECKING:
     from plexrl.scheduler.commands import RunOperation
-    from plexrl.sim.node_states import StateMove
+    from plexrl.sim.node_states import Refusal
+    from plexrl.sim.virtual_state import Move
 
 KINDS = {"update": OperationKind.FORWARD_BACKWARD}
 """Of a cycle's segments by their function; others are forward passes, and the last one of a cycle
 is its optimizer step."""
+
+
+_OPTIM_STEP: Final = OperationKind.OPTIM_STEP
 
 
 class Step(NamedTuple):
@@ -134,7 +138,7 @@ class JobRun:
         self.operation = OperationId("")
         self.run: RunOperation | None = None
         """What the WPG is at."""
-        self.move: StateMove | None = None
+        self.move: Move | Refusal | None = None
         """Of its state, where it is at that."""
         self.run_began_at = 0.0
         self.run_s = 0.0
@@ -174,14 +178,17 @@ class JobRun:
         drawn = self.draws.popleft()
         self.training = False
         self.trained += 1
-        self.worked_s += sum([step.work_s for step in self.steps]) / self.speed
+        worked_s = 0.0
+        for step in self.steps:
+            worked_s += step.work_s
+        self.worked_s += worked_s / self.speed
         return self.alone.cycle(drawn.rollout_s, self.steps, self.speed)
 
     def steps_of(self, drawn: DrawnCycle) -> tuple[Step, ...]:
         """The operations of a cycle."""
         works = drawn.segments_s
         if len(works) == 1:
-            return (Step(OperationKind.OPTIM_STEP, works[0], 0.0),)
+            return (Step(_OPTIM_STEP, works[0], 0.0),)
         return tuple(map(Step, self.kinds, works, (0.0, *drawn.gaps_s)))
 
     def step_named(self, operation: str) -> Step:

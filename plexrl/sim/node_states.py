@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from plexrl.errors import PlexRLError, StateLostError, StateTierFullError
 from plexrl.ids import DeploymentId, NodeId
@@ -14,40 +14,24 @@ from plexrl.sim.shell import VirtualShell
 from plexrl.sim.virtual_state import Move, VirtualState
 from plexrl.wire.operations import OperationKind
 
+_LOAD: Final = OperationKind.LOAD
 
-class StateMove(NamedTuple):
-    """A load, an offload or a snapshot under way."""
+
+class Refusal(NamedTuple):
+    """A load, an offload or a snapshot that cannot be."""
 
     took_s: float
-    outcome: Move | PlexRLError
+    """Until that is known."""
+    error: PlexRLError
 
-    def answer(
-        self, command: cmd.RunOperation, control_s: float
-    ) -> ev.OperationFinished | ev.OperationFailed:
-        """What the workers say of it in the end; `control_s` of it they have not seen."""
-        if isinstance(self.outcome, Move):
-            return ev.OperationFinished(
-                operation=command.operation,
-                token=command.token,
-                compute_s=max(0.0, self.took_s - control_s),
-                moved=self.outcome.moved,
-            )
+    def answer(self, command: cmd.RunOperation) -> ev.OperationFailed:
+        """What the workers say of it."""
         return ev.OperationFailed(
             operation=command.operation,
             token=command.token,
-            error_json=json.dumps(self.outcome.to_wire()),
+            error_json=json.dumps(self.error.to_wire()),
             state_intact=True,
         )
-
-    @property
-    def is_made(self) -> bool:
-        """It was not refused."""
-        return isinstance(self.outcome, Move)
-
-    @property
-    def reports(self) -> tuple[ev.StateReported, ...]:
-        """What nodes say after that."""
-        return self.outcome.reports if isinstance(self.outcome, Move) else ()
 
 
 class NodeStates:
@@ -72,10 +56,10 @@ class NodeStates:
         nodes = [rank.node for rank in command.ranks]
         self._states.launched(command.deployment, state_bytes, nodes)
 
-    def begin(self, command: cmd.RunOperation) -> StateMove:
+    def begin(self, command: cmd.RunOperation) -> Move | Refusal:
         """A load, an offload or a snapshot begins."""
         name, now = command.deployment, self._shell.now
-        if command.kind != OperationKind.LOAD:
+        if command.kind != _LOAD:
             move = self._states.offload(name, command.next_use_s, now)
             if move is None:
                 return self._refused(name, StateTierFullError(f"no tier has room for {name!r}"))
@@ -85,7 +69,7 @@ class NodeStates:
             move = self._states.load(name, now)
             if move is None:
                 return self._refused(name, StateLostError(f"the state of {name!r} is lost"))
-        return StateMove(move.took_s, move)
+        return move
 
     def prefetch(self, command: cmd.PrefetchState) -> None:
         """A hint of the scheduler."""
@@ -130,8 +114,8 @@ class NodeStates:
         """Assert that no tier is over its bound, and that all is where it should be."""
         self._states.check()
 
-    def _refused(self, deployment: DeploymentId, error: PlexRLError) -> StateMove:
-        return StateMove(self._states.refusal_s(deployment), error)
+    def _refused(self, deployment: DeploymentId, error: PlexRLError) -> Refusal:
+        return Refusal(self._states.refusal_s(deployment), error)
 
     def _prefetched(self, subject: tuple[DeploymentId, NodeId]) -> None:
         report = self._states.arrived(*subject, self._shell.now)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from plexrl.scheduler import core
 from plexrl.sim.cycles import CycleLaw, Laws
 from plexrl.sim.move_costs import MoveCosts
 from plexrl.sim.result import SimResult, Speed
@@ -66,8 +67,14 @@ def simulate(
             wall_s=wall_s,
             events_per_s=run.shell.events / max(wall_s, 1e-9),
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            compiled=is_compiled(),
         )
     )
+
+
+def is_compiled() -> bool:
+    """Whether the scheduler's core is a C extension (`make compiled`); it decides alike."""
+    return not core.__file__.endswith(".py")
 
 
 def _progress(run: TraceRun) -> Progress:

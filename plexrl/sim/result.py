@@ -72,6 +72,8 @@ class Speed:
     """Through the core."""
     peak_bytes: int
     """Resident memory of the process."""
+    compiled: bool = False
+    """Whether core and loop were C extensions, or Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,9 +82,8 @@ class VirtualShell:
         """
         commands = self._handle(event, self.now)
         self.events += 1
-        if self._watchers:
-            for watcher in self._watchers:
-                watcher(event, commands, self.now)
+        for watcher in self._watchers:
+            watcher(event, commands, self.now)
         carriers = self._carriers
         for command in commands:
             carriers[type(command)](command)

@@ -5,6 +5,7 @@ commands out, and says how long that takes. Nothing is kept of a job that has en
 """
 
 from collections.abc import Callable, Iterator
+from typing import Final
 
 from plexrl.errors import (
     CapacityError,
@@ -25,13 +26,15 @@ from plexrl.sim.device_state import device_state_bytes
 from plexrl.sim.group_members import GroupMembers
 from plexrl.sim.job_run import AloneClock, JobRun, demand_of
 from plexrl.sim.move_costs import MoveCosts
-from plexrl.sim.node_states import NodeStates
+from plexrl.sim.node_states import NodeStates, Refusal
 from plexrl.sim.policies import sim_policy
 from plexrl.sim.result import SimResult, Speed
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.shell import FOREVER_S, VirtualShell, readiness, virtual_config
 from plexrl.traces import TraceJob
 from plexrl.wire.operations import OperationKind
+
+_OFFLOAD: Final = OperationKind.OFFLOAD
 
 HISTORY = 64
 """Finished operations that the core remembers: nobody asks for them."""
@@ -80,6 +83,7 @@ class TraceRun:
         self._checker = Checker(scenario, self.shell.core) if scenario.check else None
         if self._checker is not None:
             self.shell.watch(self._checker.watch)
+        self._control_s = scenario.control_s
         self._laws = laws
         self._on_cycle = on_cycle
         self._costs = costs or MoveCosts(scenario.pools, scenario.switch_s)
@@ -400,30 +404,40 @@ class TraceRun:
             # Cut off: its workers were lost.
             return
         self._tell_of_run(run, command)
+        computed_s = run.run_s - self._control_s
+        if computed_s < 0.0:
+            computed_s = 0.0
         if command.kind in MOVES:
-            self._moved(run, command)
+            self._moved(run, command, computed_s)
             return
-        computed_s = max(0.0, run.run_s - self.scenario.control_s)
-        self._tell(
-            ev.OperationFinished(
-                operation=command.operation, token=command.token, compute_s=computed_s
-            )
-        )
+        self._tell(ev.OperationFinished(command.operation, command.token, computed_s))
         if command.operation == run.operation:
             self._controllers.answered(run)
 
-    def _moved(self, run: JobRun, command: cmd.RunOperation) -> None:
+    def _moved(self, run: JobRun, command: cmd.RunOperation, computed_s: float) -> None:
         move = run.move
         assert move is not None, f"{command.operation} ends that never began"
-        if command.kind == OperationKind.OFFLOAD and move.is_made:
+        if isinstance(move, Refusal):
+            self._tell(move.answer(command))
+            return
+        if command.kind == _OFFLOAD:
             self._switches += 1
-        self._tell(move.answer(command, self.scenario.control_s))
+        self._tell(
+            ev.OperationFinished(
+                command.operation, command.token, computed_s, None, "{}", move.moved
+            )
+        )
         for report in move.reports:
             self._tell(report)
 
     def _tell_of_run(self, run: JobRun, command: cmd.RunOperation) -> None:
         """It is over, or was cut off."""
         run.run = None
-        kind = MOVES.get(command.kind, "run")
-        began_at, now = run.run_began_at, self.shell.now
-        self._collector.ran(command.group, run.trace.job_id, run.gpus, kind, began_at, now)
+        self._collector.ran(
+            command.group,
+            run.trace.job_id,
+            run.gpus,
+            MOVES.get(command.kind, "run"),
+            run.run_began_at,
+            self.shell.now,
+        )

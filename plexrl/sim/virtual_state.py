@@ -292,7 +292,8 @@ class VirtualState:
 
     def _used(self, known: _State, now: float) -> None:
         self._tick += 1
-        known.tick, known.last_use = self._tick, now
+        known.tick = self._tick
+        known.last_use = now
         if known.next_use is not None and known.next_use <= now:
             # The prediction has come true.
             known.next_use = None
