@@ -9,9 +9,6 @@ from plexrl.scheduler.profiler import refresh
 from plexrl.scheduler.relocation import consider_relief, consider_repacking, holds_up_others
 from plexrl.scheduler.state import Deployment
 
-PROFILES_MAX = 10_000
-"""Profiles remembered for jobs that come again."""
-
 
 def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     """Take in the deployment's newest cycle."""
@@ -45,7 +42,7 @@ def remember(context: Context, deployment: Deployment) -> None:
     key = profile_key(context, deployment)
     profiles.pop(key, None)
     profiles[key] = deployment.trace
-    if len(profiles) > PROFILES_MAX:
+    if len(profiles) > context.config.profiles:
         del profiles[next(iter(profiles))]
 
 

@@ -34,7 +34,7 @@ left out are fuller than all that were looked at."""
 PREDICTIONS_MAX = 2
 """Best-fitting groups of a search whose contention is predicted: each costs milliseconds."""
 
-PREDICTIONS_KEPT = 4096
+PREDICTIONS_KEPT = 1024
 """Before all are forgotten."""
 
 SPILL_BYTES_PER_S = 1e9
