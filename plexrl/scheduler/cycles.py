@@ -3,7 +3,8 @@
 from plexrl.scheduler.contention import PHASE_TOLERANCE
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
-from plexrl.scheduler.placement import reserve_anew, shares
+from plexrl.scheduler.overlaps import lay_anew
+from plexrl.scheduler.placement import shares
 from plexrl.scheduler.profiler import refresh
 from plexrl.scheduler.relocation import consider_relief, consider_repacking, holds_up_others
 from plexrl.scheduler.state import Deployment
@@ -57,7 +58,7 @@ def _follow(context: Context, deployment: Deployment) -> None:
     """Lay the reservation where the job really runs."""
     cycle = deployment.cycle
     started_at = cycle.started_at if cycle is not None else deployment.cycles[-1].started_at
-    reserve_anew(context, deployment, started_at % context.config.horizon_slots)
+    lay_anew(context, deployment, started_at % context.config.horizon_slots)
 
 
 def _is_beside_plan(context: Context, deployment: Deployment) -> bool:

@@ -85,8 +85,9 @@ class Reservation:
     trace: DemandTrace | None
     """Absent: all of it, because no profile says less."""
     overlap_s: float = 0.0
-    """Seconds of a cycle in which another member is busy too, by the plan: when this was laid, or
-    less if others have gone since. Above 0, the member gives way."""
+    """Seconds of a cycle in which another member is busy too, by the plan, when this was laid;
+    infinite where they were not counted, 0 if the others have gone since. Above 0, the member gives
+    way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
