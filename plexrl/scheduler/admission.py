@@ -26,7 +26,7 @@ from plexrl.scheduler.placement import leave, patience_ends_at, place, shares, w
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.room import NOTHING, Room
 from plexrl.scheduler.rooms import Rooms
-from plexrl.scheduler.scarcity import alike, over_quota
+from plexrl.scheduler.scarcity import alike, is_rival, over_quota
 from plexrl.scheduler.state import Deployment, Job, Tenant
 from plexrl.scheduler.usage import recent_gpu_seconds
 from plexrl.scheduler.waiting import File, Rank, Size
@@ -219,7 +219,7 @@ class _Pass:
         # Who only stands for a wish keeps others from groups of that size, and from free GPUs.
         any_free = any(self._rooms.of(size).free_state_bytes != NOTHING for size in sizes)
         for size, wishes in waiting.wishes.items():
-            if any_free or waiting.singles or size in sizes:
+            if any_free or waiting.singles or is_rival(size, sizes):
                 for rank in wishes:
                     self._next_of_wish(size, rank)
 

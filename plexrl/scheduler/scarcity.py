@@ -3,8 +3,11 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from plexrl.scheduler.context import Context
     from plexrl.scheduler.state import Deployment, Job
+    from plexrl.scheduler.waiting import Size
 
 
 def is_scarce(context: "Context", deployment: "Deployment") -> bool:
@@ -49,6 +52,15 @@ def _may_have_gpus(context: "Context", deployment: "Deployment") -> bool:
 def alike(one_type: str, other_type: str) -> bool:
     """Whether two wishes could be for the same node."""
     return "" in (one_type, other_type) or one_type == other_type
+
+
+def is_rival(size: "Size", others: "Iterable[Size]") -> bool:
+    """Whether a group that deployments of one of the `others` may join is one that those of `size`
+    wait for, of whatever type, or to have its GPUs for themselves."""
+    for other in others:
+        if other.workers == size.workers and alike(other.node_type, size.node_type):
+            return True
+    return False
 
 
 def over_quota(context: "Context", job: "Job", gpus: int) -> str | None:

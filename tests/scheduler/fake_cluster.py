@@ -229,9 +229,8 @@ class FakeCluster:
                 job=name.split("/")[0],
                 kind=kind,
                 workers=workers,
-                exclusive=False,
                 spec_json="{}",
-                **{"state_bytes": 1000, **fields},
+                **{"exclusive": False, "state_bytes": 1000, **fields},
             )
         )
 

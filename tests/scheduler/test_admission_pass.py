@@ -56,6 +56,8 @@ wishes = st.lists(
         st.sampled_from((0.0, 1.0, 300.0)),
         st.integers(-1, 1),
         st.sampled_from((0, 0, 0, 2)),
+        st.sampled_from(("", "", "x", "y")),
+        st.booleans(),
     ),
     min_size=8,
     max_size=30,
@@ -71,22 +73,22 @@ wishes = st.lists(
 )
 def test_a_pass_places_whom_a_walk_past_everybody_places(
     policy: str,
-    wanted: list[tuple[str, int, float, int, float, int, int]],
+    wanted: list[tuple[str, int, float, int, float, int, int, str, bool]],
     ending: list[int],
     is_tight: bool,
 ) -> None:
     cluster = FakeCluster(policy=policy, searches_max=10_000, residents_max=3 if is_tight else 8)
-    cluster.join_node(GPUS, "n1", host_memory_bytes=8 << 20)
-    cluster.join_node(GPUS, "n2", host_memory_bytes=4 << 20)
+    cluster.join_node(GPUS, "n1", host_memory_bytes=8 << 20, node_type="x")
+    cluster.join_node(GPUS, "n2", host_memory_bytes=4 << 20, node_type="y")
     for name in ("t", "u", "v"):
         cluster.send(ev.TenantCreated(tenant=name, key_digest=name, is_operator=True))
     limits = {"jobs_max": None, "gpu_seconds_max": None}
     cluster.send(ev.TenantConfigured(tenant="u", weight=2.0, gpus_max=5, **limits))
-    for number, (tenant, workers, busy_s, state_bytes, pause_s, priority, gang) in enumerate(
-        wanted
-    ):
+    for number, wish in enumerate(wanted):
+        tenant, workers, busy_s, state_bytes, pause_s, priority, gang, node_type, alone = wish
         job = f"j{number}"
-        fields = {"trace": trace(busy_s)} if busy_s else {}
+        fields: dict[str, object] = {"trace": trace(busy_s)} if busy_s else {}
+        fields |= {"node_type": node_type, "exclusive": alone}
         is_gang = gang > 0 and workers <= 2
         cluster.job(job, tenant, priority=priority, gang=gang if is_gang else 0)
         cluster.deploy(f"{job}/a", workers=workers, state_bytes=state_bytes, **fields)
@@ -140,3 +142,22 @@ def test_the_room_of_who_may_not_be_passed_is_not_offered_to_the_backlog_behind_
     looks = admission._Pass(context, cluster.now, None)
     assert looks.run() == []
     assert len(looks._seen) <= 2
+
+
+@pytest.mark.parametrize("policy", ("pack", "spread", "spread+backfill"))
+@pytest.mark.parametrize("first", ({"exclusive": True}, {"trace": trace(90.0)}))
+def test_no_newcomer_joins_a_group_that_a_job_of_another_size_may_not_be_passed_for(
+    policy: str, first: dict[str, object]
+) -> None:
+    cluster = FakeCluster(policy=policy)
+    cluster.join_node(GPUS, node_type="x")
+    cluster.job("there")
+    cluster.deploy("there/a", workers=GPUS, node_type="x", trace=trace(20.0))
+    cluster.job("first")
+    cluster.deploy("first/a", workers=GPUS, **first)
+    cluster.pass_time(cluster.config.starvation_bound_s)
+    cluster.job("newcomer")
+    cluster.deploy("newcomer/a", workers=GPUS, node_type="x", trace=trace(20.0))
+    assert list(cluster.core._context.waiting) == ["first/a", "newcomer/a"]
+    cluster.send(ev.JobFinished(job="there", outcome="completed"))
+    assert "first/a" not in cluster.core._context.waiting
