@@ -27,7 +27,8 @@ class Context:
     commands: list[Command] = field(default_factory=list)
     discards: list[BlobRef] = field(default_factory=list)
     dirty: dict[GroupId, None] = field(default_factory=dict)
-    """Groups whose next step must be decided again, in the order they were touched."""
+    """Groups whose next step must be decided again, in the order they were touched; those among
+    them that are no more are passed over."""
     place_waiting: bool = False
     timers: list[tuple[float, str]] = field(default_factory=list)
     """Heap of (time, what to look at again); an entry may have become pointless."""
@@ -127,7 +128,7 @@ class Context:
 
     def touch(self, group: GroupId | None) -> None:
         """Have the group's next step decided before this call returns."""
-        if group is not None and group in self.state.groups:
+        if group is not None:
             self.dirty[group] = None
 
     def wake(self, at: float, what: str) -> None:
@@ -167,9 +168,10 @@ class Context:
         if blob is not None:
             self.discards.append(blob)
 
-    def take_commands(self) -> list[Command]:
-        """This call's commands, the wake-up among them where an earlier one is needed."""
-        commands, self.commands = self.commands, []
+    def add_own_commands(self) -> None:
+        """Complete this call's commands: what is given up, and the wake-up where an earlier one is
+        needed."""
+        commands = self.commands
         if self.discards:
             commands.append(DiscardBlobs(blobs=tuple(self.discards)))
             self.discards = []
@@ -179,7 +181,6 @@ class Context:
             if timer_at is None or at < timer_at:
                 self.timer_at = at
                 commands.append(SetTimer(at=at))
-        return commands
 
     def job(self, job: JobId) -> Job:
         return self.state.jobs[job]

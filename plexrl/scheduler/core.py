@@ -121,8 +121,8 @@ class SchedulerCore:
         """
         context = self._context
         self._handlers[type(event)](event, now)
-        timers, state = context.timers, context.state
-        if timers and timers[0][0] <= now:
+        state = context.state
+        if context.timers and context.timers[0][0] <= now:
             for what in context.due(now):
                 self._look_again(what, now)
         dirty, groups, cycles_over = context.dirty, state.groups, context.cycles_over
@@ -141,7 +141,11 @@ class SchedulerCore:
                 cycle_over(context, deployment, now)
         if len(state.ended) > context.config.ended_jobs:
             forget_ended(context)
-        return context.take_commands()
+        commands = context.commands
+        if context.timers or context.discards:
+            context.add_own_commands()
+        context.commands = []
+        return commands
 
     def _look_again(self, what: str, now: float) -> None:
         context = self._context

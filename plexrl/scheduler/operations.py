@@ -408,7 +408,8 @@ def _into_history(
     operation.index = state.finished_count
     finished = state.finished
     finished[operation.index] = operation.operation
-    while len(finished) > context.config.history:
+    bound = context.config.history
+    while len(finished) > bound:
         first = state.finished_count - len(finished) + 1
         oldest = state.operations[finished.pop(first)]
         if oldest.result is not None:

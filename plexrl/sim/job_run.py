@@ -75,15 +75,17 @@ class AloneClock:
         before = self.now
         # Its processes start before the first rollout; its state is loaded for the first step.
         at = max(rolled_at, before + controller_s) if ends else rolled_at + self._load_s
-        for index, step in enumerate(steps):
-            if index:
-                at += max(step.gap_s, controller_s)
+        is_first = True
+        for kind, work_s, gap_s in steps:
+            if not is_first:
+                at += gap_s if gap_s > controller_s else controller_s
+            is_first = False
             if self._logged >= self._snapshots_after:
                 at += self._snapshot_s
                 self._logged = 0
-            if step.kind in MUTATING:
+            if kind in MUTATING:
                 self._logged += 1
-            at += step.work_s / speed
+            at += work_s / speed
         ends.append(at)
         self.now = at
         return at - before
@@ -102,6 +104,7 @@ class JobRun:
         state_bytes: int,
     ) -> None:
         self.trace = trace
+        self.job_id = trace.job_id
         self.law = law
         self.job = JobId(name)
         self.deployment = DeploymentId(name)
@@ -179,8 +182,8 @@ class JobRun:
         self.training = False
         self.trained += 1
         worked_s = 0.0
-        for step in self.steps:
-            worked_s += step.work_s
+        for _, work_s, _ in self.steps:
+            worked_s += work_s
         self.worked_s += worked_s / self.speed
         return self.alone.cycle(drawn.rollout_s, self.steps, self.speed)
 
