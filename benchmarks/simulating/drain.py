@@ -7,9 +7,15 @@
   cycles of the published profiles by size; `philly, stale` likewise;
 * `philly, backlog`: the same jobs, all waiting at the start.
 
-In full that is 6 million events a policy for the mix and 50 million for Philly. Without `--full`
-the jobs of the mix have an eighth of their cycles, and of Philly every eighth job is run, with an
-eighth of its cycles, on an eighth of the cluster, its arrivals eight times as fast again.
+In full that is 6 million events a policy for the mix and 7 to 20 million for Philly. Without
+`--full` the jobs of the mix have an eighth of their cycles, and of Philly every eighth job is run,
+with an eighth of its cycles, on an eighth of the cluster, its arrivals eight times as fast again.
+
+    python -m benchmarks.simulating.drain philly [--part 8] [--out results] [policy …]
+
+runs one workload whole, or of Philly every so manyth job with all of its cycles on so much smaller
+a cluster, one policy after the other. Each result is kept in the folder as it comes, and not made
+again; the table is of all that are there.
 
 *gap*: part of what lies between `isolated` and the bound that is won: (isolated - drain) /
 (isolated - bound). *cycles*: how much longer than the same drawn cycles alone. *wait*: from
@@ -17,14 +23,20 @@ submission to first GPUs, by the job's length alone (PlexRL Fig. 8). *fairness*:
 tenants' mean slowdowns, waiting included.
 """
 
+import argparse
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 
+from benchmarks.report import report
 from benchmarks.simulating.part import Part
 from plexrl.sim.policies import SIM_POLICIES
-from plexrl.sim.result import SimResult
+from plexrl.sim.replay import simulate
+from plexrl.sim.result import SimResult, Speed
+from plexrl.sim.result_json import dumps, result_from, result_values, speed_values
 from plexrl.sim.scenario import Behaviour, JobSource, Pool, Scenario
 from plexrl.sim.sweep import FailedRun, run_all
 from plexrl.sim.trace_source import PublishedSource, TraceSource
@@ -85,14 +97,15 @@ class Workload:
         )
 
 
-def workloads(*, full: bool) -> dict[str, Workload]:
-    """By name."""
-    part = 1 if full else SAMPLE
-    mix = Sample(source=PublishedSource(span_s=90 * DAY_S, shape=BACKLOG, seed=SEED), shorter=part)
+def workloads(*, part: int = 1, shorter: int = 1) -> dict[str, Workload]:
+    """By name: of Philly, each `part`-th job on as much smaller a cluster; jobs with one of
+    `shorter` cycles, coming as much faster."""
+    backlog = PublishedSource(span_s=90 * DAY_S, shape=BACKLOG, seed=SEED)
+    mix = Sample(source=backlog, shorter=shorter)
 
     def philly(shape: Shape, staleness: int = 0) -> Workload:
         whole = TraceSource(trace="bundled:philly", shape=shape, seed=SEED)
-        sample = Sample(source=whole, step=part, shorter=part)
+        sample = Sample(source=whole, step=part, shorter=shorter)
         return Workload(source=sample, nodes=NODES // part, staleness=staleness)
 
     return {
@@ -176,7 +189,8 @@ def figures_of(name: str, found: Mapping[str, SimResult]) -> dict[str, float]:
 def measure(*, full: bool) -> Part:
     """Every workload under every policy."""
     part = Part(title="Drain of three months' jobs, 2 048 GPUs", columns=COLUMNS)
-    for name, workload in workloads(full=full).items():
+    part_of = 1 if full else SAMPLE
+    for name, workload in workloads(part=part_of, shorter=part_of).items():
         sys.stderr.write(f"drain: {name} …\n")
         found = results(workload)
         isolated = found["isolated"]
@@ -185,3 +199,46 @@ def measure(*, full: bool) -> Part:
         part.rows.extend(table(found))
         part.figures.update(figures_of(name, found))
     return part
+
+
+def kept(folder: Path, name: str, workload: Workload, policy: str) -> SimResult:
+    """The result in the folder, made first where it is not there.
+
+    Raises:
+        PlexRLError: the run came to no result.
+    """
+    file = folder / f"{name.replace(', ', '_')}-{policy}-{workload.nodes}.json"
+    if not file.exists():
+        result = simulate(workload.scenario(policy))
+        values = {"result": result_values(result), "speed": speed_values(result.speed)}
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(dumps(values))
+    values = json.loads(file.read_text())
+    return result_from(values["result"], Speed(**values["speed"]))
+
+
+def main() -> None:
+    """One workload, by name."""
+    named = workloads()
+    parser = argparse.ArgumentParser(description="One workload, one policy after the other.")
+    parser.add_argument("workload", choices=named)
+    parser.add_argument("policy", nargs="*", default=tuple(SIM_POLICIES), metavar="policy")
+    parser.add_argument("--part", type=int, default=1, help="every so manyth job of Philly")
+    parser.add_argument("--out", type=Path, default=Path("out/drain"), help="folder")
+    options = parser.parse_args()
+    workload = workloads(part=options.part)[options.workload]
+    found: dict[str, SimResult] = {}
+    for policy in dict.fromkeys(("isolated", *options.policy)):
+        found[policy] = result = kept(options.out, options.workload, workload, policy)
+        speed = result.speed
+        sys.stderr.write(
+            f"{policy}: {result.events} events in {speed.wall_s:.0f} s, "
+            f"{speed.peak_bytes >> 20} MiB\n"
+        )
+    isolated = found["isolated"]
+    title = f"{options.workload}: {isolated.jobs} jobs, {isolated.gpus} GPUs"
+    report(title, COLUMNS, table(found), {})
+
+
+if __name__ == "__main__":
+    main()

@@ -20,14 +20,16 @@ from collections.abc import Mapping, Sequence
 from plexrl.errors import CapacityError, ModelDoesNotFitError
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.line_heads import Head
 from plexrl.scheduler.node_pool import NodeKind
 from plexrl.scheduler.placement import leave, patience_ends_at, place, shares, ways
 from plexrl.scheduler.policies import Way
+from plexrl.scheduler.room import Room
 from plexrl.scheduler.rooms import Rooms
 from plexrl.scheduler.scarcity import alike, over_quota
 from plexrl.scheduler.state import Deployment, Job, Tenant
 from plexrl.scheduler.usage import recent_gpu_seconds
-from plexrl.scheduler.waiting import Likeness, Rank, Size
+from plexrl.scheduler.waiting import File, Rank, Size
 
 JOB_S = 3600.0
 """Length of a job that its user said nothing about."""
@@ -128,9 +130,9 @@ def admit(context: Context, now: float) -> list[Deployment]:
 class _Pass:
     """One look at those who wait, in the order of their turns.
 
-    Not everybody is looked at: of a line only the first, and the next once that one is placed; and
-    no line for which there cannot be room. Where others must not be let past, the first of each
-    wish stands for all that wish the same.
+    Not everybody is looked at: of a line only the first, and the next once that one is placed; of a
+    file of lines only who there may be room for, one after the other. Where others must not be let
+    past, the first of each wish stands for all that wish the same.
     """
 
     def __init__(
@@ -144,53 +146,67 @@ class _Pass:
         """Who alone may be placed; None: everybody."""
         self._rooms = Rooms(context)
         self._turns: list[tuple[_Turn, DeploymentId]] = []
-        self._lines: dict[DeploymentId, tuple[Size, Likeness]] = {}
-        """By who is first of them."""
+        self._heads: dict[DeploymentId, tuple[Size, File, Head]] = {}
+        """Whose turn it is of each file."""
+        self._passed: dict[tuple[Size, File], Head] = {}
+        """The last of each file that was looked at in vain."""
         self._wishes: dict[DeploymentId, tuple[Size, Rank]] = {}
         self._seen: set[DeploymentId] = set()
         self._ahead: set[_Wish] = set()
         self._failed: set[tuple[object, ...]] = set()
+        self._shares: dict[TenantId, float] = {}
         self._placed: list[Deployment] = []
 
     def run(self) -> list[Deployment]:
         """Who was placed."""
-        context, now = self._context, self._now
+        context = self._context
         self._line_up()
         while self._turns:
             turn, name = heapq.heappop(self._turns)
-            deployment = context.deployment(name)
             if name in self._seen:
                 continue
-            turn_now = _turn(context, deployment, now)
+            deployment = context.deployment(name)
+            turn_now = self._turn(deployment)
             if turn_now > turn:
                 # What was placed meanwhile counts against its tenant.
                 heapq.heappush(self._turns, (turn_now, name))
                 continue
+            found, wish = self._heads.pop(name, None), self._wishes.pop(name, None)
+            if found is not None and not self._holds(*found):
+                # Its room is for those ahead of it now, or gone.
+                self._next_of_file(found[0], found[1])
+                found = None
+                if wish is None:
+                    continue
             ahead = len(self._ahead)
-            is_placed = self._look_at(deployment)
+            is_placed = self._look_at(deployment, is_tried=found is not None)
             if len(self._ahead) > ahead and self._is_nobody_else_to_pass():
                 break
-            line, wish = self._lines.pop(name, None), self._wishes.pop(name, None)
-            if is_placed:
-                if line is not None:
-                    self._next_of_line(*line)
-                if wish is not None:
-                    self._next_of_wish(*wish)
+            if found is not None and (is_placed or why_not_yet(context, deployment) is None):
+                size, file, head = found
+                if not is_placed:
+                    self._passed[size, file] = head
+                self._next_of_file(size, file)
+            if is_placed and wish is not None:
+                self._next_of_wish(*wish)
         return self._placed
 
     def _line_up(self) -> None:
         waiting = self._context.waiting
         if self._newcomers is None:
-            for size, lines in waiting.lines.items():
-                if self._rooms.any_for(size):
-                    for likeness in lines:
-                        self._next_of_line(size, likeness)
+            for size, files in waiting.files.items():
+                if not self._rooms.of(size).is_nothing:
+                    for file in files:
+                        self._next_of_file(size, file)
             if not self._turns and not waiting.singles:
                 return
             for name in waiting.singles:
                 self._push(name)
         else:
-            for name in self._newcomers:
+            tried = [name for name in self._newcomers if self._is_worth_a_try(name)]
+            if not tried:
+                return
+            for name in tried:
                 self._push(name)
             for name in waiting.singles:
                 if self._is_unpassable(self._context.deployment(name)):
@@ -199,18 +215,57 @@ class _Pass:
             for rank in wishes:
                 self._next_of_wish(size, rank)
 
+    def _is_worth_a_try(self, name: DeploymentId) -> bool:
+        """Whether there may be room for a newcomer."""
+        found = self._context.waiting.place_of(name)
+        return found is None or self._holds(*found)
+
     def _push(self, name: DeploymentId) -> None:
-        turn = _turn(self._context, self._context.deployment(name), self._now)
+        turn = self._turn(self._context.deployment(name))
         heapq.heappush(self._turns, (turn, name))
 
-    def _next_of_line(self, size: Size, likeness: Likeness) -> None:
-        """It is the turn of the next in a line, if there may be room for it."""
-        name = self._context.waiting.first_of_line(size, likeness)
-        if name is None or self._newcomers is not None:
+    def _turn(self, deployment: Deployment) -> _Turn:
+        tenant = self._context.job(deployment.job).tenant
+        share = self._shares.get(tenant)
+        if share is None:
+            share = self._shares[tenant] = tenant_share(self._context, tenant, self._now)
+        return _turn(self._context, deployment, share, self._now)
+
+    def _next_of_file(self, size: Size, file: File) -> None:
+        """It is the turn of the next of a file for whom there may be room."""
+        heads = self._context.waiting.files.get(size, {}).get(file)
+        room = self._room(size, file)
+        if heads is None or room is None:
             return
-        if self._rooms.may_hold(self._context.deployment(name), size, self._now):
-            self._lines[name] = size, likeness
-            self._push(name)
+        head = heads.first(room, self._passed.get((size, file)))
+        while head is not None and not self._holds(size, file, head):
+            head = heads.first(room, head)
+        if head is not None:
+            self._heads[head.name] = size, file, head
+            self._push(head.name)
+
+    def _room(self, size: Size, file: File) -> Room | None:
+        """What there is for a file behind those who may not be passed, and after so many searches;
+        None: nothing that they are not waiting for themselves."""
+        takes_free = True
+        for kind, workers in self._ahead:
+            if alike(kind, size.node_type):
+                if workers == size.workers:
+                    return None
+                takes_free = False
+        searches = self._context.state.searches.get(_size_key(size), 0)
+        joins = not file.has_profile or searches < self._context.config.searches_max
+        return self._rooms.of(size, takes_free=takes_free, joins=joins)
+
+    def _holds(self, size: Size, file: File, head: Head) -> bool:
+        """Whether there may be room for the head of a line."""
+        room = self._room(size, file)
+        if room is None or not room.holds(head.duty, head.state_bytes):
+            return False
+        if file.has_profile or head.state_bytes <= room.free_state_bytes:
+            return True
+        context = self._context
+        return ways(context, context.deployment(head.name), self._now) != (Way.DEDICATED,)
 
     def _next_of_wish(self, size: Size, rank: Rank) -> None:
         """The next of those that wish the same stands for all of them."""
@@ -235,47 +290,66 @@ class _Pass:
             for size in waiting.wishes
         )
 
-    def _look_at(self, deployment: Deployment) -> bool:
-        """Place it and its gang; False: not now."""
+    def _look_at(self, deployment: Deployment, *, is_tried: bool) -> bool:
+        """Place it and its gang; False: not now. One that only stands for its wish is not tried,
+        because there is no room for it."""
         context, now = self._context, self._now
         gang = _gang(context, deployment)
         self._seen.update(each.deployment for each in gang)
         if why_not_yet(context, deployment) is not None:
             return False
-        if self._may_try(gang):
+        if is_tried or self._may_try(gang):
             only = _ways_left(context, gang, self._ahead, now)
             likeness = {_likeness(each, only[each.deployment]) for each in gang}
-            if not likeness & self._failed and _place_all(context, gang, only, now):
-                self._placed += gang
-                self._rooms.forget()
-                # Now that their job has GPUs, it is the turn of its other deployments.
-                for other in context.job(deployment.job).deployments:
-                    if other not in self._seen and self._counts(other):
-                        self._push(other)
-                return True
-            if len(gang) == 1:
-                self._failed |= likeness
-                if deployment.trace is not None:
-                    searches, size = context.state.searches, _size_key(deployment)
-                    searches[size] = searches.get(size, 0) + 1
+            if not likeness & self._failed:
+                if _place_all(context, gang, only, now):
+                    self._note_placed(gang)
+                    return True
+                if len(gang) == 1:
+                    self._failed |= likeness
+                    self._note_search(deployment, only[deployment.deployment])
         if self._is_unpassable(deployment):
             self._ahead.update((each.node_type, each.workers) for each in gang)
         return False
 
+    def _note_placed(self, gang: Sequence[Deployment]) -> None:
+        context = self._context
+        self._placed += gang
+        self._rooms.forget()
+        job = context.job(gang[0].job)
+        self._shares.pop(job.tenant, None)
+        # Now that their job has GPUs, it is the turn of its other deployments.
+        for other in job.deployments:
+            if other not in self._seen and self._counts(other):
+                self._push(other)
+
+    def _note_search(self, deployment: Deployment, only: tuple[Way, ...]) -> None:
+        """Groups were searched for it, and free GPUs, in vain."""
+        size = _size_of(deployment)
+        if Way.DEDICATED in only:
+            self._rooms.refused(size, deployment.state_bytes)
+        if deployment.trace is not None:
+            searches, key = self._context.state.searches, _size_key(size)
+            searches[key] = searches.get(key, 0) + 1
+
     def _may_try(self, gang: Sequence[Deployment]) -> bool:
-        """Whether one of them is new, or capacity is; one that only stands for its wish is not
-        tried, because there is no room for it."""
+        """Whether one of them is new, or in no line, and there may be room."""
         first, context = gang[0], self._context
-        if len(gang) == 1 and first.trace is not None:
-            searches = context.state.searches.get(_size_key(first), 0)
-            if searches >= context.config.searches_max and not self._rooms.is_free(first):
+        if self._newcomers is None:
+            if first.deployment not in context.waiting.singles:
                 return False
-        if self._newcomers is not None:
-            return any(each.deployment in self._newcomers for each in gang)
-        if first.deployment in context.waiting.singles:
+        elif not any(each.deployment in self._newcomers for each in gang):
+            return False
+        if len(gang) > 1:
             return True
-        line = self._lines.get(first.deployment)
-        return line is not None and self._rooms.may_hold(first, line[0], self._now)
+        found = context.waiting.place_of(first.deployment)
+        if found is not None:
+            return self._holds(*found)
+        size = _size_of(first)
+        searches = context.state.searches.get(_size_key(size), 0)
+        if first.trace is None or searches < context.config.searches_max:
+            return True
+        return first.state_bytes <= self._rooms.of(size, joins=False).free_state_bytes
 
     def _counts(self, name: DeploymentId) -> bool:
         """Whether it is one of those who wait that this pass is about."""
@@ -288,8 +362,12 @@ class _Pass:
 
 def waiting_order(context: Context, now: float) -> list[Deployment]:
     """All waiting deployments in the order of their turn."""
-    waiting = [context.deployment(name) for name in context.waiting]
-    return sorted(waiting, key=lambda each: _turn(context, each, now))
+    turns = []
+    for name in context.waiting:
+        deployment = context.deployment(name)
+        share = tenant_share(context, context.job(deployment.job).tenant, now)
+        turns.append((_turn(context, deployment, share, now), deployment))
+    return [deployment for _, deployment in sorted(turns, key=lambda each: each[0])]
 
 
 def why_not_yet(context: Context, deployment: Deployment) -> tuple[str, str] | None:
@@ -356,7 +434,7 @@ def _is_partial(context: Context, job: Job) -> bool:
     return any(context.deployment(name).group is not None for name in job.deployments)
 
 
-def _turn(context: Context, deployment: Deployment, now: float) -> _Turn:
+def _turn(context: Context, deployment: Deployment, share: float, now: float) -> _Turn:
     job = context.job(deployment.job)
     expected_s = job.expected_s or JOB_S
     ratio = (now - deployment.created_at + expected_s) / expected_s
@@ -364,7 +442,7 @@ def _turn(context: Context, deployment: Deployment, now: float) -> _Turn:
         not _is_partial(context, job),
         not _starves(context, deployment, now),
         -job.priority,
-        tenant_share(context, job.tenant, now),
+        share,
         -ratio,
         deployment.created_at,
         deployment.deployment,
@@ -380,8 +458,12 @@ def tenant_share(context: Context, name: TenantId, now: float) -> float:
     return (gpus + used / SHARE_WINDOW_S) / weight
 
 
-def _size_key(deployment: Deployment) -> str:
-    return f"{deployment.node_type}/{deployment.workers}"
+def _size_of(deployment: Deployment) -> Size:
+    return Size(deployment.node_type, deployment.workers, shares(deployment))
+
+
+def _size_key(size: Size) -> str:
+    return f"{size.node_type}/{size.workers}"
 
 
 def _likeness(deployment: Deployment, only: tuple[Way, ...]) -> tuple[object, ...]:

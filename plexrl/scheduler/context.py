@@ -99,7 +99,9 @@ class Context:
 
     def _file(self, deployment: Deployment, job: Job, *, is_single: bool) -> None:
         shares = deployment.kind != "rollout" and not deployment.exclusive
-        self.waiting.add(deployment, job, shares=shares, is_single=is_single)
+        trace = deployment.trace
+        duty = self.inventory.duty(deployment) if trace is None else trace.duty
+        self.waiting.add(deployment, job, duty=duty, shares=shares, is_single=is_single)
 
     def _is_placed(self, job: Job) -> bool:
         return any(self.state.deployments[name].group is not None for name in job.deployments)

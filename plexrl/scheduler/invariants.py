@@ -9,6 +9,7 @@ def check(context: Context) -> None:
     """Raises `AssertionError` naming the first law that is broken."""
     state = context.state
     context.inventory.check()
+    context.waiting.check()
     taken: dict[tuple[str, int], str] = {}
     for group in state.groups.values():
         assert group.members, f"{group.group} has no members"

@@ -113,16 +113,14 @@ class NodePool:
                 found += kind.free_gpus
         return found
 
-    def most_free_gpus(self, node_type: str) -> int:
-        """The most free GPUs of one kind: a wish for more cannot be met."""
-        return max(
-            (
-                kind.free_gpus
-                for key, kind in self._kinds.items()
-                if node_type in ("", key.node_type)
-            ),
-            default=0,
-        )
+    def free_by_kind(self, node_type: str) -> list[tuple[NodeKind, int]]:
+        """(kind, its free GPUs) of each kind of that type, or of every type where it is empty: a
+        group has GPUs of one kind."""
+        return [
+            (key, kind.free_gpus)
+            for key, kind in self._kinds.items()
+            if node_type in ("", key.node_type)
+        ]
 
     def find(
         self,

@@ -1,89 +1,74 @@
-"""For whom there cannot be room: a look at the groups of one size, before any is searched.
-
-The answer errs on one side only. Where it is no, every search would end without a place; where it
-is yes, one may.
-"""
-
-import itertools
-from bisect import bisect_right
-from dataclasses import dataclass
+"""For whom there cannot be room: a look at the groups of one size, before any is searched."""
 
 import numpy as np
 
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.placement import ways
 from plexrl.scheduler.policies import Way
-from plexrl.scheduler.state import Deployment
+from plexrl.scheduler.room import NOTHING, Room
 from plexrl.scheduler.waiting import Size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Room:
-    """What there is for deployments of one size."""
-
-    is_free: bool
-    """As many GPUs are free."""
-    loads: tuple[float, ...]
-    """Of the groups that take members, ascending."""
-    state_bytes: tuple[int, ...]
-    """The largest state that one of the groups up to this load has room for."""
-
-
 class Rooms:
-    """Of each size, looked up once and kept until it is said to have changed."""
+    """Of each size, looked up once and kept until somebody is placed."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._known: dict[Size, _Room] = {}
+        kept_apart = context.policy.ways(has_profile=True, is_patience_over=True, is_scarce=False)
+        self._anybody_shares = kept_apart != (Way.DEDICATED,)
+        self._known: dict[tuple[Size, bool, bool], Room] = {}
+        self._refused: dict[Size, int] = {}
+        """The smallest state for which no free GPUs were found where there seemed to be some. What
+        is free becomes less only."""
 
     def forget(self) -> None:
         """Somebody was placed."""
         self._known.clear()
 
-    def is_free(self, deployment: Deployment) -> bool:
-        """Whether as many GPUs as it asks for are in no group."""
-        most = self._context.inventory.pool.most_free_gpus(deployment.node_type)
-        return most >= deployment.workers
+    def refused(self, size: Size, state_bytes: int) -> None:
+        """No free GPUs were found for a deployment of that size, and there are none for larger
+        ones."""
+        least = self._refused.get(size)
+        self._refused[size] = state_bytes if least is None else min(least, state_bytes)
+        self._known.clear()
 
-    def any_for(self, size: Size) -> bool:
-        """Whether there may be room for one of that size."""
-        room = self._room(size)
-        return room.is_free or bool(room.loads)
-
-    def may_hold(self, deployment: Deployment, size: Size, now: float) -> bool:
-        """Whether there may be room for a deployment of that size."""
-        context, room = self._context, self._room(size)
-        if room.is_free:
-            return True
-        if not room.loads or ways(context, deployment, now) == (Way.DEDICATED,):
-            return False
-        trace = deployment.trace
-        duty = context.inventory.duty(deployment) if trace is None else trace.duty
-        # Compared as `placement.has_room` does it.
-        at = bisect_right(room.loads, context.config.load_max, key=lambda load: load + duty)
-        return at > 0 and room.state_bytes[at - 1] >= deployment.state_bytes
-
-    def _room(self, size: Size) -> _Room:
-        found = self._known.get(size)
+    def of(self, size: Size, *, takes_free: bool = True, joins: bool = True) -> Room:
+        """What there is for deployments of a size: among free GPUs if they may take them, and in
+        groups if they may join any."""
+        key = size, takes_free, joins
+        found = self._known.get(key)
         if found is None:
-            found = self._known[size] = self._look(size)
+            found = self._known[key] = self._look(size, takes_free, joins)
         return found
 
-    def _look(self, size: Size) -> _Room:
-        context = self._context
-        index = context.inventory.index
-        is_free = context.inventory.pool.most_free_gpus(size.node_type) >= size.workers
-        groups: list[tuple[float, int]] = []
-        if size.shares and not is_free:
-            for shape in index.shapes(size.workers, size.node_type):
-                table = index.table(shape)
-                takes = table.is_open & (table.members < context.config.residents_max)
-                rows = np.flatnonzero(takes)
-                loads, states = table.load[rows].tolist(), table.state_bytes_free[rows].tolist()
-                groups += zip(loads, states, strict=True)
-        groups.sort()
-        return _Room(
-            is_free=is_free,
-            loads=tuple(load for load, _ in groups),
-            state_bytes=tuple(itertools.accumulate((each for _, each in groups), max)),
+    def _look(self, size: Size, takes_free: bool, joins: bool) -> Room:
+        free_state_bytes = self._free_state_bytes(size) if takes_free else NOTHING
+        if not (joins and size.shares and self._anybody_shares):
+            return Room(free_state_bytes=free_state_bytes)
+        config, index = self._context.config, self._context.inventory.index
+        loads, states = [np.zeros(0)], [np.zeros(0, dtype=np.int64)]
+        for shape in index.shapes(size.workers, size.node_type):
+            table = index.table(shape)
+            takes = table.is_open & (table.members < config.residents_max)
+            rows = np.flatnonzero(takes)
+            loads.append(table.load[rows])
+            on_gpus = shape.gpu_memory_bytes * shape.gpus
+            states.append(np.minimum(table.state_bytes_free[rows], on_gpus))
+        load, state = np.concatenate(loads), np.concatenate(states)
+        order = np.argsort(load, kind="stable")
+        load, state = load[order], np.maximum.accumulate(state[order])
+        # Of those that have room for no more than a less loaded one, nothing needs to be known.
+        steps = np.flatnonzero(np.diff(state, prepend=NOTHING) > 0)
+        return Room(
+            free_state_bytes=free_state_bytes,
+            loads=load[steps].tolist(),
+            states=state[steps].tolist(),
+            load_max=config.load_max,
         )
+
+    def _free_state_bytes(self, size: Size) -> int:
+        most = NOTHING
+        for kind, gpus in self._context.inventory.pool.free_by_kind(size.node_type):
+            if gpus >= size.workers:
+                most = max(most, kind.gpu_memory_bytes * size.workers)
+        refused = self._refused.get(size)
+        return most if refused is None else max(NOTHING, min(most, refused - 1))

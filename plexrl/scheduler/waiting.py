@@ -2,10 +2,13 @@
 
 A backlog holds many deployments and few kinds. Where there is no room for the first of a kind there
 is none for the others, so a pass of the admission costs what the kinds cost, not what the backlog
-does. Four lines matter:
+does. Five lines matter:
 
 * a *line* of deployments that all fit or all do not: same tenant, class, length, size and demand;
   in it, who came first has the better turn for as long as they wait;
+* a *file*: the first of all lines of one tenant, class and length that want the same GPUs, with a
+  profile all of them or none; of them, too, who came first has the better turn, and the first for
+  whom there is room is found without a look at the others;
 * a *wish*: those of one tenant, class and length that want the same GPUs; the first of them stands
   for all in keeping others from passing;
 * an *asker*: all of one tenant that want the same GPUs; the same quotas hold them;
@@ -21,6 +24,7 @@ from sortedcontainers import SortedList
 
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.demand import DemandTrace
+from plexrl.scheduler.line_heads import Head, LineHeads
 from plexrl.scheduler.state import Deployment, Job
 
 
@@ -49,6 +53,13 @@ class Likeness(NamedTuple):
     trace: DemandTrace | None
 
 
+class File(NamedTuple):
+    """What lines have in common whose first are kept together, beside their size."""
+
+    rank: Rank
+    has_profile: bool
+
+
 if TYPE_CHECKING:
     _Queue = SortedList[tuple[float, DeploymentId]]
     """(time of creation, name), in the order of turns."""
@@ -60,8 +71,9 @@ class Waiting:
     """Deployments without GPUs, iterated over in the order of their creation."""
 
     def __init__(self) -> None:
-        self._filed: dict[DeploymentId, tuple[float, Size, Likeness] | None] = {}
-        self.lines: dict[Size, dict[Likeness, _Queue]] = {}
+        self._filed: dict[DeploymentId, tuple[Head, Size, Likeness] | None] = {}
+        self._lines: dict[Size, dict[Likeness, _Queue]] = {}
+        self.files: dict[Size, dict[File, LineHeads]] = {}
         self.wishes: dict[Size, dict[Rank, _Queue]] = {}
         self.askers: dict[Size, dict[TenantId, _Queue]] = {}
         self.singles: dict[DeploymentId, None] = {}
@@ -77,11 +89,21 @@ class Waiting:
 
     def clear(self) -> None:
         """Forget everybody."""
-        for part in (self._filed, self.lines, self.wishes, self.askers, self.singles):
+        for part in (
+            self._filed,
+            self._lines,
+            self.files,
+            self.wishes,
+            self.askers,
+            self.singles,
+        ):
             part.clear()
 
-    def add(self, deployment: Deployment, job: Job, *, shares: bool, is_single: bool) -> None:
-        """The deployment waits from now on, behind all that were created before it."""
+    def add(
+        self, deployment: Deployment, job: Job, *, duty: float, shares: bool, is_single: bool
+    ) -> None:
+        """The deployment waits from now on, behind all that were created before it; `duty` is what
+        it would count for in a group."""
         name = deployment.deployment
         self.remove(name)
         if is_single:
@@ -91,9 +113,17 @@ class Waiting:
         size = Size(deployment.node_type, deployment.workers, shares)
         rank = Rank(job.tenant, job.priority, job.expected_s)
         likeness = Likeness(rank, deployment.state_bytes, deployment.trace)
-        self._filed[name] = deployment.created_at, size, likeness
+        head = Head(deployment.created_at, name, duty, deployment.state_bytes)
+        self._filed[name] = head, size, likeness
         entry = deployment.created_at, name
-        self.lines.setdefault(size, {}).setdefault(likeness, SortedList()).add(entry)
+        line = self._lines.setdefault(size, {}).setdefault(likeness, SortedList())
+        first = line[0][1] if line else None
+        line.add(entry)
+        if line[0][1] == name:
+            heads = self._heads(size, likeness)
+            if first is not None:
+                heads.remove(self._head(first))
+            heads.add(head)
         self.wishes.setdefault(size, {}).setdefault(rank, SortedList()).add(entry)
         self.askers.setdefault(size, {}).setdefault(job.tenant, SortedList()).add(entry)
 
@@ -113,26 +143,74 @@ class Waiting:
         self._filed[name] = None
         self.singles[name] = None
 
-    def first_of_line(self, size: Size, likeness: Likeness) -> DeploymentId | None:
-        """Who is first of those in a line that are left."""
-        line = self.lines.get(size, {}).get(likeness)
-        return line[0][1] if line else None
+    def place_of(self, name: DeploymentId) -> tuple[Size, File, Head] | None:
+        """Where one of those who wait stands, and what it needs; None: in no line."""
+        filed = self._filed[name]
+        if filed is None:
+            return None
+        head, size, likeness = filed
+        return size, _file_of(likeness), head
 
     def first_of_wish(self, size: Size, rank: Rank) -> DeploymentId | None:
         """Who is first of those that wish the same."""
         wish = self.wishes.get(size, {}).get(rank)
         return wish[0][1] if wish else None
 
+    def check(self) -> None:
+        """Assert that each file has the first of its lines, and those only."""
+        heads = [
+            self._head(line[0][1]) for lines in self._lines.values() for line in lines.values()
+        ]
+        filed = []
+        for size, files in self.files.items():
+            for file, line_heads in files.items():
+                line_heads.check()
+                for head in line_heads:
+                    filed.append(head)
+                    found = self._filed[head.name]
+                    assert found is not None, f"{head.name} is in no line"
+                    assert found[1] == size
+                    assert _file_of(found[2]) == file
+        assert sorted(filed) == sorted(heads), "a file has not the first of its lines"
+
     def _take_out(self, name: DeploymentId) -> None:
         filed = self._filed[name]
         if filed is None:
             del self.singles[name]
             return
-        created_at, size, likeness = filed
-        entry = created_at, name
-        _leave(self.lines, size, likeness, entry)
+        head, size, likeness = filed
+        entry = head.created_at, name
+        line = self._lines[size][likeness]
+        if line[0][1] == name:
+            heads = self._heads(size, likeness)
+            heads.remove(head)
+            if len(line) > 1:
+                heads.add(self._head(line[1][1]))
+            elif not heads:
+                files = self.files[size]
+                del files[_file_of(likeness)]
+                if not files:
+                    del self.files[size]
+        _leave(self._lines, size, likeness, entry)
         _leave(self.wishes, size, likeness.rank, entry)
         _leave(self.askers, size, likeness.rank.tenant, entry)
+
+    def _heads(self, size: Size, likeness: Likeness) -> LineHeads:
+        files = self.files.setdefault(size, {})
+        file = _file_of(likeness)
+        found = files.get(file)
+        if found is None:
+            found = files[file] = LineHeads()
+        return found
+
+    def _head(self, name: DeploymentId) -> Head:
+        filed = self._filed[name]
+        assert filed is not None, f"{name} is in no line"
+        return filed[0]
+
+
+def _file_of(likeness: Likeness) -> File:
+    return File(likeness.rank, likeness.trace is not None)
 
 
 def _leave(

@@ -116,9 +116,8 @@ class FakeCluster:
                 node=node,
                 gpus=gpus,
                 gpu_memory_bytes=1 << 30,
-                host_memory_bytes=1 << 30,
                 statemanager=f"sm:{node}",
-                **fields,
+                **{"host_memory_bytes": 1 << 30, **fields},
             )
         self.nodes[node] = replace(known, workers=tuple(self.alive(node)))
         self.send(self.nodes[node])
@@ -230,10 +229,9 @@ class FakeCluster:
                 job=name.split("/")[0],
                 kind=kind,
                 workers=workers,
-                state_bytes=1000,
                 exclusive=False,
                 spec_json="{}",
-                **fields,
+                **{"state_bytes": 1000, **fields},
             )
         )
 

@@ -1,0 +1,142 @@
+"""A pass finds whom a walk past everybody who waits would have found, and looks at few of them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plexrl.ids import DeploymentId
+from plexrl.scheduler import SchedulerCore, admission
+from plexrl.scheduler import events as ev
+from plexrl.scheduler.admission import tenant_share, why_not_yet
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.demand import DemandTrace, Segment
+from plexrl.scheduler.state import Deployment
+from tests.scheduler.fake_cluster import FakeCluster
+
+GPUS = 4
+POLICIES = ("isolated", "pack", "spread", "spread+backfill", "co-execution")
+
+
+def trace(busy_s: float, period_s: float = 100.0) -> DemandTrace:
+    segment = Segment(offset_s=0.0, duration_s=busy_s)
+    return DemandTrace(period_s=period_s, segments=(segment,))
+
+
+def by_walking(context: Context, now: float) -> list[DeploymentId]:
+    """Whom the rules give GPUs, each looked at in turn, with nothing known of any line."""
+    placed: list[DeploymentId] = []
+    ahead: set[tuple[str, int]] = set()
+    left = {name: context.deployment(name) for name in context.waiting}
+
+    def turn(each: Deployment) -> admission._Turn:
+        share = tenant_share(context, context.job(each.job).tenant, now)
+        return admission._turn(context, each, share, now)
+
+    while left:
+        deployment = min(left.values(), key=turn)
+        gang = admission._gang(context, deployment)
+        for each in gang:
+            left.pop(each.deployment, None)
+        if why_not_yet(context, deployment) is not None:
+            continue
+        only = admission._ways_left(context, gang, ahead, now)
+        if admission._place_all(context, gang, only, now):
+            placed += [each.deployment for each in gang]
+        elif not context.policy.backfills or admission._starves(context, deployment, now):
+            ahead.update((each.node_type, each.workers) for each in gang)
+    return placed
+
+
+wishes = st.lists(
+    st.tuples(
+        st.sampled_from(("t", "t", "u", "v")),
+        st.integers(1, GPUS),
+        st.sampled_from((0.0, 10.0, 20.0, 30.0, 45.0, 45.0)),
+        st.sampled_from((0, 1 << 20, 3 << 20)),
+        st.sampled_from((0.0, 1.0, 300.0)),
+        st.integers(-1, 1),
+        st.sampled_from((0, 0, 0, 2)),
+    ),
+    min_size=8,
+    max_size=30,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from(POLICIES),
+    wishes,
+    st.lists(st.integers(0, 99), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_a_pass_places_whom_a_walk_past_everybody_places(
+    policy: str,
+    wanted: list[tuple[str, int, float, int, float, int, int]],
+    ending: list[int],
+    is_tight: bool,
+) -> None:
+    cluster = FakeCluster(policy=policy, searches_max=10_000, residents_max=3 if is_tight else 8)
+    cluster.join_node(GPUS, "n1", host_memory_bytes=8 << 20)
+    cluster.join_node(GPUS, "n2", host_memory_bytes=4 << 20)
+    for name in ("t", "u", "v"):
+        cluster.send(ev.TenantCreated(tenant=name, key_digest=name, is_operator=True))
+    limits = {"jobs_max": None, "gpu_seconds_max": None}
+    cluster.send(ev.TenantConfigured(tenant="u", weight=2.0, gpus_max=5, **limits))
+    for number, (tenant, workers, busy_s, state_bytes, pause_s, priority, gang) in enumerate(
+        wanted
+    ):
+        job = f"j{number}"
+        fields = {"trace": trace(busy_s)} if busy_s else {}
+        is_gang = gang > 0 and workers <= 2
+        cluster.job(job, tenant, priority=priority, gang=gang if is_gang else 0)
+        cluster.deploy(f"{job}/a", workers=workers, state_bytes=state_bytes, **fields)
+        if is_gang:
+            cluster.deploy(f"{job}/b", workers=workers, state_bytes=state_bytes, **fields)
+        cluster.pass_time(pause_s)
+    for chosen in ending:
+        context = cluster.core._context
+        holders = sorted({each.job for each in context.state.deployments.values() if each.group})
+        if not holders:
+            return
+        job = holders[chosen % len(holders)]
+        other = SchedulerCore.restore(cluster.config, cluster.core.dump())
+        # One core stops short of the pass that the end of the job calls for.
+        other._handlers[ev.JobFinished](ev.JobFinished(job=job, outcome="completed"), cluster.now)
+        expected = by_walking(other._context, cluster.now)
+        waited = set(context.waiting)
+        cluster.send(ev.JobFinished(job=job, outcome="completed"))
+        assert waited - set(context.waiting) == set(expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_of_a_backlog_of_which_no_two_are_alike_few_are_looked_at(policy: str) -> None:
+    cluster = FakeCluster(policy=policy, searches_max=5)
+    cluster.start_node(GPUS)
+    for number in range(120):
+        cluster.job(f"j{number}")
+        cluster.deploy(f"j{number}/a", workers=1, trace=trace(20.0 + number / 9, 100.0 + number))
+    context = cluster.core._context
+    placed = [each for each in context.state.deployments.values() if each.group]
+    cluster.send(ev.JobFinished(job=placed[0].job, outcome="completed"))
+    assert len(context.waiting) > 80
+    looks = admission._Pass(context, cluster.now, None)
+    assert looks.run() == []
+    assert len(looks._seen) <= 6
+
+
+def test_the_room_of_who_may_not_be_passed_is_not_offered_to_the_backlog_behind_it() -> None:
+    cluster = FakeCluster(policy="pack", load_max=0.5)
+    cluster.start_node(GPUS)
+    cluster.job("small")
+    cluster.deploy("small/a", workers=1, trace=trace(40.0))
+    cluster.job("large")
+    cluster.deploy("large/a", workers=GPUS, trace=trace(40.0))
+    cluster.pass_time(cluster.config.starvation_bound_s)
+    for number in range(50):
+        cluster.job(f"j{number}")
+        cluster.deploy(f"j{number}/a", workers=1, trace=trace(20.0 + number / 20))
+    context = cluster.core._context
+    assert len(context.waiting) == 51, "three GPUs are free, and kept for the large job"
+    looks = admission._Pass(context, cluster.now, None)
+    assert looks.run() == []
+    assert len(looks._seen) <= 2
