@@ -34,6 +34,8 @@ class Context:
     """Heap of (time, what to look at again); an entry may have become pointless."""
     timer_at: float | None = None
     """Of the last `SetTimer` that has not come due."""
+    wakes_sooner: bool = False
+    """Something was to be looked at before that."""
     policy: PlacementPolicy = field(init=False)
     ordering: Ordering = field(init=False)
     anticipates: bool = field(init=False)
@@ -137,6 +139,8 @@ class Context:
         """Look at `what` again at `at`: `group:<id>`, `job:<id>`, `placement:`, `migration:<id>` or
         `node:<id>`."""
         heapq.heappush(self.timers, (at, what))
+        if self.timer_at is not None and at < self.timer_at:
+            self.wakes_sooner = True
         if len(self.timers) > 2 * self.state.timers_swept + TIMERS_MIN:
             self._sweep_timers()
 
@@ -170,10 +174,10 @@ class Context:
         if blob is not None:
             self.discards.append(blob)
 
-    def add_own_commands(self) -> None:
+    def add_own_commands(self, commands: list[Command]) -> None:
         """Complete this call's commands: what is given up, and the wake-up where an earlier one is
         needed."""
-        commands = self.commands
+        self.wakes_sooner = False
         if self.discards:
             commands.append(DiscardBlobs(blobs=tuple(self.discards)))
             self.discards = []

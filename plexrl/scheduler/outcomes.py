@@ -13,7 +13,7 @@ from plexrl.scheduler.groups import end_burst, load, successor
 from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
 from plexrl.scheduler.operation_record import Operation
-from plexrl.scheduler.operations import complete, fail, finish_move, retire_log
+from plexrl.scheduler.operations import complete, fail, finish, retire_log
 from plexrl.scheduler.phases import switch_ended
 from plexrl.scheduler.rebuilding import is_republished
 from plexrl.scheduler.relocation import call_off
@@ -66,7 +66,9 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
             _published(context, deployment, operation, now)
         elif operation.ends_burst and not command.replay:
             _burst_over(context, deployment, now)
-    context.touch(deployment.group)
+    group = deployment.group
+    if group is not None:
+        context.dirty[group] = None
 
 
 def run_failed(context: Context, event: OperationFailed, now: float) -> None:
@@ -127,11 +129,12 @@ def _at_work(state: State, operation: Operation, token: FencingToken) -> Deploym
     deployment = owner_of(state, operation)
     if deployment is None:
         return None
-    name = operation.operation
-    if name not in deployment.running:
-        moving = deployment.moving
-        if moving is None or moving.operation != name:
+    name, moving = operation.operation, deployment.moving
+    if moving is None:
+        if name not in deployment.running:
             return None
+    elif moving.operation != name and name not in deployment.running:
+        return None
     assert deployment.group is not None, f"{name} is in flight without a group"
     return deployment
 
@@ -150,7 +153,7 @@ def _move_finished(
 ) -> None:
     deployment.moving = None
     began_at = operation.started_at if operation.started_at is not None else now
-    finish_move(context, deployment, operation, event, now)
+    finish(context, deployment, operation, event, now)
     kind = operation.kind
     if kind == _LOAD:
         observe_move(context, deployment, operation, event)

@@ -366,7 +366,7 @@ class TraceRun:
         run = self._runs.get(command.deployment)
         if run is not None:
             if run.run is not None:
-                self._tell_of_run(run, run.run)
+                self._tell_of_run(run, run.run, MOVES.get(run.run.kind, "run"))
             self._in_doubt.append(run)
 
     def _release_state(self, command: cmd.ReleaseState) -> None:
@@ -404,7 +404,8 @@ class TraceRun:
         if run is None or run.run is not command:
             # Cut off: its workers were lost.
             return
-        kind = self._tell_of_run(run, command)
+        kind = MOVES.get(command.kind, "run")
+        self._tell_of_run(run, command, kind)
         computed_s = run.run_s - self._control_s
         if computed_s < 0.0:
             computed_s = 0.0
@@ -431,10 +432,8 @@ class TraceRun:
         for report in move.reports:
             self._tell(report)
 
-    def _tell_of_run(self, run: JobRun, command: cmd.RunOperation) -> RunKind:
-        """It is over, or was cut off; returns what it was."""
+    def _tell_of_run(self, run: JobRun, command: cmd.RunOperation, kind: RunKind) -> None:
+        """It is over, or was cut off."""
         run.run = None
-        kind = MOVES.get(command.kind, "run")
         began_at, now = run.run_began_at, self.shell.now
         self._collector.ran(command.group, run.job_id, run.gpus, kind, began_at, now)
-        return kind
