@@ -39,6 +39,9 @@ class Context:
     policy: PlacementPolicy = field(init=False)
     ordering: Ordering = field(init=False)
     anticipates: bool = field(init=False)
+    history: int = field(init=False)
+    """Of the configuration, as `ended_jobs` is: every event asks for both."""
+    ended_jobs: int = field(init=False)
     profiler: ProfilerConfig = field(init=False)
     inventory: Inventory = field(init=False)
     """Derived from the state; so is `waiting`."""
@@ -65,6 +68,7 @@ class Context:
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Go on under these settings; make anew what follows from them and the state."""
         self.config = config
+        self.history, self.ended_jobs = config.history, config.ended_jobs
         self.policy = make_policy(config.policy)
         self.ordering = make_ordering(config.ordering)
         wanted = config.anticipation

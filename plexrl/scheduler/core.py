@@ -144,7 +144,7 @@ class SchedulerCore:
                 is_over = False
             if context.place_waiting or context.newcomers:
                 is_over = False
-        if len(state.ended) > context.config.ended_jobs:
+        if len(state.ended) > context.ended_jobs:
             forget_ended(context)
         commands = context.commands
         context.commands = []

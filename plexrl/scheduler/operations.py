@@ -402,7 +402,7 @@ def _into_history(
         bill(state, deployment, operation, now)
     index = state.finished_count + 1
     state.finished_count = operation.index = index
-    finished, bound = state.finished, context.config.history
+    finished, bound = state.finished, context.history
     finished[index] = operation.operation
     while len(finished) > bound:
         name = finished.pop(index - len(finished) + 1)
