@@ -17,8 +17,11 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.scheduler.demand import DemandTrace
+from plexrl.wire.annotations import whole_annotations
 from plexrl.wire.codec import Codec
 from plexrl.wire.operations import OperationKind
+
+whole_annotations(DemandTrace)
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
