@@ -19,6 +19,7 @@ from plexrl.wire.operations import MUTATING, OperationKind
 
 if TYPE_CHECKING:
     from plexrl.scheduler.commands import RunOperation
+    from plexrl.sim.collector import RunKind
     from plexrl.sim.node_states import Refusal
     from plexrl.sim.virtual_state import Move
 
@@ -148,6 +149,7 @@ class JobRun:
         self.operation = OperationId("")
         self.run: RunOperation | None = None
         """What the WPG is at."""
+        self.run_kind: RunKind = "run"
         self.move: Move | Refusal | None = None
         """Of its state, where it is at that."""
         self.run_began_at = 0.0

@@ -366,7 +366,7 @@ class TraceRun:
         run = self._runs.get(command.deployment)
         if run is not None:
             if run.run is not None:
-                self._tell_of_run(run, run.run, MOVES.get(run.run.kind, "run"))
+                self._tell_of_run(run, run.run)
             self._in_doubt.append(run)
 
     def _release_state(self, command: cmd.ReleaseState) -> None:
@@ -383,7 +383,8 @@ class TraceRun:
 
     def _run_operation(self, command: cmd.RunOperation) -> None:
         run = self._runs[command.deployment]
-        if command.kind in MOVES:
+        kind = MOVES.get(command.kind, "run")
+        if kind != "run":
             move = self._states.begin(command)
             run.move = move
             took_s = move.took_s
@@ -395,6 +396,7 @@ class TraceRun:
         shell = self.shell
         now = shell.now
         run.run = command
+        run.run_kind = kind
         run.run_began_at = now
         run.run_s = took_s
         shell.at(now + took_s, self._ran, command)
@@ -404,8 +406,8 @@ class TraceRun:
         if run is None or run.run is not command:
             # Cut off: its workers were lost.
             return
-        kind = MOVES.get(command.kind, "run")
-        self._tell_of_run(run, command, kind)
+        kind = run.run_kind
+        self._tell_of_run(run, command)
         computed_s = run.run_s - self._control_s
         if computed_s < 0.0:
             computed_s = 0.0
@@ -425,15 +427,15 @@ class TraceRun:
         if isinstance(move, Refusal):
             self._tell(move.answer(command))
             return
-        if command.kind == _OFFLOAD:
+        if run.run_kind == "offload" and command.kind == _OFFLOAD:
             self._switches += 1
         moved, token = move.moved, command.token
         self._tell(ev.OperationFinished(operation, token, computed_s, None, "{}", moved))
         for report in move.reports:
             self._tell(report)
 
-    def _tell_of_run(self, run: JobRun, command: cmd.RunOperation, kind: RunKind) -> None:
+    def _tell_of_run(self, run: JobRun, command: cmd.RunOperation) -> None:
         """It is over, or was cut off."""
         run.run = None
         began_at, now = run.run_began_at, self.shell.now
-        self._collector.ran(command.group, run.job_id, run.gpus, kind, began_at, now)
+        self._collector.ran(command.group, run.job_id, run.gpus, run.run_kind, began_at, now)
