@@ -126,8 +126,7 @@ class SchedulerCore:
             for what in context.due(now):
                 self._look_again(what, now)
         dirty, cycles_over = context.dirty, context.cycles_over
-        is_over = False
-        while not is_over:
+        while dirty or cycles_over or context.place_waiting or context.newcomers:
             if context.place_waiting or context.newcomers:
                 place_waiting(context, now)
             while dirty:
@@ -136,14 +135,10 @@ class SchedulerCore:
                 group = state.groups.get(name)
                 if group is not None:
                     advance(context, group, now)
-            is_over = True
             while cycles_over:
                 deployment = state.deployments[next(iter(cycles_over))]
                 del cycles_over[deployment.deployment]
                 cycle_over(context, deployment, now)
-                is_over = False
-            if context.place_waiting or context.newcomers:
-                is_over = False
         if len(state.ended) > context.ended_jobs:
             forget_ended(context)
         commands = context.commands
