@@ -10,6 +10,8 @@ DAY_S = 86_400.0
 GROUPS = 64
 RESIDENTS = 4
 GROUP_GPUS = 32
+TENANTS = 5000
+"""Of jobs that pass: they come again and again."""
 
 MODEL = "7B"
 """Of every job: four of them fill a group's time without more contention than jitter makes."""
@@ -59,7 +61,7 @@ class Passers:
                 job_id=f"job{index}",
                 submit_s=index * self.gap_s,
                 gpus=GROUP_GPUS,
-                tenant=f"tenant{index % 5000}",
+                tenant=f"tenant{index % TENANTS}",
                 cycles=self.cycles,
                 **DEMAND,
             )

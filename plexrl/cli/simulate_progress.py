@@ -1,11 +1,11 @@
 """How far simulated runs are: a bar to each, and a line for all."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from plexrl.cli.simulate_tables import span
-from plexrl.sim.scenario import Scenario
+from plexrl.sim.scenario import JobSource, Scenario
 from plexrl.sim.sweep import Outcome, label, run_all
 
 if TYPE_CHECKING:
@@ -21,16 +21,23 @@ BARS_KEPT = 12
 class Runs:
     """Runs scenarios and shows how far they are, on stderr where that is a terminal.
 
-    `with Runs(jobs=…, workers=…, ray_address=…) as run: outcomes = run(scenarios)`, as often as
-    needed.
+    `with Runs(jobs=…, workers=…, ray_address=…, copies=…) as run: outcomes = run(scenarios)`, as
+    often as needed.
     """
 
     def __init__(
-        self, *, jobs: int, workers: int | None, ray_address: str | None, quiet: bool = False
+        self,
+        *,
+        jobs: int,
+        workers: int | None,
+        ray_address: str | None,
+        copies: Mapping[JobSource, JobSource],
+        quiet: bool = False,
     ) -> None:
         self._jobs = jobs
         self._workers = workers
         self._ray_address = ray_address
+        self._copies = copies
         self._quiet = quiet
         self._asked = 0
         self._ended = 0
@@ -95,6 +102,7 @@ class Runs:
             scenarios,
             workers=self._workers,
             ray_address=self._ray_address,
+            copies=self._copies,
             on_progress=moved,
             on_end=ended,
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from plexrl.cli.simulate_tables import (
-    Change,
+    Changed,
     Run,
     difference,
     money,
@@ -32,7 +32,7 @@ def report(
     survey: Survey,
     runs: Sequence[Run],
     plans: Sequence[CapacityPlan],
-    changes: Sequence[Change],
+    changes: Sequence[Changed],
     folder: Path,
 ) -> Path | None:
     """Write `report.html` into `folder`; where what it takes is not installed, say so instead."""
@@ -43,7 +43,7 @@ def report(
             "pip install 'plexrl[simulator]'\n"
         )
         return None
-    from plexrl.sim.report import write_report
+    from plexrl.sim.report import WhatIf, write_report
 
     scenarios = [scenario for scenario, _ in runs]
     sizes = {pool.node_type.gpus for scenario in scenarios for pool in scenario.pools}
@@ -54,9 +54,10 @@ def report(
         scenario_lines=[
             *scenario_lines(trace, survey, scenarios),
             *((f"smallest cluster, {plan.policy}", said(plan)) for plan in plans),
-            *map(change_line, changes),
+            *(change_line(runs[each.of], each) for each in changes),
         ],
         labels=labels(scenarios),
+        what_ifs=[WhatIf(change=each.what, of=each.of, result=each.result) for each in changes],
         gpus_per_node=sizes.pop() if len(sizes) == 1 else None,
         window_s=scenarios[0].window_s,
     )
@@ -75,13 +76,13 @@ def labels(scenarios: Sequence[Scenario]) -> list[str]:
     return found
 
 
-def change_line(change: Change) -> tuple[str, str]:
-    """What a what-if comes to, by how much of what it was."""
-    text, (scenario, was), (_, now), _ = change
+def change_line(run: Run, change: Changed) -> tuple[str, str]:
+    """What a what-if comes to, by how much of what `run` was."""
+    (scenario, was), now = run, change.result
     drain = difference(was.drain_s, now.drain_s, span(now.drain_s))
     cost = difference(was.cost, now.cost, money(now.cost))
     return (
-        f"what if {text}, {scenario.policy} on {nodes_of(scenario)}",
+        f"what if {change.what}, {scenario.policy} on {nodes_of(scenario)}",
         f"drains in {span(now.drain_s)} ({drain}), costs {money(now.cost)} ({cost})",
     )
 

@@ -1,7 +1,7 @@
 """The tables of `plexrl simulate` for people."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from plexrl.cli.context import print_line
@@ -16,8 +16,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Run = tuple[Scenario, SimResult]
-Change = tuple[str, Run, Run, bool]
-"""What is otherwise, the run as it stands, the run as changed, whether that was run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """A run as it would be otherwise."""
+
+    what: str
+    of: int
+    """Number of the run that it is compared with."""
+    scenario: Scenario
+    result: SimResult
+    ran: bool
+    """Otherwise its price was worked out anew."""
+
 
 WORDS_WIDTH = 22
 """That no column of words is squeezed below."""
@@ -101,12 +113,13 @@ def print_plans(plans: Sequence[CapacityPlan]) -> None:
         print_line(said(plan))
 
 
-def print_changes(changes: Sequence[Change]) -> None:
+def print_changes(runs: Sequence[Run], changes: Sequence[Changed]) -> None:
     """What-ifs, and what they come to."""
     names: Columns = {}
     figures: Columns = {}
-    for text, (scenario, was), (_, now), ran in changes:
-        _add(names, {"what if": text, "policy": scenario.policy, "nodes": nodes_of(scenario)})
+    for each in changes:
+        (scenario, was), now = runs[each.of], each.result
+        _add(names, {"what if": each.what, "policy": scenario.policy, "nodes": nodes_of(scenario)})
         _add(
             figures,
             {
@@ -115,7 +128,7 @@ def print_changes(changes: Sequence[Change]) -> None:
                 "slowdown p50": percent(now.job_slowdown.median),
                 "cost": money(now.cost),
                 "cost by": difference(was.cost, now.cost, money(now.cost)),
-                "by": "run" if ran else "priced",
+                "by": "run" if each.ran else "priced",
             },
         )
     _print_groups(names, {"What if, by how much of what it was": figures})

@@ -64,6 +64,20 @@ class GroupSlots:
     free: FreeIntervals | None = None
     """Made when it is first asked for after a change."""
 
+    def busy_of(self, deployment: DeploymentId) -> int:
+        """The slots of a resident's footprint, one bit each."""
+        found = self.busy.get(deployment)
+        if found is None:
+            found = self.busy[deployment] = self.footprints[deployment].busy()
+        return found
+
+    def busy_of_all(self) -> int:
+        """The slots in which any resident is busy, one bit each."""
+        found = 0
+        for deployment in self.footprints:
+            found |= self.busy_of(deployment)
+        return found
+
 
 class ShapeTable:
     """All groups of one shape, a row each; rows of groups that went are used again."""
@@ -284,10 +298,8 @@ class CapacityIndex:
 
     def _settle(self, slots: GroupSlots) -> None:
         """Have the profile say of the group what its footprints say."""
-        now = 0
-        for deployment in slots.footprints:
-            now |= self.busy(slots.group, deployment)
-        was, slots.profiled = slots.profiled, now
+        was, now = slots.profiled, slots.busy_of_all()
+        slots.profiled = now
         if now == was:
             return
         profile = self._profile(slots.shape.node_type)
@@ -315,13 +327,9 @@ class CapacityIndex:
         """What is reserved for a resident."""
         return self._groups[group].footprints[deployment]
 
-    def busy(self, group: GroupId, deployment: DeploymentId) -> int:
-        """The slots of a resident's footprint, one bit each."""
-        slots = self._groups[group]
-        found = slots.busy.get(deployment)
-        if found is None:
-            found = slots.busy[deployment] = slots.footprints[deployment].busy()
-        return found
+    def slots(self, group: GroupId) -> GroupSlots:
+        """All that is known of a group."""
+        return self._groups[group]
 
     def free_intervals(self, group: GroupId) -> FreeIntervals:
         """The group's free windows."""
@@ -370,11 +378,7 @@ class CapacityIndex:
 
     def _is_free_for(self, group: GroupId, duration_slots: int) -> bool:
         """Whether nobody in the group is busy in so many slots running, before the ring's end."""
-        slots = self._groups[group]
-        busy = 0
-        for deployment in slots.footprints:
-            busy |= self.busy(group, deployment)
-        begins = ~busy & ((1 << self.horizon_slots) - 1)
+        begins = ~self._groups[group].busy_of_all() & ((1 << self.horizon_slots) - 1)
         length = 1
         while begins and length < duration_slots:
             more = min(length, duration_slots - length)

@@ -42,8 +42,8 @@ class LaunchWorkers(Command, frozen=True, kw_only=True):
     """Whose it is: the workers' StateManager charges their state to it."""
     kind: str
     incarnation: int
-    """1 for the first start; a process of a lower incarnation must be dead before this one
-    starts."""
+    """1 for the first start of a deployment of this name, and more with each; a process of a lower
+    incarnation must be dead before this one starts."""
     group: GroupId
     ranks: tuple[RankPlacement, ...]
     spec_json: str

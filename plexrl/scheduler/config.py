@@ -121,6 +121,8 @@ class SchedulerConfig:
     """Finished operations remembered, with their results."""
     ended_jobs: int = 10_000
     """Ended jobs remembered, with what they used; the one that ended first is forgotten first."""
+    profiles: int = 10_000
+    """Measured profiles remembered for jobs that come again; the oldest is forgotten first."""
     searches_max: int = 16
     """Waiting jobs of one size for which groups are searched in vain before no more are, until
     capacity comes free: a search of groups' time takes a millisecond, and a backlog may be long."""
@@ -134,7 +136,7 @@ class SchedulerConfig:
                 f"ordering {self.ordering!r} is unknown: use one of {', '.join(ORDERINGS)}"
             )
         counts = ("snapshot_operations", "launch_attempts", "residents_max", "history")
-        kept = ("ended_jobs", "searches_max")
+        kept = ("ended_jobs", "profiles", "searches_max")
         bounds = ("pending_operations_max", "tenant_operations_max")
         payloads = ("deployment_payload_bytes_max", "tenant_payload_bytes_max")
         others = ("snapshot_events", "horizon_slots", "profile_cycles")

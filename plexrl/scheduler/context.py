@@ -120,7 +120,10 @@ class Context:
             jobs[deployment.job] = count
         else:
             jobs.pop(deployment.job, None)
-        self._held[tenant] = gpus + sign * deployment.workers, jobs
+        if jobs:
+            self._held[tenant] = gpus + sign * deployment.workers, jobs
+        else:
+            del self._held[tenant]
         for name in self.job(deployment.job).deployments:
             if name in self.waiting:
                 self.waiting.single_out(name)

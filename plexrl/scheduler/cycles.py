@@ -3,13 +3,11 @@
 from plexrl.scheduler.contention import PHASE_TOLERANCE
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
-from plexrl.scheduler.placement import reserve_anew, shares
+from plexrl.scheduler.overlaps import lay_anew
+from plexrl.scheduler.placement import shares
 from plexrl.scheduler.profiler import refresh
 from plexrl.scheduler.relocation import consider_relief, consider_repacking, holds_up_others
 from plexrl.scheduler.state import Deployment
-
-PROFILES_MAX = 10_000
-"""Profiles remembered for jobs that come again."""
 
 
 def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
@@ -44,7 +42,7 @@ def remember(context: Context, deployment: Deployment) -> None:
     key = profile_key(context, deployment)
     profiles.pop(key, None)
     profiles[key] = deployment.trace
-    if len(profiles) > PROFILES_MAX:
+    if len(profiles) > context.config.profiles:
         del profiles[next(iter(profiles))]
 
 
@@ -60,7 +58,7 @@ def _follow(context: Context, deployment: Deployment) -> None:
     """Lay the reservation where the job really runs."""
     cycle = deployment.cycle
     started_at = cycle.started_at if cycle is not None else deployment.cycles[-1].started_at
-    reserve_anew(context, deployment, started_at % context.config.horizon_slots)
+    lay_anew(context, deployment, started_at % context.config.horizon_slots)
 
 
 def _is_beside_plan(context: Context, deployment: Deployment) -> bool:

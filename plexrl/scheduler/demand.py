@@ -6,7 +6,6 @@ second: slot(t) = ⌊t⌋ mod H (PlexRL §4.3.1). A footprint repeats a whole nu
 ring, so that it closes on itself where the ring does.
 """
 
-import functools
 import math
 from dataclasses import dataclass, field
 
@@ -28,8 +27,8 @@ coarse to say more of them."""
 INTERVALS_MAX = 50_000
 """Of one footprint on the ring; beyond it a cycle is planned as one block too."""
 
-RINGS_MAX = 16
-"""Kept of one demand, of 4 kB each: two a segment."""
+TURNS_MAX = 16
+"""Kept of one demand, of 4 kB at most each: two a segment."""
 
 TINY_PART = 1e-5
 """Of a slot's parts. Nearer than this to an edge, which side of it a sum of floats falls on may
@@ -117,9 +116,9 @@ class Footprint:
     """Slots from the ring's start to the start of a cycle; below the period."""
     segments: tuple[tuple[float, float, int], ...]
     """(offset, duration, weight) in slots."""
-    rings: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """What `busy` makes once for all shifts, at which they share this: by length in parts of a
-    slot, the slots of a segment that begins with a ring's first cycle."""
+    turns: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+    """What `busy_turn` makes once for all shifts, at which they share this: by length in parts of a
+    slot, the slots of a segment that begins with the ring's first cycle."""
 
     @property
     def period(self) -> float:
@@ -146,7 +145,7 @@ class Footprint:
             cycles=self.cycles,
             shift=shift % self.period,
             segments=self.segments,
-            rings=self.rings,
+            turns=self.turns,
         )
 
     def weights(self) -> NDArray[np.int32]:
@@ -178,16 +177,21 @@ class Footprint:
 
     def busy(self) -> int:
         """The slots of the ring in which this footprint is busy, one bit a slot: unions and
-        overlaps of whole rings are then one operation each, of a microsecond.
+        overlaps of whole rings are then one operation each, of a microsecond."""
+        bits, turn = self.busy_turn()
+        return repeated(bits, turn, self.horizon_slots // turn)
 
-        At whatever shift, a segment's slots are those of one that begins at the ring's start,
-        turned: where H / cycles is the fraction H' / k in lowest terms, every start of a cycle
-        stands k-th parts of a slot from an edge, in as many ways as there are, and for each there
-        is a cycle that stands so at shift 0.
+    def busy_turn(self) -> tuple[int, int]:
+        """(bits, slots): what `busy` is in so many slots, which the ring is a repetition of.
+
+        Where H / cycles is the fraction T / k in lowest terms, every k-th cycle begins T slots
+        behind another, as far from an edge; those between stand at the k different distances. So at
+        whatever shift, a segment's slots are those of one that begins with the ring's first cycle,
+        turned: there is a cycle that stands as the first one does here.
         """
-        horizon, shift = self.horizon_slots, self.shift
         if self.is_always:
-            return _repetitions(horizon, 1)
+            return 1, 1
+        horizon, shift = self.horizon_slots, self.shift
         common = math.gcd(horizon, self.cycles)
         parts, turn = self.cycles // common, horizon // common
         is_slot = shift.is_integer()
@@ -201,18 +205,20 @@ class Footprint:
             if not (is_first_sure or TINY_PART < low - first < 1.0 - TINY_PART) or not (
                 is_last_sure or TINY_PART < last - high < 1.0 - TINY_PART
             ):
-                return self._busy_by_intervals()
-            ring = self.rings.get(last - first)
-            if ring is None:
-                if len(self.rings) >= RINGS_MAX:
-                    self.rings.clear()
-                ring = self.rings[last - first] = _ring(parts, turn, last - first, horizon)
-            # The cycle that stands at shift 0 as the first one does here, and how far they are.
-            alike = first * pow(turn, -1, parts) % parts
-            by = (first - alike * turn) // parts % horizon
-            found |= ring << by
-        # What passes the ring's end goes on at its start.
-        return (found | found >> horizon) & _repetitions(horizon, 1)
+                return self._busy_by_intervals(), horizon
+            length = last - first
+            if length >= turn:
+                return 1, 1
+            bits = self.turns.get(length)
+            if bits is None:
+                if len(self.turns) >= TURNS_MAX:
+                    self.turns.clear()
+                bits = self.turns[length] = _turn_of(parts, turn, length)
+            alike = first * pow(turn, -1, parts) % parts if parts > 1 else 0
+            by = (first - alike * turn) // parts % turn
+            found |= bits << by
+        # What passes the turn's end goes on at its start.
+        return (found | found >> turn) & ((1 << turn) - 1), turn
 
     def _busy_by_intervals(self) -> int:
         ring = np.zeros(self.horizon_slots, dtype=np.bool_)
@@ -258,29 +264,36 @@ def slots_of(busy: int, horizon_slots: int) -> NDArray[np.bool_]:
     return np.unpackbits(packed, count=horizon_slots, bitorder="little").view(np.bool_)
 
 
+def repeated(bits: int, slots: int, times: int) -> int:
+    """`bits` of so many slots, so many times one behind the other."""
+    found = at = 0
+    while times > 1:
+        if times & 1:
+            found |= bits << at
+            at += slots
+        bits |= bits << slots
+        slots += slots
+        times >>= 1
+    return found | bits << at
+
+
 def _bits(slots: NDArray[np.bool_]) -> int:
     """The inverse of `slots_of`."""
     return int.from_bytes(np.packbits(slots, bitorder="little").tobytes(), "little")
 
 
-def _ring(parts: int, turn: int, length: int, horizon_slots: int) -> int:
+def _turn_of(parts: int, turn: int, length: int) -> int:
     """The slots of a segment of `length` k-th parts of a slot, in cycles of `turn` parts of which
-    the first begins with the ring; k is `parts`."""
-    if length >= turn:
-        return _repetitions(horizon_slots, 1)
+    the first begins with the turn; k is `parts`, and the number of cycles."""
+    if parts == 1:
+        return (1 << length) - 1
     slots = np.zeros(turn, dtype=np.bool_)
     for start in range(0, parts * turn, turn):
         stop = -(-(start + length) // parts)
         slots[start // parts : stop] = True
         if stop > turn:
             slots[: stop - turn] = True
-    return _bits(slots) * _repetitions(horizon_slots, turn)
-
-
-@functools.lru_cache(maxsize=256)
-def _repetitions(horizon_slots: int, period: int) -> int:
-    """Its product with a period's bits has them in every cycle."""
-    return ((1 << horizon_slots) - 1) // ((1 << period) - 1)
+    return _bits(slots)
 
 
 def mark(ring: NDArray[np.int32], start: int, stop: int, weight: int) -> None:

@@ -9,7 +9,7 @@ from plexrl.scheduler.commands import PrefetchState
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.hrrs import Candidate, response_ratio
 from plexrl.scheduler.next_use import OVERDUE_PART, next_use_s, worked_until
-from plexrl.scheduler.placement import owns_time
+from plexrl.scheduler.overlaps import owns_time
 from plexrl.scheduler.state import Deployment, Group
 from plexrl.scheduler.switch_cost import round_trip_s
 

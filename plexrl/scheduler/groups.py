@@ -17,8 +17,8 @@ from plexrl.scheduler.lifecycle import launch
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.operations import start, start_move
 from plexrl.scheduler.ordering import first
+from plexrl.scheduler.overlaps import owns_time
 from plexrl.scheduler.phases import switch_began
-from plexrl.scheduler.placement import owns_time
 from plexrl.scheduler.rebuilding import may_replay
 from plexrl.scheduler.relocation import finish as finish_relocation
 from plexrl.scheduler.relocation import is_due, stops

@@ -115,15 +115,15 @@ class Inventory:
         self._keep(group, deployment, -1)
         self.refresh(group)
 
-    def reserve_anew(self, deployment: Deployment, *, is_first: bool) -> None:
-        """The deployment's reservation is another one, on the group that it is on. `is_first`: the
-        one before was for want of a profile."""
-        group = self._group_of(deployment)
-        name, footprint = deployment.deployment, self.footprint(deployment)
-        self.index.replace(group.group, name, footprint, self.duty(deployment))
-        if is_first:
-            # The members' states lie where they lay: only the group's openness may change.
-            self._set_room(group)
+    def reserve_anew(self, deployment: Deployment, trace: DemandTrace | None, shift: float) -> None:
+        """The deployment takes other time of the group that it is on."""
+        assert deployment.group is not None, f"{deployment.deployment} is on no group"
+        if trace is None:
+            footprint, duty = whole_ring(self._config.horizon_slots), self._equal_duty
+        else:
+            demand = self._demand(deployment, trace)
+            footprint, duty = demand.footprint.at(shift), demand.duty
+        self.index.replace(deployment.group, deployment.deployment, footprint, duty)
 
     def refresh(self, group: Group) -> None:
         """Members, profiles or openness of `group` changed: see to all groups on its nodes."""
@@ -162,6 +162,10 @@ class Inventory:
         reservation = deployment.reservation
         if reservation is not None and reservation.trace is not None:
             return self._demand(deployment, reservation.trace).duty
+        return self._equal_duty
+
+    @property
+    def _equal_duty(self) -> float:
         return self._config.load_max / self._config.residents_max
 
     def _demand(self, deployment: Deployment, trace: DemandTrace) -> "_Demand":

@@ -7,6 +7,7 @@ from plexrl.scheduler.admission import admit
 from plexrl.scheduler.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.early_ends import early_end
+from plexrl.scheduler.forgetting import last_incarnation
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.operations import drop_log, drop_past, fail
 from plexrl.scheduler.placement import leave
@@ -126,7 +127,8 @@ def place_waiting(context: Context, now: float) -> None:
 
 def launch(context: Context, deployment: Deployment) -> None:
     """Start the next incarnation of the WPG's processes, where all its nodes are there."""
-    deployment.incarnation += 1
+    before = deployment.incarnation or last_incarnation(context.state, deployment.deployment)
+    deployment.incarnation = before + 1
     deployment.addresses.clear()
     send_launch(context, deployment)
 

@@ -20,6 +20,7 @@ from plexrl.scheduler.contention import Contention, Resident, TurnRule, predict
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.demand import DemandTrace, project
 from plexrl.scheduler.folds import ShiftSearch
+from plexrl.scheduler.overlaps import give_time_back
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.scarcity import is_scarce
 from plexrl.scheduler.state import Deployment, Group, PlacementRecord, Reservation
@@ -33,7 +34,7 @@ left out are fuller than all that were looked at."""
 PREDICTIONS_MAX = 2
 """Best-fitting groups of a search whose contention is predicted: each costs milliseconds."""
 
-PREDICTIONS_KEPT = 4096
+PREDICTIONS_KEPT = 1024
 """Before all are forgotten."""
 
 SPILL_BYTES_PER_S = 1e9
@@ -144,51 +145,11 @@ def leave(context: Context, deployment: Deployment) -> None:
     context.inventory.release(deployment)
     deployment.group = None
     deployment.reservation = None
-    _see_who_overlaps(context, group)
+    give_time_back(context, group)
     if not group.members:
         context.inventory.remove_group(group)
         del context.state.groups[group.group]
         context.dirty.pop(group.group, None)
-
-
-def reserve_anew(context: Context, deployment: Deployment, shift: float) -> None:
-    """Replace the deployment's footprint by that of its present trace, at `shift` slots."""
-    before = deployment.reservation
-    is_first = before is None or before.trace is None
-    deployment.reservation = Reservation(shift=shift, trace=deployment.trace)
-    context.inventory.reserve_anew(deployment, is_first=is_first)
-    _see_who_overlaps(context, context.state.groups[_placed(deployment)], deployment)
-
-
-def _see_who_overlaps(context: Context, group: Group, moved: Deployment | None = None) -> None:
-    """A footprint has gone from where it was: whoever overlapped with it only has time of its own
-    again. What `moved` overlaps with where it is now is seen anew.
-
-    Members without a profile give way, and are nobody's overlap.
-    """
-    index, name = context.inventory.index, group.group
-    planned: list[tuple[Deployment, Reservation, int]] = []
-    once = twice = 0
-    for each in group.members:
-        member = context.state.deployments[each]
-        reservation = member.reservation
-        if reservation is not None and reservation.trace is not None:
-            busy = index.busy(name, each)
-            planned.append((member, reservation, busy))
-            twice |= once & busy
-            once |= busy
-    for member, reservation, busy in planned:
-        was_s = reservation.overlap_s
-        if member is not moved and was_s == 0.0:
-            continue
-        overlap_s = 0.0
-        both = busy & twice
-        if both:
-            overlap_s = both.bit_count() / index.footprint(name, member.deployment).cycles
-        if overlap_s < was_s or (member is moved and overlap_s > 0.0):
-            member.reservation = Reservation(
-                shift=reservation.shift, trace=reservation.trace, overlap_s=overlap_s
-            )
 
 
 def find(context: Context, deployment: Deployment, way: Way, now: float) -> Choice | None:
@@ -253,20 +214,6 @@ def contention_with(context: Context, deployment: Deployment, choice: Choice) ->
             context.contentions.clear()
         known = context.contentions[key] = predict(residents, rule)
     return known
-
-
-def owns_time(member: Deployment) -> bool:
-    """Whether the plan holds time free for it that must not be taken: placed strictly, and what it
-    does there delays its job."""
-    reservation = member.reservation
-    if reservation is None or reservation.trace is None:
-        return False
-    return has_critical(reservation.trace) and reservation.overlap_s == 0
-
-
-def has_critical(trace: DemandTrace) -> bool:
-    """Whether there is a segment that cannot wait as long as it lasts."""
-    return any(each.slack_s < each.duration_s for each in trace.segments)
 
 
 def _resident(

@@ -18,6 +18,7 @@ from plexrl.ids import NodeId
 from plexrl.scheduler.commands import MigrateState, ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.estimates import MOVE_BYTES_PER_S
+from plexrl.scheduler.overlaps import overlap_s
 from plexrl.scheduler.placement import Choice, find, join, leave, nearest, place, shares, ways
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.profiler import forget_open_cycle, waiting_part
@@ -132,7 +133,7 @@ def gain_s(context: Context, deployment: Deployment, choice: Choice) -> float:
     frees = 0.0
     if len(group.members) == 1:
         frees = 1.0 if context.waiting else FREE_GROUP_VALUE
-    relief = (_overlap_s(deployment) - choice.overlap_s) / deployment.trace.period_s
+    relief = (overlap_s(context, deployment) - choice.overlap_s) / deployment.trace.period_s
     return REPACK_WINDOW_S * (frees + relief)
 
 
@@ -325,7 +326,7 @@ def _relieves(context: Context, deployment: Deployment, choice: Choice) -> bool:
         case Way.STRICT:
             return True
         case Way.OVERLAP:
-            return choice.overlap_s < _overlap_s(deployment)
+            return choice.overlap_s < overlap_s(context, deployment)
         case _:
             return len(context.state.groups[choice.group].members) < rivals
 
@@ -374,10 +375,6 @@ def _reachable(context: Context, deployment: Deployment, choices: list[Choice]) 
 
 def _has_state(deployment: Deployment) -> bool:
     return deployment.durable_seq > 0 or deployment.residency == Residency.DEVICE
-
-
-def _overlap_s(deployment: Deployment) -> float:
-    return 0.0 if deployment.reservation is None else deployment.reservation.overlap_s
 
 
 def _waiting(deployment: Deployment) -> float:

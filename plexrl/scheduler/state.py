@@ -85,8 +85,9 @@ class Reservation:
     trace: DemandTrace | None
     """Absent: all of it, because no profile says less."""
     overlap_s: float = 0.0
-    """Seconds of a cycle in which another member is busy too, by the plan: when this was laid, or
-    less if others have gone since. Above 0, the member gives way."""
+    """Seconds of a cycle in which another member is busy too, by the plan, when this was laid;
+    infinite where they were not counted, 0 if the others have gone since. Above 0, the member gives
+    way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,6 +433,10 @@ class State:
     ended: dict[JobId, None] = field(default_factory=dict)
     """Those of the jobs that have ended, in the order in which they did."""
     forgotten: dict[TenantId, ForgottenJobs] = field(default_factory=dict)
+    retired: dict[DeploymentId, int] = field(default_factory=dict)
+    """Last incarnation of forgotten deployments, the newest ones, oldest first."""
+    retired_incarnation: int = 0
+    """The highest of all older ones."""
     deployments: dict[DeploymentId, Deployment] = field(default_factory=dict)
     groups: dict[GroupId, Group] = field(default_factory=dict)
     profiles: dict[str, DemandTrace] = field(default_factory=dict)
@@ -444,7 +449,7 @@ class State:
     finished_count: int = 0
     eta_errors: EtaErrors = field(default_factory=EtaErrors)
     searches: dict[str, int] = field(default_factory=dict)
-    """By size: for how many who wait groups were searched in vain since capacity came free."""
+    """By size: how often groups' time was searched in vain since capacity came free."""
     timers_swept: int = 0
     """Timers that were left when those without a purpose were last thrown away."""
     groups_made: int = 0

@@ -11,9 +11,9 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from plexrl.cluster.lifeline import die_with_parent
 from plexrl.errors import PlexRLError, from_wire
 from plexrl.sim.replay import Progress, simulate
 from plexrl.sim.result import SimResult
-from plexrl.sim.scenario import Scenario
+from plexrl.sim.scenario import JobSource, Scenario
 
 if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
@@ -49,12 +49,14 @@ def run_all(
     *,
     workers: int | None = None,
     ray_address: str | None = None,
+    copies: Mapping[JobSource, JobSource] | None = None,
     on_progress: OnProgress | None = None,
     on_end: OnEnd | None = None,
 ) -> tuple[Outcome, ...]:
     """The outcome of each scenario, in their order; one that fails leaves the others alone.
 
     `workers`: runs at a time, by default as many as there are cores; 1 stays in this process.
+    `copies`: where runs on this machine find the jobs of a source more quickly (`job_copy`).
     An interrupt (Ctrl-C) ends every run and is raised again.
 
     Raises:
@@ -66,9 +68,18 @@ def run_all(
 
         return run_on_ray(scenarios, ray_address, tell, ended)
     places = min(workers or len(os.sched_getaffinity(0)), len(scenarios))
-    if places <= 1:
-        return _run_here(scenarios, tell, ended)
-    return _run_in_processes(scenarios, places, tell, ended)
+    run = _run_here if places <= 1 else partial(_run_in_processes, places=places)
+    if not copies:
+        return run(scenarios, tell, ended)
+    reading = [replace(each, source=copies.get(each.source, each.source)) for each in scenarios]
+
+    def as_asked(index: int, outcome: Outcome) -> Outcome:
+        if isinstance(outcome, FailedRun):
+            return replace(outcome, scenario=scenarios[index])
+        return outcome
+
+    found = run(reading, tell, lambda index, outcome: ended(index, as_asked(index, outcome)))
+    return tuple(as_asked(index, outcome) for index, outcome in enumerate(found))
 
 
 def run_one(scenario: Scenario, on_progress: Callable[[Progress], None]) -> Outcome:
@@ -105,7 +116,7 @@ def _run_here(scenarios: Sequence[Scenario], tell: OnProgress, ended: OnEnd) -> 
 
 
 def _run_in_processes(
-    scenarios: Sequence[Scenario], places: int, tell: OnProgress, ended: OnEnd
+    scenarios: Sequence[Scenario], tell: OnProgress, ended: OnEnd, *, places: int
 ) -> tuple[Outcome, ...]:
     waiting = deque(enumerate(scenarios))
     outcomes: dict[int, Outcome] = {}

@@ -36,8 +36,9 @@ from plexrl.wire.operations import OperationKind
 
 _OFFLOAD: Final = OperationKind.OFFLOAD
 
-HISTORY = 64
-"""Finished operations that the core remembers: nobody asks for them."""
+REMEMBERED = {"history": 64, "ended_jobs": 64, "profiles": 1}
+"""By the core, of what is over: nobody asks for operations and jobs, and no two jobs of a run have
+the same name, so that none begins with another's profile."""
 
 PRIORITY_MAX = 100
 """Of the core; a trace's may be higher."""
@@ -67,7 +68,7 @@ class TraceRun:
     ) -> None:
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
-        config = virtual_config(**{"history": HISTORY, **policy.settings})
+        config = virtual_config(**{**REMEMBERED, **policy.settings})
         self.shell = VirtualShell(
             config,
             {

@@ -4,7 +4,7 @@ import sqlite3
 import tempfile
 from pathlib import Path
 
-IN_MEMORY = 50_000
+IN_MEMORY = 16_384
 """Keys; more are kept in a file."""
 
 

@@ -9,7 +9,8 @@ import pytest
 import plexrl
 from plexrl import errors
 from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
-from plexrl.statemanager import Arena, StateManagerClient
+from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.ticket_key import read_ticket_key
 from plexrl.statemanager.tickets import Claims, Role
 from plexrl.wire.tensors import MEDIA_TYPE, encode_body

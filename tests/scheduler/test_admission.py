@@ -444,3 +444,31 @@ def test_a_backlog_beyond_its_quota_is_looked_at_in_kinds_to_say_whether_gpus_ar
     cluster.job("other", tenant="other")
     cluster.deploy("other/actor", workers=4)
     assert is_scarce(context, placed)
+
+
+def test_those_alike_are_searched_for_once_and_count_once() -> None:
+    cluster = FakeCluster(
+        policy="spread+backfill", searches_max=2, overlap_max=0.1, horizon_slots=1000
+    )
+    cluster.start_node(2)
+    for tenant in ("t0", "t1", "t2", "t3", "t4"):
+        cluster.send(ev.TenantCreated(tenant=tenant, key_digest=tenant))
+
+    def come(job: str, tenant: str, busy_s: float, period_s: float) -> None:
+        segment = Segment(offset_s=0.0, duration_s=busy_s)
+        cluster.job(job, tenant)
+        demand = DemandTrace(period_s=period_s, segments=(segment,))
+        cluster.deploy(f"{job}/actor", workers=2, trace=demand)
+
+    come("resident", "t0", 40.0, 100.0)
+    for index in (1, 2, 3):
+        # There is load left for it, and no gap that is long enough.
+        come(f"waits{index}", f"t{index}", 10.0, 25.0)
+    cluster.send(
+        ev.TenantConfigured(
+            tenant="t4", weight=1.0, jobs_max=None, gpus_max=None, gpu_seconds_max=None
+        )
+    )
+    come("fits", "t4", 10.0, 100.0)
+    views = {job["job"]: job["deployments"][0] for job in cluster.core.list_jobs(None, cluster.now)}
+    assert [name for name, view in views.items() if view["group"]] == ["resident", "fits"]

@@ -21,6 +21,7 @@ from plexrl.scheduler.demand import (
 )
 from plexrl.scheduler.folds import ShiftSearch
 from plexrl.scheduler.free_intervals import FreeIntervals
+from plexrl.scheduler.overlaps import meet
 from plexrl.scheduler.segment_tree import SegmentTree
 
 HORIZON = 120
@@ -78,6 +79,15 @@ def test_a_footprint_turns_with_its_shift(footprint: Footprint, shift: float) ->
         }
         slots = slots_of(each.busy(), HORIZON)
         assert set(np.flatnonzero(slots).tolist()) == wanted
+
+
+@given(footprints(), footprints(), st.floats(0, HORIZON), st.integers(0, HORIZON))
+def test_footprints_meet_where_they_share_a_slot(
+    one: Footprint, other: Footprint, shift: float, slots: int
+) -> None:
+    for each in (one.at(shift), one.at(float(slots))):
+        shares = each.busy() & other.busy() != 0
+        assert meet(each, other) == meet(other, each) == shares
 
 
 @given(st.floats(4, 50_000), st.sampled_from((0.0, 0.02, 0.1)))

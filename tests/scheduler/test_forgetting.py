@@ -5,12 +5,16 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from plexrl import errors
 from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.context import TIMERS_MIN
+from plexrl.scheduler.forgetting import last_incarnation, retire
+from plexrl.scheduler.state import State
 from tests.scheduler.fake_cluster import FakeCluster, config
 
 KINDS = ("forward", "forward_backward", "optim_step")
@@ -164,3 +168,57 @@ def test_commands_are_the_same_however_little_is_remembered(seed: int, policy: s
         assert short.handle(event, at) == long.handle(event, at)
         short.check_invariants()
     assert short.list_tenants(cluster.now) == long.list_tenants(cluster.now)
+
+
+def test_workers_of_a_forgotten_job_are_not_those_of_the_one_that_has_its_id() -> None:
+    cluster = after(3, ended_jobs=1)
+    cluster.job("j0")
+    cluster.deploy("j0/actor")
+    (launch,) = cluster.launches
+    before = cluster.core.dump()
+    late = {"deployment": "j0/actor", "rank": 0, "incarnation": 1}
+    cluster.send(ev.WorkerReady(**late, address="former"))
+    cluster.send(ev.WorkerExited(**late, reason="stopped"))
+    assert cluster.core.dump() == before
+    # On a node that comes back with such a worker it is stopped, and the wanted one is launched.
+    cluster.launches.clear()
+    seen = ev.WorkerSeen(**late, address="former")
+    commands = cluster.send(replace(cluster.nodes["n"], workers=(seen,)))
+    assert cluster.launches == [launch]
+    stopped = [each for each in commands if isinstance(each, cmd.StopWorkers)]
+    assert [each.incarnation for each in stopped] == [1]
+    assert launch.incarnation == 2
+    cluster.settle()
+    assert cluster.core.deployment_view("j0/actor", cluster.now)["state"] == "ready"
+
+
+def test_workers_count_on_however_long_ago_their_forerunners_were_forgotten() -> None:
+    state = State()
+    for number in range(10):
+        retire(state, f"d{number}", incarnation=1 + number % 4, kept=3)
+    retire(state, "d8", incarnation=7, kept=3)
+    assert state.retired == {"d7": 4, "d9": 2, "d8": 7}
+    assert last_incarnation(state, "d8") == 7
+    assert last_incarnation(state, "d2") == last_incarnation(state, "never was") == 4
+
+
+def test_a_job_that_comes_again_has_its_profile_unless_others_came_since() -> None:
+    cluster = FakeCluster(policy="spread", profile_cycles=2, profiles=2, ended_jobs=1)
+    cluster.start_node()
+    for name in ("a", "b", "c", "d"):
+        cluster.job(name)
+        cluster.deploy(f"{name}/actor")
+        for cycle in range(5):
+            cluster.submit(f"{name}:{cycle}", f"{name}/actor", "optim_step")
+            while cluster.launches:
+                cluster.launch(cluster.launches[0])
+            while cluster.runs:
+                cluster.pass_time(1.0)
+                cluster.execute(cluster.runs[0])
+            cluster.pass_time(9.0)
+        cluster.send(ev.JobFinished(job=name, outcome="completed"))
+    for name, is_known in (("b", False), ("c", True)):
+        cluster.job(name)
+        cluster.deploy(f"{name}/actor")
+        (told,) = cluster.core.explain_job(name, cluster.now)["deployments"]
+        assert (told["profile"] is not None) == is_known, name

@@ -3,7 +3,7 @@
 from plexrl.ids import DeploymentId
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.placement import owns_time, reserve_anew
+from plexrl.scheduler.overlaps import lay_anew, overlap_s, owns_time
 from plexrl.scheduler.state import Deployment, Reservation
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.test_anticipation import cycle, finish_burst, known_cluster, on_the_trainers
@@ -21,7 +21,7 @@ def plan(cluster: FakeCluster, job: str, shift: float, busy_s: float = 20.0) -> 
     one.trace = DemandTrace(
         period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=busy_s),), cycles=3
     )
-    reserve_anew(cluster.core._context, one, shift)
+    lay_anew(cluster.core._context, one, shift)
 
 
 def owners(cluster: FakeCluster) -> str:
@@ -80,6 +80,7 @@ def test_who_follows_its_cycles_into_anothers_time_is_a_guest_until_they_part() 
     plan(cluster, "c", 80.0, busy_s=10.0)
     assert owners(cluster) == "abc"
     plan(cluster, "c", 55.0, busy_s=10.0)
+    assert [overlap_s(cluster.core._context, member(cluster, job)) for job in "abc"] == [0, 0, 10]
     # Who keeps to its plan keeps its time.
     assert owners(cluster) == "ab"
     plan(cluster, "b", 50.0)

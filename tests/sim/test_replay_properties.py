@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +19,9 @@ from plexrl.sim.policies import SIM_POLICIES, sim_policy
 from plexrl.sim.replay import simulate
 from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import Behaviour, NodeType, Pool, Scenario
-from plexrl.sim.trace_run import HISTORY, TraceRun
+from plexrl.sim.trace_run import REMEMBERED, TraceRun
 from plexrl.traces import TraceJob, TraceSegment
+from plexrl.traces.published import MODEL_CLASSES
 
 OLD = Pool(nodes=2, node_type=NodeType(name="old", speed=0.5))
 
@@ -137,7 +139,7 @@ def test_every_cycle_runs_once_and_equal_scenarios_have_equal_results(scenario: 
 @given(scenarios())
 def test_the_events_give_a_second_core_the_same_commands(scenario: Scenario) -> None:
     story = Story(scenario)
-    settings_of_policy = {"history": HISTORY, **sim_policy(scenario.policy).settings}
+    settings_of_policy = {**REMEMBERED, **sim_policy(scenario.policy).settings}
     second = SchedulerCore(virtual_config(**settings_of_policy))
     for event, commands, now in story.told:
         again = ev.CODEC.decode(ev.CODEC.encode(event))
@@ -274,3 +276,32 @@ def test_nothing_is_kept_of_a_job_that_has_ended() -> None:
         living = max(living, len(runs))
     assert run.jobs_done == count
     assert living <= 4
+
+
+def test_the_scheduler_remembers_no_more_of_a_long_trace_than_of_a_short_one() -> None:
+    sizes = []
+    for count in (200, 800):
+        demand = MODEL_CLASSES["7B"].demand()
+        rows = tuple(
+            TraceJob(
+                job_id=f"a{index}",
+                submit_s=80.0 * index,
+                gpus=8,
+                tenant=f"t{index % 5}",
+                cycles=2,
+                **demand,
+            )
+            for index in range(count)
+        )
+        pools = (Pool(nodes=8),)
+        run = TraceRun(Scenario(source=Jobs(rows), pools=pools, policy="spread+backfill"))
+        run.start()
+        while run.shell.run(1000) == 1000:
+            pass
+        assert run.jobs_done == count
+        # Incarnations of forgotten deployments are kept of more than these.
+        body = msgspec.msgpack.decode(run.shell.core.dump())
+        del body["state"]["retired"], body["timers"]
+        sizes.append(len(msgspec.msgpack.encode(body)))
+    short, long = sizes
+    assert long < 1.05 * short

@@ -1,5 +1,6 @@
 """The report of simulated runs: one HTML page that needs nothing beside it."""
 
 from plexrl.sim.report.page import write_report
+from plexrl.sim.report.what_ifs import WhatIf
 
-__all__ = ["write_report"]
+__all__ = ["WhatIf", "write_report"]

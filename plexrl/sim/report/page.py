@@ -13,6 +13,7 @@ from plexrl.sim.report.style import looks
 from plexrl.sim.report.tables import slowdowns, summary, tenants
 from plexrl.sim.report.units import duration, percent
 from plexrl.sim.report.utilisation import utilisation_plot
+from plexrl.sim.report.what_ifs import WhatIf, what_if_plot
 from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.result import SimResult
 
@@ -24,6 +25,7 @@ def write_report(
     title: str,
     scenario_lines: Sequence[tuple[str, str]],
     labels: Sequence[str] = (),
+    what_ifs: Sequence[WhatIf] = (),
     gpus_per_node: int | None = None,
     window_s: tuple[float, float] | None = None,
 ) -> Path:
@@ -31,17 +33,19 @@ def write_report(
     equal results make equal bytes: how fast the runs went is not in it.
 
     `scenario_lines` are (name, value) of what the runs have in common. `labels` name the runs where
-    their policies do not, one each. With `gpus_per_node` clusters are counted in nodes too.
-    `window_s` is the scenario's, from the trace's start; absent: what the results' spans cover.
+    their policies do not, one each; `what_ifs` say which of them they are compared with. With
+    `gpus_per_node` clusters are counted in nodes too. `window_s` is the scenario's, from the
+    trace's start; absent: what the results' spans cover.
 
     Raises:
-        InvalidRequestError: there is no result, the labels do not match the results, or matplotlib
-            or jinja2 is not installed.
+        InvalidRequestError: there is no result, labels or what-ifs do not match the results, or
+            matplotlib or jinja2 is not installed.
     """
     page = render_page(
         compare(results, labels),
         title=title,
         scenario_lines=scenario_lines,
+        what_ifs=what_ifs,
         nodes_of=gpus_per_node,
         window_s=window_s,
     )
@@ -56,6 +60,7 @@ def render_page(
     *,
     title: str,
     scenario_lines: Sequence[tuple[str, str]],
+    what_ifs: Sequence[WhatIf] = (),
     nodes_of: int | None,
     window_s: tuple[float, float] | None,
 ) -> str:
@@ -81,6 +86,7 @@ def render_page(
         slowdowns=slowdowns(runs, nodes_of),
         tenants=tenants(single),
         sizes=sweep_plot(runs, looks(runs), nodes_of),
+        what_ifs=what_if_plot(runs, what_ifs, looks(runs)),
         plots=plots(runs, single, window_s),
         drawn_gpus=single[0].result.gpus if len(sizes(runs)) > 1 else None,
         drawn_runs=len(single),
