@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import config
+from plexrl.garbage_collection import spare_living
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
-from plexrl.scheduler.leadership import spare_collector
 from plexrl.wire.operations import OperationKind
 
 GROUPS = 1000
@@ -140,7 +140,7 @@ def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
     """(table rows, figures)."""
     drive = full_cluster(GROUPS, RESIDENTS)
     drive.run(20_000)
-    spare_collector()
+    spare_living()
     drive.samples.clear()
     drive.commands = 0
     drive.run(EVENTS)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import config, node
+from plexrl.garbage_collection import spare_living
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import events as ev
-from plexrl.scheduler.leadership import spare_collector
 from plexrl.scheduler.shell import Clock, Shell
 from plexrl.scheduler.sql_journal import SqlJournal
 from plexrl.wire.operations import OperationKind
@@ -82,7 +82,7 @@ async def _accept(journal_url: str, clients: int, accepts: int) -> tuple[float, 
             )
         )
     samples: list[float] = []
-    spare_collector()
+    spare_living()
 
     async def ask(index: int) -> None:
         for number in range(accepts // clients):

@@ -7,7 +7,8 @@ from statistics import fmean
 from benchmarks.simulating.loops import DEPTH, heap_rate, simpy_rate
 from benchmarks.simulating.part import Part
 from benchmarks.simulating.workloads import DAY_S, residents
-from plexrl.sim.replay import is_compiled, rare_collections, simulate
+from plexrl.garbage_collection import rare_collections
+from plexrl.sim.replay import is_compiled, simulate
 from plexrl.sim.trace_run import TraceRun
 
 POLICIES = ("isolated", "pack", "spread", "spread+backfill")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from plexrl.cli.explain import explain
+from plexrl.cli.fidelity import fidelity
 from plexrl.cli.jobs import jobs, logs
 from plexrl.cli.node import statemanager, statemanager_status
 from plexrl.cli.nodes import groups, nodes_app, status
@@ -28,7 +29,7 @@ app = typer.Typer(
 )
 for command in (
     *(up, status, jobs, explain, groups, logs, usage, demo),
-    *(statemanager, statemanager_status, operations, trace, simulate),
+    *(statemanager, statemanager_status, operations, trace, simulate, fidelity),
 ):
     app.command()(command)
 app.add_typer(nodes_app, name="nodes")

@@ -1,40 +1,31 @@
-"""The answers of `plexrl simulate`: found, shown to people, and written for programs."""
+"""The answers of `plexrl simulate`, found."""
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from plexrl.cli.context import print_line
 from plexrl.cli.simulate_progress import Runs
-from plexrl.cli.simulate_report import report
 from plexrl.cli.simulate_setup import Questions
 from plexrl.cli.simulate_tables import (
     Changed,
     Run,
-    gap_recovered,
-    isolated_runs,
-    print_changes,
-    print_plans,
-    print_runs,
     print_survey,
 )
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.axes import scenarios_along
 from plexrl.sim.capacity_search import CapacityPlan, smallest_cluster
 from plexrl.sim.job_copy import JobCopy, copied
-from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.response_lengths import read_longest_of
-from plexrl.sim.result_json import dumps, result_values, scenario_values, speed_values
 from plexrl.sim.scenario import NODES_MAX, Scenario
 from plexrl.sim.survey import Survey, check_fits, surveyed
 from plexrl.sim.sweep import FailedRun
 from plexrl.sim.trace_source import PublishedSource, TraceSource
 from plexrl.sim.what_if import changed, repriced
-from plexrl.traces import Problem
+from plexrl.traces import Problem, Problems, TraceJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +95,22 @@ def _looked_through(trace: str, base: Scenario, copy: Path) -> tuple[Scenario, S
     source = base.source
     assert isinstance(source, TraceSource | PublishedSource)
     skips = isinstance(source, TraceSource) and source.skip_bad
-    survey = surveyed(copied(source.read(_printer(trace) if skips else None), copy))
+    problems = Problems(_printer(trace) if skips else None)
     if isinstance(source, TraceSource):
-        # Its faults are known by now: a run that reads it need not look for them again.
-        base = replace(base, source=replace(source, skip_bad=True))
+        # Read once: what is wrong is known at the end, and nothing runs before that.
+        source = replace(source, skip_bad=True)
+    jobs = source.read(problems)
+    survey = surveyed(copied(jobs if skips else _all_good(jobs, problems, trace), copy))
+    base = replace(base, source=source)
     if base.behaviour.responses:
         read_longest_of(base.behaviour.responses, base.behaviour.lengths)
     return base, survey
+
+
+def _all_good(jobs: Iterator[TraceJob], problems: Problems, trace: str) -> Iterator[TraceJob]:
+    yield from jobs
+    if problems.count:
+        raise problems.error(trace)
 
 
 def _checked(base: Scenario, asked: Questions, survey: Survey) -> tuple[Scenario, ...]:
@@ -155,93 +155,6 @@ def _ran(scenarios: Sequence[Scenario], run: Runs) -> tuple[tuple[Run, ...], tup
         else:
             done.append((scenario, outcome))
     return tuple(done), tuple(failed)
-
-
-def show(found: Answers) -> None:
-    """For people."""
-    if found.plans:
-        print_plans(found.plans)
-    if found.runs:
-        print_runs(found.runs)
-    if found.changes:
-        print_changes(found.runs, found.changes)
-    for failure in found.failed:
-        sys.stderr.write(f"plexrl: {failure.error.message}\n")
-
-
-def document(found: Answers) -> str:
-    """For programs: the same for the same question, all but `speed`."""
-    isolated = isolated_runs(found.runs)
-    survey = found.survey
-    return dumps(
-        {
-            "trace": {
-                "name": found.trace,
-                "jobs": survey.jobs,
-                "arrivals_s": survey.arrivals_s,
-                "gpus_max": survey.gpus_max,
-                "busy_gpu_hours": survey.busy_gpu_s / 3600.0,
-                "held_gpu_hours": survey.held_gpu_s / 3600.0,
-            },
-            "runs": [
-                {
-                    "scenario": scenario_values(scenario),
-                    "result": result_values(result),
-                    "gap_recovered": gap_recovered(scenario, result, isolated),
-                }
-                for scenario, result in found.runs
-            ],
-            "smallest": [_plan_values(plan) for plan in found.plans],
-            "what_if": [
-                {
-                    "what": each.what,
-                    "of": each.of,
-                    "ran": each.ran,
-                    "scenario": scenario_values(each.scenario),
-                    "result": result_values(each.result),
-                }
-                for each in found.changes
-            ],
-            "failed": [
-                {"scenario": scenario_values(each.scenario), "error": each.error.to_wire()}
-                for each in found.failed
-            ],
-            "speed": [speed_values(result.speed) for _, result in found.runs],
-        }
-    )
-
-
-def check_folder(folder: Path) -> None:
-    """Before anything runs: results can be written there.
-
-    Raises:
-        InvalidRequestError: the folder is a file, or stands where nothing can be made.
-    """
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = "no folder" if not there.is_dir() else "not yours to write"
-        raise InvalidRequestError(f"--out {folder}: {there} is {what}; name another")
-
-
-def write(found: Answers, folder: Path, *, quiet: bool) -> None:
-    """`results.json`, and `report.html` where there is what it takes.
-
-    Raises:
-        InvalidRequestError: the folder cannot be written.
-    """
-    told = [folder / "results.json"]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(told[0], document(found) + "\n")
-        if found.runs:
-            page = report(found.trace, found.survey, found.runs, found.plans, found.changes, folder)
-            told += [page] if page else []
-    except OSError as error:
-        raise InvalidRequestError(f"cannot write to {folder}: {error}") from error
-    if not quiet:
-        print_line("Written: " + ", ".join(map(str, told)))
 
 
 def _changes(
@@ -289,25 +202,6 @@ def _chosen(base: Scenario, plan: CapacityPlan) -> Run:
         size = max(plan.results)
     pool = replace(base.pools[0], nodes=size)
     return replace(base, policy=plan.policy, pools=(pool,)), plan.results[size]
-
-
-def _plan_values(plan: CapacityPlan) -> dict[str, Any]:
-    return {
-        "policy": plan.policy,
-        "nodes": plan.nodes,
-        "failing_from": plan.search.failing_from,
-        "monotone": plan.search.is_monotone,
-        "objectives": [each.text for each in plan.objectives],
-        "broken_budgets": [each.text for each in plan.broken_budgets],
-        "probes": [
-            {
-                "nodes": size,
-                "met": met,
-                "values": {each.text: each.value(plan.results[size]) for each in plan.objectives},
-            }
-            for size, met in plan.search.probes.items()
-        ],
-    }
 
 
 def _printer(trace: str) -> Any:

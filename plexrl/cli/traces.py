@@ -212,15 +212,21 @@ def record(
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """Write what a cluster's jobs did, as far back as its operation log remembers."""
+    """Write what a cluster's jobs did, as far back as its operation log remembers: a row each, or,
+    to a file named *.json, their whole history (for `plexrl fidelity`)."""
     from plexrl.client.chrome_trace import operation_rows
     from plexrl.traces import record as recorded
     from plexrl.traces import write_jobs
+    from plexrl.traces.history import history_of, write_history
 
     with open_cluster(url, api_key, data_dir) as cluster:
         now = float(cluster.status()["now"])
-        found = recorded(cluster.jobs(), operation_rows(cluster), now)
-    _told(out, write_jobs(out, found), {}, as_json)
+        jobs, operations = cluster.jobs(), list(operation_rows(cluster))
+    if out.suffix == ".json":
+        count = write_history(out, history_of(jobs, operations, now))
+    else:
+        count = write_jobs(out, recorded(jobs, operations, now))
+    _told(out, count, {}, as_json)
 
 
 def _generate_lengths(

@@ -24,7 +24,7 @@ from plexrl.scheduler.line_heads import Head
 from plexrl.scheduler.node_pool import NodeKind
 from plexrl.scheduler.placement import leave, patience_ends_at, place, shares, ways
 from plexrl.scheduler.policies import Way
-from plexrl.scheduler.room import Room
+from plexrl.scheduler.room import NOTHING, Room
 from plexrl.scheduler.rooms import Rooms
 from plexrl.scheduler.scarcity import alike, over_quota
 from plexrl.scheduler.state import Deployment, Job, Tenant
@@ -193,27 +193,35 @@ class _Pass:
 
     def _line_up(self) -> None:
         waiting = self._context.waiting
+        sizes: set[Size] = set()
+        """For which there may be room."""
         if self._newcomers is None:
             for size, files in waiting.files.items():
                 if not self._rooms.of(size).is_nothing:
+                    before = len(self._turns)
                     for file in files:
                         self._next_of_file(size, file)
-            if not self._turns and not waiting.singles:
-                return
+                    if len(self._turns) > before:
+                        sizes.add(size)
             for name in waiting.singles:
                 self._push(name)
         else:
-            tried = [name for name in self._newcomers if self._is_worth_a_try(name)]
-            if not tried:
-                return
-            for name in tried:
-                self._push(name)
-            for name in waiting.singles:
-                if self._is_unpassable(self._context.deployment(name)):
+            for name in self._newcomers:
+                if self._is_worth_a_try(name):
                     self._push(name)
+                    sizes.add(_size_of(self._context.deployment(name)))
+            if self._turns:
+                for name in waiting.singles:
+                    if self._is_unpassable(self._context.deployment(name)):
+                        self._push(name)
+        if not self._turns:
+            return
+        # Who only stands for a wish keeps others from groups of that size, and from free GPUs.
+        any_free = any(self._rooms.of(size).free_state_bytes != NOTHING for size in sizes)
         for size, wishes in waiting.wishes.items():
-            for rank in wishes:
-                self._next_of_wish(size, rank)
+            if any_free or waiting.singles or size in sizes:
+                for rank in wishes:
+                    self._next_of_wish(size, rank)
 
     def _is_worth_a_try(self, name: DeploymentId) -> bool:
         """Whether there may be room for a newcomer."""

@@ -7,7 +7,6 @@ over, and that a scheduler that knows it has lost says nothing more to anybody.
 """
 
 import asyncio
-import gc
 import logging
 import socket
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from plexrl.errors import JournalFullError, LeaseHeldError, LeaseLostError, StorageError
+from plexrl.garbage_collection import spare_living
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.journal import Journal
 from plexrl.scheduler.recovery import restore
@@ -26,9 +26,6 @@ LOG = logging.getLogger(__name__)
 
 RENEWALS = 3
 """Tries to renew in the time of one lease."""
-
-GC_THRESHOLDS = (100_000, 20, 100)
-"""Objects made before the young, middle and old generations are walked."""
 
 POLL_S_MAX = 1.0
 """Between two looks of a standby at the lease."""
@@ -146,17 +143,9 @@ async def _serve(
         snapshot_position=restored.snapshot_position,
         snapshot_events=config.snapshot_events,
     )
-    spare_collector()
+    spare_living()
     await Service(config, shell).run(ready, stop)
     await shell.save()
-
-
-def spare_collector() -> None:
-    """Keep the cycle collector from walking the whole state: it is long-lived and, but for what
-    the restore left, free of cycles. A full walk of a large one holds every answer up for 0.2 s."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def _give_up(journal: Journal) -> None:

@@ -6,7 +6,7 @@ which may be entered at any place.
 """
 
 from hashlib import blake2b
-from math import cos, log, pi, sin, sqrt
+from math import cos, exp, log, pi, sin, sqrt
 
 _WORD = (1 << 64) - 1
 _HALF = (1 << 32) - 1
@@ -43,6 +43,11 @@ def normals(key: int, number: int) -> tuple[float, float]:
     radius = sqrt(-2.0 * log(((bits >> 32) + 0.5) * 2.0**-32))
     angle = _ANGLE * (bits & _HALF)
     return radius * cos(angle), radius * sin(angle)
+
+
+def lognormal(sigma: float, normal: float) -> float:
+    """Of a standard normal number: above 0, of mean 1; `sigma` is its logarithm's deviation."""
+    return exp(sigma * normal - sigma * sigma / 2.0)
 
 
 def exponential(key: int, number: int, mean: float) -> float:

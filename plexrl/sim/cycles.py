@@ -15,7 +15,7 @@ import math
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from plexrl.sim.chance import normals, stream, uniform
+from plexrl.sim.chance import lognormal, normals, stream, uniform
 from plexrl.sim.response_lengths import read_longest_of
 from plexrl.sim.scenario import Behaviour, Detail, ToolStalls
 from plexrl.traces.schema import TOLERANCE_S, TraceJob, TraceSegment
@@ -49,11 +49,6 @@ class DrawnCycle(NamedTuple):
     def busy_s(self) -> float:
         """In which it needs the training GPUs."""
         return math.fsum(self.segments_s)
-
-    @property
-    def training_s(self) -> float:
-        """From the start of the first busy segment to the end of the last."""
-        return math.fsum(self.segments_s) + math.fsum(self.gaps_s)
 
 
 class Cycles(Protocol):
@@ -161,7 +156,8 @@ class CycleLaw:
             lengths_s: tuple[float, ...] = (work * work_s + fixed_s,)
         else:
             lengths_s = tuple(work * work_s + fixed_s for work_s, fixed_s in self._parts)
-        return DrawnCycle(rollout_s, lengths_s, self.mean.gaps_s, max(1, round(TOKENS * work)))
+        tokens = round(TOKENS * work)
+        return DrawnCycle(rollout_s, lengths_s, self.mean.gaps_s, tokens if tokens > 1 else 1)
 
 
 def sigma_of(jitter_s: float, rollout_s: float, work_s: float, correlation: float) -> float:
@@ -220,4 +216,4 @@ of a second."""
 
 
 def _stall_s(stalls: ToolStalls, normal: float) -> float:
-    return stalls.mean_s * math.exp(stalls.sigma * normal - stalls.sigma**2 / 2.0)
+    return stalls.mean_s * lognormal(stalls.sigma, normal)

@@ -98,13 +98,13 @@ class Comparison:
 
 
 def errors_of(found: Sequence[float]) -> Errors:
-    """Their median, mean and 95th percentile (nearest rank)."""
-    ordered = sorted(found)
-    return Errors(
-        median=median(ordered),
-        mean=fmean(ordered),
-        p95=ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
-    )
+    """Their median, mean and 95th percentile."""
+    return Errors(median=median(found), mean=fmean(found), p95=p95_of(found))
+
+
+def p95_of(values: Sequence[float]) -> float:
+    """The 95th percentile (nearest rank)."""
+    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
 
 
 def compare(
@@ -150,12 +150,15 @@ def compare(
     return Comparison(cycles=cycles, jobs=jobs)
 
 
-def compare_replay(jobs: Sequence[RecordedJob], policy: str) -> Comparison:
+def compare_replay(
+    jobs: Sequence[RecordedJob], policy: str, *, warm_up: int = WARM_UP_CYCLES
+) -> Comparison:
     """Replay a recorded run under the policy that it ran under, and compare."""
     return compare(
         {job.name: [cycle.took_s for cycle in job.cycles] for job in jobs},
         replay(jobs, policy),
         {job.name: [cycle.alone_s for cycle in job.cycles] for job in jobs},
+        warm_up=warm_up,
     )
 
 
@@ -166,6 +169,7 @@ def compare_law(
     seeds: Sequence[int],
     *,
     names: Mapping[str, str],
+    warm_up: int = WARM_UP_CYCLES,
 ) -> tuple[JobError, ...]:
     """Simulate the recorder's rows of a run, with drawn cycles, and compare median cycles; of the
     prediction the median over `seeds`. `names` are the jobs', by their ids in the rows."""
@@ -180,8 +184,8 @@ def compare_law(
     return tuple(
         JobError(
             job=job.name,
-            cycles=len(job.cycles) - WARM_UP_CYCLES,
-            measured_s=median(cycle.took_s for cycle in job.cycles[WARM_UP_CYCLES:]),
+            cycles=len(job.cycles) - warm_up,
+            measured_s=median(cycle.took_s for cycle in job.cycles[warm_up:]),
             predicted_s=median(predicted[job.name]),
             alone_s=periods[job.name],
         )

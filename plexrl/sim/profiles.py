@@ -10,10 +10,9 @@ import math
 from dataclasses import dataclass
 from random import Random
 
+from plexrl.sim.chance import lognormal
+from plexrl.sim.cycles import TOKENS
 from plexrl.traces.published import MODEL_CLASSES
-
-TOKENS = 1_000_000
-"""Of a mean cycle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +61,9 @@ class JobProfile:
         """The next cycle."""
         common, own = random.gauss(0.0, 1.0), random.gauss(0.0, 1.0)
         mixed = self.shared_draw * common + math.sqrt(1.0 - self.shared_draw**2) * own
-        work = _lognormal(self.train_sigma, common)
+        work = lognormal(self.train_sigma, common)
         return Cycle(
-            rollout_s=self.rollout_s * _lognormal(self.rollout_sigma, mixed),
+            rollout_s=self.rollout_s * lognormal(self.rollout_sigma, mixed),
             log_prob_s=self.log_prob_s * work,
             update_s=self.update_s * work,
             sync_s=self.sync_s,
@@ -96,8 +95,3 @@ def published(name: str, *, sigma: float = 0.0, switch_s: float = 8.0) -> JobPro
         rollout_sigma=sigma,
         train_sigma=sigma,
     )
-
-
-def _lognormal(sigma: float, normal: float) -> float:
-    """A lognormal factor of mean 1."""
-    return math.exp(sigma * normal - sigma * sigma / 2.0)

@@ -1,12 +1,11 @@
 """A scenario from its first job to the end of its last: `simulate(scenario)`."""
 
-import gc
 import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from plexrl.garbage_collection import rare_collections
 from plexrl.scheduler import core
 from plexrl.sim.cycles import CycleLaw, Laws
 from plexrl.sim.move_costs import MoveCosts
@@ -84,15 +83,3 @@ def _progress(run: TraceRun) -> Progress:
         jobs_seen=run.jobs_seen,
         events=run.shell.events,
     )
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Nothing here makes cycles of references: a collector that looks for them all the time would
-    take a quarter of the run."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(200_000, 50, 1000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)

@@ -261,10 +261,6 @@ class VirtualState:
         """Deployments of which the node has a version."""
         return tuple(sorted(self._nodes[node].residents))
 
-    def is_spilled(self, deployment: DeploymentId) -> bool:
-        """Whether some of its newest version is not in host memory."""
-        return bool(self._states[deployment].on_nvme)
-
     def refusal_s(self, deployment: DeploymentId) -> float:
         """What it takes to learn that a move cannot be."""
         known = self._states[deployment]

@@ -50,3 +50,19 @@ def test_what_a_job_did_is_recorded(
     assert len(rows) == CYCLES
     starts = [each["started_at"] for each in rows]
     assert row.service_s >= 0.9 * (starts[-1] - starts[0]) - (row.wait_s or 0)
+    history = tmp_path / "live.json"
+    told = CliRunner().invoke(app, ["traces", "record", str(history), *where, "--json"])
+    assert told.exit_code == 0, told.output
+    told = CliRunner().invoke(app, ["fidelity", str(history), "--warm-up", "1", "--json"])
+    assert told.exit_code == 0, told.output
+    groups = json.loads(told.stdout)["groups"]
+    [(group, found)] = [
+        (group, each)
+        for group in groups
+        for each in group["jobs"]
+        if each["job"].startswith("recorded")
+    ]
+    assert group["group"] == rows[0]["group"]
+    assert found["cycles"] == CYCLES - 1
+    for name in ("measured_s", "predicted_s"):
+        assert 0.0 < found[name]["median"] <= found[name]["p95"]

@@ -258,7 +258,7 @@ def test_a_replayed_cycle_keeps_its_seconds(job: RecordedJob) -> None:
         drawn = law.draw(number)
         assert len(law.functions) == len(drawn.segments_s) == len(drawn.gaps_s) + 1
         assert math.isclose(drawn.busy_s, math.fsum(cycle.segments_s), abs_tol=1e-9)
-        whole_s = drawn.rollout_s + drawn.training_s
+        whole_s = drawn.rollout_s + drawn.busy_s + math.fsum(drawn.gaps_s)
         assert math.isclose(whole_s, cycle.alone_s, abs_tol=1e-9)
 
 

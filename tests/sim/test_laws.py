@@ -31,7 +31,7 @@ def job_of(model: str = "7B", name: str = "job", **changes: object) -> TraceJob:
 
 def lengths_s(law: CycleLaw, draws: int = DRAWS) -> list[float]:
     found = (law.draw(number) for number in range(draws))
-    return [each.rollout_s + each.training_s for each in found]
+    return [each.rollout_s + each.busy_s + math.fsum(each.gaps_s) for each in found]
 
 
 def test_the_chances_of_a_stream_are_uniform_normal_and_exponential() -> None:
@@ -82,7 +82,9 @@ def test_without_jitter_every_cycle_is_the_profile_itself() -> None:
             cycle = CycleLaw(still, behaviour, 3).draw(number)
             assert cycle.segments_s == tuple(each.duration_s for each in job.segments)
             assert cycle.gaps_s == (0.0, 0.0)
-            assert cycle.rollout_s + cycle.training_s == pytest.approx(job.period_s, abs=1e-9)
+            assert cycle.rollout_s + cycle.busy_s + math.fsum(cycle.gaps_s) == pytest.approx(
+                job.period_s, abs=1e-9
+            )
             assert cycle.tokens == TOKENS
 
 

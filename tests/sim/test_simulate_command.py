@@ -13,7 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from plexrl.cli.app import app, run_command
-from plexrl.cli.simulate_answers import Answers, show, write
+from plexrl.cli.simulate_answers import Answers
+from plexrl.cli.simulate_output import show, write
 from plexrl.cli.simulate_tables import print_runs
 from plexrl.sim.axes import AXES
 from plexrl.sim.node_types import NODE_TYPES

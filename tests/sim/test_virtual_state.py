@@ -71,7 +71,9 @@ def test_what_is_needed_last_gives_way_and_the_spill_is_waited_for(states: Virtu
     load = states.load(B, 10.0)
     assert load is not None
     assert (load.took_s, load.moved.tier) == (1.0 + 40 / 5, NVME)
-    assert not states.is_spilled(A)
+    load = states.load(A, 20.0)
+    assert load is not None
+    assert load.moved.tier == HOST
 
 
 def test_what_lay_idle_for_long_is_copied_and_gives_way_at_no_cost(states: VirtualState) -> None:
@@ -79,7 +81,9 @@ def test_what_lay_idle_for_long_is_copied_and_gives_way_at_no_cost(states: Virtu
     offloaded(states, A, None, 0.0)
     offloaded(states, B, None, 1.0)
     assert offloaded(states, C, None, 1000.0).took_s == 2.0
-    assert states.is_spilled(A)
+    load = states.load(A, 1001.0)
+    assert load is not None
+    assert load.moved.tier == NVME
 
 
 def test_a_prefetch_brings_back_what_has_room_and_gives_way_to_a_load(states: VirtualState) -> None:

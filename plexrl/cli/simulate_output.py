@@ -1,0 +1,141 @@
+"""The answers of `plexrl simulate`: shown to people, and written for programs."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from plexrl.cli.context import print_line
+from plexrl.cli.simulate_answers import Answers
+from plexrl.cli.simulate_report import report
+from plexrl.cli.simulate_tables import (
+    gap_recovered,
+    isolated_runs,
+    print_changes,
+    print_plans,
+    print_runs,
+)
+from plexrl.errors import InvalidRequestError
+from plexrl.sim.capacity_search import CapacityPlan
+from plexrl.sim.report.whole_file import write_whole
+from plexrl.sim.result_json import dumps, result_values, scenario_values, speed_values
+
+
+def tell(found: Answers, out: Path | None, *, as_json: bool) -> None:
+    """The answers, on stdout and in the folder.
+
+    Raises:
+        InvalidRequestError: the folder cannot be written.
+    """
+    if as_json:
+        sys.stdout.write(document(found) + "\n")
+    else:
+        show(found)
+    if out is not None:
+        write(found, out, quiet=as_json)
+
+
+def show(found: Answers) -> None:
+    """For people."""
+    if found.plans:
+        print_plans(found.plans)
+    if found.runs:
+        print_runs(found.runs)
+    if found.changes:
+        print_changes(found.runs, found.changes)
+    for failure in found.failed:
+        sys.stderr.write(f"plexrl: {failure.error.message}\n")
+
+
+def document(found: Answers) -> str:
+    """For programs: the same for the same question, all but `speed`."""
+    isolated = isolated_runs(found.runs)
+    survey = found.survey
+    return dumps(
+        {
+            "trace": {
+                "name": found.trace,
+                "jobs": survey.jobs,
+                "arrivals_s": survey.arrivals_s,
+                "gpus_max": survey.gpus_max,
+                "busy_gpu_hours": survey.busy_gpu_s / 3600.0,
+                "held_gpu_hours": survey.held_gpu_s / 3600.0,
+            },
+            "runs": [
+                {
+                    "scenario": scenario_values(scenario),
+                    "result": result_values(result),
+                    "gap_recovered": gap_recovered(scenario, result, isolated),
+                }
+                for scenario, result in found.runs
+            ],
+            "smallest": [_plan_values(plan) for plan in found.plans],
+            "what_if": [
+                {
+                    "what": each.what,
+                    "of": each.of,
+                    "ran": each.ran,
+                    "scenario": scenario_values(each.scenario),
+                    "result": result_values(each.result),
+                }
+                for each in found.changes
+            ],
+            "failed": [
+                {"scenario": scenario_values(each.scenario), "error": each.error.to_wire()}
+                for each in found.failed
+            ],
+            "speed": [speed_values(result.speed) for _, result in found.runs],
+        }
+    )
+
+
+def check_folder(folder: Path) -> None:
+    """Before anything runs: results can be written there.
+
+    Raises:
+        InvalidRequestError: the folder is a file, or stands where nothing can be made.
+    """
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "no folder" if not there.is_dir() else "not yours to write"
+        raise InvalidRequestError(f"--out {folder}: {there} is {what}; name another")
+
+
+def write(found: Answers, folder: Path, *, quiet: bool) -> None:
+    """`results.json`, and `report.html` where there is what it takes.
+
+    Raises:
+        InvalidRequestError: the folder cannot be written.
+    """
+    told = [folder / "results.json"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(told[0], document(found) + "\n")
+        if found.runs:
+            page = report(found.trace, found.survey, found.runs, found.plans, found.changes, folder)
+            told += [page] if page else []
+    except OSError as error:
+        raise InvalidRequestError(f"cannot write to {folder}: {error}") from error
+    if not quiet:
+        print_line("Written: " + ", ".join(map(str, told)))
+
+
+def _plan_values(plan: CapacityPlan) -> dict[str, Any]:
+    return {
+        "policy": plan.policy,
+        "nodes": plan.nodes,
+        "failing_from": plan.search.failing_from,
+        "monotone": plan.search.is_monotone,
+        "objectives": [each.text for each in plan.objectives],
+        "broken_budgets": [each.text for each in plan.broken_budgets],
+        "probes": [
+            {
+                "nodes": size,
+                "met": met,
+                "values": {each.text: each.value(plan.results[size]) for each in plan.objectives},
+            }
+            for size, met in plan.search.probes.items()
+        ],
+    }
