@@ -188,6 +188,8 @@ def _first_not_held_back(
 
 def _held_back(context: Context, group: Group, chosen: Deployment, now: float) -> bool:
     """Whether the burst that is next in order must keep out of a critical segment; looks again."""
+    if owns_time(chosen):
+        return False
     wait_s = holds_back(context, group, chosen, candidate(context, group, chosen), now)
     if wait_s is None:
         return False
