@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ from plexrl.sim.survey import Survey, check_fits, surveyed
 from plexrl.sim.sweep import FailedRun
 from plexrl.sim.trace_source import PublishedSource, TraceSource
 from plexrl.sim.what_if import changed, repriced
-from plexrl.traces import Problem
+from plexrl.traces import Problem, Problems, TraceJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +95,22 @@ def _looked_through(trace: str, base: Scenario, copy: Path) -> tuple[Scenario, S
     source = base.source
     assert isinstance(source, TraceSource | PublishedSource)
     skips = isinstance(source, TraceSource) and source.skip_bad
-    survey = surveyed(copied(source.read(_printer(trace) if skips else None), copy))
+    problems = Problems(_printer(trace) if skips else None)
     if isinstance(source, TraceSource):
-        # Its faults are known by now: a run that reads it need not look for them again.
-        base = replace(base, source=replace(source, skip_bad=True))
+        # Read once: what is wrong is known at the end, and nothing runs before that.
+        source = replace(source, skip_bad=True)
+    jobs = source.read(problems)
+    survey = surveyed(copied(jobs if skips else _all_good(jobs, problems, trace), copy))
+    base = replace(base, source=source)
     if base.behaviour.responses:
         read_longest_of(base.behaviour.responses, base.behaviour.lengths)
     return base, survey
+
+
+def _all_good(jobs: Iterator[TraceJob], problems: Problems, trace: str) -> Iterator[TraceJob]:
+    yield from jobs
+    if problems.count:
+        raise problems.error(trace)
 
 
 def _checked(base: Scenario, asked: Questions, survey: Survey) -> tuple[Scenario, ...]:

@@ -101,9 +101,10 @@ def _of_tenant(state: State, deployment: Deployment) -> InFlight:
 
 
 def _note_end(in_flight: InFlight, operation: Operation, now: float) -> None:
-    payload_bytes = operation.payload_bytes
     in_flight.operations -= 1
-    in_flight.payload_bytes -= payload_bytes
+    payload_bytes = operation.payload_bytes
+    if payload_bytes:
+        in_flight.payload_bytes -= payload_bytes
     # Time without anything to do says nothing of the pace.
     since, ended_at = operation.submitted_at, in_flight.ended_at
     if ended_at is not None and ended_at > since:
@@ -115,7 +116,8 @@ def _note_end(in_flight: InFlight, operation: Operation, now: float) -> None:
         in_flight.gap_s, in_flight.bytes_each = gap_s, float(payload_bytes)
         return
     in_flight.gap_s = known_s + NEWEST * (gap_s - known_s)
-    in_flight.bytes_each += NEWEST * (payload_bytes - in_flight.bytes_each)
+    if payload_bytes or in_flight.bytes_each:
+        in_flight.bytes_each += NEWEST * (payload_bytes - in_flight.bytes_each)
 
 
 def _check_queue(deployment: Deployment, bound: int) -> None:

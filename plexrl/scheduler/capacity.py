@@ -335,7 +335,7 @@ class CapacityIndex:
         """The group's free windows."""
         slots = self._groups[group]
         if slots.free is None:
-            slots.free = FreeIntervals(self.horizon_slots, slots.footprints.values())
+            slots.free = FreeIntervals(self.horizon_slots, slots.busy_of_all())
         return slots.free
 
     def row(self, group: GroupId, shape: Shape) -> int | None:

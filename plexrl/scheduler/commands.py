@@ -84,11 +84,12 @@ class PrefetchState(Command, frozen=True, kw_only=True):
     """Until the load is expected; absent: nothing is known."""
 
 
-class RunOperation(Command, frozen=True):
+class RunOperation(Command, frozen=True, gc=False):
     """Run an operation on every rank of a WPG, by way of a router.
 
     Where every event makes one its fields are given in their order: by name it takes five times as
-    long (1.5 µs, not 0.3).
+    long (1.5 µs, not 0.3). What holds only strings and numbers is in no cycle of references, so
+    `gc` need not look for one.
     """
 
     operation: OperationId

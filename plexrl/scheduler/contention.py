@@ -23,8 +23,15 @@ rules of turns other than `hrrs`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
+from plexrl.scheduler.cycle_quantiles import (
+    ORDER_CYCLES,
+    ORDERS,
+    SHARED_PART,
+    STREAMS,
+    factors_of,
+    spread_of,
+)
 from plexrl.scheduler.demand import DemandTrace, commensurate
 from plexrl.scheduler.hrrs import WEIGHT_MAX
 
@@ -34,21 +41,6 @@ uneven by the square root."""
 
 WARM_UP_BURSTS = 64
 """Before anything is counted: phases relax within a few cycles."""
-
-QUANTILES = 32
-"""Of a cycle's variation, each as often as the others in an order of draws."""
-
-STREAMS = 8
-"""Orders of draws; more residents than that share them, some cycles apart."""
-
-ORDER_CYCLES = 512
-"""Before an order repeats. What varies is balanced over the whole of it only: were it over shorter
-stretches, the residents' phases would be brought back to where they were again and again, and
-wander less through each other than they do."""
-
-SHARED_PART = 0.5
-"""Correlation, inside a cycle, of the time between bursts and the time in them: a long rollout
-makes a large batch, but not only its length makes it late."""
 
 PAUSE_WEIGHT = 0.3
 """Of the newest pause in what a member's usual one is held to be."""
@@ -166,12 +158,12 @@ class _Member:
         round_trip_s = self.load_s + self.offload_s
         self.segments = _bursts(resident.trace, round_trip_s)
         """(seconds of the burst, of the pause behind it, slack)."""
-        spread = _spread(resident.trace)
-        self.busy_factors = _factors(spread)
-        self.shared_factors = _factors(spread * SHARED_PART)
-        self.own_factors = _factors(spread * math.sqrt(1.0 - SHARED_PART * SHARED_PART))
+        spread = spread_of(resident.trace)
+        self.busy_factors = factors_of(spread)
+        self.shared_factors = factors_of(spread * SHARED_PART)
+        self.own_factors = factors_of(spread * math.sqrt(1.0 - SHARED_PART * SHARED_PART))
         stream = number % STREAMS
-        self.shared_order, self.own_order = _ORDERS[2 * stream], _ORDERS[2 * stream + 1]
+        self.shared_order, self.own_order = ORDERS[2 * stream], ORDERS[2 * stream + 1]
         self.round = 37 * (number // STREAMS) % ORDER_CYCLES
         self.burst = self.cycles = 0
         self.burst_s = self.segments[0][0]
@@ -277,18 +269,36 @@ class _Network:
     def run(self, bursts: int) -> None:
         """Serve this many bursts."""
         while bursts > 0:
-            waiting = [member for member in self.members if member.asked_at <= self.now]
-            bursts -= self._serve_one_of(waiting) if waiting else self._look_out()
+            holder, now = self.holder, self.now
+            if not self.just_ended and holder.asked_at <= now:
+                self._serve(holder)
+                bursts -= 1
+                continue
+            first, is_alone = None, True
+            for member in self.members:
+                if member.asked_at <= now:
+                    is_alone = first is None
+                    first = member
+                    if not is_alone:
+                        break
+            if first is None:
+                bursts -= self._be_ready()
+            elif is_alone and (first.plan is None or first.owns_time):
+                # As mostly.
+                if first is not holder:
+                    self.now += holder.offload_s + first.load_s
+                self._serve(first)
+                bursts -= 1
+            else:
+                waiting = [member for member in self.members if member.asked_at <= now]
+                bursts -= self._serve_one_of(waiting)
 
     def _serve_one_of(self, waiting: list[_Member]) -> bool:
         """Serve who is first, if it need not keep out of somebody's time."""
-        holder = self.holder
-        if not self.just_ended and holder.asked_at <= self.now:
-            self._serve(holder)
-            return True
         first, wait_s = self._first_not_kept_out(waiting)
         if first is None:
             return self._look_out(wait_s)
+        holder = self.holder
         if first is not holder:
             self.now += holder.offload_s + first.load_s
         self._serve(first)
@@ -308,23 +318,41 @@ class _Network:
             waiting = [member for member in waiting if member is not first]
         return None, wait_s
 
-    def _look_out(self, wait_s: float | None = None) -> bool:
-        """Nobody waits, or only those kept out for this long: have the group ready for whoever is
-        expected."""
+    def _be_ready(self) -> bool:
+        """Nobody waits: have the group ready for whoever is expected."""
         self.just_ended = False
         holder = self.holder
-        expected = holder
-        if self.rule.anticipates:
-            expected = self._expected(critical=wait_s is not None)
-        if expected is holder:
-            arrivals = [member.asked_at for member in self.members if member.asked_at > self.now]
-            until = math.inf if wait_s is None else self.now + wait_s
-            self.now = min([until, *arrivals])
-            return False
-        self.now += holder.offload_s
+        expected = self._expected(critical=False) if self.rule.anticipates else holder
+        if expected is not holder:
+            return self._switch_to(expected)
+        soonest = math.inf
+        for member in self.members:
+            if member.asked_at < soonest:
+                soonest = member.asked_at
+        self.now = soonest
+        return False
+
+    def _look_out(self, wait_s: float) -> bool:
+        """All who wait are kept out for this long: have the group ready for whoever keeps them."""
+        self.just_ended = False
+        holder = self.holder
+        expected = self._expected(critical=True) if self.rule.anticipates else holder
+        if expected is not holder:
+            return self._switch_to(expected)
+        until = self.now + wait_s
+        for member in self.members:
+            if self.now < member.asked_at < until:
+                until = member.asked_at
+        self.now = until
+        return False
+
+    def _switch_to(self, expected: _Member) -> bool:
+        """Take the holder off the group, and serve the expected if it has asked by then."""
+        self.now += self.holder.offload_s
         if expected.asked_at > self.now:
             came = [member for member in self.members if member.asked_at <= self.now]
-            expected = self._first_not_kept_out(came)[0] or expected
+            if came:
+                expected = self._first_not_kept_out(came)[0] or expected
         self.now += expected.load_s
         self.holder = expected
         if expected.asked_at > self.now:
@@ -359,21 +387,25 @@ class _Network:
         member.pauses_seen += 1
         waited_s = self.now - member.asked_at
         member.waited_s += waited_s
-        member.ended_at = self.now = self.now + member.burst_s
-        _, pause_s, slack_s = member.segments[member.burst]
-        member.burst += 1
-        if member.burst == len(member.segments):
-            member.burst = 0
+        ended_at = self.now + member.burst_s
+        member.ended_at = self.now = ended_at
+        segments, burst = member.segments, member.burst
+        _, pause_s, slack_s = segments[burst]
+        burst += 1
+        if burst == len(segments):
+            burst = 0
             member.cycles += 1
             member.round = (member.round + 1) % len(member.shared_order)
+        member.burst = burst
         shared = member.shared_order[member.round]
         own = member.own_order[member.round]
         pause_s *= member.shared_factors[shared] * member.own_factors[own]
         # A burst with slack delays what follows only by what it is late beyond that.
-        pause_s -= min(waited_s, slack_s, pause_s)
-        member.asked_at = member.ended_at + pause_s
+        caught_up_s = waited_s if waited_s < slack_s else slack_s
+        pause_s -= caught_up_s if caught_up_s < pause_s else pause_s
+        member.asked_at = ended_at + pause_s
         member.pause_s += PAUSE_WEIGHT * (pause_s - member.pause_s)
-        member.burst_s = member.segments[member.burst][0] * member.busy_factors[shared]
+        member.burst_s = segments[burst][0] * member.busy_factors[shared]
         self.holder = member
         self.just_ended = True
 
@@ -399,12 +431,11 @@ class _Network:
         now = self.now
         expected, soonest = self.holder, math.inf
         for member in self.members:
-            if member.pauses_seen == 0:
+            ended_at, pause_s = member.ended_at, member.pause_s
+            due = ended_at + pause_s
+            if due >= soonest or member.pauses_seen == 0 or now > ended_at + OVERDUE * pause_s:
                 continue
-            if critical and (member.asked_at <= now or not member.owns_time):
-                continue
-            due = member.ended_at + member.pause_s
-            if due < soonest and now <= member.ended_at + OVERDUE * member.pause_s:
+            if not critical or (member.asked_at > now and member.owns_time):
                 expected, soonest = member, due
         return expected
 
@@ -458,35 +489,3 @@ def _bursts(trace: DemandTrace, round_trip_s: float) -> list[tuple[float, float,
             found.append((end_s - start_s, pause_s, trace.segments[index].slack_s))
             start_s = next_s
     return found
-
-
-def _spread(trace: DemandTrace) -> float:
-    """Of the logarithm of a cycle's parts: the same for bursts and pauses, and such that together
-    they vary as the trace's cycles do."""
-    busy_s, idle_s = trace.busy_s, trace.period_s - trace.busy_s
-    square = busy_s * busy_s + idle_s * idle_s + 2.0 * SHARED_PART * busy_s * idle_s
-    return trace.jitter_s / math.sqrt(square)
-
-
-def _factors(spread: float) -> list[float]:
-    """Of mean 1, one a quantile."""
-    return [math.exp(spread * normal - spread * spread / 2.0) for normal in _NORMALS]
-
-
-def _orders() -> list[tuple[int, ...]]:
-    """Shuffled numbers of quantiles, two orders a stream."""
-    state = 1
-    found = []
-    for _ in range(2 * STREAMS):
-        order = [index % QUANTILES for index in range(ORDER_CYCLES)]
-        for last in range(ORDER_CYCLES - 1, 0, -1):
-            # Knuth's 64-bit generator: nothing hangs on its quality but unrelated orders.
-            state = (state * 6364136223846793005 + 1442695040888963407) & ((1 << 64) - 1)
-            other = (state >> 33) % (last + 1)
-            order[last], order[other] = order[other], order[last]
-        found.append(tuple(order))
-    return found
-
-
-_NORMALS = tuple(NormalDist().inv_cdf((index + 0.5) / QUANTILES) for index in range(QUANTILES))
-_ORDERS = _orders()

@@ -27,15 +27,21 @@ class Context:
     commands: list[Command] = field(default_factory=list)
     discards: list[BlobRef] = field(default_factory=list)
     dirty: dict[GroupId, None] = field(default_factory=dict)
-    """Groups whose next step must be decided again, in the order they were touched."""
+    """Groups whose next step must be decided again, in the order they were touched; those among
+    them that are no more are passed over."""
     place_waiting: bool = False
     timers: list[tuple[float, str]] = field(default_factory=list)
     """Heap of (time, what to look at again); an entry may have become pointless."""
     timer_at: float | None = None
     """Of the last `SetTimer` that has not come due."""
+    wakes_sooner: bool = False
+    """Something was to be looked at before that."""
     policy: PlacementPolicy = field(init=False)
     ordering: Ordering = field(init=False)
     anticipates: bool = field(init=False)
+    history: int = field(init=False)
+    """Of the configuration, as `ended_jobs` is: every event asks for both."""
+    ended_jobs: int = field(init=False)
     profiler: ProfilerConfig = field(init=False)
     inventory: Inventory = field(init=False)
     """Derived from the state; so is `waiting`."""
@@ -62,6 +68,7 @@ class Context:
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Go on under these settings; make anew what follows from them and the state."""
         self.config = config
+        self.history, self.ended_jobs = config.history, config.ended_jobs
         self.policy = make_policy(config.policy)
         self.ordering = make_ordering(config.ordering)
         wanted = config.anticipation
@@ -132,13 +139,15 @@ class Context:
 
     def touch(self, group: GroupId | None) -> None:
         """Have the group's next step decided before this call returns."""
-        if group is not None and group in self.state.groups:
+        if group is not None:
             self.dirty[group] = None
 
     def wake(self, at: float, what: str) -> None:
         """Look at `what` again at `at`: `group:<id>`, `job:<id>`, `placement:`, `migration:<id>` or
         `node:<id>`."""
         heapq.heappush(self.timers, (at, what))
+        if self.timer_at is not None and at < self.timer_at:
+            self.wakes_sooner = True
         if len(self.timers) > 2 * self.state.timers_swept + TIMERS_MIN:
             self._sweep_timers()
 
@@ -172,9 +181,10 @@ class Context:
         if blob is not None:
             self.discards.append(blob)
 
-    def take_commands(self) -> list[Command]:
-        """This call's commands, the wake-up among them where an earlier one is needed."""
-        commands, self.commands = self.commands, []
+    def add_own_commands(self, commands: list[Command]) -> None:
+        """Complete this call's commands: what is given up, and the wake-up where an earlier one is
+        needed."""
+        self.wakes_sooner = False
         if self.discards:
             commands.append(DiscardBlobs(blobs=tuple(self.discards)))
             self.discards = []
@@ -184,7 +194,6 @@ class Context:
             if timer_at is None or at < timer_at:
                 self.timer_at = at
                 commands.append(SetTimer(at=at))
-        return commands
 
     def job(self, job: JobId) -> Job:
         return self.state.jobs[job]

@@ -125,23 +125,27 @@ class SchedulerCore:
         if timers and timers[0][0] <= now:
             for what in context.due(now):
                 self._look_again(what, now)
-        dirty, groups, cycles_over = context.dirty, state.groups, context.cycles_over
+        dirty, cycles_over = context.dirty, context.cycles_over
         while dirty or cycles_over or context.place_waiting or context.newcomers:
             if context.place_waiting or context.newcomers:
                 place_waiting(context, now)
             while dirty:
                 name = next(iter(dirty))
                 del dirty[name]
-                group = groups.get(name)
+                group = state.groups.get(name)
                 if group is not None:
                     advance(context, group, now)
             while cycles_over:
                 deployment = state.deployments[next(iter(cycles_over))]
                 del cycles_over[deployment.deployment]
                 cycle_over(context, deployment, now)
-        if len(state.ended) > context.config.ended_jobs:
+        if len(state.ended) > context.ended_jobs:
             forget_ended(context)
-        return context.take_commands()
+        commands = context.commands
+        context.commands = []
+        if context.timer_at is None or context.wakes_sooner or context.discards:
+            context.add_own_commands(commands)
+        return commands
 
     def _look_again(self, what: str, now: float) -> None:
         context = self._context

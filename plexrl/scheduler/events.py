@@ -212,7 +212,7 @@ class StateMigrated(Event, frozen=True, kw_only=True):
     """Why not; empty: it has it."""
 
 
-class OperationSubmitted(Event, frozen=True):
+class OperationSubmitted(Event, frozen=True, gc=False):
     """A controller asked for an operation."""
 
     operation: OperationId
@@ -252,7 +252,7 @@ class StateMoved(msgspec.Struct, frozen=True, kw_only=True):
     """`host` or `nvme`: the lower of the tiers that a rank's state came from, or went to."""
 
 
-class OperationFinished(Event, frozen=True):
+class OperationFinished(Event, frozen=True, gc=False):
     """A WPG completed a run of an operation on all its ranks."""
 
     operation: OperationId

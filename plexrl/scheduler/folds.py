@@ -11,6 +11,7 @@ a box, exact in integers, and quicker than by FFT for the handful of segments th
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +41,7 @@ class ShiftSearch:
     """Only shifts without any overlap; else the overlap is part of the cost."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class Fit(NamedTuple):
     """The best shift in one row."""
 
     row: int
@@ -100,9 +100,12 @@ class FoldTable:
         """Summed weight of ring intervals by line and phase: [count, cells], edges outward."""
         lengths = intervals[:, 1] - intervals[:, 0]
         weights = intervals[:, 2].astype(np.float64)
-        turns = np.floor(lengths / self.period)
         start = intervals[:, 0] - np.floor(intervals[:, 0] / self.period) * self.period
-        stop = start + (lengths - turns * self.period)
+        stop = start + lengths
+        turns = None
+        if lengths.max() >= self.period:
+            turns = np.floor(lengths / self.period)
+            stop = start + (lengths - turns * self.period)
         low = np.floor(start + EPSILON).astype(np.int64)
         high = np.ceil(np.minimum(stop, self.period) - EPSILON).astype(np.int64)
         width = self.cells + 1
@@ -110,8 +113,9 @@ class FoldTable:
         size = count * width
         edges = np.bincount(base + low, weights, size)
         edges -= np.bincount(base + high, weights, size)
-        # Whole turns cover every phase.
-        edges += np.bincount(base, turns * weights, size)
+        if turns is not None:
+            # Whole turns cover every phase.
+            edges += np.bincount(base, turns * weights, size)
         past = stop > self.period + EPSILON
         if past.any():
             over = np.ceil(stop[past] - self.period - EPSILON).astype(np.int64)
@@ -147,16 +151,18 @@ class FoldTable:
             cost = np.where(overlap == 0, cost, np.inf)
         best = cost.argmin(axis=1)
         lines = np.arange(len(rows))
-        costs = cost[lines, best]
+        found = zip(
+            rows.tolist(),
+            best.tolist(),
+            overlap[lines, best].tolist(),
+            near[lines, best].tolist(),
+            cost[lines, best].tolist(),
+            strict=True,
+        )
         return [
-            Fit(
-                row=int(rows[line]),
-                shift_slots=int(best[line]),
-                overlap_s=float(overlap[line, best[line]]) * per_cycle,
-                interference_s=float(near[line, best[line]]) * per_cycle,
-                cost=float(costs[line]),
-            )
-            for line in lines[np.isfinite(costs)]
+            Fit(row, shift, slots * per_cycle, slots_near * per_cycle, least)
+            for row, shift, slots, slots_near, least in found
+            if least != math.inf
         ]
 
     def _box_sums(

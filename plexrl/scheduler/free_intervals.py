@@ -5,7 +5,6 @@ a footprint of a hundred cycles is a hundred windows, which numpy cuts out in on
 release gives back exactly what a reservation took, because nothing is taken apart and merged.
 """
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,11 +18,9 @@ if TYPE_CHECKING:
 class FreeIntervals:
     """Windows in which no resident is busy: [start, stop), a window that wraps is two."""
 
-    def __init__(self, horizon_slots: int, footprints: Iterable[Footprint] = ()) -> None:
+    def __init__(self, horizon_slots: int, busy: int = 0) -> None:
+        """`busy`: the slots in which any resident is, one bit each (`Footprint.busy`)."""
         self.horizon_slots = horizon_slots
-        busy = 0
-        for footprint in footprints:
-            busy |= footprint.busy()
         slots = slots_of(busy, horizon_slots)
         edges = np.flatnonzero(np.diff(slots, prepend=True, append=True))
         self.starts: NDArray[np.intp] = edges[0::2]

@@ -188,6 +188,8 @@ def _first_not_held_back(
 
 def _held_back(context: Context, group: Group, chosen: Deployment, now: float) -> bool:
     """Whether the burst that is next in order must keep out of a critical segment; looks again."""
+    if owns_time(chosen):
+        return False
     wait_s = holds_back(context, group, chosen, candidate(context, group, chosen), now)
     if wait_s is None:
         return False
@@ -281,13 +283,14 @@ def _expected_next(
     due_at = 0.0
     for name in group.members:
         member = deployments[name]
-        if critical and (member.queue or not owns_time(member)):
+        ended_at = member.burst_ended_at
+        if ended_at is None or member.state is not _READY:
             continue
-        think_s, ended_at = member.estimates.think_seconds, member.burst_ended_at
-        if think_s is None or ended_at is None or member.state is not _READY:
-            continue
+        think_s = member.estimates.think_seconds
         # One that is late by more than it usually takes may have stopped for good.
-        if now < member.held_back_until or now > ended_at + OVERDUE * think_s:
+        if think_s is None or now > ended_at + OVERDUE * think_s or now < member.held_back_until:
+            continue
+        if critical and (member.queue or not owns_time(member)):
             continue
         at = ended_at + think_s
         if first_due is None or at < due_at or (at == due_at and name < first_due.deployment):

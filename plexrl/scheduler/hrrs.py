@@ -13,9 +13,10 @@ member with a long or interrupted cycle can be put back: whoever has waited for 
 burst is ahead of every newcomer of its length."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Candidate:
-    """One burst that could have the group next."""
+    """One burst that could have the group next, as it is at one moment: nothing changes it. Frozen
+    it would take three times as long to make, and every switch makes some."""
 
     name: str
     arrived_at: float

@@ -67,6 +67,13 @@ TRANSITIONS: dict[tuple[JobState, JobTrigger], JobState] = {
 }
 
 
+_AFTER: dict[JobTrigger, dict[JobState, JobState]] = {trigger: {} for trigger in JobTrigger}
+"""The same by trigger: a pair would have to be made for every look."""
+
+for (_state, _trigger), _next in TRANSITIONS.items():
+    _AFTER[_trigger][_state] = _next
+
+
 def next_state(state: JobState, trigger: JobTrigger) -> JobState:
     """The state after `trigger`; what the table does not name changes nothing."""
-    return TRANSITIONS.get((state, trigger), state)
+    return _AFTER[trigger].get(state, state)

@@ -8,7 +8,7 @@ from plexrl.scheduler.commands import LaunchWorkers, RankPlacement, ReleaseState
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.early_ends import early_end
 from plexrl.scheduler.forgetting import last_incarnation
-from plexrl.scheduler.jobs import TRANSITIONS, JobState, JobTrigger
+from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.operations import drop_log, drop_past, fail
 from plexrl.scheduler.placement import leave
 from plexrl.scheduler.profiler import forget_open_cycle, waiting_part
@@ -28,7 +28,7 @@ ENDINGS = {
 
 def job_event(job: Job, trigger: JobTrigger) -> None:
     """Move the job along its table."""
-    job.state = TRANSITIONS.get((job.state, trigger), job.state)
+    job.state = next_state(job.state, trigger)
 
 
 def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: float) -> None:

@@ -272,13 +272,9 @@ def complete(
     now: float,
 ) -> None:
     """Record the success of a user operation or publish, and keep what a recovery would need."""
-    operation.state = _FINISHED
     if deployment.kind != "rollout":
         _note_run(context, deployment, operation, now)
     operation.result = event.result
-    operation.result_json = event.result_json
-    operation.compute_s = event.compute_s
-    operation.transfer_s = event.transfer_s
     operation.result_bytes = event.result_bytes
     kind = operation.kind
     if kind in MUTATING:
@@ -295,7 +291,7 @@ def complete(
         dependent = _served(context, operation)
         if dependent is not None:
             dependent.source_seq = operation.seq
-    _into_history(context, deployment, operation, now)
+    finish(context, deployment, operation, event, now)
 
 
 def _note_run(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
@@ -377,14 +373,14 @@ def _forget(context: Context, names: list[OperationId]) -> None:
     names.clear()
 
 
-def finish_move(
+def finish(
     context: Context,
     deployment: Deployment,
     operation: Operation,
     event: OperationFinished,
     now: float,
 ) -> None:
-    """Record a completed internal move and what it measured."""
+    """Record that an operation was carried out, and what was measured of it."""
     operation.state = _FINISHED
     operation.result_json = event.result_json
     operation.compute_s = event.compute_s
@@ -404,17 +400,17 @@ def _into_history(
         context.touch(context.deployment(operation.source).group)
     if operation.started_at is not None:
         bill(state, deployment, operation, now)
-    state.finished_count += 1
-    operation.index = state.finished_count
-    finished = state.finished
-    finished[operation.index] = operation.operation
-    while len(finished) > context.config.history:
-        first = state.finished_count - len(finished) + 1
-        oldest = state.operations[finished.pop(first)]
+    index = state.finished_count + 1
+    state.finished_count = operation.index = index
+    finished, bound = state.finished, context.history
+    finished[index] = operation.operation
+    while len(finished) > bound:
+        name = finished.pop(index - len(finished) + 1)
+        oldest = state.operations[name]
         if oldest.result is not None:
             context.discard(oldest.result)
         if oldest.is_logged:
             # A recovery may still repeat it; it goes with the log.
             oldest.is_forgotten = True
         else:
-            del state.operations[oldest.operation]
+            del state.operations[name]

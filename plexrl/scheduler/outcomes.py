@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 
 from plexrl.errors import ExecutionError, InvalidRequestError, PlexRLError, from_wire
-from plexrl.ids import FencingToken, OperationId
+from plexrl.ids import FencingToken
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationFailed, OperationFinished
 from plexrl.scheduler.forgetting import owner_of
@@ -13,13 +13,13 @@ from plexrl.scheduler.groups import end_burst, load, successor
 from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
 from plexrl.scheduler.operation_record import Operation
-from plexrl.scheduler.operations import complete, fail, finish_move, retire_log
+from plexrl.scheduler.operations import complete, fail, finish, retire_log
 from plexrl.scheduler.phases import switch_ended
 from plexrl.scheduler.rebuilding import is_republished
 from plexrl.scheduler.relocation import call_off
-from plexrl.scheduler.state import Deployment, Group, Residency
+from plexrl.scheduler.state import Deployment, Group, Residency, State
 from plexrl.scheduler.switch_cost import HOST, observe_move, state_lies
-from plexrl.scheduler.usage import meter
+from plexrl.scheduler.usage import meter_run
 from plexrl.wire.operations import OperationKind, OperationState
 
 BACK_OFF_S = 2.0
@@ -42,19 +42,19 @@ LOST_CODES = frozenset({"state_lost", "corrupt_state"})
 
 def run_finished(context: Context, event: OperationFinished, now: float) -> None:
     """A run completed; a report of any but the run in flight is of the past and changes nothing."""
-    operation = _in_flight(context, event.operation, event.token)
-    if operation is None:
+    state, name = context.state, event.operation
+    operation = state.operations.get(name)
+    deployment = None if operation is None else _at_work(state, operation, event.token)
+    if operation is None or deployment is None:
         return
-    state = context.state
-    deployment = state.deployments[operation.deployment]
-    meter(state, deployment, now)
-    if deployment.moving is not None and deployment.moving.operation == event.operation:
+    meter_run(state, deployment, operation, now)
+    command = deployment.running.pop(name, None)
+    if command is None:
         _move_finished(context, deployment, operation, event, now)
     else:
         deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
-        command = deployment.running.pop(event.operation)
         if command.replay:
-            deployment.replaying.remove(event.operation)
+            deployment.replaying.remove(name)
         else:
             # Only new work counts as progress: an operation that kills its worker would else be
             # tried for ever, since every recovery loads and replays without harm.
@@ -66,16 +66,19 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
             _published(context, deployment, operation, now)
         elif operation.ends_burst and not command.replay:
             _burst_over(context, deployment, now)
-    context.touch(deployment.group)
+    group = deployment.group
+    if group is not None:
+        context.dirty[group] = None
 
 
 def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     """A run ended without completing."""
-    operation = _in_flight(context, event.operation, event.token)
-    if operation is None:
+    state = context.state
+    operation = state.operations.get(event.operation)
+    deployment = None if operation is None else _at_work(state, operation, event.token)
+    if operation is None or deployment is None:
         return
-    deployment = context.deployment(operation.deployment)
-    meter(context.state, deployment, now)
+    meter_run(state, deployment, operation, now)
     error = _read_error(event.error_json)
     if deployment.moving is not None and deployment.moving.operation == event.operation:
         if error.code in LOST_CODES:
@@ -119,20 +122,21 @@ def _read_error(error_json: str) -> PlexRLError:
         return ExecutionError(f"the run failed, and its report cannot be read: {error_json[:200]}")
 
 
-def _in_flight(context: Context, name: OperationId, token: FencingToken) -> Operation | None:
-    state = context.state
-    operation = state.operations.get(name)
-    if operation is None or operation.token != token:
+def _at_work(state: State, operation: Operation, token: FencingToken) -> Deployment | None:
+    """Whose run in flight it is; None: nobody's, or not under this token."""
+    if operation.token != token:
         return None
     deployment = owner_of(state, operation)
     if deployment is None:
         return None
-    if name not in deployment.running:
-        moving = deployment.moving
-        if moving is None or moving.operation != name:
+    name, moving = operation.operation, deployment.moving
+    if moving is None:
+        if name not in deployment.running:
             return None
+    elif moving.operation != name and name not in deployment.running:
+        return None
     assert deployment.group is not None, f"{name} is in flight without a group"
-    return operation
+    return deployment
 
 
 def _group_of(context: Context, deployment: Deployment) -> Group:
@@ -149,7 +153,7 @@ def _move_finished(
 ) -> None:
     deployment.moving = None
     began_at = operation.started_at if operation.started_at is not None else now
-    finish_move(context, deployment, operation, event, now)
+    finish(context, deployment, operation, event, now)
     kind = operation.kind
     if kind == _LOAD:
         observe_move(context, deployment, operation, event)
@@ -184,7 +188,8 @@ def _move_finished(
 def _version_made(context: Context, deployment: Deployment, event: OperationFinished) -> None:
     deployment.durable_seq = deployment.completed_seq
     deployment.state_nodes[:] = deployment.nodes
-    state_lies(deployment, event.moved.tier if event.moved is not None else HOST)
+    moved = event.moved
+    state_lies(deployment, HOST if moved is None else moved.tier)
     retire_log(context, deployment)
 
 

@@ -19,7 +19,7 @@ from plexrl.scheduler.commands import RankPlacement
 from plexrl.scheduler.contention import Contention, Resident, TurnRule, predict
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.demand import DemandTrace, project
-from plexrl.scheduler.folds import ShiftSearch
+from plexrl.scheduler.folds import Fit, ShiftSearch
 from plexrl.scheduler.overlaps import give_time_back
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.scarcity import is_scarce
@@ -175,7 +175,8 @@ def nearest(
     allows is none of them (PlexRL §7.2). Of those that fit, only the best few are looked at so.
     """
     found: list[Choice] = []
-    for choice in fitting(context, deployment, now, strict=strict)[: max(count, PREDICTIONS_MAX)]:
+    most = max(count, PREDICTIONS_MAX)
+    for choice in fitting(context, deployment, now, strict=strict, count=most):
         expected = contention_with(context, deployment, choice)
         if expected is None:
             found.append(choice)
@@ -231,8 +232,15 @@ def _resident(
     )
 
 
-def fitting(context: Context, deployment: Deployment, now: float, *, strict: bool) -> list[Choice]:
-    """All groups found in whose time the deployment's trace fits, best first."""
+def fitting(
+    context: Context,
+    deployment: Deployment,
+    now: float,
+    *,
+    strict: bool,
+    count: int | None = None,
+) -> list[Choice]:
+    """The groups found in whose time the deployment's trace fits, best first; `count` at most."""
     trace = deployment.trace
     if trace is None:
         return []
@@ -258,28 +266,31 @@ def fitting(context: Context, deployment: Deployment, now: float, *, strict: boo
         interference_weight=config.interference_weight,
         strict=strict,
     )
-    found: list[tuple[float, int, Choice]] = []
+    bound = 0.0 if strict else config.overlap_max * trace.busy_s
+    found: list[tuple[float, int, GroupId, Fit]] = []
     for table, rows in tables:
         for some in _in_order_of(table, rows, table.load):
             fits = table.search(some, wanted)
             for fit in fits:
-                spill_s = _spill_s(table, fit.row, deployment)
-                group = table.groups[fit.row]
-                assert group is not None, "a free row was searched"
-                choice = Choice(
-                    group=group,
-                    way=Way.STRICT if fit.overlap_s == 0 else Way.OVERLAP,
-                    shift_slots=fit.shift_slots,
-                    overlap_s=fit.overlap_s,
-                    interference_s=fit.interference_s,
-                    cost=fit.cost + spill_s,
-                )
-                found.append((choice.cost, int(table.serial[fit.row]), choice))
+                if fit.overlap_s <= bound:
+                    group = table.groups[fit.row]
+                    assert group is not None, "a free row was searched"
+                    cost = fit.cost + _spill_s(table, fit.row, deployment)
+                    found.append((cost, int(table.serial[fit.row]), group, fit))
             if fits:
                 break
-    found.sort(key=lambda each: each[:2])
-    bound = 0.0 if strict else config.overlap_max * trace.busy_s
-    return [choice for _, _, choice in found if choice.overlap_s <= bound]
+    found.sort()
+    return [
+        Choice(
+            group=group,
+            way=Way.STRICT if fit.overlap_s == 0 else Way.OVERLAP,
+            shift_slots=fit.shift_slots,
+            overlap_s=fit.overlap_s,
+            interference_s=fit.interference_s,
+            cost=cost,
+        )
+        for cost, _, group, fit in found[:count]
+    ]
 
 
 def has_room(

@@ -170,6 +170,9 @@ def refresh(deployment: Deployment, config: ProfilerConfig) -> bool:
             return False
         deployment.trace = profile(cycles) or trace
         return deployment.trace is not trace
+    if len(cycles) < DRIFT_CYCLES or _fits(trace, cycles[-1], config.drift_tolerance):
+        # As nearly always: the others need not be looked at.
+        return False
     if not has_drifted(trace, cycles[-DRIFT_CYCLES:], config.drift_tolerance):
         return False
     renewed = profile(cycles[-DRIFT_CYCLES:])
@@ -184,18 +187,18 @@ def has_drifted(trace: DemandTrace, cycles: Sequence[Cycle], tolerance: float) -
     if len(cycles) < DRIFT_CYCLES:
         return False
     period_s, busy_s = trace.period_s, trace.busy_s
-    newest = cycles[-1]
-    if (
-        abs((newest.length_s - newest.waited_s) / period_s - 1.0) <= tolerance
-        and abs(newest.busy_s / busy_s - 1.0) <= tolerance
-    ):
-        # As nearly always: one that fits is enough, and the others need not be looked at.
-        return False
     periods = [(cycle.length_s - cycle.waited_s) / period_s - 1.0 for cycle in cycles]
     if min(periods) > tolerance or max(periods) < -tolerance:
         return True
     busies = [cycle.busy_s / busy_s - 1.0 for cycle in cycles]
     return min(busies) > tolerance or max(busies) < -tolerance
+
+
+def _fits(trace: DemandTrace, cycle: Cycle, tolerance: float) -> bool:
+    """Whether a cycle is as the trace has it, so that no drift can end with it."""
+    if abs((cycle.length_s - cycle.waited_s) / trace.period_s - 1.0) > tolerance:
+        return False
+    return abs(cycle.busy_s / trace.busy_s - 1.0) <= tolerance
 
 
 def waiting_part(cycles: Sequence[Cycle]) -> float | None:

@@ -381,7 +381,9 @@ def _waiting(deployment: Deployment) -> float:
     """The part of its time that a member waits, in the cycles since it came to its group."""
     record = deployment.placement
     since = -math.inf if record is None else record.at
-    cycles = [cycle for cycle in deployment.cycles if cycle.started_at >= since]
+    cycles = deployment.cycles
+    if cycles and cycles[0].started_at < since:
+        cycles = [cycle for cycle in cycles if cycle.started_at >= since]
     if len(cycles) < CYCLES_MIN:
         return 0.0
     return waiting_part(cycles) or 0.0

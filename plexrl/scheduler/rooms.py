@@ -45,19 +45,22 @@ class Rooms:
         if not (joins and size.shares and self._anybody_shares):
             return Room(free_state_bytes=free_state_bytes)
         config, index = self._context.config, self._context.inventory.index
-        loads, states = [np.zeros(0)], [np.zeros(0, dtype=np.int64)]
+        loads, states = [], []
         for shape in index.shapes(size.workers, size.node_type):
             table = index.table(shape)
-            takes = table.is_open & (table.members < config.residents_max)
-            rows = np.flatnonzero(takes)
-            loads.append(table.load[rows])
-            on_gpus = shape.gpu_memory_bytes * shape.gpus
-            states.append(np.minimum(table.state_bytes_free[rows], on_gpus))
-        load, state = np.concatenate(loads), np.concatenate(states)
-        order = np.argsort(load, kind="stable")
+            rows = (table.is_open & (table.members < config.residents_max)).nonzero()[0]
+            if rows.size:
+                loads.append(table.load[rows])
+                on_gpus = shape.gpu_memory_bytes * shape.gpus
+                states.append(np.minimum(table.state_bytes_free[rows], on_gpus))
+        if not loads:
+            return Room(free_state_bytes=free_state_bytes)
+        load = loads[0] if len(loads) == 1 else np.concatenate(loads)
+        state = states[0] if len(states) == 1 else np.concatenate(states)
+        order = load.argsort(kind="stable")
         load, state = load[order], np.maximum.accumulate(state[order])
         # Of those that have room for no more than a less loaded one, nothing needs to be known.
-        steps = np.flatnonzero(np.diff(state, prepend=NOTHING) > 0)
+        steps = [0, *(np.flatnonzero(state[1:] > state[:-1]) + 1).tolist()]
         return Room(
             free_state_bytes=free_state_bytes,
             loads=load[steps].tolist(),

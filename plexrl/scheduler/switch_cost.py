@@ -68,13 +68,14 @@ def observe_move(
     context: "Context", deployment: "Deployment", operation: "Operation", event: "OperationFinished"
 ) -> None:
     """Take in what a load or an offload took."""
-    moved, kind = event.moved, operation.kind
+    moved, kind, seconds = event.moved, operation.kind, event.compute_s
     tier = HOST if moved is None else moved.tier
     if tier == NVME and kind is _LOAD:
-        deployment.estimates.observe_nvme_load(event.compute_s)
+        deployment.estimates.observe_nvme_load(seconds)
     else:
-        deployment.estimates.observe(kind, 0, event.compute_s)
-    if moved is None or not moved.bytes_moved:
+        deployment.estimates.observe(kind, 0, seconds)
+    nbytes = 0 if moved is None else moved.bytes_moved
+    if not nbytes:
         return
     nodes = len(deployment.nodes) or 1
     laws = context.state.move_laws
@@ -82,7 +83,7 @@ def observe_move(
     law = laws.get(path)
     if law is None:
         law = laws[path] = MoveLaw()
-    law.observe(moved.bytes_moved / nodes, event.compute_s)
+    law.observe(nbytes / nodes, seconds)
 
 
 def state_lies(deployment: "Deployment", tier: str) -> None:

@@ -41,9 +41,21 @@ def meter(state: State, deployment: Deployment, now: float) -> None:
         state.operations[name].gpu_seconds += held / len(running)
 
 
+def meter_run(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
+    """As `meter`, for a deployment that `operation` is in flight on: nearly always alone."""
+    others = len(deployment.running) - (deployment.moving is None)
+    if others:
+        meter(state, deployment, now)
+        return
+    since = deployment.metered_at
+    deployment.metered_at = now
+    if since is not None and now > since:
+        operation.gpu_seconds += (now - since) * deployment.workers
+
+
 def bill(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
     """Enter a run that has come to its end; replays are entered nowhere."""
-    cause = operation.caused_by
+    cause, gpu_seconds = operation.caused_by, operation.gpu_seconds
     causer = deployment if cause is None else state.deployments.get(cause)
     if causer is None:
         # Its job has ended and is forgotten; its tenant pays all the same.
@@ -57,11 +69,10 @@ def bill(state: State, deployment: Deployment, operation: Operation, now: float)
         row.operations += 1
         if operation.state is not _FINISHED:
             row.failed += 1
-        row.gpu_seconds += operation.gpu_seconds
+        row.gpu_seconds += gpu_seconds
         row.tokens += operation.tokens
     tenant = None if payer_tenant is None else state.tenants.get(payer_tenant)
     if tenant is not None:
-        gpu_seconds = operation.gpu_seconds
         tenant.gpu_seconds += gpu_seconds
         recent_at = tenant.recent_at
         if recent_at is None or now - recent_at >= FADE_STEP_S:

@@ -226,7 +226,8 @@ class Collector:
 
     def _bill_move(self, group: str, job: _LiveJob | None, kind: RunKind, held: float) -> None:
         if kind == "offload":
-            self._bill_itself(group)
+            if group in self._unbilled:
+                self._bill_itself(group)
             if job is not None:
                 self._unbilled[group] = job.tenant, held
         elif job is not None:

@@ -156,7 +156,8 @@ class CycleLaw:
             lengths_s: tuple[float, ...] = (work * work_s + fixed_s,)
         else:
             lengths_s = tuple(work * work_s + fixed_s for work_s, fixed_s in self._parts)
-        return DrawnCycle(rollout_s, lengths_s, self.mean.gaps_s, max(1, round(TOKENS * work)))
+        tokens = round(TOKENS * work)
+        return DrawnCycle(rollout_s, lengths_s, self.mean.gaps_s, tokens if tokens > 1 else 1)
 
 
 def sigma_of(jitter_s: float, rollout_s: float, work_s: float, correlation: float) -> float:

@@ -7,7 +7,6 @@ its time. The clock of the job alone runs by the same rules, on the same draws, 
 for.
 """
 
-from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from plexrl.ids import DeploymentId, JobId, OperationId
@@ -20,6 +19,7 @@ from plexrl.wire.operations import MUTATING, OperationKind
 
 if TYPE_CHECKING:
     from plexrl.scheduler.commands import RunOperation
+    from plexrl.sim.collector import RunKind
     from plexrl.sim.node_states import Refusal
     from plexrl.sim.virtual_state import Move
 
@@ -60,30 +60,40 @@ class AloneClock:
         self._snapshot_s = snapshot_s
         self._snapshots_after = snapshots_after
         self._logged = 0
+        self._is_first = True
         self._rolled_at = launch_s
-        self._ends: deque[float] = deque(maxlen=staleness + 1)
+        self._staleness = staleness
+        self._ends: list[float] = []
         """Of the newest cycles: the oldest is what the next rollout waits for."""
 
     def cycle(self, rollout_s: float, steps: tuple[Step, ...], speed: float) -> float:
         """Let one cycle pass; returns how long it took, from the end of the one before."""
         ends, controller_s = self._ends, self._controller_s
         rolled_at = self._rolled_at
-        if len(ends) == ends.maxlen:
-            rolled_at = max(rolled_at, ends[0] + controller_s)
+        if len(ends) > self._staleness:
+            free_at = ends.pop(0) + controller_s
+            if free_at > rolled_at:
+                rolled_at = free_at
         rolled_at += rollout_s
         self._rolled_at = rolled_at
         before = self.now
         # Its processes start before the first rollout; its state is loaded for the first step.
-        at = max(rolled_at, before + controller_s) if ends else rolled_at + self._load_s
-        for index, step in enumerate(steps):
-            if index:
-                at += max(step.gap_s, controller_s)
+        if self._is_first:
+            at = rolled_at + self._load_s
+            self._is_first = False
+        else:
+            at = max(rolled_at, before + controller_s)
+        is_first = True
+        for kind, work_s, gap_s in steps:
+            if not is_first:
+                at += gap_s if gap_s > controller_s else controller_s
+            is_first = False
             if self._logged >= self._snapshots_after:
                 at += self._snapshot_s
                 self._logged = 0
-            if step.kind in MUTATING:
+            if kind in MUTATING:
                 self._logged += 1
-            at += step.work_s / speed
+            at += work_s / speed
         ends.append(at)
         self.now = at
         return at - before
@@ -102,6 +112,7 @@ class JobRun:
         state_bytes: int,
     ) -> None:
         self.trace = trace
+        self.job_id = trace.job_id
         self.law = law
         self.job = JobId(name)
         self.deployment = DeploymentId(name)
@@ -129,7 +140,7 @@ class JobRun:
         self.answered_at = 0.0
         """When the controller can next submit, after its last answer."""
         self.cycle_began_at = 0.0
-        self.draws: deque[DrawnCycle] = deque()
+        self.draws: list[DrawnCycle] = []
         """Of rollouts that are over or under way, and not trained on."""
         self.steps: tuple[Step, ...] = ()
         """Of the cycle that trains."""
@@ -138,6 +149,7 @@ class JobRun:
         self.operation = OperationId("")
         self.run: RunOperation | None = None
         """What the WPG is at."""
+        self.run_kind: RunKind = "run"
         self.move: Move | Refusal | None = None
         """Of its state, where it is at that."""
         self.run_began_at = 0.0
@@ -175,12 +187,12 @@ class JobRun:
     def end_cycle(self) -> float:
         """The cycle's last operation is over; returns what it would have taken alone."""
         assert self.alone is not None, f"{self.job} trains on no GPUs"
-        drawn = self.draws.popleft()
+        drawn = self.draws.pop(0)
         self.training = False
         self.trained += 1
         worked_s = 0.0
-        for step in self.steps:
-            worked_s += step.work_s
+        for _, work_s, _ in self.steps:
+            worked_s += work_s
         self.worked_s += worked_s / self.speed
         return self.alone.cycle(drawn.rollout_s, self.steps, self.speed)
 

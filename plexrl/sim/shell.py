@@ -45,7 +45,6 @@ class VirtualShell:
         """Told to the core."""
         self.is_over = False
         """Nothing that is still planned matters."""
-        self._handle = self.core.handle
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._count = 0
         self._timer_at = NEVER
@@ -80,7 +79,7 @@ class VirtualShell:
         Raises:
             PlexRLError: the core refuses the event, and nothing has changed.
         """
-        commands = self._handle(event, self.now)
+        commands = self.core.handle(event, self.now)
         self.events += 1
         for watcher in self._watchers:
             watcher(event, commands, self.now)

@@ -14,7 +14,7 @@ from plexrl.errors import (
     UnavailableError,
     UnknownJobError,
 )
-from plexrl.ids import NodeId, TenantId
+from plexrl.ids import NodeId, OperationId, TenantId
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from plexrl.sim.breakdowns import Breakdowns
@@ -287,7 +287,7 @@ class TraceRun:
         self._expect_next_job(None)
 
     def _cycle_over(self, run: JobRun) -> None:
-        now, job_id = self.shell.now, run.trace.job_id
+        now, job_id = self.shell.now, run.job_id
         before_s = run.worked_s
         alone_s = run.end_cycle()
         if self._checker is not None and self._has_one_speed:
@@ -384,17 +384,20 @@ class TraceRun:
 
     def _run_operation(self, command: cmd.RunOperation) -> None:
         run = self._runs[command.deployment]
-        if command.operation == run.operation:
+        kind = MOVES.get(command.kind, "run")
+        if kind != "run":
+            move = self._states.begin(command)
+            run.move = move
+            took_s = move.took_s
+        elif command.operation == run.operation:
             took_s = run.steps[run.step].work_s / run.speed
-        elif command.kind in MOVES:
-            run.move = self._states.begin(command)
-            took_s = run.move.took_s
         else:
             # Done before, and lost with its workers.
             took_s = run.step_named(command.operation).work_s / run.speed
         shell = self.shell
         now = shell.now
         run.run = command
+        run.run_kind = kind
         run.run_began_at = now
         run.run_s = took_s
         shell.at(now + took_s, self._ran, command)
@@ -404,41 +407,36 @@ class TraceRun:
         if run is None or run.run is not command:
             # Cut off: its workers were lost.
             return
+        kind = run.run_kind
         self._tell_of_run(run, command)
         computed_s = run.run_s - self._control_s
         if computed_s < 0.0:
             computed_s = 0.0
-        if command.kind in MOVES:
-            self._moved(run, command, computed_s)
+        operation = command.operation
+        if kind != "run":
+            self._moved(run, command, operation, computed_s)
             return
-        self._tell(ev.OperationFinished(command.operation, command.token, computed_s))
-        if command.operation == run.operation:
+        self._tell(ev.OperationFinished(operation, command.token, computed_s))
+        if operation == run.operation:
             self._controllers.answered(run)
 
-    def _moved(self, run: JobRun, command: cmd.RunOperation, computed_s: float) -> None:
+    def _moved(
+        self, run: JobRun, command: cmd.RunOperation, operation: OperationId, computed_s: float
+    ) -> None:
         move = run.move
-        assert move is not None, f"{command.operation} ends that never began"
+        assert move is not None, f"{operation} ends that never began"
         if isinstance(move, Refusal):
             self._tell(move.answer(command))
             return
-        if command.kind == _OFFLOAD:
+        if run.run_kind == "offload" and command.kind == _OFFLOAD:
             self._switches += 1
-        self._tell(
-            ev.OperationFinished(
-                command.operation, command.token, computed_s, None, "{}", move.moved
-            )
-        )
+        moved, token = move.moved, command.token
+        self._tell(ev.OperationFinished(operation, token, computed_s, None, "{}", moved))
         for report in move.reports:
             self._tell(report)
 
     def _tell_of_run(self, run: JobRun, command: cmd.RunOperation) -> None:
         """It is over, or was cut off."""
         run.run = None
-        self._collector.ran(
-            command.group,
-            run.trace.job_id,
-            run.gpus,
-            MOVES.get(command.kind, "run"),
-            run.run_began_at,
-            self.shell.now,
-        )
+        began_at, now = run.run_began_at, self.shell.now
+        self._collector.ran(command.group, run.job_id, run.gpus, run.run_kind, began_at, now)

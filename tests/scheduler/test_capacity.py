@@ -1,6 +1,8 @@
 """The capacity index against slow readings of the same words, slot by slot."""
 
+import functools
 import math
+import operator
 
 import numpy as np
 import pytest
@@ -157,7 +159,8 @@ def test_free_windows_hold_what_no_resident_touches(
     residents: list[Footprint], newcomer: Footprint
 ) -> None:
     busy = set().union(*(slow_slots(resident) for resident in residents)) if residents else set()
-    free = FreeIntervals(HORIZON, residents)
+    taken = functools.reduce(operator.or_, (each.busy() for each in residents), 0)
+    free = FreeIntervals(HORIZON, taken)
     assert int((free.stops - free.starts).sum()) == HORIZON - len(busy)
     assert free.fits(newcomer) == (not busy & slow_slots(newcomer))
     assert all(stop > start for start, stop in zip(free.starts, free.stops, strict=True))

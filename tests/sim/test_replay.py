@@ -1,5 +1,7 @@
 """Whole runs of small traces: nothing is lost, nothing differs from run to run."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -140,3 +142,10 @@ def test_jobs_of_many_nodes_share_a_group_though_no_switch_was_ever_seen() -> No
     result = simulate(whole)
     assert result.cycles == 40
     assert result.wait.highest == 0.0
+
+
+def test_the_simulator_loads_neither_the_state_manager_s_ways_nor_what_draws() -> None:
+    unwanted = {"plexrl.statemanager.client", "matplotlib", "pyarrow", "ray", "torch"}
+    code = f"import sys, plexrl.sim; print(sorted({unwanted!r} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"
