@@ -144,8 +144,8 @@ def test_the_room_of_who_may_not_be_passed_is_not_offered_to_the_backlog_behind_
     assert len(looks._seen) <= 2
 
 
-@pytest.mark.parametrize("policy", ("pack", "spread", "spread+backfill"))
-@pytest.mark.parametrize("first", ({"exclusive": True}, {"trace": trace(90.0)}))
+@pytest.mark.parametrize("policy", ["pack", "spread", "spread+backfill"])
+@pytest.mark.parametrize("first", [{"exclusive": True}, {"trace": trace(90.0)}])
 def test_no_newcomer_joins_a_group_that_a_job_of_another_size_may_not_be_passed_for(
     policy: str, first: dict[str, object]
 ) -> None:
