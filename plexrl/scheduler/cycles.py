@@ -42,7 +42,8 @@ def remember(context: Context, deployment: Deployment) -> None:
     key = profile_key(context, deployment)
     profiles.pop(key, None)
     profiles[key] = deployment.trace
-    if len(profiles) > context.config.profiles:
+    # More than one where the setting has been lowered.
+    while len(profiles) > context.config.profiles:
         del profiles[next(iter(profiles))]
 
 

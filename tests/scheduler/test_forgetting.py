@@ -202,23 +202,41 @@ def test_workers_count_on_however_long_ago_their_forerunners_were_forgotten() ->
     assert last_incarnation(state, "d2") == last_incarnation(state, "never was") == 4
 
 
+def measure(cluster: FakeCluster, name: str) -> None:
+    """A job that runs until its profile is known."""
+    cluster.job(name)
+    cluster.deploy(f"{name}/actor")
+    for cycle in range(5):
+        cluster.submit(f"{name}:{cycle}", f"{name}/actor", "optim_step")
+        while cluster.launches:
+            cluster.launch(cluster.launches[0])
+        while cluster.runs:
+            cluster.pass_time(1.0)
+            cluster.execute(cluster.runs[0])
+        cluster.pass_time(9.0)
+    cluster.send(ev.JobFinished(job=name, outcome="completed"))
+
+
 def test_a_job_that_comes_again_has_its_profile_unless_others_came_since() -> None:
     cluster = FakeCluster(policy="spread", profile_cycles=2, profiles=2, ended_jobs=1)
     cluster.start_node()
     for name in ("a", "b", "c", "d"):
-        cluster.job(name)
-        cluster.deploy(f"{name}/actor")
-        for cycle in range(5):
-            cluster.submit(f"{name}:{cycle}", f"{name}/actor", "optim_step")
-            while cluster.launches:
-                cluster.launch(cluster.launches[0])
-            while cluster.runs:
-                cluster.pass_time(1.0)
-                cluster.execute(cluster.runs[0])
-            cluster.pass_time(9.0)
-        cluster.send(ev.JobFinished(job=name, outcome="completed"))
+        measure(cluster, name)
     for name, is_known in (("b", False), ("c", True)):
         cluster.job(name)
         cluster.deploy(f"{name}/actor")
         (told,) = cluster.core.explain_job(name, cluster.now)["deployments"]
         assert (told["profile"] is not None) == is_known, name
+
+
+def test_profiles_beyond_a_lowered_bound_are_forgotten_with_the_next_one() -> None:
+    cluster = FakeCluster(policy="spread", profile_cycles=2, profiles=9, ended_jobs=1)
+    cluster.start_node()
+    for name in ("a", "b", "c", "d"):
+        measure(cluster, name)
+    cluster.send(ev.SchedulerStarted(settings_json='{"profiles": 2}'))
+    cluster.join_node()
+    cluster.join_router()
+    measure(cluster, "e")
+    profiles = cluster.core._context.state.profiles
+    assert [key.split("/")[1] for key in profiles] == ["d", "e"]
