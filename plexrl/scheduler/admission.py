@@ -15,13 +15,11 @@ for; where the policy does not backfill, nobody is.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from plexrl.errors import CapacityError, ModelDoesNotFitError
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.line_heads import Head
-from plexrl.scheduler.node_pool import NodeKind
 from plexrl.scheduler.placement import leave, patience_ends_at, place, shares, ways
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.room import NOTHING, Room
@@ -42,55 +40,6 @@ _Wish = tuple[str, int]
 
 _Turn = tuple[bool, bool, int, float, float, float, str]
 """The criteria above, the lowest first."""
-
-
-def check_it_can_fit(sizes: Mapping[NodeKind, tuple[int, int]], deployment: Deployment) -> None:
-    """Refuse what not even the empty cluster could hold.
-
-    Raises:
-        CapacityError: more GPUs than nodes of the wanted type have together, or there are none.
-        ModelDoesNotFitError: a rank's state is larger than a GPU's memory, or the whole state than
-            the tiers it is offloaded to.
-    """
-    name, wanted = deployment.deployment, deployment.node_type
-    typed = {kind: size for kind, size in sizes.items() if wanted in ("", kind.node_type)}
-    if not typed and sizes:
-        there = sorted({kind.node_type for kind in sizes} - {""})
-        raise CapacityError(
-            f"deployment {name!r} asks for nodes of type {wanted!r}; the cluster has "
-            f"{', '.join(there) or 'nodes without a type only'}: name one it has, or none",
-            workers=deployment.workers,
-            gpus=0,
-        )
-    of_type = f" of type {wanted!r}" if wanted else ""
-    per_rank = -(-deployment.state_bytes // deployment.workers)
-    gpus = max((gpus for gpus, _ in typed.values()), default=0)
-    if deployment.workers > gpus:
-        raise CapacityError(
-            f"deployment {name!r} asks for {deployment.workers} GPUs{of_type}; the cluster has "
-            f"{gpus} of one kind: ask for fewer workers or add nodes",
-            workers=deployment.workers,
-            gpus=gpus,
-        )
-    memory = max(
-        kind.gpu_memory_bytes for kind, (count, _) in typed.items() if count >= deployment.workers
-    )
-    if per_rank > memory:
-        needed = -(-deployment.state_bytes // memory)
-        raise ModelDoesNotFitError(
-            f"deployment {name!r} needs {per_rank} bytes on each of its {deployment.workers} GPUs; "
-            f"a GPU{of_type} has {memory}: ask for at least {needed} workers or a smaller model",
-            bytes_per_gpu=per_rank,
-            gpu_memory_bytes=memory,
-        )
-    tiers = sum(tier_bytes for _, tier_bytes in typed.values())
-    if shares(deployment) and deployment.state_bytes > tiers:
-        raise ModelDoesNotFitError(
-            f"deployment {name!r} has {deployment.state_bytes} bytes of state; the host tiers and "
-            f"NVMe tiers hold {tiers}: raise them or ask for an exclusive group",
-            state_bytes=deployment.state_bytes,
-            host_memory_bytes=tiers,
-        )
 
 
 def enqueue_deployment(context: Context, deployment: Deployment) -> None:
@@ -149,7 +98,11 @@ class _Pass:
         self._heads: dict[DeploymentId, tuple[Size, File, Head]] = {}
         """Whose turn it is of each file."""
         self._passed: dict[tuple[Size, File], Head] = {}
-        """The last of each file that was looked at in vain."""
+        """The last of each file whose turn it was."""
+        self._ended: dict[tuple[Size, File], None] = {}
+        """Files of which there was room for nobody any more."""
+        self._at: _Turn | None = None
+        """Whose turn it is."""
         self._wishes: dict[DeploymentId, tuple[Size, Rank]] = {}
         self._seen: set[DeploymentId] = set()
         self._ahead: set[_Wish] = set()
@@ -171,7 +124,10 @@ class _Pass:
                 # What was placed meanwhile counts against its tenant.
                 heapq.heappush(self._turns, (turn_now, name))
                 continue
+            self._at = turn
             found, wish = self._heads.pop(name, None), self._wishes.pop(name, None)
+            if found is not None:
+                self._passed[found[0], found[1]] = found[2]
             if found is not None and not self._holds(*found):
                 # Its room is for those ahead of it now, or gone.
                 self._next_of_file(found[0], found[1])
@@ -183,10 +139,7 @@ class _Pass:
             if len(self._ahead) > ahead and self._is_nobody_else_to_pass():
                 break
             if found is not None and (is_placed or why_not_yet(context, deployment) is None):
-                size, file, head = found
-                if not is_placed:
-                    self._passed[size, file] = head
-                self._next_of_file(size, file)
+                self._next_of_file(found[0], found[1])
             if is_placed and wish is not None:
                 self._next_of_wish(*wish)
         return self._placed
@@ -246,11 +199,26 @@ class _Pass:
         if heads is None or room is None:
             return
         head = heads.first(room, self._passed.get((size, file)))
-        while head is not None and not self._holds(size, file, head):
+        while head is not None and not self._is_next(size, file, head):
             head = heads.first(room, head)
-        if head is not None:
+        if head is None:
+            self._ended[size, file] = None
+        else:
             self._heads[head.name] = size, file, head
             self._push(head.name)
+
+    def _is_next(self, size: Size, file: File, head: Head) -> bool:
+        """Whether there may be room for the head of a line whose turn is still to come."""
+        if head.name in self._seen or not self._holds(size, file, head):
+            return False
+        return self._at is None or self._turn(self._context.deployment(head.name)) > self._at
+
+    def _offer(self, node_type: str, workers: int) -> None:
+        """There is a new group that others may join, too: those that had no room have some now."""
+        for size, file in list(self._ended):
+            if size.shares and size.workers == workers and alike(size.node_type, node_type):
+                del self._ended[size, file]
+                self._next_of_file(size, file)
 
     def _room(self, size: Size, file: File) -> Room | None:
         """What there is for a file behind those who may not be passed, and after so many searches;
@@ -325,6 +293,11 @@ class _Pass:
         self._placed += gang
         self._rooms.forget()
         job = context.job(gang[0].job)
+        for each in gang if self._rooms.anybody_shares else ():
+            group = context.group_of(each)
+            if group is not None and group.shared and len(group.members) == 1:
+                self._offer(group.node_type, each.workers)
+        # By now, for whose turn has passed does not get another one by it.
         self._shares.pop(job.tenant, None)
         # Now that their job has GPUs, it is the turn of its other deployments.
         for other in job.deployments:

@@ -23,7 +23,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId, NodeId, OperationId, TenantId
 from plexrl.scheduler import events as ev
-from plexrl.scheduler.admission import check_it_can_fit, enqueue_deployment, wake_patient
+from plexrl.scheduler.admission import enqueue_deployment, wake_patient
 from plexrl.scheduler.backpressure import check_room
 from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.commands import Command
@@ -52,6 +52,7 @@ from plexrl.scheduler.operations import check_deadline, check_same, check_source
 from plexrl.scheduler.outcomes import run_failed, run_finished
 from plexrl.scheduler.relocation import send_migration
 from plexrl.scheduler.replacement import look_at_node
+from plexrl.scheduler.size_check import check_it_can_fit
 from plexrl.scheduler.snapshot import decode, encode
 from plexrl.scheduler.state import Deployment, Job, WpgState
 from plexrl.scheduler.switch_cost import state_reported

@@ -14,7 +14,8 @@ class Rooms:
     def __init__(self, context: Context) -> None:
         self._context = context
         kept_apart = context.policy.ways(has_profile=True, is_patience_over=True, is_scarce=False)
-        self._anybody_shares = kept_apart != (Way.DEDICATED,)
+        self.anybody_shares = kept_apart != (Way.DEDICATED,)
+        """By the policy: a new group has room for others."""
         self._known: dict[tuple[Size, bool, bool], Room] = {}
         self._refused: dict[Size, int] = {}
         """The smallest state for which no free GPUs were found where there seemed to be some. What
@@ -42,7 +43,7 @@ class Rooms:
 
     def _look(self, size: Size, takes_free: bool, joins: bool) -> Room:
         free_state_bytes = self._free_state_bytes(size) if takes_free else NOTHING
-        if not (joins and size.shares and self._anybody_shares):
+        if not (joins and size.shares and self.anybody_shares):
             return Room(free_state_bytes=free_state_bytes)
         config, index = self._context.config, self._context.inventory.index
         loads, states = [], []

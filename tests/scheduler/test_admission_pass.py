@@ -161,3 +161,26 @@ def test_no_newcomer_joins_a_group_that_a_job_of_another_size_may_not_be_passed_
     assert list(cluster.core._context.waiting) == ["first/a", "newcomer/a"]
     cluster.send(ev.JobFinished(job="there", outcome="completed"))
     assert "first/a" not in cluster.core._context.waiting
+
+
+@pytest.mark.parametrize("policy", ["pack", "spread+backfill"])
+def test_who_had_no_room_any_more_joins_a_group_that_is_made_before_its_turn(policy: str) -> None:
+    cluster = FakeCluster(policy=policy)
+    for node_type in ("x", "y"):
+        cluster.join_node(GPUS, f"n-{node_type}", node_type=node_type)
+        cluster.job(f"there-{node_type}")
+        there = {"workers": GPUS, "node_type": node_type, "exclusive": True}
+        cluster.deploy(f"there-{node_type}/a", **there)
+    cluster.job("first")
+    cluster.deploy("first/a", workers=1, node_type="y")
+    cluster.pass_time(cluster.config.starvation_bound_s)
+    for name, node_type, busy_s in (("early", "", 20.0), ("makes", "x", 20.0), ("late", "", 21.0)):
+        cluster.job(name)
+        cluster.deploy(f"{name}/a", workers=GPUS, node_type=node_type, trace=trace(busy_s))
+        cluster.pass_time(1.0)
+    waiting = cluster.core._context.waiting
+    assert list(waiting) == ["first/a", "early/a", "makes/a", "late/a"]
+    # Free GPUs of any type are kept for the first, and there is no group that anybody could join
+    # until one is made of those that it does not want.
+    cluster.send(ev.JobFinished(job="there-x", outcome="completed"))
+    assert list(waiting) == ["first/a", "early/a"]
