@@ -30,7 +30,7 @@ def report(
         table.add_column(column, justify="left" if column == columns[0] else "right")
     for row in rows:
         table.add_row(*row)
-    console = Console(width=100)
+    console = Console(width=132)
     console.print(f"{title}\n{machine()}, commit {commit()}", highlight=False)
     console.print(table)
 
