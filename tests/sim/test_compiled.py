@@ -15,6 +15,7 @@ COMMAND = "from plexrl.cli.app import main; main()"
 
 REPLAY = """
 import dataclasses, json, sys
+from plexrl.sim.node_types import NODE_TYPES
 from plexrl.sim.policies import SIM_POLICIES
 from plexrl.sim.replay import is_compiled, simulate
 from plexrl.sim.result_json import NO_SPEED
@@ -25,7 +26,7 @@ found = {"compiled": is_compiled()}
 for name in SIM_POLICIES:
     scenario = Scenario(
         source=TraceSource.at(sys.argv[1]),
-        pools=(Pool(nodes=64),),
+        pools=(Pool(nodes=48), Pool(nodes=24, node_type=NODE_TYPES["a100"])),
         policy=name,
         behaviour=Behaviour(jitter=0.15),
         check=True,
