@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.model_spec import tiny_qwen2
@@ -118,7 +119,7 @@ def test_prompts_go_to_those_who_lead_a_replica_and_come_back_in_order() -> None
     )
     prompts = {name: array for name, array in batch_of(5).items() if name != "mask"}
     body = encode_body({}, prompts)
-    asked = replace(command(4, OperationKind.GENERATE), params_json=params)
+    asked = structs.replace(command(4, OperationKind.GENERATE), params_json=params)
     parts = asyncio.run(split(asked, body, spec))
     assert parts.generation is not None
     assert [share.rank for share in parts.generation.shares] == [0, 2]
