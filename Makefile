@@ -53,7 +53,7 @@ test: setup
 test-all: $(VLLM_STAMP)
 	$(BIN)/python -m pytest
 
-compiled: setup
+compiled: setup pure
 	HATCH_BUILD_HOOKS_ENABLE=true $(BIN)/python -m pip install --no-deps --editable .
 
 pure:
