@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("policy", nargs="*", default=tuple(SIM_POLICIES), metavar="policy")
     parser.add_argument("--part", type=int, default=1, help="every so manyth job of Philly")
     parser.add_argument("--out", type=Path, default=Path("out/drain"), help="folder")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     workload = workloads(part=options.part)[options.workload]
     found: dict[str, SimResult] = {}
     for policy in dict.fromkeys(("isolated", *options.policy)):
