@@ -38,9 +38,10 @@
     │   ├── DeviceUnavailableError     503  device_unavailable (there is no such device)
     │   └── DeviceMemoryFullError      507  device_memory_full
     └── StorageError                   507  storage
-        ├── JournalFullError           507  journal_full
+        ├── StorageFullError           507  storage_full      (work goes on when there is room)
+        │   ├── JournalFullError       507  journal_full
+        │   └── StateTierFullError     507  state_tier_full
         ├── LeaseLostError             503  lease_lost        (another scheduler took over)
-        ├── StateTierFullError         507  state_tier_full
         ├── StateLostError             500  state_lost
         └── CorruptStateError          500  corrupt_state
 
@@ -253,7 +254,14 @@ class StorageError(PlexRLError):
     status = 507
 
 
-class JournalFullError(StorageError):
+class StorageFullError(StorageError):
+    """A disk, a memory file system or a bound of ours has no room left. Nothing was changed: the
+    same request succeeds once there is room. `details["retry_after_s"]` says when to ask again."""
+
+    code = "storage_full"
+
+
+class JournalFullError(StorageFullError):
     code = "journal_full"
 
 
@@ -264,7 +272,7 @@ class LeaseLostError(StorageError):
     status = 503
 
 
-class StateTierFullError(StorageError):
+class StateTierFullError(StorageFullError):
     code = "state_tier_full"
 
 
