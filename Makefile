@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 OUT ?= out/demo
 # Tests wait for processes more than they compute, so two at a time go well on two cores.
 TESTS_AT_ONCE ?= 2
+# Decides when faults come and whom they meet.
+FAULT_SEED ?= 1
 STAMP := $(VENV)/.plexrl-setup
 VLLM_STAMP := $(VENV)/.plexrl-vllm
 
@@ -13,12 +15,13 @@ export OMP_NUM_THREADS ?= 1
 # DeepSpeed's kernels are compiled with the ninja that is installed there.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help setup demo test test-all compiled pure bench lint format clean
+.PHONY: help setup demo test test-all test-faults compiled pure bench lint format clean
 
 help:
 	@echo "make demo      set up, then train two jobs on one shared pool; report in $(OUT)/"
 	@echo "make test      set up, then run the test suite"
 	@echo "make test-all  set up vLLM too, then the test suite and the slow whole-cluster tests"
+	@echo "make test-faults  kill, stop, fill and damage a live cluster; FAULT_SEED=N for other moments"
 	@echo "make compiled  the scheduler and the simulator as C extensions: twice as quick; needs gcc"
 	@echo "make pure      Python again"
 	@echo "make bench     every benchmark; writes benchmarks/RESULTS.md"
@@ -52,6 +55,9 @@ test: setup
 
 test-all: $(VLLM_STAMP)
 	$(BIN)/python -m pytest
+
+test-faults: setup
+	$(BIN)/python -m pytest tests/faults --fault-seed $(FAULT_SEED)
 
 compiled: setup pure
 	HATCH_BUILD_HOOKS_ENABLE=true $(BIN)/python -m pip install --no-deps --editable .

@@ -19,6 +19,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOMS = ("scheduler", "statemanager", "router", "worker", "rollout", "sim", "traces")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What the whole suite can be told."""
+    parser.addoption("--fault-seed", default="1", help="of the moments and victims of tests/faults")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Refuses to test what is no longer in the files: C extensions go before their sources."""
     for compiled in (config.rootpath / "plexrl").rglob("*.so"):

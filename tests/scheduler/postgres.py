@@ -34,9 +34,7 @@ class PostgresServer:
         if self._user is not None:
             shutil.chown(self._folder, self._user)
         self._call("initdb", "-A", "trust", "-U", "plexrl", "-E", "UTF8", "-N")
-        options = f"-k {self._folder} -c listen_addresses='' -c fsync=off"
-        log = str(self._folder / "log")
-        self._call("pg_ctl", "-w", "-t", str(START_S), "-o", options, "-l", log, "start")
+        self.start()
 
     def database(self) -> str:
         """The URL of a new database."""
@@ -44,6 +42,16 @@ class PostgresServer:
         with psycopg.connect(self._dsn("postgres"), autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {name}".encode())
         return f"postgresql://plexrl@/{name}?host={self._folder}"
+
+    def start(self) -> None:
+        """Start the server; also again, after `stop`."""
+        options = f"-k {self._folder} -c listen_addresses='' -c fsync=off"
+        log = str(self._folder / "log")
+        self._call("pg_ctl", "-w", "-t", str(START_S), "-o", options, "-l", log, "start")
+
+    def stop(self) -> None:
+        """End the server and every connection to it; its databases stay."""
+        self._call("pg_ctl", "-w", "-m", "fast", "stop")
 
     def close(self) -> None:
         """End the server and remove all of it."""

@@ -1,0 +1,178 @@
+"""Faults on a live cluster with three jobs: all complete, with the weights of undisturbed runs."""
+
+import os
+import random
+import signal
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.faults.conftest import Start
+from tests.faults.controller import STEPS
+from tests.faults.live import LiveCluster, stopped_for, wait_until
+from tests.scheduler.postgres import PostgresServer, server_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+PARTS = ("plexrl.router", "plexrl.scheduler", "plexrl.statemanager", "plexrl.worker")
+FULL_S = 20.0
+STOPPED_S = {"plexrl.scheduler": 45.0}
+"""Longer than the router waits for an answer of the scheduler."""
+STOPPED_S_USUAL = 10.0
+
+
+def begin(start: Start, chance: random.Random, **options: str) -> LiveCluster:
+    """A cluster whose three jobs are under way, at a step that the seed decides."""
+    cluster = start(**options)
+    cluster.run_jobs()
+    cluster.at_step(chance.randrange(1, STEPS // 2))
+    return cluster
+
+
+@pytest.mark.parametrize("module", PARTS)
+def test_killed_part(
+    start: Start, chance: random.Random, undisturbed: dict[str, str], module: str
+) -> None:
+    cluster = begin(start, chance)
+    cluster.part(module).kill()
+    assert cluster.weights() == undisturbed
+
+
+def test_killed_worker(start: Start, chance: random.Random, undisturbed: dict[str, str]) -> None:
+    cluster = begin(start, chance)
+    cluster.worker(chance.randrange(16)).kill()
+    assert cluster.weights() == undisturbed
+
+
+@pytest.mark.parametrize("module", PARTS)
+def test_stopped_part(
+    start: Start, chance: random.Random, undisturbed: dict[str, str], module: str
+) -> None:
+    cluster = begin(start, chance)
+    stopped_for([cluster.part(module)], STOPPED_S.get(module, STOPPED_S_USUAL))
+    assert cluster.weights() == undisturbed
+
+
+def test_stopped_worker(start: Start, chance: random.Random, undisturbed: dict[str, str]) -> None:
+    cluster = begin(start, chance)
+    stopped_for([cluster.worker(chance.randrange(16))], STOPPED_S_USUAL)
+    assert cluster.weights() == undisturbed
+
+
+@pytest.mark.parametrize("where", ["disk", "shared memory"])
+def test_full_file_system(
+    start: Start, chance: random.Random, undisturbed: dict[str, str], where: str
+) -> None:
+    cluster = begin(start, chance)
+    free = cluster.host.fill(cluster.host.data_dir if where == "disk" else "/dev/shm")
+    time.sleep(FULL_S)
+    free()
+    assert cluster.weights() == undisturbed
+
+
+def test_disk_full_at_restart(
+    start: Start, chance: random.Random, undisturbed: dict[str, str]
+) -> None:
+    cluster = begin(start, chance)
+    free = cluster.host.fill(cluster.host.data_dir)
+    cluster.part("plexrl.scheduler").kill()
+    time.sleep(FULL_S)
+    free()
+    assert cluster.weights() == undisturbed
+
+
+def test_damaged_nvme_block(
+    start: Start, chance: random.Random, undisturbed: dict[str, str]
+) -> None:
+    # With so small a host tier most versions lie on NVMe, and are read from there at every switch.
+    cluster = begin(start, chance, host_memory_bytes=str(4 << 20))
+    nvme = cluster.host.path(cluster.host.data_dir) / "nodes" / "node0" / "nvme"
+    daemon = cluster.part("plexrl.statemanager")
+    spilled: list[Path] = []
+
+    def look() -> bool:
+        # Stopped, so that nobody takes away what is about to be damaged.
+        daemon.suspend()
+        spilled.extend(nvme.rglob("*.object"))
+        if not spilled:
+            daemon.resume()
+        return bool(spilled)
+
+    wait_until(look, "no version was ever spilled")
+    newest = max(spilled, key=lambda each: each.stat().st_mtime_ns)
+    with newest.open("r+b") as file:
+        at = chance.randrange(newest.stat().st_size)
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+    daemon.resume()
+    assert cluster.weights() == undisturbed
+
+
+def test_lost_host_tier(start: Start, chance: random.Random, undisturbed: dict[str, str]) -> None:
+    cluster = begin(start, chance)
+    daemon = cluster.part("plexrl.statemanager")
+    # Stopped, so that nobody loads what is about to go.
+    daemon.suspend()
+    for path in cluster.host.path("/dev/shm").rglob("*"):
+        if path.suffix in (".version", ".segment"):
+            path.unlink()
+    daemon.kill()
+    assert cluster.weights() == undisturbed
+
+
+def test_database_away(start: Start, chance: random.Random, undisturbed: dict[str, str]) -> None:
+    binaries = server_folder()
+    assert binaries is not None, "PostgreSQL is not installed: apt-get install postgresql"
+    server = PostgresServer(binaries)
+    try:
+        cluster = begin(start, chance, journal=server.database())
+        server.stop()
+        time.sleep(FULL_S)
+        server.start()
+        assert cluster.weights() == undisturbed
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("routers", ["1", "2"])
+def test_router_ended_in_order(
+    start: Start, chance: random.Random, undisturbed: dict[str, str], routers: str
+) -> None:
+    cluster = begin(start, chance, routers=routers)
+    for _ in range(2):
+        os.kill(cluster.part("plexrl.router").pid, signal.SIGTERM)
+        time.sleep(chance.uniform(1.0, 5.0))
+    assert cluster.weights() == undisturbed
+
+
+def test_cluster_ended_in_order_and_started_again(
+    start: Start, chance: random.Random, undisturbed: dict[str, str]
+) -> None:
+    cluster = begin(start, chance)
+    cluster.restart()
+    assert cluster.weights() == undisturbed
+
+
+def test_idle_and_half_sent_connections(
+    start: Start, chance: random.Random, undisturbed: dict[str, str]
+) -> None:
+    cluster = begin(start, chance)
+    host, port = cluster.url.removeprefix("http://").split(":")
+    clients = []
+    try:
+        for number in range(1100):
+            client = socket.create_connection((host, int(port)), timeout=30)
+            clients.append(client)
+            if number % 2:
+                client.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n")
+        assert cluster.weights() == undisturbed
+    finally:
+        for client in clients:
+            client.close()
