@@ -30,6 +30,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     cluster = LiveCluster(tmp_path_factory.mktemp("undisturbed"))
     try:
         cluster.run_jobs()
+        cluster.run_job("latecomer")
         return cluster.weights()
     finally:
         cluster.close()

@@ -140,30 +140,33 @@ class LiveCluster:
 
     def run_jobs(self) -> None:
         """Start the three controllers; returns once all train."""
-        controller = Path(__file__).with_name("controller.py")
-        environment = {**os.environ, "PLEXRL_URL": self.url, "PLEXRL_API_KEY": self.api_key}
         for name in JOBS:
-            stderr = self._folder / f"{name}.stderr"
-            with stderr.open("w") as errors:
-                process = subprocess.Popen(
-                    [sys.executable, str(controller), name],
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
-            assert process.stdout is not None
-            running = Running(name, process, stderr)
-            self._controllers.append(running)
-            reader = threading.Thread(target=running.read, args=(process.stdout,))
-            reader.start()
-            self._readers.append(reader)
+            self.run_job(name)
         self._until_all("make its models", lambda each: "ready" in each.lines)
         for each in self._controllers:
             assert each.process.stdin is not None
             each.process.stdin.write("go\n")
-            each.process.stdin.close()
+            each.process.stdin.flush()
+
+    def run_job(self, name: str) -> None:
+        """Start one controller."""
+        controller = Path(__file__).with_name("controller.py")
+        stderr = self._folder / f"{name}.stderr"
+        with stderr.open("w") as errors:
+            process = subprocess.Popen(
+                [sys.executable, str(controller), name],
+                env={**os.environ, "PLEXRL_URL": self.url, "PLEXRL_API_KEY": self.api_key},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        assert process.stdout is not None
+        running = Running(name, process, stderr)
+        self._controllers.append(running)
+        reader = threading.Thread(target=running.read, args=(process.stdout,))
+        reader.start()
+        self._readers.append(reader)
 
     def at_step(self, step: int) -> None:
         """Wait until every job has reported so many steps."""
@@ -253,8 +256,9 @@ class LiveCluster:
         for reader in self._readers:
             reader.join()
         for each in self._controllers:
-            if each.process.stdout is not None:
-                each.process.stdout.close()
+            for pipe in (each.process.stdin, each.process.stdout):
+                if pipe is not None:
+                    pipe.close()
         self._end()
         self.host.close()
 
