@@ -10,9 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.cluster.config import ClusterOptions
+from plexrl.private_folder import (
+    is_private_folder,
+    make_private_folder,
+    remove_private_folder,
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
+RUNTIME_PATH_MAX = 24
+"""Longest path of a user's runtime directory that is used: the kernel takes at most 107 bytes for
+the path of a Unix socket, and a node's and a worker's names are still to come. `/run/user/<uid>`
+is never longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +49,26 @@ class Folders:
         data = data_dir.resolve()
         tag = hashlib.sha256(str(data).encode()).hexdigest()[:10]
         memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else TEMPORARY
-        return cls(data, TEMPORARY / f"plexrl-{tag}", memory / f"plexrl-{tag}")
+        return cls(data, _runtime_folder() / f"plexrl-{tag}", memory / f"plexrl-{tag}")
 
     def make(self) -> None:
-        """Make all of them; what a killed cluster left of the sockets is removed."""
+        """Make all of them; what a killed cluster left of the sockets is removed.
+
+        Raises:
+            PermissionDeniedError: another user owns one of them, or could replace it.
+            StorageError: one cannot be made.
+        """
+        make_private_folder(self.data)
+        # Checked before it is emptied: another user may have made it.
+        make_private_folder(self.run)
         shutil.rmtree(self.run, ignore_errors=True)
-        for folder in (self.data, self.run, self.shared_memory, self.data / "logs"):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for folder in (self.run, self.shared_memory, self.data / "logs"):
+            make_private_folder(folder)
 
     def remove(self) -> None:
         """Remove what must not outlive the cluster."""
-        shutil.rmtree(self.run, ignore_errors=True)
-        shutil.rmtree(self.shared_memory, ignore_errors=True)
+        remove_private_folder(self.run)
+        remove_private_folder(self.shared_memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +164,7 @@ def node_parts(options: ClusterOptions, folders: Folders, place: NodePlace) -> t
     """A node's StateManager, and its agent, which needs it."""
     node = place.node
     run = folders.run / node
-    run.mkdir(exist_ok=True, mode=0o700)
+    make_private_folder(run)
     socket = str(run / "sm.sock")
     # One for all nodes: workers pull from each other's StateManagers.
     ticket_key = str(folders.data / "ticket.key")
@@ -186,6 +203,14 @@ def node_parts(options: ClusterOptions, folders: Folders, place: NodePlace) -> t
         },
     )
     return statemanager, agent
+
+
+def _runtime_folder() -> Path:
+    """Where sockets lie: the user's runtime directory if it is safe and short, else /tmp."""
+    told = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    if told.is_absolute() and len(str(told)) <= RUNTIME_PATH_MAX and is_private_folder(told):
+        return told
+    return TEMPORARY
 
 
 def _scheduler_socket(folders: Folders) -> str:
