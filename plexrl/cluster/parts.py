@@ -99,6 +99,11 @@ BOUNDS = (
     *("deployment_payload_bytes_max", "tenant_payload_bytes_max"),
 )
 """Settings of the scheduler that are its own where none are given."""
+ROUTER_BOUNDS = (
+    *("connections_max", "address_connections_max", "json_bytes_max"),
+    *("header_timeout_s", "body_timeout_s"),
+)
+"""Likewise of a router."""
 
 
 def parts(
@@ -135,7 +140,7 @@ def scheduler_part(
             "policy": options.policy,
             "ordering": options.ordering,
             "operator_key_digest": key_digest,
-            **{name: bound for name in BOUNDS if (bound := getattr(options, name)) is not None},
+            **_given(options, BOUNDS),
             **(settings or {}),
         },
     )
@@ -154,6 +159,7 @@ def router_parts(options: ClusterOptions, folders: Folders, ports: Sequence[int]
                 "port": port,
                 "data_dir": str(folders.data),
                 "otlp_endpoint": options.otlp_endpoint if index == 0 else None,
+                **_given(options, ROUTER_BOUNDS),
             },
         )
         for index, port in enumerate(ports)
@@ -203,6 +209,10 @@ def node_parts(options: ClusterOptions, folders: Folders, place: NodePlace) -> t
         },
     )
     return statemanager, agent
+
+
+def _given(options: ClusterOptions, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def _runtime_folder() -> Path:
