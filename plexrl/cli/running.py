@@ -67,6 +67,20 @@ def up(
     tenant_payload_bytes_max: Annotated[
         int | None, typer.Option(help="Bytes of the unfinished operations of one tenant.")
     ] = None,
+    connections_max: Annotated[
+        int | None, typer.Option(help="Open connections of one router.")
+    ] = None,
+    address_connections_max: Annotated[
+        int | None, typer.Option(help="Open connections of one client address to one router.")
+    ] = None,
+    header_timeout_s: Annotated[
+        float | None, typer.Option(help="Seconds in which a request's head is there.")
+    ] = None,
+    body_timeout_s: Annotated[
+        float | None,
+        typer.Option(help="Seconds for a request's JSON, and of silence in a payload."),
+    ] = None,
+    json_bytes_max: Annotated[int | None, typer.Option(help="Bytes of a request's JSON.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run a cluster until Ctrl-C: of local processes, or on the nodes of a Ray cluster."""
@@ -110,6 +124,11 @@ def up(
         tenant_operations_max=tenant_operations_max,
         deployment_payload_bytes_max=deployment_payload_bytes_max,
         tenant_payload_bytes_max=tenant_payload_bytes_max,
+        connections_max=connections_max,
+        address_connections_max=address_connections_max,
+        header_timeout_s=header_timeout_s,
+        body_timeout_s=body_timeout_s,
+        json_bytes_max=json_bytes_max,
     )
     on_ray = (
         None

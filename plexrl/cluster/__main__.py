@@ -18,6 +18,7 @@ NUMBERS = (
     *("port", "journal-bytes-max", "routers"),
     *("pending-operations-max", "tenant-operations-max"),
     *("deployment-payload-bytes-max", "tenant-payload-bytes-max"),
+    *("connections-max", "address-connections-max", "json-bytes-max"),
 )
 
 
@@ -29,6 +30,8 @@ def main() -> None:
         parser.add_argument(f"--{name}")
     for name in ("node-types", "blocks"):
         parser.add_argument(f"--{name}", type=lambda text: tuple(text.split(",")))
+    for name in ("header-timeout-s", "body-timeout-s"):
+        parser.add_argument(f"--{name}", type=float)
     parser.add_argument("--pin-workers", type=lambda text: text == "True")
     for name in NUMBERS:
         parser.add_argument(f"--{name}", type=int)

@@ -1,5 +1,6 @@
 """What `plexrl up` was asked for."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,16 @@ class ClusterOptions:
     """Bound on the payloads of one deployment's operations that are not finished."""
     tenant_payload_bytes_max: int | None = None
     """Likewise of a tenant."""
+    connections_max: int | None = None
+    """Bound on the open connections of one router; absent: its own, as of the next ones."""
+    address_connections_max: int | None = None
+    """Likewise of one client address."""
+    header_timeout_s: float | None = None
+    """In which a request's head is there."""
+    body_timeout_s: float | None = None
+    """In which a request's JSON is there, and longest silence in the payload of an operation."""
+    json_bytes_max: int | None = None
+    """Bound on a request's JSON."""
     journal: str | None = None
     """Path of a file or `postgresql://user@host/name`; absent: a file in `data_dir`."""
     journal_bytes_max: int | None = None
@@ -71,10 +82,15 @@ class ClusterOptions:
         counts = ("nodes", "routers", "gpus_per_node", "gpu_memory_bytes", "host_memory_bytes")
         queues = ("pending_operations_max", "tenant_operations_max")
         payloads = ("deployment_payload_bytes_max", "tenant_payload_bytes_max")
-        for name in (*counts, *queues, *payloads, "journal_bytes_max"):
+        doors = ("connections_max", "address_connections_max", "json_bytes_max")
+        for name in (*counts, *queues, *payloads, *doors, "journal_bytes_max"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
+        for name in ("header_timeout_s", "body_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidRequestError(f"{name} must be a finite number of seconds above 0")
         for name, known in (("policy", POLICIES), ("ordering", ORDERINGS)):
             if getattr(self, name) not in known:
                 raise InvalidRequestError(

@@ -10,9 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.cluster.config import ClusterOptions
+from plexrl.private_folder import (
+    is_private_folder,
+    make_private_folder,
+    remove_private_folder,
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
+RUNTIME_PATH_MAX = 24
+"""Longest path of a user's runtime directory that is used: the kernel takes at most 107 bytes for
+the path of a Unix socket, and a node's and a worker's names are still to come. `/run/user/<uid>`
+is never longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +49,26 @@ class Folders:
         data = data_dir.resolve()
         tag = hashlib.sha256(str(data).encode()).hexdigest()[:10]
         memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else TEMPORARY
-        return cls(data, TEMPORARY / f"plexrl-{tag}", memory / f"plexrl-{tag}")
+        return cls(data, _runtime_folder() / f"plexrl-{tag}", memory / f"plexrl-{tag}")
 
     def make(self) -> None:
-        """Make all of them; what a killed cluster left of the sockets is removed."""
+        """Make all of them; what a killed cluster left of the sockets is removed.
+
+        Raises:
+            PermissionDeniedError: another user owns one of them, or could replace it.
+            StorageError: one cannot be made.
+        """
+        make_private_folder(self.data)
+        # Checked before it is emptied: another user may have made it.
+        make_private_folder(self.run)
         shutil.rmtree(self.run, ignore_errors=True)
-        for folder in (self.data, self.run, self.shared_memory, self.data / "logs"):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for folder in (self.run, self.shared_memory, self.data / "logs"):
+            make_private_folder(folder)
 
     def remove(self) -> None:
         """Remove what must not outlive the cluster."""
-        shutil.rmtree(self.run, ignore_errors=True)
-        shutil.rmtree(self.shared_memory, ignore_errors=True)
+        remove_private_folder(self.run)
+        remove_private_folder(self.shared_memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +99,11 @@ BOUNDS = (
     *("deployment_payload_bytes_max", "tenant_payload_bytes_max"),
 )
 """Settings of the scheduler that are its own where none are given."""
+ROUTER_BOUNDS = (
+    *("connections_max", "address_connections_max", "json_bytes_max"),
+    *("header_timeout_s", "body_timeout_s"),
+)
+"""Likewise of a router."""
 
 
 def parts(
@@ -118,7 +140,7 @@ def scheduler_part(
             "policy": options.policy,
             "ordering": options.ordering,
             "operator_key_digest": key_digest,
-            **{name: bound for name in BOUNDS if (bound := getattr(options, name)) is not None},
+            **_given(options, BOUNDS),
             **(settings or {}),
         },
     )
@@ -137,6 +159,7 @@ def router_parts(options: ClusterOptions, folders: Folders, ports: Sequence[int]
                 "port": port,
                 "data_dir": str(folders.data),
                 "otlp_endpoint": options.otlp_endpoint if index == 0 else None,
+                **_given(options, ROUTER_BOUNDS),
             },
         )
         for index, port in enumerate(ports)
@@ -147,7 +170,7 @@ def node_parts(options: ClusterOptions, folders: Folders, place: NodePlace) -> t
     """A node's StateManager, and its agent, which needs it."""
     node = place.node
     run = folders.run / node
-    run.mkdir(exist_ok=True, mode=0o700)
+    make_private_folder(run)
     socket = str(run / "sm.sock")
     # One for all nodes: workers pull from each other's StateManagers.
     ticket_key = str(folders.data / "ticket.key")
@@ -186,6 +209,18 @@ def node_parts(options: ClusterOptions, folders: Folders, place: NodePlace) -> t
         },
     )
     return statemanager, agent
+
+
+def _given(options: ClusterOptions, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+def _runtime_folder() -> Path:
+    """Where sockets lie: the user's runtime directory if it is safe and short, else /tmp."""
+    told = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    if told.is_absolute() and len(str(told)) <= RUNTIME_PATH_MAX and is_private_folder(told):
+        return told
+    return TEMPORARY
 
 
 def _scheduler_socket(folders: Folders) -> str:

@@ -28,6 +28,7 @@ from plexrl.cluster.parts import (
 )
 from plexrl.cluster.ray_options import RayOptions
 from plexrl.errors import ConflictError
+from plexrl.private_folder import make_private_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +111,10 @@ class Supervisor:
 
         Raises:
             ConflictError: a cluster runs on the same data directory.
+            PermissionDeniedError: another user owns one of its folders.
             UnavailableError: a part did not start; its log says why.
         """
-        self._folders.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(self._folders.data)
         lock = _lock(self._folders.data)
         endpoint_file = self._folders.data / "cluster.json"
         processes = PartProcesses(self._folders)

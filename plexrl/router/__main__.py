@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import socket
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import uvicorn
 from plexrl.cluster.process import load_config, print_ready, run_until_signal
 from plexrl.router.app import make_app
 from plexrl.router.config import RouterConfig
+from plexrl.router.descriptors import AcceptFailures, SparseWarnings, make_connections
+from plexrl.router.guarded_protocol import guarded
 
 DRAIN_S = 1
 """Long polls that are open at the end are cut off after this; their clients ask the next router."""
@@ -26,7 +29,11 @@ def main() -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind((config.host, config.port))
 
+    connections = make_connections(config)
+    logging.getLogger("uvicorn.error").addFilter(SparseWarnings())
+
     async def serve(stop: asyncio.Event) -> None:
+        asyncio.get_running_loop().set_exception_handler(AcceptFailures(connections))
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -34,6 +41,8 @@ def main() -> None:
                 access_log=False,
                 timeout_graceful_shutdown=DRAIN_S,
                 timeout_keep_alive=75,
+                http=guarded(connections, config.header_timeout_s),
+                ws="none",
             )
         )
         # The process's own signals end it; uvicorn would take them over.

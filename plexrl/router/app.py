@@ -15,6 +15,7 @@ from plexrl.router.arrivals import Arrivals
 from plexrl.router.blobs import BlobStore
 from plexrl.router.checkpoint_owners import CheckpointOwners
 from plexrl.router.config import RouterConfig
+from plexrl.router.door import BodyRefusedError, Door, closing
 from plexrl.router.executor import Executor
 from plexrl.router.gateway import Gateway
 from plexrl.router.metrics_log import MetricsLog
@@ -70,7 +71,15 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
     )
     app.add_exception_handler(PlexRLError, _typed)
     app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(BodyRefusedError, _refused_body)
     app.add_exception_handler(Exception, _unexpected)
+    app.add_middleware(
+        Door,
+        authenticate=gateway.caller,
+        answer=_typed,
+        bytes_max=config.json_bytes_max,
+        timeout_s=config.body_timeout_s,
+    )
     # They are tried in this order: an operation's id may have slashes, so what lies behind it comes
     # first; then the busiest.
     for routes in (
@@ -108,6 +117,11 @@ async def _typed(request: Request, error: Exception) -> JSONResponse:
     if isinstance(retry_after_s, int | float):
         headers["Retry-After"] = str(max(1, round(retry_after_s)))
     return JSONResponse({"error": error.to_wire()}, status_code=error.status, headers=headers)
+
+
+async def _refused_body(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, BodyRefusedError)
+    return closing(await _typed(request, error.cause))
 
 
 async def _malformed(request: Request, error: Exception) -> JSONResponse:

@@ -15,8 +15,8 @@ from plexrl.errors import ConnectionLostError, OverloadedError
 
 RETRY_AFTER_S_MIN = 0.1
 RETRY_AFTER_S_MAX = 60.0
-STALL_S = 60.0
-"""Silence in the middle of a body after which its client is taken for dead."""
+BYTES_PER_S_MIN = 16 << 10
+"""A client that sends more slowly is taken for one that only holds its connection."""
 NEWEST = 0.25
 """Weight of the newest body in the rate."""
 
@@ -77,20 +77,26 @@ class Arrivals:
             self._bytes_per_s += NEWEST * (bytes_per_s - self._bytes_per_s)
 
 
-async def steady(chunks: AsyncIterator[bytes], stall_s: float = STALL_S) -> AsyncIterator[bytes]:
+async def steady(chunks: AsyncIterator[bytes], stall_s: float) -> AsyncIterator[bytes]:
     """The chunks of a body as they come.
 
     Raises:
-        ConnectionLostError: none came for `stall_s` seconds.
+        ConnectionLostError: the client was waited for longer than `stall_s` seconds, and a second
+            more for every `BYTES_PER_S_MIN` bytes that had come.
     """
+    # Only what the client takes counts, not what a slow disk of ours does.
+    left_s = stall_s
     while True:
+        began_at = time.monotonic()
         try:
-            async with asyncio.timeout(stall_s):
+            async with asyncio.timeout(min(left_s, stall_s)):
                 chunk = await anext(chunks)
         except StopAsyncIteration:
             return
         except TimeoutError as error:
             raise ConnectionLostError(
-                f"nothing came of the request's body for {stall_s:g} s: send it again"
+                f"the request's body stalled for {stall_s:g} s, or came more slowly than "
+                f"{BYTES_PER_S_MIN} bytes a second: send it again"
             ) from error
+        left_s += len(chunk) / BYTES_PER_S_MIN - (time.monotonic() - began_at)
         yield chunk

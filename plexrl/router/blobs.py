@@ -23,6 +23,7 @@ import xxhash
 
 from plexrl.errors import PayloadTooLargeError, StorageError, UnknownOperationError
 from plexrl.ids import BlobRef
+from plexrl.private_folder import make_private_folder
 from plexrl.wire.tensors import Body
 
 LOG = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class BlobStore:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(directory)
         self._recent: OrderedDict[BlobRef, Body] = OrderedDict()
         self._recent_bytes = 0
 

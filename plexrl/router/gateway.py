@@ -21,11 +21,13 @@ from plexrl.errors import (
 from plexrl.router.arrivals import Arrivals, steady
 from plexrl.router.blobs import BlobStore, Upload
 from plexrl.router.checkpoint_owners import CheckpointOwners
+from plexrl.router.door import BODY_KEY, BodyRefusedError, IncomingBody
 from plexrl.router.engines import Engines
 from plexrl.router.executor import Executor
 from plexrl.router.metrics_log import MetricsLog
 from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.specs import DeploymentSpecs
+from plexrl.wire.tensors import MEDIA_TYPE
 
 Plain = dict[str, Any]
 CACHE_S = 60.0
@@ -132,24 +134,28 @@ class Gateway:
             OverloadedError: too many bytes are arriving already.
             ConnectionLostError: the client went away before its end.
         """
+        body = request.scope["state"][BODY_KEY]
+        assert isinstance(body, IncomingBody)
+        if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
+            body.allow(self.body_bytes_max)
         try:
             with self._arrivals.admit(caller.tenant, _announced(request, self.body_bytes_max)):
-                chunks = steady(request.stream())
+                chunks = steady(request.stream(), body.timeout_s)
                 upload = await self.blobs.receive(chunks, self.body_bytes_max)
         except ClientDisconnect as error:
             raise ConnectionLostError("the client went away before its request's end") from error
         except OverloadedError:
-            await self._drain(request)
+            await self._drain(request, body.timeout_s)
             raise
         try:
             yield upload
         finally:
             upload.drop()
 
-    async def _drain(self, request: Request) -> None:
+    async def _drain(self, request: Request, stall_s: float) -> None:
         left = self.body_bytes_max
-        with suppress(ClientDisconnect, ConnectionLostError):
-            async for chunk in steady(request.stream()):
+        with suppress(ClientDisconnect, ConnectionLostError, BodyRefusedError):
+            async for chunk in steady(request.stream(), stall_s):
                 left -= len(chunk)
                 if left < 0:
                     return

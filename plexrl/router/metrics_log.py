@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from plexrl.errors import NonFiniteInputError, StorageError
+from plexrl.private_folder import make_private_folder
 
 Row = dict[str, Any]
 
@@ -17,7 +18,7 @@ class MetricsLog:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private_folder(directory)
 
     def append(self, job: str, step: int, values: dict[str, float]) -> None:
         """Add a row.

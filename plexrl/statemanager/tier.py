@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from plexrl.errors import ConflictError, CorruptStateError, StateTierFullError, StorageError
+from plexrl.private_folder import make_private_folder
 from plexrl.statemanager.fault_points import FaultPoints
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.versions import VersionRecord, decode_header, encode_header
@@ -32,7 +33,7 @@ class Tier:
         self.directory = directory
         self.faults = faults or FaultPoints()
         self._persistent = name == TierName.NVME
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(directory)
         self._lock_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

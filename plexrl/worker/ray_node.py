@@ -7,7 +7,6 @@ and the workers are actors of its own, so where it dies, with its node or alone,
 import asyncio
 import json
 import logging
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from plexrl.cluster.part_processes import PartProcesses
 from plexrl.cluster.parts import Folders, Part
 from plexrl.cluster.process import parse_config
 from plexrl.errors import UnavailableError
+from plexrl.private_folder import make_private_folder, remove_private_folder
 from plexrl.worker.agent import Agent
 from plexrl.worker.config import AgentConfig
 from plexrl.worker.ray_launcher import RayLauncher
@@ -83,7 +83,7 @@ class RayNodeActor:
             await self._processes.unwatch()
             await self._processes.end(self._statemanager)
         for folder in self._leftovers:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_private_folder(folder)
 
 
 def _make_folders(config: AgentConfig, folders: Folders, run_dir: Path) -> None:
@@ -93,9 +93,12 @@ def _make_folders(config: AgentConfig, folders: Folders, run_dir: Path) -> None:
             "scheduler, whose Unix socket cannot be reached from here. Use the Ray nodes of one "
             "machine"
         )
-    shutil.rmtree(run_dir, ignore_errors=True)
+    # Whoever owns the folders above could replace those below.
+    for folder in (folders.data, folders.run):
+        make_private_folder(folder)
+    remove_private_folder(run_dir)
     for folder in (run_dir, folders.shared_memory, folders.data / "logs"):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(folder)
 
 
 def _log_to(path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions
-from plexrl.cluster.parts import Folders, parts
+from plexrl.cluster.parts import Folders, parts, router_parts
 from plexrl.errors import InvalidRequestError
 from plexrl.scheduler import ordering, policies
 
@@ -43,3 +43,11 @@ def test_the_journal_may_lie_elsewhere(tmp_path: Path, url: str) -> None:
     finally:
         folders.remove()
     assert scheduler.config["journal"] == url
+
+
+def test_routers_are_told_their_bounds_and_no_others(tmp_path: Path) -> None:
+    options = ClusterOptions(data_dir=tmp_path, connections_max=99, header_timeout_s=1.5)
+    (router,) = router_parts(options, Folders.of(tmp_path), [1])
+    assert router.config["connections_max"] == 99
+    assert router.config["header_timeout_s"] == 1.5
+    assert "json_bytes_max" not in router.config

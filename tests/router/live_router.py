@@ -1,0 +1,96 @@
+"""A scheduler and a router as real processes, without nodes: enough to speak HTTP to."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+OPERATOR_KEY = "plx-operator"
+END_S = 30.0
+
+
+@dataclass(frozen=True)
+class LiveRouter:
+    """Where the router listens, and what it wrote to its log."""
+
+    port: int
+    log: Path
+    pid: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @contextmanager
+    def client(self, key: str = OPERATOR_KEY, **options: Any) -> Iterator[httpx.Client]:
+        headers = {"Authorization": f"Bearer {key}"}
+        with httpx.Client(base_url=self.url, headers=headers, timeout=END_S, **options) as client:
+            yield client
+
+
+@contextmanager
+def live_router(*, descriptors: int | None = None, **config: Any) -> Iterator[LiveRouter]:
+    """A router with that configuration; `descriptors` is its hard limit on them."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
+        scheduler = str(folder / "s.sock")
+        stack.enter_context(
+            _process(
+                folder,
+                "scheduler",
+                {
+                    "listen": scheduler,
+                    "journal": str(folder / "journal.sqlite"),
+                    "operator_key_digest": hashlib.sha256(OPERATOR_KEY.encode()).hexdigest(),
+                },
+            )
+        )
+        wrapper = []
+        if descriptors is not None:
+            wrapper = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
+        told = {
+            "router": "router0",
+            "scheduler": scheduler,
+            "host": "127.0.0.1",
+            "port": 0,
+            "data_dir": str(folder / "data"),
+            **config,
+        }
+        router, ready = stack.enter_context(_process(folder, "router", told, wrapper))
+        yield LiveRouter(ready["port"], folder / "router.log", router.pid)
+
+
+@contextmanager
+def _process(
+    folder: Path, name: str, config: dict[str, Any], wrapper: Sequence[str] = ()
+) -> Iterator[tuple["subprocess.Popen[str]", dict[str, Any]]]:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(config))
+    with (folder / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(
+            [*wrapper, sys.executable, "-m", f"plexrl.{name}", "--config", str(path)],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line, (folder / f"{name}.log").read_text()
+        yield process, json.loads(line)
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
