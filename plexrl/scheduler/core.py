@@ -368,7 +368,7 @@ class SchedulerCore:
                 )
             return
         job = self._live_job(deployment.job)
-        check_budget(context.state, job.tenant)
+        check_budget(context.state, job.tenant, event.kind)
         if event.kind not in USER_KINDS[deployment.kind]:
             raise InvalidRequestError(
                 f"{event.kind.value} is no operation of a {deployment.kind} deployment: "

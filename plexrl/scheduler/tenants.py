@@ -11,9 +11,13 @@ from plexrl.ids import TenantId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import TenantConfigured, TenantCreated
 from plexrl.scheduler.state import Job, State, Tenant
+from plexrl.wire.operations import OperationKind
 
 WEIGHT_MAX = 1e6
 PRIORITY_MAX = 100
+PAST_BUDGET = frozenset({OperationKind.SAVE_CHECKPOINT})
+"""Operations that a tenant may submit although its GPU-seconds are used up: those that save what
+the others have computed. They are billed like any other."""
 
 
 def tenant_created(state: State, event: TenantCreated) -> None:
@@ -58,19 +62,21 @@ def tenant_configured(state: State, event: TenantConfigured) -> None:
     tenant.priority_max = event.priority_max
 
 
-def check_budget(state: State, name: TenantId) -> None:
-    """Refuse new work of a tenant that has used up its GPU-seconds.
+def check_budget(state: State, name: TenantId, kind: OperationKind | None = None) -> None:
+    """Refuse new work of a tenant that has used up its GPU-seconds: a job, or an operation of a
+    `kind` that is not in `PAST_BUDGET`.
 
     Raises:
         QuotaExceededError: it has.
     """
     tenant = state.tenants.get(name)
-    if tenant is None or tenant.gpu_seconds_max is None:
+    if tenant is None or tenant.gpu_seconds_max is None or kind in PAST_BUDGET:
         return
     if tenant.gpu_seconds >= tenant.gpu_seconds_max:
         raise QuotaExceededError(
             f"tenant {name!r} has used {tenant.gpu_seconds:.0f} of its "
-            f"{tenant.gpu_seconds_max:.0f} GPU-seconds: ask an operator for more",
+            f"{tenant.gpu_seconds_max:.0f} GPU-seconds: ask an operator for more; checkpoints can "
+            "still be saved",
             used=tenant.gpu_seconds,
             quota=tenant.gpu_seconds_max,
         )
