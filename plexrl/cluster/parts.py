@@ -118,6 +118,7 @@ def scheduler_part(
             "policy": options.policy,
             "ordering": options.ordering,
             "operator_key_digest": key_digest,
+            "state_dir": "" if options.new_journal else str(folders.data),
             **{name: bound for name in BOUNDS if (bound := getattr(options, name)) is not None},
             **(settings or {}),
         },
