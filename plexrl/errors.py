@@ -41,6 +41,7 @@
         ├── StorageFullError           507  storage_full      (work goes on when there is room)
         │   ├── JournalFullError       507  journal_full
         │   └── StateTierFullError     507  state_tier_full
+        ├── JournalMissingError        500  journal_missing   (state without the journal it is of)
         ├── LeaseLostError             503  lease_lost        (another scheduler took over)
         ├── StateLostError             500  state_lost
         └── CorruptStateError          500  corrupt_state
@@ -263,6 +264,14 @@ class StorageFullError(StorageError):
 
 class JournalFullError(StorageFullError):
     code = "journal_full"
+
+
+class JournalMissingError(StorageError):
+    """The journal is new, and beside it lies state that only a former one explains. Nothing was
+    changed: `details["found"]` names some of that state."""
+
+    code = "journal_missing"
+    status = 500
 
 
 class LeaseLostError(StorageError):

@@ -2,14 +2,15 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from plexrl.cli.context import DATA_DIR, GIB, DataDir, Json, data_dir_option
+from plexrl.cli.context import DATA_DIR, GIB, DataDir, Json, data_dir_option, print_line
 from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import InvalidRequestError, JournalMissingError
 from plexrl.parallelism import Parallelism
 
 GPUS_PER_NODE = 4
@@ -34,6 +35,13 @@ def up(
     journal: Annotated[
         str | None, typer.Option(help="A path, or postgresql://user@host/name.")
     ] = None,
+    new_journal: Annotated[
+        bool,
+        typer.Option(
+            "--new-journal",
+            help="Begin an empty journal although the data directory has state of former jobs.",
+        ),
+    ] = False,
     node_types: Annotated[
         str, typer.Option(help="Kinds of the nodes, comma between: one for all, or one each.")
     ] = "",
@@ -114,6 +122,7 @@ def up(
         policy=policy,
         ordering=ordering,
         journal=journal,
+        new_journal=new_journal,
         node_types=_names(node_types),
         blocks=_names(blocks),
         port=port,
@@ -140,7 +149,15 @@ def up(
             rebuild_operations=rebuild_operations,
         )
     )
-    run_cluster(options, ready, ray=on_ray)
+    try:
+        run_cluster(options, ready, ray=on_ray)
+    except JournalMissingError as error:
+        if as_json or not sys.stdin.isatty():
+            raise
+        print_line(f"{error.message}.")
+        if not typer.confirm("Begin a new journal?"):
+            raise
+        run_cluster(replace(options, new_journal=True), ready, ray=on_ray)
 
 
 def demo(

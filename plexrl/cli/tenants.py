@@ -1,5 +1,6 @@
 """`plexrl tenants`: keys, weights, quotas and priorities."""
 
+from datetime import datetime
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ from plexrl.cli.context import DATA_DIR, DataDir, Json, Key, Output, Url, open_c
 tenants_app = typer.Typer(
     help="Tenants, their API keys, weights and quotas (operator only).", no_args_is_help=True
 )
+Name = Annotated[str, typer.Argument(help="The tenant; `operator` for the operator's own.")]
 Limit = Annotated[str | None, typer.Option(help="A number, or `none` for no quota.")]
 COLUMNS = (
     *("tenant", "weight", "jobs", "jobs at most", "GPUs", "GPUs at most"),
@@ -39,6 +41,55 @@ def list_tenants(
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.tenants()
     Output(as_json).table("Tenants", COLUMNS, [_row(each) for each in found], found)
+
+
+@tenants_app.command("keys")
+def list_keys(
+    name: Name,
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """A tenant's API keys: their ids, when each was made and last used; never the keys."""
+    with open_cluster(url, api_key, data_dir) as cluster:
+        found = cluster.tenant_keys(name)
+    rows = [(each["key"], _time(each["created_at"]), _time(each["last_used_at"])) for each in found]
+    columns = ("key", "made", "last used since the scheduler's start")
+    Output(as_json).table(f"API keys of {name}", columns, rows, found)
+
+
+@tenants_app.command("rotate")
+def rotate_key(
+    name: Name,
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """Make a new API key for a tenant, shown only now; old keys stay valid until revoked."""
+    with open_cluster(url, api_key, data_dir) as cluster:
+        found = cluster.rotate_key(name)
+    columns = ("tenant", "key", "API key")
+    rows = [(name, found["key"], found["api_key"])]
+    Output(as_json).table("New API key", columns, rows, found)
+
+
+@tenants_app.command("revoke")
+def revoke_key(
+    name: Name,
+    key: Annotated[str, typer.Argument(help="The key's id, as `plexrl tenants keys` shows it.")],
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """Revoke an API key of a tenant: every router refuses it from now on."""
+    with open_cluster(url, api_key, data_dir) as cluster:
+        cluster.revoke_key(name, key)
+        found = cluster.tenant_keys(name)
+    rows = [(name, key, len(found))]
+    Output(as_json).table("Revoked", ("tenant", "key", "keys left"), rows, found)
 
 
 @tenants_app.command("set")
@@ -105,6 +156,13 @@ def _row(tenant: dict[str, Any]) -> tuple[Any, ...]:
         f"{tenant['share']:.2f}",
         "any" if tenant["is_operator"] else tenant["priority_max"],
     )
+
+
+def _time(at: float | None) -> str:
+    """Seconds since the epoch as the local time."""
+    if at is None:
+        return "not known"
+    return datetime.fromtimestamp(at).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 def _bound(limit: int | None) -> str:

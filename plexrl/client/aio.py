@@ -298,6 +298,18 @@ class AsyncCluster:
         """As `Cluster.configure_tenant`."""
         return await asyncio.to_thread(self._sync.configure_tenant, name, **settings)
 
+    async def tenant_keys(self, name: str) -> list[Plain]:
+        """As `Cluster.tenant_keys`."""
+        return await asyncio.to_thread(self._sync.tenant_keys, name)
+
+    async def rotate_key(self, name: str) -> Plain:
+        """As `Cluster.rotate_key`."""
+        return await asyncio.to_thread(self._sync.rotate_key, name)
+
+    async def revoke_key(self, name: str, key: str) -> None:
+        """As `Cluster.revoke_key`."""
+        await asyncio.to_thread(self._sync.revoke_key, name, key)
+
     async def drain(self, node: str) -> Plain:
         """As `Cluster.drain`."""
         return await asyncio.to_thread(self._sync.drain, node)

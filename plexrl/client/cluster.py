@@ -157,6 +157,20 @@ class Cluster:
         settings = {key: value for key, value in named.items() if value is not UNSET}
         return dict(self._transport.request(requests.configure_tenant(name, settings)).json())
 
+    def tenant_keys(self, name: str) -> list[Plain]:
+        """A tenant's API keys, oldest first (operator only): each one's id, when it was made and
+        when it was last used, to about a minute, since the scheduler was started; never the key."""
+        return list(self._transport.request(requests.tenant_keys(name)).json()["keys"])
+
+    def rotate_key(self, name: str) -> Plain:
+        """Give a tenant one more API key (operator only): `api_key`, which is shown only now, and
+        its id `key`. The keys that the tenant had stay valid until they are revoked."""
+        return dict(self._transport.request(requests.rotate_key(name)).json())
+
+    def revoke_key(self, name: str, key: str) -> None:
+        """Have an API key of a tenant, named by its id, refused from now on (operator only)."""
+        self._transport.request(requests.revoke_key(name, key))
+
     def drain(self, node: str) -> Plain:
         """Move all work off a node, each model between two of its operations, as soon as there is
         room elsewhere; nothing new comes to it (operator only)."""

@@ -210,6 +210,23 @@ def configure_tenant(name: str, settings: dict[str, Any]) -> Call:
     return Call(method="PATCH", path=f"/v1/tenants/{quote(name, safe='')}", json=settings)
 
 
+def tenant_keys(name: str) -> Call:
+    """List a tenant's API keys."""
+    return Call(method="GET", path=f"/v1/tenants/{quote(name, safe='')}/keys")
+
+
+def rotate_key(name: str) -> Call:
+    """Make one more API key for a tenant."""
+    return Call(method="POST", path=f"/v1/tenants/{quote(name, safe='')}/keys")
+
+
+def revoke_key(name: str, key: str) -> Call:
+    """Revoke an API key of a tenant."""
+    return Call(
+        method="DELETE", path=f"/v1/tenants/{quote(name, safe='')}/keys/{quote(key, safe='')}"
+    )
+
+
 def drain(node: str, *, back: bool = False) -> Call:
     """Empty a node, or have it `back` in use."""
     verb = "undrain" if back else "drain"

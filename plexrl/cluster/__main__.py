@@ -32,7 +32,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=lambda text: tuple(text.split(",")))
     for name in ("header-timeout-s", "body-timeout-s"):
         parser.add_argument(f"--{name}", type=float)
-    parser.add_argument("--pin-workers", type=lambda text: text == "True")
+    for name in ("pin-workers", "new-journal"):
+        parser.add_argument(f"--{name}", type=lambda text: text == "True")
     for name in NUMBERS:
         parser.add_argument(f"--{name}", type=int)
     kinds = {"address": str, "node-grace-s": float, "node-replace-s": float}

@@ -75,6 +75,8 @@ class ClusterOptions:
     """Bound on a request's JSON."""
     journal: str | None = None
     """Path of a file or `postgresql://user@host/name`; absent: a file in `data_dir`."""
+    new_journal: bool = False
+    """Begin an empty journal although `data_dir` has state of former jobs, which are given up."""
     journal_bytes_max: int | None = None
     """Bound of the journal; absent: the disk's."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ from typing import IO
 from plexrl.cluster.lifeline import PARENT
 from plexrl.cluster.parts import Folders, Part, write_config
 from plexrl.cluster.tuning import tuned
-from plexrl.errors import UnavailableError
+from plexrl.errors import PlexRLError, UnavailableError, from_wire
 
 LOG = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class PartProcesses:
 
         Raises:
             UnavailableError: it did not; its log says why.
+            PlexRLError: it did not, and said why.
         """
         log_path = self._folders.data / "logs" / f"{part.name}.log"
         environment, options = {**os.environ, PARENT: str(os.getpid())}, []
@@ -76,6 +78,8 @@ class PartProcesses:
         if b'"ready"' not in line:
             if process.returncode is None:
                 process.kill()
+            if line.startswith(b'{"error"'):
+                raise from_wire(json.loads(line)["error"])
             raise UnavailableError(f"{part.name} did not start: see {log_path}")
         LOG.info("%s runs as process %d", part.name, process.pid)
 
@@ -124,7 +128,7 @@ class PartProcesses:
             pause_s = min(2 * pause_s, RESTART_S_MAX)
             try:
                 await self.start(part)
-            except (UnavailableError, OSError) as error:
+            except (PlexRLError, OSError) as error:
                 LOG.error("%s: %s", part.name, error)
 
 

@@ -141,6 +141,7 @@ def scheduler_part(
             "ordering": options.ordering,
             "operator_key_digest": key_digest,
             **_given(options, BOUNDS),
+            "state_dir": "" if options.new_journal else str(folders.data),
             **(settings or {}),
         },
     )

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from plexrl.cluster.lifeline import die_with_named_parent
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import InvalidRequestError, PlexRLError
 
 ConfigT = TypeVar("ConfigT")
 
@@ -51,6 +51,12 @@ def parse_config(text: bytes | str, kind: type[ConfigT], source: str) -> ConfigT
 def print_ready(**details: object) -> None:
     """Tell whoever started this process that it serves: one JSON line on standard output."""
     sys.stdout.write(json.dumps({"ready": True, **details}) + "\n")
+    sys.stdout.flush()
+
+
+def print_refused(error: PlexRLError) -> None:
+    """Tell whoever started this process why it does not serve: one JSON line on standard output."""
+    sys.stdout.write(json.dumps({"error": error.to_wire()}) + "\n")
     sys.stdout.flush()
 
 

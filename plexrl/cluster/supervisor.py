@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from plexrl.cluster.config import ClusterOptions
+from plexrl.cluster.operator_key import operator_key, write_private
 from plexrl.cluster.part_processes import PartProcesses
 from plexrl.cluster.parts import (
     Folders,
@@ -122,7 +122,7 @@ class Supervisor:
         routers: list[Part] = []
         try:
             self._folders.make()
-            key = _operator_key(self._folders.data)
+            key = operator_key(self._folders.data)
             ports = _ports(self._options)
             digest = hashlib.sha256(key.encode()).hexdigest()
             scheduler = scheduler_part(self._options, self._folders, digest, self._settings)
@@ -133,7 +133,7 @@ class Supervisor:
                 await processes.start(router)
             url = ",".join(f"http://{self._options.host}:{port}" for port in ports)
             endpoint = Endpoint(url, key, os.getpid(), str(self._folders.data))
-            _write_private(endpoint_file, endpoint.to_json())
+            write_private(endpoint_file, json.dumps({"url": url, "pid": endpoint.pid}))
             processes.watch((scheduler, *routers))
             ready(endpoint)
             await stop.wait()
@@ -203,7 +203,7 @@ def read_endpoint(data_dir: Path) -> Endpoint | None:
     try:
         body: dict[str, Any] = json.loads(path.read_text())
         os.kill(int(body["pid"]), 0)
-        return Endpoint(body["url"], body["api_key"], int(body["pid"]), body["data_dir"])
+        return Endpoint(body["url"], operator_key(data_dir), int(body["pid"]), str(data_dir))
     except (OSError, ValueError, KeyError):
         return None
 
@@ -220,23 +220,6 @@ def _lock(data_dir: Path) -> IO[str]:
             f"a cluster runs on {data_dir} already{who}: end it or use another --data-dir"
         ) from error
     return file
-
-
-def _operator_key(data_dir: Path) -> str:
-    """The operator's key, made at the first start and kept."""
-    path = data_dir / "operator.key"
-    if path.exists():
-        return path.read_text().strip()
-    key = f"plx-{secrets.token_urlsafe(24)}"
-    _write_private(path, key)
-    return key
-
-
-def _write_private(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    part.touch(mode=0o600)
-    part.write_text(text)
-    part.rename(path)
 
 
 def _ports(options: ClusterOptions) -> list[int]:

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.router.arrivals import Arrivals
 from plexrl.router.blobs import BlobStore
+from plexrl.router.callers import Callers
 from plexrl.router.checkpoint_owners import CheckpointOwners
 from plexrl.router.config import RouterConfig
 from plexrl.router.door import BodyRefusedError, Door, closing
@@ -94,11 +95,15 @@ def _make_gateway(config: RouterConfig) -> Gateway:
     data_dir = Path(config.data_dir)
     blobs = BlobStore(data_dir / "blobs")
     executor = Executor(blobs)
+    callers = Callers()
+    orders = {"run": executor.on_run, "abort": executor.on_abort, "discard": executor.on_discard}
     scheduler = SchedulerLink(
         config.scheduler,
         config.router,
-        {"run": executor.on_run, "abort": executor.on_abort, "discard": executor.on_discard},
+        {**orders, "forget_callers": callers.on_forget},
+        on_lost=callers.forget,
     )
+    callers.scheduler = scheduler
     specs = DeploymentSpecs(scheduler)
     executor.scheduler = scheduler
     executor.specs = specs
@@ -106,7 +111,9 @@ def _make_gateway(config: RouterConfig) -> Gateway:
     metrics = MetricsLog(data_dir / "metrics")
     owners = CheckpointOwners(scheduler, data_dir / "checkpoints")
     bytes_max = config.body_bytes_max
-    return Gateway(scheduler, executor, blobs, metrics, specs, arrivals, owners, bytes_max)
+    return Gateway(
+        scheduler, executor, blobs, metrics, specs, arrivals, owners, callers, data_dir, bytes_max
+    )
 
 
 async def _typed(request: Request, error: Exception) -> JSONResponse:

@@ -1,11 +1,8 @@
 """What the routes share: who is calling, the scheduler, the blobs, deployments' specifications."""
 
-import hashlib
-import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastapi import Request
@@ -13,13 +10,13 @@ from starlette.requests import ClientDisconnect
 
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import (
-    AuthenticationError,
     ConnectionLostError,
     OverloadedError,
     PermissionDeniedError,
 )
 from plexrl.router.arrivals import Arrivals, steady
 from plexrl.router.blobs import BlobStore, Upload
+from plexrl.router.callers import Caller, Callers, bearer_key
 from plexrl.router.checkpoint_owners import CheckpointOwners
 from plexrl.router.door import BODY_KEY, BodyRefusedError, IncomingBody
 from plexrl.router.engines import Engines
@@ -30,34 +27,12 @@ from plexrl.router.specs import DeploymentSpecs
 from plexrl.wire.tensors import MEDIA_TYPE
 
 Plain = dict[str, Any]
-CACHE_S = 60.0
-CACHE_MAX = 10_000
 FINAL = ("finished", "failed", "cancelled")
 """States that an operation does not leave."""
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Whose key a request carries."""
-
-    tenant: str
-    is_operator: bool
-
-    @property
-    def scope(self) -> str | None:
-        """The tenant whose objects the caller may see; None sees all."""
-        return None if self.is_operator else self.tenant
-
-    @property
-    def claim(self) -> Plain:
-        """What a call to the scheduler says about whom it is made for."""
-        if self.is_operator:
-            return {"tenant": None, "as_operator": True}
-        return {"tenant": self.tenant}
-
-
 class Gateway:
-    """One router's shared parts; the caches hold only what never changes."""
+    """One router's shared parts; its parts keep nothing that another router does not know."""
 
     def __init__(
         self,
@@ -68,16 +43,19 @@ class Gateway:
         specs: DeploymentSpecs,
         arrivals: Arrivals,
         checkpoint_owners: CheckpointOwners,
+        callers: Callers,
+        data_dir: Path,
         body_bytes_max: int,
     ) -> None:
         self.scheduler = scheduler
+        self._callers = callers
         self.executor = executor
         self.blobs = blobs
         self.metrics = metrics
         self._arrivals = arrivals
         self.checkpoint_owners = checkpoint_owners
+        self.data_dir = data_dir
         self.body_bytes_max = body_bytes_max
-        self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
         self._specs = specs
         self.engines = Engines(executor)
 
@@ -87,21 +65,7 @@ class Gateway:
         Raises:
             AuthenticationError: no key, or an unknown one.
         """
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            raise AuthenticationError(
-                "the request carries no API key: send `Authorization: Bearer <key>`"
-            )
-        digest = key_digest(key)
-        known = self._callers.get(digest)
-        if known is not None and time.monotonic() - known[0] < CACHE_S:
-            return known[1]
-        answer = await self.scheduler.call("authenticate", {"key_digest": digest})
-        caller = Caller(answer["tenant"], bool(answer["is_operator"]))
-        self._callers[digest] = (time.monotonic(), caller)
-        while len(self._callers) > CACHE_MAX:
-            self._callers.popitem(last=False)
-        return caller
+        return await self._callers.of_key(bearer_key(request.headers.get("authorization", "")))
 
     async def operator(self, request: Request) -> Caller:
         """The caller, who must be the operator. Raises `PermissionDeniedError`."""
@@ -165,8 +129,3 @@ def _announced(request: Request, bytes_max: int) -> int:
     """How long the body is to be; one that does not say may be as long as any."""
     length = request.headers.get("content-length", "")
     return min(int(length), bytes_max) if length.isdigit() else bytes_max
-
-
-def key_digest(key: str) -> str:
-    """What is kept of an API key."""
-    return hashlib.sha256(key.encode()).hexdigest()

@@ -1,11 +1,13 @@
 """Routes about the cluster: its nodes and groups, its tenants, and what they used."""
 
-import secrets
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from plexrl.router.gateway import Gateway, key_digest
+from plexrl.cluster.operator_key import NAME, new_api_key, stage_private
+from plexrl.router.callers import key_digest
+from plexrl.router.gateway import Gateway
 from plexrl.router.schemas import TenantRequest, TenantSettings
 from plexrl.router.validation import check_name
 
@@ -44,7 +46,7 @@ def cluster_routes(gateway: Gateway) -> APIRouter:
     async def create_tenant(request: Request, body: TenantRequest) -> Plain:
         caller = await gateway.operator(request)
         check_name("tenant", body.name)
-        key = f"plx-{secrets.token_urlsafe(24)}"
+        key = new_api_key()
         await gateway.scheduler.call(
             "create_tenant", {**caller.claim, "name": body.name, "key_digest": key_digest(key)}
         )
@@ -55,6 +57,37 @@ def cluster_routes(gateway: Gateway) -> APIRouter:
         caller = await gateway.operator(request)
         fields = {**caller.claim, "name": name, **body.model_dump(exclude_unset=True)}
         return await gateway.scheduler.call("configure_tenant", fields)
+
+    @routes.get("/tenants/{name}/keys", summary="A tenant's API keys: ids and times, not the keys")
+    async def keys(request: Request, name: str) -> Plain:
+        caller = await gateway.operator(request)
+        return await gateway.scheduler.call("list_keys", {**caller.claim, "name": name})
+
+    @routes.post(
+        "/tenants/{name}/keys",
+        status_code=201,
+        summary="Give a tenant one more API key, which is shown once; the others stay valid",
+    )
+    async def add_key(request: Request, name: str) -> Plain:
+        caller = await gateway.operator(request)
+        key = new_api_key()
+        fields = {**caller.claim, "name": name, "key_digest": key_digest(key)}
+        file = gateway.data_dir / NAME
+        if name == caller.tenant and file.exists():
+            # Commands on this data directory use the key in this file. The new key is on the disk
+            # before it is valid, so that a full disk refuses the rotation instead of half doing it.
+            staged = await asyncio.to_thread(stage_private, file, key)
+            told = await gateway.scheduler.call("add_key", fields)
+            staged.rename(file)
+        else:
+            told = await gateway.scheduler.call("add_key", fields)
+        return {"tenant": name, "key": told["key"], "api_key": key}
+
+    @routes.delete("/tenants/{name}/keys/{key}", status_code=204, summary="Revoke an API key")
+    async def revoke_key(request: Request, name: str, key: str) -> None:
+        caller = await gateway.operator(request)
+        fields = {**caller.claim, "name": name, "key": key}
+        await gateway.scheduler.call("revoke_key", fields)
 
     @routes.get("/usage", summary="What was used, by job and kind of operation")
     async def usage(request: Request) -> Plain:

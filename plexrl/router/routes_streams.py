@@ -9,7 +9,8 @@ from fastapi import APIRouter, Header, Request
 from fastapi.responses import StreamingResponse
 
 from plexrl.errors import PlexRLError
-from plexrl.router.gateway import Caller, Gateway, Plain
+from plexrl.router.callers import Caller
+from plexrl.router.gateway import Gateway, Plain
 from plexrl.router.stream_events import json_line, read_cursor, server_sent
 from plexrl.router.token_reader import TokenReader
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from plexrl.errors import (
@@ -25,10 +25,18 @@ Plain = dict[str, Any]
 class SchedulerLink:
     """Calls the scheduler; keeps reports until they are acknowledged."""
 
-    def __init__(self, address: str, router: str, handlers: Mapping[str, Handler]) -> None:
+    def __init__(
+        self,
+        address: str,
+        router: str,
+        handlers: Mapping[str, Handler],
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_lost` is called whenever a connection ends."""
         self._address = address
         self._router = router
         self._handlers = handlers
+        self._on_lost = on_lost
         self._peer: Peer | None = None
         self._reports: deque[tuple[str, Plain]] = deque()
         self._has_reports = asyncio.Event()
@@ -82,6 +90,8 @@ class SchedulerLink:
                 LOG.exception("the scheduler's connection failed; connecting again")
             finally:
                 self._peer = None
+                if self._on_lost is not None:
+                    self._on_lost()
                 for task in (running, reporting):
                     if task is not None:
                         task.cancel()

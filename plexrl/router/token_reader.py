@@ -14,8 +14,9 @@ from typing import Any
 
 from plexrl.errors import DeadlineExceededError, InvalidRequestError, PlexRLError, UnavailableError
 from plexrl.ids import BlobRef
+from plexrl.router.callers import Caller
 from plexrl.router.engines import engine_addresses
-from plexrl.router.gateway import FINAL, Caller, Gateway
+from plexrl.router.gateway import FINAL, Gateway
 from plexrl.router.stream_events import (
     DONE,
     RESTART,

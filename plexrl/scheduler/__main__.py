@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from plexrl.cluster.process import load_config, print_ready, run_until_signal
+from plexrl.cluster.process import load_config, print_ready, print_refused, run_until_signal
 from plexrl.errors import LeaseLostError, PlexRLError
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.leadership import run_scheduler
@@ -42,6 +42,7 @@ def main() -> None:
         run_until_signal(serve)
     except PlexRLError as error:
         LOG.critical("the scheduler cannot run: %s", error)
+        print_refused(error)
         sys.exit(EXIT_FAILED)
 
 

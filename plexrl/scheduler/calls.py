@@ -6,7 +6,7 @@ A router's call says whose objects it may touch: `tenant` names the tenant, and 
 
 import json
 import math
-from collections.abc import Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -21,6 +21,10 @@ Plain = dict[str, Any]
 Scope = TenantId | None
 """The tenant whose objects a call may touch; None: every tenant's."""
 CallT = TypeVar("CallT")
+Ask = tuple[type[Any], Callable[[Any, Any], Awaitable[Plain]]]
+"""The type of a call's parameters, and what answers it, given scope and parameters."""
+Report = tuple[type[Any], Callable[[Any], Awaitable[Plain]]]
+"""The type of a report, and what takes it in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,29 @@ class CreateTenant:
 
     name: TenantId
     key_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneTenant:
+    """A call about a tenant."""
+
+    name: TenantId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddKey:
+    """One more API key of a tenant."""
+
+    name: TenantId
+    key_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeKey:
+    """A tenant's API key, by its id, is to be valid no longer."""
+
+    name: TenantId
+    key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

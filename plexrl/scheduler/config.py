@@ -14,7 +14,7 @@ from plexrl.scheduler.policies import make_policy
 PROCESS_SETTINGS = frozenset(
     {
         *("listen", "journal", "journal_bytes_max", "snapshot_events", "lease_s", "holder"),
-        *("operator_key_digest", "tenants", "node_grace_s"),
+        *("operator_key_digest", "tenants", "node_grace_s", "state_dir"),
     }
 )
 """What a scheduler process is told for itself. All other settings are the core's: its decisions
@@ -41,6 +41,9 @@ class SchedulerConfig:
     holder: str = ""
     """Name under which this scheduler leads: stable over its restarts, for it takes over from
     itself at once, and no other's. Empty: made of the machine's name and `listen`."""
+    state_dir: str = ""
+    """The cluster's data directory. Where it has state of jobs and the journal is empty, the
+    journal was lost or is the wrong one, and the scheduler refuses to start. Empty: not checked."""
     policy: str = "pack"
     """Placement: `isolated`, `pack`, `spread`, `spread+backfill` or `co-execution` (see
     `policies`)."""

@@ -5,11 +5,9 @@ callers and reports what became of operations; a node agent reports on the worke
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
-
-import msgspec
 
 from plexrl.errors import (
     ConflictError,
@@ -25,20 +23,16 @@ from plexrl.errors import (
 from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, RouterId
 from plexrl.scheduler import calls
 from plexrl.scheduler import events as ev
-from plexrl.scheduler.calls import Plain, Scope
+from plexrl.scheduler.calls import Ask, Plain, Report, Scope
 from plexrl.scheduler.checkpoint_reports import merged
 from plexrl.scheduler.links import AgentLink
 from plexrl.scheduler.shell import Shell
+from plexrl.scheduler.tenant_calls import TenantCalls, check_operator
 from plexrl.wire.rpc import Handler, Peer
 
 WAIT_S_MAX = 120.0
 LOG_PAGE_MAX = 1000
 ASK_NODE_TIMEOUT_S = 10.0
-
-Ask = tuple[type[Any], Callable[[Any, Any], Awaitable[Plain]]]
-"""The type of a call's parameters, and what answers it, given scope and parameters."""
-Report = tuple[type[Any], Callable[[Any], Awaitable[Plain]]]
-"""The type of a report, and what takes it in."""
 
 
 class Owner(Protocol):
@@ -78,7 +72,7 @@ class Connection:
         self._owner = owner
         self._shell = shell
         self._greeted: _Greeted | None = None
-        self._router_calls = RouterCalls(shell)
+        self._router_calls = RouterCalls(shell, TenantCalls(shell, owner.keep))
         self._agent_calls = AgentCalls(shell)
 
     def handlers(self) -> dict[str, Handler]:
@@ -167,16 +161,15 @@ class Connection:
 class RouterCalls:
     """What routers ask and report."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: Shell, tenants: TenantCalls) -> None:
         self._shell = shell
         self._core = shell.core
+        self._tenants = tenants
 
     def asks(self) -> dict[str, Ask]:
         """Calls made for a tenant or for the operator."""
         return {
-            "create_tenant": (calls.CreateTenant, self._create_tenant),
-            "configure_tenant": (calls.ConfigureTenant, self._configure_tenant),
-            "list_tenants": (calls.Nothing, self._list_tenants),
+            **self._tenants.asks(),
             "list_usage": (calls.Nothing, self._list_usage),
             "drain_node": (ev.NodeDrainChanged, self._drain_node),
             "explain_job": (calls.OneJob, self._explain_job),
@@ -201,61 +194,30 @@ class RouterCalls:
     def reports(self) -> dict[str, Report]:
         """Calls of the router itself."""
         return {
-            "authenticate": (calls.Authenticate, self._authenticate),
+            **self._tenants.reports(),
             "needless_payloads": (calls.NeedlessPayloads, self._needless_payloads),
             "operation_finished": (ev.OperationFinished, self._operation_finished),
             "operation_failed": (ev.OperationFailed, self._operation_failed),
         }
 
-    # Tenants and the cluster
-
-    async def _authenticate(self, call: calls.Authenticate) -> Plain:
-        tenant, is_operator = self._core.authenticate(call.key_digest)
-        return {"tenant": tenant, "is_operator": is_operator}
+    # The cluster
 
     async def _needless_payloads(self, call: calls.NeedlessPayloads) -> Plain:
         # A leader that was replaced unawares does not know what has been accepted since.
         await self._shell.confirm_lead()
         return {"blobs": self._core.needless_payloads(call.blobs)}
 
-    async def _create_tenant(self, scope: Scope, call: calls.CreateTenant) -> Plain:
-        _check_operator(scope)
-        if call.name in self._core.tenants():
-            raise ConflictError(f"tenant {call.name!r} exists already: choose another name")
-        await self._shell.request(ev.TenantCreated(tenant=call.name, key_digest=call.key_digest))
-        return {}
-
-    async def _list_tenants(self, scope: Scope, _: calls.Nothing) -> Plain:
-        _check_operator(scope)
-        return {"tenants": self._core.list_tenants(self._now())}
-
-    async def _configure_tenant(self, scope: Scope, call: calls.ConfigureTenant) -> Plain:
-        _check_operator(scope)
-        known = {view["tenant"]: view for view in self._core.list_tenants(self._now())}
-        if call.name not in known:
-            raise NotFoundError(f"there is no tenant {call.name!r}: create it first")
-        view = known[call.name]
-        wanted = {
-            name: view[name] if getattr(call, name) is msgspec.UNSET else getattr(call, name)
-            for name in ("weight", "jobs_max", "gpus_max", "gpu_seconds_max", "priority_max")
-        }
-        await self._shell.request(ev.TenantConfigured(tenant=call.name, **wanted))
-        (changed,) = [
-            view for view in self._core.list_tenants(self._now()) if view["tenant"] == call.name
-        ]
-        return changed
-
     async def _list_usage(self, scope: Scope, _: calls.Nothing) -> Plain:
         return {"usage": self._core.usage(scope)}
 
     async def _drain_node(self, scope: Scope, event: ev.NodeDrainChanged) -> Plain:
-        _check_operator(scope)
+        check_operator(scope)
         await self._shell.request(event)
         (view,) = [each for each in self._core.list_nodes() if each["node"] == event.node]
         return view
 
     async def _list_groups(self, scope: Scope, _: calls.Nothing) -> Plain:
-        _check_operator(scope)
+        check_operator(scope)
         return {"groups": self._core.list_groups(self._now())}
 
     async def _list_nodes(self, scope: Scope, _: calls.Nothing) -> Plain:
@@ -464,11 +426,6 @@ class AgentCalls:
                 f"rank {event.rank} of {event.deployment!r} is no worker of node {self.node!r}"
             )
         return True
-
-
-def _check_operator(scope: Scope) -> None:
-    if scope is not None:
-        raise PermissionDeniedError("this is the operator's alone")
 
 
 async def _ask_node(

@@ -63,6 +63,10 @@ class Context:
             # Of a snapshot from before their order was kept.
             ended.sort(key=lambda job: (job.ended_at or 0.0, job.job))
             self.state.ended = {job.job: None for job in ended}
+        for tenant in self.state.tenants.values():
+            if tenant.key_digest:
+                # Of a snapshot from before a tenant could have several keys.
+                tenant.keys, tenant.key_digest = {tenant.key_digest: 0.0}, ""
         self.reconfigure(self.config)
 
     def reconfigure(self, config: SchedulerConfig) -> None:

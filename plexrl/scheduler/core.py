@@ -57,6 +57,8 @@ from plexrl.scheduler.snapshot import decode, encode
 from plexrl.scheduler.state import Deployment, Job, WpgState
 from plexrl.scheduler.switch_cost import state_reported
 from plexrl.scheduler.tenants import (
+    api_key_added,
+    api_key_revoked,
     authenticate,
     check_budget,
     check_gpus,
@@ -96,7 +98,9 @@ class SchedulerCore:
             ev.NodeLost: partial(node_lost, context),
             ev.RouterJoined: self._router_joined,
             ev.RouterLost: self._router_lost,
-            ev.TenantCreated: self._tenant_created,
+            ev.TenantCreated: partial(tenant_created, context),
+            ev.ApiKeyAdded: partial(api_key_added, context),
+            ev.ApiKeyRevoked: partial(api_key_revoked, context),
             ev.TenantConfigured: self._tenant_configured,
             ev.NodeDrainChanged: self._node_drain_changed,
             ev.StateMigrated: partial(state_migrated, context),
@@ -235,10 +239,6 @@ class SchedulerCore:
                 if self._context.state.operations[command.operation].is_aborted:
                     abort(self._context, command)
 
-    def _tenant_created(self, event: ev.TenantCreated, now: float) -> None:
-        del now
-        tenant_created(self._context.state, event)
-
     def _tenant_configured(self, event: ev.TenantConfigured, now: float) -> None:
         del now
         tenant_configured(self._context.state, event)
@@ -368,7 +368,7 @@ class SchedulerCore:
                 )
             return
         job = self._live_job(deployment.job)
-        check_budget(context.state, job.tenant)
+        check_budget(context.state, job.tenant, event.kind)
         if event.kind not in USER_KINDS[deployment.kind]:
             raise InvalidRequestError(
                 f"{event.kind.value} is no operation of a {deployment.kind} deployment: "

@@ -95,6 +95,22 @@ class TenantCreated(Event, frozen=True, kw_only=True):
     is_operator: bool = False
 
 
+class ApiKeyAdded(Event, frozen=True, kw_only=True):
+    """A tenant got one more API key; those it had stay valid."""
+
+    tenant: TenantId
+    key_digest: str
+    """Hex SHA-256 of the key."""
+
+
+class ApiKeyRevoked(Event, frozen=True, kw_only=True):
+    """An API key of a tenant is not valid any more."""
+
+    tenant: TenantId
+    key: str
+    """Its id: the first characters of its digest."""
+
+
 class TenantConfigured(Event, frozen=True, kw_only=True):
     """An operator set a tenant's weight, quotas and highest priority; None: no limit."""
 
@@ -294,6 +310,8 @@ CODEC: Codec[Event] = Codec(
     RouterJoined,
     RouterLost,
     TenantCreated,
+    ApiKeyAdded,
+    ApiKeyRevoked,
     TenantConfigured,
     NodeDrainChanged,
     JobSubmitted,

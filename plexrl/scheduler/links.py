@@ -79,6 +79,22 @@ class RouterLinks:
         while self._kept and await self._notify("discard", self._kept[0], 0):
             self._kept.popleft()
 
+    async def forget_callers(self) -> None:
+        """Return once no router takes an API key for known by what it asked before. A router that
+        does not answer is cut off, which makes it forget as well."""
+        async with asyncio.TaskGroup() as tasks:
+            for peer in self._peers.values():
+                tasks.create_task(self._forget_callers(peer))
+
+    async def _forget_callers(self, peer: Peer) -> None:
+        try:
+            await peer.call("forget_callers", {}, timeout_s=self._send_timeout_s)
+        except ConnectionLostError:
+            return
+        except PlexRLError as error:
+            LOG.error("a router did not forget API keys (%s); cut off", error)
+            peer.abort()
+
     async def _notify(self, method: str, command: Command, place: int) -> bool:
         """Send to the first that takes it, beginning at a place among all."""
         peers = [self._peers[router] for router in sorted(self._peers)]

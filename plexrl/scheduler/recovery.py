@@ -5,13 +5,18 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from plexrl.errors import PlexRLError, StorageError
+from plexrl.errors import JournalMissingError, PlexRLError, StorageError
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.core import SchedulerCore
 from plexrl.scheduler.journal import Journal
 
 LOG = logging.getLogger(__name__)
+
+STATE = ("checkpoints/*", "nodes/*/nvme/*", "blobs/*")
+"""What only a journal explains, below `SchedulerConfig.state_dir`: checkpoints, models' state,
+payloads and results."""
 
 PROGRESS_EVENTS = 50_000
 """Replayed between two lines of the log."""
@@ -36,9 +41,25 @@ def restore(config: SchedulerConfig, journal: Journal) -> Restored:
 
     Raises:
         StorageError: the journal cannot be read, or not without what it has forgotten.
+        JournalMissingError: it is empty although there is state that a journal explained.
     """
     with _no_collections():
-        return _restore(config, journal)
+        restored = _restore(config, journal)
+    if restored.position == 0:
+        _check_nothing_lost(config)
+    return restored
+
+
+def _check_nothing_lost(config: SchedulerConfig) -> None:
+    if not config.state_dir:
+        return
+    for found in (path for each in STATE for path in Path(config.state_dir).glob(each)):
+        raise JournalMissingError(
+            f"the journal is empty, but there is state of former jobs, such as {found}: bring "
+            "the journal back, or begin a new one with --new-journal, which gives up the jobs that "
+            "the former one knew; their checkpoints are kept",
+            found=str(found),
+        )
 
 
 def _restore(config: SchedulerConfig, journal: Journal) -> Restored:

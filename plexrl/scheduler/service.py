@@ -1,18 +1,22 @@
 """The scheduler's life: from the journal's replay to the end of its last connection."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 
 from plexrl.cluster.process import remove_socket
+from plexrl.errors import AuthenticationError, ConflictError
 from plexrl.ids import NodeId, RouterId, TenantId
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.config import SchedulerConfig, core_settings
 from plexrl.scheduler.connection import Connection
 from plexrl.scheduler.shell import Shell
 from plexrl.wire.rpc import Peer
+
+LOG = logging.getLogger(__name__)
 
 OPERATOR = TenantId("operator")
 
@@ -71,6 +75,24 @@ class Service:
                 await self.shell.request(
                     ev.TenantCreated(tenant=tenant, key_digest=digest, is_operator=is_operator)
                 )
+            elif tenant == OPERATOR:
+                await self._take_operator_key(digest)
+
+    async def _take_operator_key(self, digest: str) -> None:
+        """The configuration's key is the operator's, unless it was revoked."""
+        try:
+            self._core.authenticate(digest)
+            return
+        except AuthenticationError:
+            LOG.info("the configuration names another key of the operator's")
+        try:
+            await self.shell.request(ev.ApiKeyAdded(tenant=OPERATOR, key_digest=digest))
+        except ConflictError as error:
+            LOG.warning(
+                "the operator's key of the configuration is not valid (%s): remove operator.key "
+                "from the data directory and start again, which makes a new key",
+                error,
+            )
 
     def _expect_nodes(self) -> None:
         """Nodes of before the restart have the usual grace to come back."""

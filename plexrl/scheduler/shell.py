@@ -86,6 +86,8 @@ class Shell:
         self.clock = clock
         self.routers = RouterLinks()
         self.agents = AgentLinks()
+        self.keys_used_at: dict[str, float] = {}
+        """When a router last asked about an API key, by the key's id, since this process began."""
         self._journal = journal
         self._position = position
         self._at = clock.now()

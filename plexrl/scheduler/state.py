@@ -137,11 +137,16 @@ class InFlight:
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """Whoever holds this API key."""
+    """Whoever holds one of these API keys."""
 
     tenant: TenantId
-    key_digest: str
     is_operator: bool
+    key_digest: str = ""
+    """Only in snapshots from before a tenant could have several keys: its one key."""
+    keys: dict[str, float] = field(default_factory=dict)
+    """The digests of its valid API keys, oldest first, and when each was added; 0: not known."""
+    revoked: list[str] = field(default_factory=list)
+    """The digests of the keys that were revoked last."""
     weight: float = 1.0
     """Of its share of the cluster."""
     jobs_max: int | None = None

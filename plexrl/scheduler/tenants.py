@@ -9,26 +9,88 @@ from plexrl.errors import (
 )
 from plexrl.ids import TenantId
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.events import TenantConfigured, TenantCreated
+from plexrl.scheduler.events import ApiKeyAdded, ApiKeyRevoked, TenantConfigured, TenantCreated
 from plexrl.scheduler.state import Job, State, Tenant
+from plexrl.wire.operations import OperationKind
 
 WEIGHT_MAX = 1e6
 PRIORITY_MAX = 100
+KEY_ID_CHARACTERS = 12
+KEYS_MAX = 16
+"""Valid keys of one tenant."""
+REVOKED_MAX = 100
+"""Revoked keys of one tenant that are remembered."""
+PAST_BUDGET = frozenset({OperationKind.SAVE_CHECKPOINT})
+"""Operations that a tenant may submit although its GPU-seconds are used up: those that save what
+the others have computed. They are billed like any other."""
 
 
-def tenant_created(state: State, event: TenantCreated) -> None:
+def tenant_created(context: Context, event: TenantCreated, now: float) -> None:
     """Know a tenant from now on.
 
     Raises:
         ConflictError: the name is another key's.
     """
-    known = state.tenants.get(event.tenant)
-    if known is not None and known.key_digest != event.key_digest:
+    known = context.state.tenants.get(event.tenant)
+    if known is not None and event.key_digest not in known.keys:
         raise ConflictError(f"tenant {event.tenant!r} exists already: choose another name")
     if known is None:
-        state.tenants[event.tenant] = Tenant(
-            tenant=event.tenant, key_digest=event.key_digest, is_operator=event.is_operator
+        context.state.tenants[event.tenant] = Tenant(
+            tenant=event.tenant, is_operator=event.is_operator, keys={event.key_digest: now}
         )
+
+
+def key_id(digest: str) -> str:
+    """By what a key is named: enough of its digest to tell a tenant's keys apart."""
+    return digest[:KEY_ID_CHARACTERS]
+
+
+def api_key_added(context: Context, event: ApiKeyAdded, now: float) -> None:
+    """Take one more key of a tenant.
+
+    Raises:
+        NotFoundError: there is no such tenant.
+        ConflictError: the tenant has too many keys, or the key is another tenant's or was revoked.
+    """
+    tenant = _tenant(context.state, event.tenant)
+    if event.key_digest in tenant.keys:
+        return
+    if len(tenant.keys) >= KEYS_MAX:
+        raise ConflictError(
+            f"tenant {event.tenant!r} has {KEYS_MAX} API keys, which is the most: revoke one first"
+        )
+    for each in context.state.tenants.values():
+        for digest in (*each.keys, *each.revoked):
+            if key_id(digest) == key_id(event.key_digest):
+                raise ConflictError(
+                    f"API key {key_id(digest)} is in use or was revoked: make another key"
+                )
+    tenant.keys[event.key_digest] = now
+
+
+def api_key_revoked(context: Context, event: ApiKeyRevoked, now: float) -> None:
+    """Take a key of a tenant for valid no longer; one that was revoked before stays so.
+
+    Raises:
+        NotFoundError: the tenant has no such key.
+        ConflictError: it is the last key of an operator.
+    """
+    del now
+    tenant = _tenant(context.state, event.tenant)
+    if any(key_id(digest) == event.key for digest in tenant.revoked):
+        return
+    digest = next((each for each in tenant.keys if key_id(each) == event.key), None)
+    if digest is None:
+        raise NotFoundError(
+            f"tenant {event.tenant!r} has no API key {event.key!r}: list its keys for their ids"
+        )
+    if tenant.is_operator and len(tenant.keys) == 1:
+        raise ConflictError(
+            f"API key {event.key!r} is the operator's last: without it nobody could operate the "
+            "cluster; rotate it first"
+        )
+    del tenant.keys[digest]
+    tenant.revoked = [*tenant.revoked, digest][-REVOKED_MAX:]
 
 
 def tenant_configured(state: State, event: TenantConfigured) -> None:
@@ -38,9 +100,7 @@ def tenant_configured(state: State, event: TenantConfigured) -> None:
         NotFoundError: there is no such tenant.
         InvalidRequestError: a number makes no sense; nothing changed.
     """
-    tenant = state.tenants.get(event.tenant)
-    if tenant is None:
-        raise NotFoundError(f"there is no tenant {event.tenant!r}: create it first")
+    tenant = _tenant(state, event.tenant)
     limits = (event.jobs_max, event.gpus_max, event.gpu_seconds_max)
     if not 0 < event.weight <= WEIGHT_MAX or any(each is not None and each < 0 for each in limits):
         raise InvalidRequestError(
@@ -58,19 +118,21 @@ def tenant_configured(state: State, event: TenantConfigured) -> None:
     tenant.priority_max = event.priority_max
 
 
-def check_budget(state: State, name: TenantId) -> None:
-    """Refuse new work of a tenant that has used up its GPU-seconds.
+def check_budget(state: State, name: TenantId, kind: OperationKind | None = None) -> None:
+    """Refuse new work of a tenant that has used up its GPU-seconds: a job, or an operation of a
+    `kind` that is not in `PAST_BUDGET`.
 
     Raises:
         QuotaExceededError: it has.
     """
     tenant = state.tenants.get(name)
-    if tenant is None or tenant.gpu_seconds_max is None:
+    if tenant is None or tenant.gpu_seconds_max is None or kind in PAST_BUDGET:
         return
     if tenant.gpu_seconds >= tenant.gpu_seconds_max:
         raise QuotaExceededError(
             f"tenant {name!r} has used {tenant.gpu_seconds:.0f} of its "
-            f"{tenant.gpu_seconds_max:.0f} GPU-seconds: ask an operator for more",
+            f"{tenant.gpu_seconds_max:.0f} GPU-seconds: ask an operator for more; checkpoints can "
+            "still be saved",
             used=tenant.gpu_seconds,
             quota=tenant.gpu_seconds_max,
         )
@@ -123,6 +185,13 @@ def authenticate(state: State, key_digest: str) -> tuple[TenantId, bool]:
         AuthenticationError: nobody has this key.
     """
     for tenant in state.tenants.values():
-        if tenant.key_digest == key_digest:
+        if key_digest in tenant.keys:
             return tenant.tenant, tenant.is_operator
-    raise AuthenticationError("the API key is unknown: check PLEXRL_API_KEY")
+    raise AuthenticationError("the API key is unknown or was revoked: check PLEXRL_API_KEY")
+
+
+def _tenant(state: State, name: TenantId) -> Tenant:
+    tenant = state.tenants.get(name)
+    if tenant is None:
+        raise NotFoundError(f"there is no tenant {name!r}: create it first")
+    return tenant

@@ -13,6 +13,7 @@ from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.state import Deployment, Group, Job, Node, Tenant
 from plexrl.scheduler.switch_cost import load_s, offload_s
+from plexrl.scheduler.tenants import key_id
 
 View = dict[str, Any]
 
@@ -241,6 +242,9 @@ def tenant_view(context: Context, tenant: Tenant, now: float) -> View:
     return {
         "tenant": tenant.tenant,
         "is_operator": tenant.is_operator,
+        "keys": [
+            {"key": key_id(each), "created_at": at or None} for each, at in tenant.keys.items()
+        ],
         **quota_of(tenant),
         "gpus_held": gpus,
         "jobs_running": jobs,

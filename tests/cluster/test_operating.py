@@ -262,6 +262,7 @@ def test_a_budget_that_is_used_up_refuses_new_work(
         tenant.create_job("after")
     with pytest.raises(errors.QuotaExceededError):
         actor.barrier()
+    assert Path(actor.save_checkpoint("kept").result(120)["path"]).is_dir()
     operator.configure_tenant(name, gpu_seconds_max=None)
     actor.barrier().result(120)
 

@@ -1,6 +1,6 @@
 """What the router tells the scheduler about its callers."""
 
-from plexrl.router.gateway import Caller
+from plexrl.router.callers import Caller
 from plexrl.scheduler.calls import take_scope
 
 

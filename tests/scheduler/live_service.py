@@ -74,7 +74,7 @@ class Live:
         self, name: str = "router", handlers: Mapping[str, Handler] | None = None
     ) -> Peer:
         """A connection that said hello as a router."""
-        quiet = dict.fromkeys(("run", "abort", "discard"), _nothing)
+        quiet = dict.fromkeys(("run", "abort", "discard", "forget_callers"), _nothing)
         peer = await self.connect({**quiet, **(handlers or {})})
         await peer.call("hello", {"role": "router", "router": name})
         return peer

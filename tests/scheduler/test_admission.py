@@ -252,6 +252,25 @@ def test_a_tenant_without_gpu_seconds_left_is_refused() -> None:
     cluster.job("b", tenant="other")
 
 
+def test_work_can_be_saved_although_no_gpu_seconds_are_left() -> None:
+    cluster = cluster_of()
+    tenant(cluster, "t", gpu_seconds_max=10.0)
+    submit(cluster, "a", 4)
+    cluster.settle()
+    cluster.submit("a:1", "a/actor", "forward_backward")
+    cluster.settle()
+    tenant(cluster, "t", gpu_seconds_max=0.0)
+    for kind in ("forward", "forward_backward", "optim_step", "load_checkpoint", "barrier"):
+        with pytest.raises(errors.QuotaExceededError, match="checkpoints can still be saved"):
+            cluster.submit(f"a:{kind}", "a/actor", kind)
+    cluster.submit("a:save", "a/actor", "save_checkpoint")
+    cluster.settle()
+    view = cluster.core.operation_view("a:save", cluster.now)
+    assert view["state"] == "finished"
+    (row,) = [row for row in cluster.core.usage(None) if row["kind"] == "save_checkpoint"]
+    assert row["operations"] == 1, "a save past the budget is billed like any other"
+
+
 def test_small_jobs_go_past_a_large_one_only_where_the_policy_backfills() -> None:
     for policy, wanted in (
         ("spread", ["a/actor"]),

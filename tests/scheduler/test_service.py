@@ -31,6 +31,9 @@ B: Plain = {"tenant": "b"}
 ROUTER_ASKS: dict[str, Plain] = {
     "create_tenant": {"name": "c", "key_digest": "0"},
     "list_tenants": {},
+    "list_keys": {"name": "a"},
+    "add_key": {"name": "a", "key_digest": "0"},
+    "revoke_key": {"name": "a", "key": "0"},
     "submit_job": {
         "job": "new",
         "name": "new",

@@ -1,0 +1,36 @@
+"""The operator's API key, in a file of the data directory that only its owner may read."""
+
+import secrets
+from pathlib import Path
+
+NAME = "operator.key"
+
+
+def new_api_key() -> str:
+    """A key that nobody can guess."""
+    return f"plx-{secrets.token_urlsafe(24)}"
+
+
+def operator_key(data_dir: Path) -> str:
+    """The operator's key, made at the first start and kept."""
+    path = data_dir / NAME
+    if path.exists():
+        return path.read_text().strip()
+    key = new_api_key()
+    write_private(path, key)
+    return key
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file, as a whole, by one that only its owner may read."""
+    part = stage_private(path, text)
+    part.rename(path)
+
+
+def stage_private(path: Path, text: str) -> Path:
+    """`text` in a file beside `path`, to be renamed to it."""
+    part = path.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    part.touch(mode=0o600, exist_ok=False)
+    part.write_text(text)
+    return part
