@@ -341,16 +341,6 @@ class _Pass:
         return self._is_unpassable(self._context.deployment(name))
 
 
-def waiting_order(context: Context, now: float) -> list[Deployment]:
-    """All waiting deployments in the order of their turn."""
-    turns = []
-    for name in context.waiting:
-        deployment = context.deployment(name)
-        share = tenant_share(context, context.job(deployment.job).tenant, now)
-        turns.append((_turn(context, deployment, share, now), deployment))
-    return [deployment for _, deployment in sorted(turns, key=lambda each: each[0])]
-
-
 def why_not_yet(context: Context, deployment: Deployment) -> tuple[str, str] | None:
     """(reason, rule) for which `deployment` may not have GPUs even where some are free."""
     job = context.job(deployment.job)

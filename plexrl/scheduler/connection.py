@@ -248,7 +248,7 @@ class RouterCalls:
         return self._core.job_view(call.job, self._now())
 
     async def _change_job(self, scope: Scope, event: ev.JobFinished | ev.ControllerSeen) -> Plain:
-        self._own_job(scope, event.job)
+        self._check_job(scope, event.job)
         await self._shell.request(event)
         return self._core.job_view(event.job, self._now())
 
@@ -256,14 +256,15 @@ class RouterCalls:
         return {"jobs": self._core.list_jobs(scope, self._now())}
 
     async def _get_job(self, scope: Scope, call: calls.OneJob) -> Plain:
-        return self._own_job(scope, call.job)
+        self._check_job(scope, call.job)
+        return self._core.job_view(call.job, self._now())
 
     async def _explain_job(self, scope: Scope, call: calls.OneJob) -> Plain:
-        self._own_job(scope, call.job)
+        self._check_job(scope, call.job)
         return self._core.explain_job(call.job, self._now())
 
     async def _create_deployment(self, scope: Scope, event: ev.DeploymentCreated) -> Plain:
-        self._own_job(scope, event.job)
+        self._check_job(scope, event.job)
         if event.deployment.rpartition("/")[0] != event.job:
             raise InvalidRequestError(
                 f"a deployment of job {event.job!r} is named '{event.job}/<name>', "
@@ -273,24 +274,25 @@ class RouterCalls:
         return self._core.deployment_view(event.deployment, self._now())
 
     async def _get_deployment(self, scope: Scope, call: calls.OneDeployment) -> Plain:
-        return self._own_deployment(scope, call.deployment)
+        self._check_deployment(scope, call.deployment)
+        return self._core.deployment_view(call.deployment, self._now())
 
     # Operations
 
     async def _submit_operation(self, scope: Scope, event: ev.OperationSubmitted) -> Plain:
-        self._own_deployment(scope, event.deployment)
+        self._check_deployment(scope, event.deployment)
         if event.source is not None:
-            self._own_deployment(scope, event.source)
+            self._check_deployment(scope, event.source)
         await self._shell.request(event)
         return self._core.operation_view(event.operation, self._now())
 
     async def _cancel_operation(self, scope: Scope, event: ev.OperationCancelled) -> Plain:
-        self._own_operation(scope, event.operation)
+        self._check_operation(scope, event.operation)
         await self._shell.request(event)
         return self._core.operation_view(event.operation, self._now())
 
     async def _wait_operation(self, scope: Scope, call: calls.WaitOperation) -> Plain:
-        self._own_operation(scope, call.operation)
+        self._check_operation(scope, call.operation)
         if call.timeout_s > 0:
             await self._shell.wait_final(call.operation, min(call.timeout_s, WAIT_S_MAX))
         return self._core.operation_view(call.operation, self._now())
@@ -312,7 +314,8 @@ class RouterCalls:
 
     async def _read_log(self, scope: Scope, call: calls.ReadLog) -> Plain:
         """The logs that could be had, and in `failed` the nodes that gave none."""
-        job = self._own_job(scope, call.job)
+        self._check_job(scope, call.job)
+        job = self._core.job_view(call.job, self._now())
         names = [
             view["deployment"]
             for view in job["deployments"]
@@ -324,7 +327,7 @@ class RouterCalls:
 
     async def _list_checkpoints(self, scope: Scope, call: calls.ListCheckpoints) -> Plain:
         """What is known of the job's checkpoints, and in `failed` the nodes that did not answer."""
-        self._own_job(scope, call.job)
+        self._check_job(scope, call.job)
         questions = [{"job": call.job}]
         found, failed = await self._ask_nodes("list_checkpoints", questions, "checkpoints")
         return {"checkpoints": merged(found), "failed": failed}
@@ -355,22 +358,16 @@ class RouterCalls:
     def _now(self) -> float:
         return self._shell.clock.now()
 
-    def _own_job(self, scope: Scope, job: JobId) -> Plain:
-        view = self._core.job_view(job, self._now())
-        if scope not in (None, view["tenant"]):
+    def _check_job(self, scope: Scope, job: JobId) -> None:
+        if scope not in (None, self._core.tenant_of_job(job)):
             raise UnknownJobError(f"there is no job {job!r}")
-        return view
 
-    def _own_deployment(self, scope: Scope, deployment: DeploymentId) -> Plain:
-        view = self._core.deployment_view(deployment, self._now())
-        owner = self._core.job_view(JobId(view["job"]), self._now())["tenant"]
-        if scope not in (None, owner):
+    def _check_deployment(self, scope: Scope, deployment: DeploymentId) -> None:
+        if scope not in (None, self._core.tenant_of_deployment(deployment)):
             raise UnknownDeploymentError(f"there is no deployment {deployment!r}")
-        return view
 
-    def _own_operation(self, scope: Scope, operation: OperationId) -> None:
-        view = self._core.operation_view(operation, self._now())
-        if scope not in (None, view["tenant"]):
+    def _check_operation(self, scope: Scope, operation: OperationId) -> None:
+        if scope not in (None, self._core.tenant_of_operation(operation)):
             raise UnknownOperationError(f"there is no operation {operation!r}, or not any more")
 
 

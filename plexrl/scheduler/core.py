@@ -15,7 +15,6 @@ from plexrl.errors import (
     ConflictError,
     InvalidRequestError,
     JobEndedError,
-    NotFoundError,
     UnavailableError,
     UnknownDeploymentError,
     UnknownJobError,
@@ -30,7 +29,7 @@ from plexrl.scheduler.commands import Command
 from plexrl.scheduler.config import SchedulerConfig, with_core_settings
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.cycles import cycle_over, profile_key
-from plexrl.scheduler.early_ends import abort, await_deadline, cancel, deadline_passed
+from plexrl.scheduler.early_ends import await_deadline, cancel, deadline_passed
 from plexrl.scheduler.estimates import Estimates
 from plexrl.scheduler.eta import promise
 from plexrl.scheduler.explain_job import explain_job
@@ -42,6 +41,7 @@ from plexrl.scheduler.lifecycle import (
     ENDINGS,
     detach_or_cancel,
     end_job,
+    issue_again,
     place_waiting,
     restart,
     worker_ready,
@@ -70,8 +70,10 @@ from plexrl.scheduler.views import (
     View,
     cluster_view,
     deployment_view,
+    ended_since,
     group_view,
     job_view,
+    needless_payloads,
     node_view,
     operation_log,
     operation_view,
@@ -102,7 +104,7 @@ class SchedulerCore:
             ev.ApiKeyAdded: partial(api_key_added, context),
             ev.ApiKeyRevoked: partial(api_key_revoked, context),
             ev.TenantConfigured: self._tenant_configured,
-            ev.NodeDrainChanged: self._node_drain_changed,
+            ev.NodeDrainChanged: partial(node_drain_changed, context),
             ev.StateMigrated: partial(state_migrated, context),
             ev.StateReported: partial(state_reported, context),
             ev.JobSubmitted: self._job_submitted,
@@ -220,34 +222,19 @@ class SchedulerCore:
         context = self._context
         if event.router not in context.state.routers:
             context.state.routers.append(event.router)
-        self._issue_again()
+        issue_again(self._context)
 
     def _router_lost(self, event: ev.RouterLost, now: float) -> None:
         del now
         if event.router in self._context.state.routers:
             self._context.state.routers.remove(event.router)
             if self._context.state.routers:
-                self._issue_again()
-
-    def _issue_again(self) -> None:
-        """Send every run in flight once more: the router that had it may be gone."""
-        for deployment in self._context.state.deployments.values():
-            if deployment.moving is not None:
-                self._context.emit(deployment.moving)
-            for command in deployment.running.values():
-                self._context.emit(command)
-                if self._context.state.operations[command.operation].is_aborted:
-                    abort(self._context, command)
+                issue_again(self._context)
 
     def _tenant_configured(self, event: ev.TenantConfigured, now: float) -> None:
         del now
         tenant_configured(self._context.state, event)
         self._context.place_waiting = True
-
-    def _node_drain_changed(self, event: ev.NodeDrainChanged, now: float) -> None:
-        if event.node not in self._context.state.nodes:
-            raise NotFoundError(f"there is no node {event.node!r}")
-        node_drain_changed(self._context, event, now)
 
     def _job_submitted(self, event: ev.JobSubmitted, now: float) -> None:
         context = self._context
@@ -424,6 +411,18 @@ class SchedulerCore:
             raise UnknownOperationError(f"there is no operation {name!r}, or not any more")
         return operation
 
+    def tenant_of_job(self, job: JobId) -> TenantId:
+        """Whose job it is. Raises `UnknownJobError`."""
+        return self._job(job).tenant
+
+    def tenant_of_deployment(self, deployment: DeploymentId) -> TenantId:
+        """Whose deployment it is. Raises `UnknownDeploymentError`."""
+        return self.tenant_of_job(self._deployment(deployment).job)
+
+    def tenant_of_operation(self, operation: OperationId) -> TenantId:
+        """Whose operation it is. Raises `UnknownOperationError`."""
+        return self.tenant_of_deployment(self._operation(operation).deployment)
+
     # Views
 
     def operation_view(self, operation: OperationId, now: float) -> View:
@@ -433,6 +432,10 @@ class SchedulerCore:
     def is_final(self, operation: OperationId) -> bool:
         """Whether nothing more comes of it. Raises `UnknownOperationError`."""
         return self._operation(operation).state.is_final
+
+    def ended_since(self, count: int) -> tuple[int, list[OperationId] | None]:
+        """(operations ended so far, names of those behind the first `count`; None: forgotten)."""
+        return ended_since(self._context.state, count)
 
     def deployment_view(self, deployment: DeploymentId, now: float) -> View:
         """One deployment. Raises `UnknownDeploymentError`."""
@@ -476,9 +479,7 @@ class SchedulerCore:
 
     def needless_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
         """Those of no operation that is yet to end or kept for a recovery."""
-        operations = self._context.state.operations.values()
-        needed = {each.payload for each in operations if each.is_logged or not each.state.is_final}
-        return [blob for blob in blobs if blob not in needed]
+        return needless_payloads(self._context.state, blobs)
 
     def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:
         """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""

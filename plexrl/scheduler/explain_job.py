@@ -48,7 +48,7 @@ def _summary(context: Context, job: Job, deployments: list[Deployment], now: flo
             reason, _, _ = why_no_gpus(context, deployment, now)
             return f"{deployment.deployment} waits for GPUs: {reason}"
     for deployment in deployments:
-        for row in _operations(context, deployment, now)[:1]:
+        for row in _operations(context, deployment, now, most=1):
             if row["rule"] != "running":
                 return f"{row['operation']} waits: {row['reason']}"
     if any(each.running for each in deployments):
@@ -82,15 +82,17 @@ def _deployment(context: Context, deployment: Deployment, now: float) -> View:
             "cycles": trace.cycles,
         }
     if deployment.state == WpgState.WAITING:
-        view["attempts"] = attempts(context, deployment, now)
+        view["attempts"] = attempts(context, deployment, now, searches=True)
     if shares(deployment) and trace is not None and deployment.state != WpgState.STOPPED:
         view["near"] = near_groups(context, deployment, now)
     return view
 
 
-def _operations(context: Context, deployment: Deployment, now: float) -> list[View]:
+def _operations(
+    context: Context, deployment: Deployment, now: float, most: int = OPERATIONS_MAX
+) -> list[View]:
     rows = []
-    for name in [*deployment.running, *deployment.queue][:OPERATIONS_MAX]:
+    for name in [*deployment.running, *deployment.queue][:most]:
         operation = context.state.operations[name]
         found = explain(context, operation, now)
         if found is not None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.admission import waiting_order, why_not_yet
+from plexrl.scheduler.admission import why_not_yet
 from plexrl.scheduler.capacity import Shape
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.node_pool import NodeKind
@@ -27,23 +27,27 @@ def why_no_gpus(
     held = why_not_yet(context, deployment)
     if held is not None:
         return *held, None
-    position = 0
-    for other in waiting_order(context, now):
-        if other is deployment:
-            break
-        position += _is_rival(deployment, other)
     eta_s = _capacity_eta_s(context, deployment, now)
     what = f"{deployment.workers} GPUs"
     if deployment.node_type:
         what += f" of type {deployment.node_type!r}"
-    tried = [f"{row['way']}: {row['why']}" for row in attempts(context, deployment, now)]
-    why = f"{what} are not free yet; {position} deployments are before it; " + "; ".join(tried)
-    return why, "turn" if position else "capacity", eta_s
+    rows = attempts(context, deployment, now, searches=False)
+    tried = "; ".join(f"{row['way']}: {row['why']}" for row in rows)
+    ahead, others = context.waiting.counts.standing(deployment.deployment)
+    turn = f"{ahead} of the {others} others that wait have a higher priority or have waited longer"
+    return f"{what} are not free yet; {turn}; {tried}", "turn" if ahead else "capacity", eta_s
 
 
-def attempts(context: Context, deployment: Deployment, now: float) -> list[View]:
-    """What each way of getting GPUs would meet now, in the order in which they are tried."""
-    return [_attempt(context, deployment, way, now) for way in ways(context, deployment, now)]
+def attempts(context: Context, deployment: Deployment, now: float, *, searches: bool) -> list[View]:
+    """What each way of getting GPUs would meet now, in the order in which they are tried.
+
+    `searches`: the time of the groups with room is searched, too, which costs milliseconds. A poll
+    does without.
+    """
+    return [
+        _attempt(context, deployment, way, now, searches=searches)
+        for way in ways(context, deployment, now)
+    ]
 
 
 def name_for(context: Context, name: DeploymentId, reader: Deployment) -> str:
@@ -71,7 +75,9 @@ def near_groups(context: Context, deployment: Deployment, now: float) -> list[Vi
     ]
 
 
-def _attempt(context: Context, deployment: Deployment, way: Way, now: float) -> View:
+def _attempt(
+    context: Context, deployment: Deployment, way: Way, now: float, *, searches: bool
+) -> View:
     if way == Way.DEDICATED:
         free = context.inventory.pool.free_gpus(deployment.node_type)
         why = f"{free} GPUs are in no group, {deployment.workers} of one kind are wanted"
@@ -91,7 +97,9 @@ def _attempt(context: Context, deployment: Deployment, way: Way, now: float) -> 
         if counts[name]
     ]
     open_count = counts["open"]
-    if open_count and way in (Way.STRICT, Way.OVERLAP) and deployment.trace is not None:
+    if open_count and not searches:
+        refused.append(f"{open_count} have room by load and memory")
+    elif open_count and way in (Way.STRICT, Way.OVERLAP) and deployment.trace is not None:
         longest = math.ceil(max(s.duration_s for s in deployment.trace.segments))
         strict = way == Way.STRICT
         fits = fitting(context, deployment, now, strict=strict)
@@ -104,7 +112,7 @@ def _attempt(context: Context, deployment: Deployment, way: Way, now: float) -> 
                 f"in the nearest of the {len(fits)} where it fits, a member would wait for more "
                 f"than {bound} of its time"
             )
-    if open_count and way == Way.CO_EXECUTED:
+    elif open_count and way == Way.CO_EXECUTED:
         refused.append(
             f"{open_count} have no turn left in their round, or not in host memory for its state"
         )
@@ -153,24 +161,17 @@ def _capacity_eta_s(context: Context, deployment: Deployment, now: float) -> flo
         if deployment.node_type in ("", kind.node_type)
     }
     ends = []
-    for job in context.state.jobs.values():
-        if job.state.is_final or not job.expected_s or job.job == deployment.job:
+    for group in context.state.groups.values():
+        if len(group.members) != 1:
             continue
-        end_s = max(0.0, job.submitted_at + job.expected_s - now)
-        for name in job.deployments:
-            placed = context.group_of(context.deployment(name))
-            if placed is not None and len(placed.members) == 1:
-                kind = NodeKind(placed.node_type, placed.gpu_memory_bytes)
-                ends.append((end_s, kind, len(placed.gpus)))
+        job = context.job(context.deployment(group.members[0]).job)
+        if job.expected_s and job.job != deployment.job:
+            end_s = max(0.0, job.submitted_at + job.expected_s - now)
+            kind = NodeKind(group.node_type, group.gpu_memory_bytes)
+            ends.append((end_s, kind, len(group.gpus)))
     for end_s, kind, gpus in sorted(ends):
         if kind in free:
             free[kind] += gpus
             if free[kind] >= deployment.workers:
                 return end_s
     return None
-
-
-def _is_rival(deployment: Deployment, other: Deployment) -> bool:
-    """Whether the two could want the same GPUs."""
-    wishes = (deployment.node_type, other.node_type)
-    return "" in wishes or wishes[0] == wishes[1]

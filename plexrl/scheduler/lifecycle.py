@@ -6,7 +6,7 @@ from plexrl.errors import OperationCancelledError
 from plexrl.scheduler.admission import admit
 from plexrl.scheduler.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.early_ends import early_end
+from plexrl.scheduler.early_ends import abort, early_end
 from plexrl.scheduler.forgetting import last_incarnation
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.operations import drop_log, drop_past, fail
@@ -257,3 +257,14 @@ def cycle_ended(job: Job) -> None:
     """The job's first full training cycle is over."""
     if job.state is _PROFILING:
         job_event(job, JobTrigger.CYCLE_ENDED)
+
+
+def issue_again(context: Context) -> None:
+    """Send every run in flight once more: the router that had it may be gone."""
+    for deployment in context.state.deployments.values():
+        if deployment.moving is not None:
+            context.emit(deployment.moving)
+        for command in deployment.running.values():
+            context.emit(command)
+            if context.state.operations[command.operation].is_aborted:
+                abort(context, command)

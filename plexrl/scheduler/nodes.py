@@ -1,5 +1,6 @@
 """Nodes that come, go and come back, and what becomes of the workers they had."""
 
+from plexrl.errors import NotFoundError
 from plexrl.ids import NodeId
 from plexrl.scheduler.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
@@ -71,8 +72,14 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
 
 def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) -> None:
     """An operator wants the node empty: nothing new comes to it, and what is there moves away, each
-    WPG between two of its operations, as soon as there is room elsewhere; or has it back in use."""
-    node = context.state.nodes[event.node]
+    WPG between two of its operations, as soon as there is room elsewhere; or has it back in use.
+
+    Raises:
+        NotFoundError: there is no such node.
+    """
+    node = context.state.nodes.get(event.node)
+    if node is None:
+        raise NotFoundError(f"there is no node {event.node!r}")
     node.is_draining = event.is_draining
     context.inventory.node_changed(node)
     if event.is_draining:

@@ -100,6 +100,7 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._migrating: set[asyncio.Task[None]] = set()
         self._awaited: dict[OperationId, set[asyncio.Future[None]]] = {}
+        self._ended_count, _ = core.ended_since(0)
 
     async def request(self, event: Event) -> None:
         """Have a client's event accepted.
@@ -203,9 +204,13 @@ class Shell:
             raise
 
     def _tell_final(self) -> None:
-        """Wake those who wait for what is final now."""
-        for operation in [each for each in self._awaited if self._is_over(each)]:
-            for final in self._awaited.pop(operation):
+        """Wake those who wait for what has become final. Many may wait: only if the history is too
+        short to say what became final is each of them looked at."""
+        self._ended_count, ended = self.core.ended_since(self._ended_count)
+        if ended is None:
+            ended = [each for each in self._awaited if self._is_over(each)]
+        for operation in ended:
+            for final in self._awaited.pop(operation, ()):
                 if not final.done():
                     final.set_result(None)
 

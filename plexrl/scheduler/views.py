@@ -1,17 +1,18 @@
 """What the core shows of itself: plain values for the wire."""
 
+from collections.abc import Container, Iterable
 from typing import Any
 
 import msgspec
 
-from plexrl.ids import TenantId
+from plexrl.ids import BlobRef, DeploymentId, OperationId, TenantId
 from plexrl.scheduler.admission import quota_of, tenant_share
 from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
 from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.operation_record import Operation
-from plexrl.scheduler.state import Deployment, Group, Job, Node, Tenant
+from plexrl.scheduler.state import Deployment, Group, Job, Node, State, Tenant
 from plexrl.scheduler.switch_cost import load_s, offload_s
 from plexrl.scheduler.tenants import key_id
 
@@ -164,23 +165,57 @@ def operation_log(
     """Finished operations behind index `wanted.after`, oldest first, at most `wanted.limit`."""
     state = context.state
     rows: list[View] = []
-    oldest = next(iter(state.finished), 1)
+    names = _deployments_asked_for(state, tenant, wanted)
+    oldest = state.finished_count - len(state.finished) + 1
+    # Most operations are another's: they are told by the name alone, for the history is long.
     for index in range(max(wanted.after + 1, oldest), state.finished_count + 1):
         operation = state.operations[state.finished[index]]
-        deployment = owner_of(state, operation)
-        if deployment is None:
-            continue
-        owner = state.jobs[deployment.job]
         if (
-            tenant in (None, owner.tenant)
-            and wanted.job in (None, owner.job)
-            and wanted.deployment in (None, operation.deployment)
+            operation.deployment in names
             and wanted.kind in (None, operation.kind.value)
+            and owner_of(state, operation) is not None
         ):
             rows.append(log_view(context, operation, now))
             if len(rows) == wanted.limit:
                 break
     return rows
+
+
+def _deployments_asked_for(
+    state: State, tenant: TenantId | None, wanted: ListOperations
+) -> Container[DeploymentId]:
+    names: Iterable[DeploymentId]
+    if wanted.deployment is not None:
+        names = [wanted.deployment] if wanted.deployment in state.deployments else []
+    elif wanted.job is not None:
+        names = state.jobs[wanted.job].deployments if wanted.job in state.jobs else []
+    elif tenant is None:
+        return state.deployments
+    else:
+        owned = (job for job in state.jobs.values() if job.tenant == tenant)
+        names = [name for job in owned for name in job.deployments]
+    owners = ((name, state.jobs[state.deployments[name].job]) for name in names)
+    return {
+        name
+        for name, job in owners
+        if tenant in (None, job.tenant) and wanted.job in (None, job.job)
+    }
+
+
+def ended_since(state: State, count: int) -> tuple[int, list[OperationId] | None]:
+    """(operations ended so far, names of those behind the first `count` in their order); no names
+    where some of them have left the history."""
+    ended = state.finished_count
+    if ended - count > len(state.finished):
+        return ended, None
+    return ended, [state.finished[index] for index in range(count + 1, ended + 1)]
+
+
+def needless_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRef]:
+    """Those of no operation that is yet to end or kept for a recovery."""
+    operations = state.operations.values()
+    needed = {each.payload for each in operations if each.is_logged or not each.state.is_final}
+    return [blob for blob in blobs if blob not in needed]
 
 
 def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
@@ -206,10 +241,11 @@ def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
     view["operations_finished"] += sum(
         each.operations for name, each in state.forgotten.items() if tenant == name
     )
-    names = [name for job in jobs for name in job.deployments]
+    live = [job for job in jobs if not job.state.is_final]
+    names = [name for job in live for name in job.deployments]
     return {
         **view,
-        "jobs_live": sum(not job.state.is_final for job in jobs),
+        "jobs_live": len(live),
         "jobs_total": len(jobs)
         + sum(each.jobs for name, each in state.forgotten.items() if tenant in (None, name)),
         "deployments_waiting": sum(name in context.waiting for name in names),

@@ -25,6 +25,7 @@ from sortedcontainers import SortedList
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.demand import DemandTrace
 from plexrl.scheduler.line_heads import Head, LineHeads
+from plexrl.scheduler.queue_counts import Place, QueueCounts
 from plexrl.scheduler.state import Deployment, Job
 
 
@@ -77,6 +78,7 @@ class Waiting:
         self.wishes: dict[Size, dict[Rank, _Queue]] = {}
         self.askers: dict[Size, dict[TenantId, _Queue]] = {}
         self.singles: dict[DeploymentId, None] = {}
+        self.counts = QueueCounts()
 
     def __contains__(self, name: object) -> bool:
         return name in self._filed
@@ -96,6 +98,7 @@ class Waiting:
             self.wishes,
             self.askers,
             self.singles,
+            self.counts,
         ):
             part.clear()
 
@@ -106,6 +109,8 @@ class Waiting:
         it would count for in a group."""
         name = deployment.deployment
         self.remove(name)
+        place = Place(-job.priority, deployment.created_at, name)
+        self.counts.add(deployment.node_type, place)
         if is_single:
             self._filed[name] = None
             self.singles[name] = None
@@ -132,6 +137,7 @@ class Waiting:
         if name in self._filed:
             self._take_out(name)
             del self._filed[name]
+            self.counts.remove(name)
 
     def put_in_order(self, names: Iterable[DeploymentId]) -> None:
         """Iterate over those who wait in this order from now on."""
@@ -157,7 +163,8 @@ class Waiting:
         return wish[0][1] if wish else None
 
     def check(self) -> None:
-        """Assert that each file has the first of its lines, and those only."""
+        """Assert that each file has the first of its lines, and those only; that all count."""
+        assert len(self.counts) == len(self._filed), "some who wait are not counted"
         heads = [
             self._head(line[0][1]) for lines in self._lines.values() for line in lines.values()
         ]

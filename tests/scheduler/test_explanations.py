@@ -1,5 +1,9 @@
 """What is said of a wait is the rule that makes it, and estimates are compared with what came."""
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+
 from tests.scheduler.fake_cluster import FakeCluster
 
 
@@ -12,6 +16,24 @@ def cluster_of(gpus: int = 2, **changes: object) -> FakeCluster:
 def submit(cluster: FakeCluster, job: str, **fields: object) -> None:
     cluster.job(job, **fields)
     cluster.deploy(f"{job}/actor")
+
+
+def count_calls(work: Callable[[], object]) -> int:
+    """Calls, of Python functions and built-in ones, that `work` makes."""
+    count = 0
+
+    def count_one(frame: FrameType, event: str, detail: object) -> None:
+        nonlocal count
+        del frame, detail
+        count += event in ("call", "c_call")
+
+    former = sys.getprofile()
+    sys.setprofile(count_one)
+    try:
+        work()
+    finally:
+        sys.setprofile(former)
+    return count
 
 
 def rules(cluster: FakeCluster, job: str) -> list[str]:
@@ -30,8 +52,21 @@ def test_a_job_without_gpus_says_how_many_are_before_it_and_what_was_tried() -> 
         cluster.submit(f"{job}:1", f"{job}/actor", "barrier")
     assert rules(cluster, "b") == ["capacity"]
     assert rules(cluster, "c") == ["turn"]
-    assert "1 deployments are before it" in summary(cluster, "c")
+    assert "1 of the 1 others that wait have a higher priority" in summary(cluster, "c")
     assert "0 GPUs are in no group, 2 of one kind are wanted" in summary(cluster, "c")
+
+
+def test_a_poll_costs_the_same_work_however_many_wait() -> None:
+    def steps_of_a_poll(backlog: int) -> int:
+        cluster = cluster_of(policy="isolated")
+        submit(cluster, "holder")
+        for index in range(backlog):
+            submit(cluster, f"j{index:04}", gang=index % 2, expected_s=float(index))
+        last = f"j{backlog - 1:04}"
+        cluster.submit(f"{last}:1", f"{last}/actor", "barrier")
+        return count_calls(lambda: cluster.core.operation_view(f"{last}:1", cluster.now))
+
+    assert steps_of_a_poll(600) < 2 * steps_of_a_poll(20)
 
 
 def test_a_job_says_when_gpus_come_free_by_what_users_said() -> None:

@@ -91,6 +91,25 @@ class ForgetfulCore:
             raise UnknownOperationError(f"there is no operation {operation!r}, or not any more")
         return False
 
+    def ended_since(self, count: int) -> tuple[int, list[OperationId] | None]:
+        return count + 1, None
+
+
+class PatientCore:
+    """A core whose operations never end, and how often it was asked whether one has."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._core = SchedulerCore(config())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def is_final(self, operation: OperationId) -> bool:
+        del operation
+        self.asked += 1
+        return False
+
 
 def tenant(name: str) -> ev.TenantCreated:
     return ev.TenantCreated(tenant=name, key_digest=name)
@@ -208,6 +227,29 @@ def test_a_router_that_takes_nothing_is_cut_off_and_the_next_one_is_sent_to() ->
         other.close()
         await asyncio.gather(*running, return_exceptions=True)
         deaf[1].close()
+
+    asyncio.run(run())
+
+
+def test_an_event_that_ends_nothing_looks_at_nobody_who_waits() -> None:
+    async def run() -> None:
+        journal = SlowJournal()
+        journal.may_write.set()
+        core = PatientCore()
+        shell = Shell(cast("SchedulerCore", core), journal, Clock(0.0))
+        running = asyncio.create_task(shell.run())
+        waits = [
+            asyncio.create_task(shell.wait_final(OperationId(f"o{index}"), WAIT_S))
+            for index in range(20)
+        ]
+        await asyncio.sleep(0)
+        asked = core.asked
+        assert asked == len(waits)
+        await shell.request(tenant("a"))
+        assert core.asked == asked
+        for task in (running, *waits):
+            task.cancel()
+        await asyncio.gather(running, *waits, return_exceptions=True)
 
     asyncio.run(run())
 
