@@ -52,7 +52,7 @@ from plexrl.scheduler.operations import check_deadline, check_same, check_source
 from plexrl.scheduler.outcomes import run_failed, run_finished
 from plexrl.scheduler.relocation import send_migration
 from plexrl.scheduler.replacement import look_at_node
-from plexrl.scheduler.size_check import check_it_can_fit
+from plexrl.scheduler.size_check import check_it_can_fit, check_they_fit_together
 from plexrl.scheduler.snapshot import decode, encode
 from plexrl.scheduler.state import Deployment, Job, WpgState
 from plexrl.scheduler.switch_cost import state_reported
@@ -327,9 +327,10 @@ class SchedulerCore:
             node_type=event.node_type,
             trace=event.trace,
         )
-        if not context.state.nodes:
+        if not context.inventory.sizes():
             raise UnavailableError("no node has joined the cluster yet: try again in a moment")
         check_it_can_fit(context.inventory.sizes(), deployment)
+        check_they_fit_together(context, job, deployment)
         check_gpus(context, job, event.workers)
         context.state.deployments[event.deployment] = deployment
         job.deployments.append(event.deployment)

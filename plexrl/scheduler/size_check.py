@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 
 from plexrl.errors import CapacityError, ModelDoesNotFitError
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.feasibility import fits, least_needs
 from plexrl.scheduler.node_pool import NodeKind
-from plexrl.scheduler.placement import shares
-from plexrl.scheduler.state import Deployment
+from plexrl.scheduler.state import Deployment, Job
 
 
 def check_it_can_fit(sizes: Mapping[NodeKind, tuple[int, int]], deployment: Deployment) -> None:
@@ -48,10 +49,34 @@ def check_it_can_fit(sizes: Mapping[NodeKind, tuple[int, int]], deployment: Depl
             gpu_memory_bytes=memory,
         )
     tiers = sum(tier_bytes for _, tier_bytes in typed.values())
-    if shares(deployment) and deployment.state_bytes > tiers:
+    if deployment.shares and deployment.state_bytes > tiers:
         raise ModelDoesNotFitError(
             f"deployment {name!r} has {deployment.state_bytes} bytes of state; the host tiers and "
             f"NVMe tiers hold {tiers}: raise them or ask for an exclusive group",
             state_bytes=deployment.state_bytes,
             host_memory_bytes=tiers,
         )
+
+
+def check_they_fit_together(context: Context, job: Job, deployment: Deployment) -> None:
+    """Refuse a deployment that not even the empty cluster could hold beside the others of its job:
+    all of them keep their GPUs until the job ends.
+
+    Raises:
+        CapacityError: together they ask for more GPUs than there are.
+    """
+    if not job.deployments:
+        return
+    everything = [*map(context.deployment, job.deployments), deployment]
+    needs = least_needs(context, everything)
+    free = {kind: gpus for kind, (gpus, _) in context.inventory.sizes().items()}
+    if fits(free, needs):
+        return
+    workers, gpus = sum(need.workers for need in needs), sum(free.values())
+    raise CapacityError(
+        f"deployment {deployment.deployment!r} asks for {deployment.workers} GPUs, and so job "
+        f"{job.job!r} for {workers} GPUs at once in {len(needs)} groups; the cluster has {gpus}, "
+        "and each group takes GPUs of one kind: ask for fewer workers or add nodes",
+        workers=workers,
+        gpus=gpus,
+    )
