@@ -16,7 +16,6 @@ from plexrl.errors import (
     InvalidRequestError,
     JobEndedError,
     NotFoundError,
-    UnavailableError,
     UnknownDeploymentError,
     UnknownJobError,
     UnknownOperationError,
@@ -36,6 +35,7 @@ from plexrl.scheduler.eta import promise
 from plexrl.scheduler.explain_job import explain_job
 from plexrl.scheduler.forgetting import forget_ended, owner_of
 from plexrl.scheduler.groups import advance
+from plexrl.scheduler.hold_and_wait import break_deadlocks
 from plexrl.scheduler.invariants import check
 from plexrl.scheduler.jobs import FINAL
 from plexrl.scheduler.lifecycle import (
@@ -52,7 +52,7 @@ from plexrl.scheduler.operations import check_deadline, check_same, check_source
 from plexrl.scheduler.outcomes import run_failed, run_finished
 from plexrl.scheduler.relocation import send_migration
 from plexrl.scheduler.replacement import look_at_node
-from plexrl.scheduler.size_check import check_it_can_fit, check_they_fit_together
+from plexrl.scheduler.size_check import check_it_can_fit
 from plexrl.scheduler.snapshot import decode, encode
 from plexrl.scheduler.state import Deployment, Job, WpgState
 from plexrl.scheduler.switch_cost import state_reported
@@ -130,6 +130,7 @@ class SchedulerCore:
         while dirty or cycles_over or context.place_waiting or context.newcomers:
             if context.place_waiting or context.newcomers:
                 place_waiting(context, now)
+                break_deadlocks(context, now)
             while dirty:
                 name = next(iter(dirty))
                 del dirty[name]
@@ -327,10 +328,7 @@ class SchedulerCore:
             node_type=event.node_type,
             trace=event.trace,
         )
-        if not context.inventory.sizes():
-            raise UnavailableError("no node has joined the cluster yet: try again in a moment")
-        check_it_can_fit(context.inventory.sizes(), deployment)
-        check_they_fit_together(context, job, deployment)
+        check_it_can_fit(context, job, deployment)
         check_gpus(context, job, event.workers)
         context.state.deployments[event.deployment] = deployment
         job.deployments.append(event.deployment)

@@ -113,10 +113,9 @@ def is_possible(context: Context, deployment: Deployment) -> bool:
     free = dict(inventory.in_service())
     groups = {each.group: None for each in map(context.deployment, job.deployments)}
     for group in groups:
-        for gpu in () if group is None else context.state.groups[group].gpus:
-            node = context.state.nodes[gpu.node]
-            if node.alive and not node.is_draining and gpu.gpu < node.gpus:
-                free[NodeKind(node.node_type, node.gpu_memory_bytes)] -= 1
+        if group is not None:
+            for kind, gpus in inventory.gpus_in_service(context.state.groups[group]).items():
+                free[kind] -= gpus
     return fits_as_placed(free, most_needs(context, gang))
 
 

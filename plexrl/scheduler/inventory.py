@@ -159,6 +159,16 @@ class Inventory:
                     self._in_service[kind] = self._in_service.get(kind, 0) + node.gpus
         return self._in_service
 
+    def gpus_in_service(self, group: Group) -> dict[NodeKind, int]:
+        """What the group has of `in_service`."""
+        found: dict[NodeKind, int] = {}
+        for gpu in group.gpus:
+            node = self._state.nodes[gpu.node]
+            if node.alive and not node.is_draining and gpu.gpu < node.gpus:
+                kind = NodeKind(node.node_type, node.gpu_memory_bytes)
+                found[kind] = found.get(kind, 0) + 1
+        return found
+
     def groups_on(self, node: NodeId) -> list[GroupId]:
         """Groups with GPUs on that node."""
         return list(self._groups_on.get(node, ()))
