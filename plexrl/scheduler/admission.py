@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.feasibility import gang_of, is_possible
 from plexrl.scheduler.line_heads import Head
 from plexrl.scheduler.placement import leave, patience_ends_at, place, shares, ways
 from plexrl.scheduler.policies import Way
@@ -245,15 +246,23 @@ class _Pass:
 
     def _next_of_wish(self, size: Size, rank: Rank) -> None:
         """The next of those that wish the same stands for all of them."""
-        name = self._context.waiting.first_of_wish(size, rank)
-        if name is not None and self._is_unpassable(self._context.deployment(name)):
-            self._wishes[name] = size, rank
-            self._push(name)
+        context = self._context
+        for name in context.waiting.of_wish(size, rank):
+            deployment = context.deployment(name)
+            if context.policy.backfills and not _starves(context, deployment, self._now):
+                return
+            if is_possible(context, deployment):
+                self._wishes[name] = size, rank
+                self._push(name)
+                return
 
     def _is_unpassable(self, deployment: Deployment) -> bool:
-        """Whether nobody behind it may pass it."""
+        """Whether nobody behind it may pass it: it has waited too long, or the policy lets nobody
+        pass; and the nodes in service could hold it."""
         context = self._context
-        return not context.policy.backfills or _starves(context, deployment, self._now)
+        if context.policy.backfills and not _starves(context, deployment, self._now):
+            return False
+        return is_possible(context, deployment)
 
     def _is_nobody_else_to_pass(self) -> bool:
         """Whether all who are left wish what somebody ahead may be waiting for."""
@@ -270,7 +279,7 @@ class _Pass:
         """Place it and its gang; False: not now. One that only stands for its wish is not tried,
         because there is no room for it."""
         context, now = self._context, self._now
-        gang = _gang(context, deployment)
+        gang = gang_of(context, deployment)
         self._seen.update(each.deployment for each in gang)
         if why_not_yet(context, deployment) is not None:
             return False
@@ -347,7 +356,7 @@ def why_not_yet(context: Context, deployment: Deployment) -> tuple[str, str] | N
     if job.gang and len(job.deployments) < job.gang:
         have = len(job.deployments)
         return f"its gang of {job.gang} has {have} deployments so far", "gang"
-    gpus = sum(each.workers for each in _gang(context, deployment))
+    gpus = sum(each.workers for each in gang_of(context, deployment))
     reason = over_quota(context, job, gpus)
     return None if reason is None else (reason, "quota")
 
@@ -370,13 +379,6 @@ def _place_all(
         context.waiting.remove(deployment.deployment)
         context.hold(context.job(deployment.job).tenant, deployment, +1)
     return True
-
-
-def _gang(context: Context, deployment: Deployment) -> list[Deployment]:
-    job = context.job(deployment.job)
-    if not job.gang:
-        return [deployment]
-    return [context.deployment(name) for name in job.deployments if name in context.waiting]
 
 
 def _ways_left(

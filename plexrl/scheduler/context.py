@@ -108,9 +108,7 @@ class Context:
                     self._file(self.deployment(name), job, is_single=False)
 
     def _file(self, deployment: Deployment, job: Job, *, is_single: bool) -> None:
-        shares = deployment.kind != "rollout" and not deployment.exclusive
-        trace = deployment.trace
-        duty = self.inventory.duty(deployment) if trace is None else trace.duty
+        duty, shares = self.inventory.duty_when_placed(deployment), deployment.shares
         self.waiting.add(deployment, job, duty=duty, shares=shares, is_single=is_single)
 
     def _is_placed(self, job: Job) -> bool:

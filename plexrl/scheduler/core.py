@@ -15,7 +15,6 @@ from plexrl.errors import (
     ConflictError,
     InvalidRequestError,
     JobEndedError,
-    UnavailableError,
     UnknownDeploymentError,
     UnknownJobError,
     UnknownOperationError,
@@ -35,6 +34,7 @@ from plexrl.scheduler.eta import promise
 from plexrl.scheduler.explain_job import explain_job
 from plexrl.scheduler.forgetting import forget_ended, owner_of
 from plexrl.scheduler.groups import advance
+from plexrl.scheduler.hold_and_wait import break_deadlocks
 from plexrl.scheduler.invariants import check
 from plexrl.scheduler.jobs import FINAL
 from plexrl.scheduler.lifecycle import (
@@ -136,6 +136,7 @@ class SchedulerCore:
         while dirty or cycles_over or context.place_waiting or context.newcomers:
             if context.place_waiting or context.newcomers:
                 place_waiting(context, now)
+                break_deadlocks(context, now)
             while dirty:
                 name = next(iter(dirty))
                 del dirty[name]
@@ -314,9 +315,7 @@ class SchedulerCore:
             node_type=event.node_type,
             trace=event.trace,
         )
-        if not context.state.nodes:
-            raise UnavailableError("no node has joined the cluster yet: try again in a moment")
-        check_it_can_fit(context.inventory.sizes(), deployment)
+        check_it_can_fit(context, job, deployment)
         check_gpus(context, job, event.workers)
         context.state.deployments[event.deployment] = deployment
         job.deployments.append(event.deployment)

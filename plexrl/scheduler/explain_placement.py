@@ -9,6 +9,7 @@ from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission import why_not_yet
 from plexrl.scheduler.capacity import Shape
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.feasibility import why_impossible
 from plexrl.scheduler.node_pool import NodeKind
 from plexrl.scheduler.placement import fitting, nearest, ways
 from plexrl.scheduler.policies import Way
@@ -27,6 +28,9 @@ def why_no_gpus(
     held = why_not_yet(context, deployment)
     if held is not None:
         return *held, None
+    why_never = why_impossible(context, deployment)
+    if why_never is not None:
+        return why_never, "impossible", None
     eta_s = _capacity_eta_s(context, deployment, now)
     what = f"{deployment.workers} GPUs"
     if deployment.node_type:

@@ -27,7 +27,10 @@ class Inventory:
         self.pool = NodePool()
         self.draining: dict[NodeId, None] = {}
         """Nodes that operators want empty."""
+        self.holds: dict[tuple[int, str, int], bool] = {}
+        """Whether the nodes in service have these GPUs at all: (count, type, memory of each)."""
         self._sizes: dict[NodeKind, tuple[int, int]] | None = None
+        self._in_service: dict[NodeKind, int] | None = None
         self._spills: dict[GroupId, bool] = {}
         self._groups_on: dict[NodeId, dict[GroupId, None]] = {}
         self._lies: dict[GroupId, dict[NodeId, _Part]] = {}
@@ -51,7 +54,8 @@ class Inventory:
 
     def node_changed(self, node: Node) -> None:
         """A node joined, came back with other sizes, died, or is drained."""
-        self._sizes = None
+        self._sizes = self._in_service = None
+        self.holds.clear()
         if node.is_draining:
             self.draining[node.node] = None
         else:
@@ -132,15 +136,38 @@ class Inventory:
             self._set_room(self._state.groups[name])
 
     def sizes(self) -> dict[NodeKind, tuple[int, int]]:
-        """(GPUs, bytes of the host and NVMe tiers) of all nodes of each kind together."""
+        """(GPUs, bytes of the host and NVMe tiers) of all nodes of each kind together, lost ones
+        too where they may come back."""
         if self._sizes is None:
             self._sizes = {}
             for node in self._state.nodes.values():
+                if node.lost_at is not None and not self._config.lost_nodes_return:
+                    continue
                 kind = NodeKind(node.node_type, node.gpu_memory_bytes)
                 gpus, tiers = self._sizes.get(kind, (0, 0))
                 more = node.host_memory_bytes + node.nvme_bytes
                 self._sizes[kind] = (gpus + node.gpus, tiers + more)
         return self._sizes
+
+    def in_service(self) -> dict[NodeKind, int]:
+        """GPUs of each kind on nodes that are there and not being drained, whoever holds them."""
+        if self._in_service is None:
+            self._in_service = {}
+            for node in self._state.nodes.values():
+                if node.alive and not node.is_draining:
+                    kind = NodeKind(node.node_type, node.gpu_memory_bytes)
+                    self._in_service[kind] = self._in_service.get(kind, 0) + node.gpus
+        return self._in_service
+
+    def gpus_in_service(self, group: Group) -> dict[NodeKind, int]:
+        """What the group has of `in_service`."""
+        found: dict[NodeKind, int] = {}
+        for gpu in group.gpus:
+            node = self._state.nodes[gpu.node]
+            if node.alive and not node.is_draining and gpu.gpu < node.gpus:
+                kind = NodeKind(node.node_type, node.gpu_memory_bytes)
+                found[kind] = found.get(kind, 0) + 1
+        return found
 
     def groups_on(self, node: NodeId) -> list[GroupId]:
         """Groups with GPUs on that node."""
@@ -163,6 +190,10 @@ class Inventory:
         if reservation is not None and reservation.trace is not None:
             return self._demand(deployment, reservation.trace).duty
         return self._equal_duty
+
+    def duty_when_placed(self, deployment: Deployment) -> float:
+        """What a deployment that waits will count for."""
+        return self.duty(deployment) if deployment.trace is None else deployment.trace.duty
 
     @property
     def _equal_duty(self) -> float:

@@ -82,6 +82,8 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
         raise NotFoundError(f"there is no node {event.node!r}")
     node.is_draining = event.is_draining
     context.inventory.node_changed(node)
+    # Either GPUs are there again, or those who waited for them hold up nobody any more.
+    context.place_waiting = True
     if event.is_draining:
         look_at_node(context, event.node, now)
         return
@@ -91,7 +93,6 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
             deployment.relocation = None
             del context.relocating[name]
             context.touch(deployment.group)
-    context.place_waiting = True
 
 
 def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
@@ -126,6 +127,8 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
         node.lost_at = now
     context.wake(node.lost_at + context.config.node_replace_s, f"node:{event.node}")
     context.inventory.node_changed(node)
+    # Those who waited for its GPUs hold up nobody any more.
+    context.place_waiting = True
     for deployment in list(context.state.deployments.values()):
         here = [rank.rank for rank in deployment.ranks if rank.node == event.node]
         if not here or deployment.state in (WpgState.WAITING, WpgState.STOPPED):

@@ -135,7 +135,7 @@ def patience_ends_at(context: Context, deployment: Deployment) -> float:
 
 def shares(deployment: Deployment) -> bool:
     """Whether it may be one of several on a group."""
-    return deployment.kind != "rollout" and not deployment.exclusive
+    return deployment.shares
 
 
 def leave(context: Context, deployment: Deployment) -> None:

@@ -14,6 +14,7 @@ from plexrl.scheduler.context import Context
 from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import end_job, has_gpu, job_event, release_lock, stop
 from plexrl.scheduler.placement import leave
+from plexrl.scheduler.profiler import forget_open_cycle
 from plexrl.scheduler.rebuilding import rebuild
 from plexrl.scheduler.relocation import drain
 from plexrl.scheduler.state import Deployment, Node, Residency, WpgState
@@ -45,6 +46,26 @@ def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
             # Such of its workers as are still there are not those that are wanted.
             deployment.incarnation += 1
         _replace(context, deployment, now)
+
+
+def may_displace(context: Context, deployment: Deployment) -> bool:
+    """Whether the WPG could give its GPUs back and go on from its state elsewhere."""
+    if deployment.running or deployment.moving is not None:
+        return False
+    return deployment.state != WpgState.MIGRATING and _survives(context, deployment)
+
+
+def displace(context: Context, deployment: Deployment, reason: str, now: float) -> None:
+    """Have a WPG that runs nothing give its GPUs back and wait for others; its queue stays."""
+    assert may_displace(context, deployment), f"{deployment.deployment} cannot be moved"
+    deployment.replaying.clear()
+    forget_open_cycle(deployment)
+    if deployment.queue:
+        deployment.wants_since = now
+    deployment.burst_started_at = None
+    deployment.idle_since = None
+    deployment.moved_because = reason
+    _replace(context, deployment, now)
 
 
 def awaited(context: Context, deployment: Deployment) -> tuple[NodeId, ...]:

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from plexrl.scheduler.feasibility import is_possible
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -46,7 +48,9 @@ def is_scarce(context: "Context", deployment: "Deployment") -> bool:
 def _may_have_gpus(context: "Context", deployment: "Deployment") -> bool:
     """Whether nothing but room is wanting."""
     job = context.job(deployment.job)
-    return len(job.deployments) >= job.gang and over_quota(context, job, deployment.workers) is None
+    if len(job.deployments) < job.gang or over_quota(context, job, deployment.workers) is not None:
+        return False
+    return is_possible(context, deployment)
 
 
 def alike(one_type: str, other_type: str) -> bool:

@@ -1,24 +1,27 @@
 """What not even an empty cluster could hold is refused as it is asked for."""
 
-from collections.abc import Mapping
-
-from plexrl.errors import CapacityError, ModelDoesNotFitError
-from plexrl.scheduler.node_pool import NodeKind
-from plexrl.scheduler.placement import shares
-from plexrl.scheduler.state import Deployment
+from plexrl.errors import CapacityError, ModelDoesNotFitError, UnavailableError
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.feasibility import fits, least_needs
+from plexrl.scheduler.state import Deployment, Job
 
 
-def check_it_can_fit(sizes: Mapping[NodeKind, tuple[int, int]], deployment: Deployment) -> None:
-    """Refuse what not even the empty cluster could hold.
+def check_it_can_fit(context: Context, job: Job, deployment: Deployment) -> None:
+    """Refuse a new deployment that not even the empty cluster could hold, by itself or beside the
+    other deployments of its job.
 
     Raises:
+        UnavailableError: no node is known yet.
         CapacityError: more GPUs than nodes of the wanted type have together, or there are none.
         ModelDoesNotFitError: a rank's state is larger than a GPU's memory, or the whole state than
             the tiers it is offloaded to.
     """
+    sizes = context.inventory.sizes()
+    if not sizes:
+        raise UnavailableError("no node has joined the cluster yet: try again in a moment")
     name, wanted = deployment.deployment, deployment.node_type
     typed = {kind: size for kind, size in sizes.items() if wanted in ("", kind.node_type)}
-    if not typed and sizes:
+    if not typed:
         there = sorted({kind.node_type for kind in sizes} - {""})
         raise CapacityError(
             f"deployment {name!r} asks for nodes of type {wanted!r}; the cluster has "
@@ -28,7 +31,7 @@ def check_it_can_fit(sizes: Mapping[NodeKind, tuple[int, int]], deployment: Depl
         )
     of_type = f" of type {wanted!r}" if wanted else ""
     per_rank = -(-deployment.state_bytes // deployment.workers)
-    gpus = max((gpus for gpus, _ in typed.values()), default=0)
+    gpus = max(gpus for gpus, _ in typed.values())
     if deployment.workers > gpus:
         raise CapacityError(
             f"deployment {name!r} asks for {deployment.workers} GPUs{of_type}; the cluster has "
@@ -48,10 +51,30 @@ def check_it_can_fit(sizes: Mapping[NodeKind, tuple[int, int]], deployment: Depl
             gpu_memory_bytes=memory,
         )
     tiers = sum(tier_bytes for _, tier_bytes in typed.values())
-    if shares(deployment) and deployment.state_bytes > tiers:
+    if deployment.shares and deployment.state_bytes > tiers:
         raise ModelDoesNotFitError(
             f"deployment {name!r} has {deployment.state_bytes} bytes of state; the host tiers and "
             f"NVMe tiers hold {tiers}: raise them or ask for an exclusive group",
             state_bytes=deployment.state_bytes,
             host_memory_bytes=tiers,
         )
+    _check_together(context, job, deployment)
+
+
+def _check_together(context: Context, job: Job, deployment: Deployment) -> None:
+    """All deployments of a job keep their GPUs until it ends, in a gang or not."""
+    if not job.deployments:
+        return
+    everything = [*map(context.deployment, job.deployments), deployment]
+    needs = least_needs(context, everything)
+    free = {kind: gpus for kind, (gpus, _) in context.inventory.sizes().items()}
+    if fits(free, needs):
+        return
+    workers, gpus = sum(need.workers for need in needs), sum(free.values())
+    raise CapacityError(
+        f"deployment {deployment.deployment!r} asks for {deployment.workers} GPUs, and so job "
+        f"{job.job!r} for {workers} GPUs at once in {len(needs)} groups; the cluster has {gpus}, "
+        "and each group takes GPUs of one kind: ask for fewer workers or add nodes",
+        workers=workers,
+        gpus=gpus,
+    )

@@ -346,6 +346,11 @@ class Deployment:
     def is_ready(self) -> bool:
         return self.state == WpgState.READY
 
+    @property
+    def shares(self) -> bool:
+        """Whether it may be one of several on a group."""
+        return self.kind != "rollout" and not self.exclusive
+
 
 @dataclass(slots=True, kw_only=True)
 class Group:

@@ -159,15 +159,14 @@ def check_priority(state: State, name: TenantId, priority: int) -> None:
 
 
 def check_gpus(context: Context, job: Job, workers: int) -> None:
-    """Refuse a deployment of that size which its tenant's quota could never hold, by itself or with
-    the rest of its gang.
+    """Refuse a deployment of that size which its tenant's quota could never hold beside the other
+    deployments of its job.
 
     Raises:
         QuotaExceededError: it asks for more GPUs than the tenant may hold at all.
     """
     tenant = context.state.tenants.get(job.tenant)
-    if job.gang:
-        workers += sum(context.deployment(name).workers for name in job.deployments)
+    workers += sum(context.deployment(name).workers for name in job.deployments)
     if tenant is None or tenant.gpus_max is None or workers <= tenant.gpus_max:
         return
     raise QuotaExceededError(

@@ -10,6 +10,7 @@ from plexrl.scheduler.admission import quota_of, tenant_share
 from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
+from plexrl.scheduler.feasibility import is_possible
 from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.state import Deployment, Group, Job, Node, State, Tenant
@@ -249,6 +250,10 @@ def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
         "jobs_total": len(jobs)
         + sum(each.jobs for name, each in state.forgotten.items() if tenant in (None, name)),
         "deployments_waiting": sum(name in context.waiting for name in names),
+        "deployments_impossible": sum(
+            name in context.waiting and not is_possible(context, context.deployment(name))
+            for name in names
+        ),
         "operations_pending": sum(len(state.deployments[name].queue) for name in names),
     }
 

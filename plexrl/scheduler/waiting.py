@@ -157,10 +157,10 @@ class Waiting:
         head, size, likeness = filed
         return size, _file_of(likeness), head
 
-    def first_of_wish(self, size: Size, rank: Rank) -> DeploymentId | None:
-        """Who is first of those that wish the same."""
-        wish = self.wishes.get(size, {}).get(rank)
-        return wish[0][1] if wish else None
+    def of_wish(self, size: Size, rank: Rank) -> Iterator[DeploymentId]:
+        """Those that wish the same, in the order of their turns."""
+        for _, name in self.wishes.get(size, {}).get(rank, ()):
+            yield name
 
     def check(self) -> None:
         """Assert that each file has the first of its lines, and those only; that all count."""

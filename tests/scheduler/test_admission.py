@@ -71,13 +71,14 @@ def test_a_gang_gets_all_its_gpus_or_none() -> None:
 
 
 def test_a_gang_that_does_not_fit_leaves_shared_groups_as_they_were() -> None:
-    cluster = cluster_of(policy="pack")
+    cluster = cluster_of(5, policy="pack")
     submit(cluster, "a", 2)
+    cluster.deploy("a/rollout", "rollout", workers=1)
     groups = cluster.core.list_groups(cluster.now)
     cluster.job("g", gang=3)
     cluster.deploy("g/actor", workers=2)
     cluster.deploy("g/critic", workers=1)
-    cluster.deploy("g/rollout", "rollout", workers=4)
+    cluster.deploy("g/rollout", "rollout", workers=2)
     assert cluster.core.list_groups(cluster.now) == groups
     cluster.restart_scheduler(restored=True)
     assert cluster.core.list_groups(cluster.now) == groups

@@ -10,6 +10,7 @@ from plexrl.scheduler import events as ev
 from plexrl.scheduler.admission import tenant_share, why_not_yet
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.demand import DemandTrace, Segment
+from plexrl.scheduler.feasibility import gang_of, is_possible
 from plexrl.scheduler.state import Deployment
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -34,7 +35,7 @@ def by_walking(context: Context, now: float) -> list[DeploymentId]:
 
     while left:
         deployment = min(left.values(), key=turn)
-        gang = admission._gang(context, deployment)
+        gang = gang_of(context, deployment)
         for each in gang:
             left.pop(each.deployment, None)
         if why_not_yet(context, deployment) is not None:
@@ -42,7 +43,9 @@ def by_walking(context: Context, now: float) -> list[DeploymentId]:
         only = admission._ways_left(context, gang, ahead, now)
         if admission._place_all(context, gang, only, now):
             placed += [each.deployment for each in gang]
-        elif not context.policy.backfills or admission._starves(context, deployment, now):
+        elif is_possible(context, deployment) and (
+            not context.policy.backfills or admission._starves(context, deployment, now)
+        ):
             ahead.update((each.node_type, each.workers) for each in gang)
     return placed
 

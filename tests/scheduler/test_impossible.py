@@ -1,0 +1,200 @@
+"""What cannot be had together is refused, and what has become impossible holds nobody up."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plexrl import errors
+from plexrl.scheduler import events as ev
+from plexrl.scheduler.feasibility import Need, fits
+from plexrl.scheduler.node_pool import NodeKind
+from plexrl.scheduler.policies import POLICIES
+from tests.scheduler.fake_cluster import FakeCluster
+
+BOUND_S = 600.0
+
+
+def cluster_of(*gpus: int, policy: str = "isolated", **changes: object) -> FakeCluster:
+    cluster = FakeCluster(policy=policy, starvation_bound_s=BOUND_S, **changes)
+    for number, count in enumerate(gpus):
+        cluster.join_node(count, f"n{number + 1}")
+    cluster.join_router()
+    return cluster
+
+
+def alone(cluster: FakeCluster, job: str, workers: int, **fields: object) -> None:
+    """A job of one deployment that shares with nobody."""
+    cluster.job(job)
+    cluster.deploy(f"{job}/a", workers=workers, exclusive=True, **fields)
+
+
+def placed(cluster: FakeCluster) -> list[str]:
+    deployments = cluster.core._context.state.deployments.values()
+    return sorted(each.deployment for each in deployments if each.group is not None)
+
+
+def reason(cluster: FakeCluster, deployment: str) -> tuple[str, str]:
+    """(rule, reason) that an operation of a waiting deployment is given."""
+    operation = f"{deployment}:{cluster.now}"
+    cluster.submit(operation, deployment, "barrier")
+    explanation = cluster.core.operation_view(operation, cluster.now)["explanation"]
+    return explanation["rule"], explanation["reason"]
+
+
+def drain(cluster: FakeCluster, node: str, *, is_draining: bool) -> None:
+    cluster.send(ev.NodeDrainChanged(node=node, is_draining=is_draining))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("gang", [0, 2])
+def test_deployments_of_a_job_that_no_cluster_of_this_size_holds_at_once_are_refused(
+    policy: str, gang: int
+) -> None:
+    cluster = cluster_of(8, policy=policy)
+    cluster.job("g", gang=gang)
+    cluster.deploy("g/one", "rollout", workers=6)
+    with pytest.raises(errors.CapacityError, match="12 GPUs at once") as refused:
+        cluster.deploy("g/two", "rollout", workers=6)
+    assert refused.value.details == {"workers": 12, "gpus": 8}
+    cluster.deploy("g/three", "rollout", workers=2)
+    assert placed(cluster) == ["g/one", "g/three"]
+
+
+@pytest.mark.parametrize("policy", ["pack", "spread", "spread+backfill", "co-execution"])
+def test_deployments_that_may_take_turns_on_the_same_gpus_are_not_refused(policy: str) -> None:
+    cluster = cluster_of(8, policy=policy)
+    cluster.job("g")
+    cluster.deploy("g/one", workers=6)
+    cluster.deploy("g/two", workers=6)
+    with pytest.raises(errors.CapacityError):
+        cluster.deploy("g/three", workers=4)
+
+
+def test_a_gang_whose_parts_fit_no_kind_of_node_together_is_refused() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.join_node(8, "x", node_type="x")
+    cluster.join_node(8, "y", node_type="y")
+    cluster.job("g", gang=3)
+    cluster.deploy("g/one", workers=6)
+    cluster.deploy("g/two", workers=6)
+    with pytest.raises(errors.CapacityError):
+        cluster.deploy("g/three", workers=4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_gang_that_a_lost_node_made_impossible_holds_nobody_up_until_it_is_back(
+    policy: str,
+) -> None:
+    cluster = cluster_of(4, 4, policy=policy)
+    alone(cluster, "there", 4)
+    cluster.job("g", gang=2)
+    cluster.deploy("g/one", "rollout", workers=4)
+    cluster.deploy("g/two", "rollout", workers=4)
+    cluster.pass_time(BOUND_S + 1)
+    assert placed(cluster) == ["there/a"]
+    on = cluster.core.deployment_view("there/a", cluster.now)["ranks"][0]["node"]
+    other = {"n1": "n2", "n2": "n1"}[on]
+    cluster.lose_node(other)
+    cluster.send(ev.JobFinished(job="there", outcome="completed"))
+    alone(cluster, "small", 2)
+    assert placed(cluster) == ["small/a"], "the gang cannot have these GPUs"
+    rule, why = reason(cluster, "g/one")
+    assert rule == "impossible"
+    assert "8 GPUs at once" in why
+    assert f"{other} is lost" in why
+    assert cluster.core.status(cluster.now)["deployments_impossible"] == 2
+    cluster.join_node(node=other)
+    assert cluster.core.status(cluster.now)["deployments_impossible"] == 0
+    alone(cluster, "late", 2)
+    assert placed(cluster) == ["small/a"], "now it is passed by nobody again"
+    cluster.send(ev.JobFinished(job="small", outcome="completed"))
+    assert placed(cluster) == ["g/one", "g/two"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_deployment_that_a_drain_made_impossible_holds_nobody_up(policy: str) -> None:
+    cluster = cluster_of(4, 4, policy=policy)
+    alone(cluster, "there", 1)
+    alone(cluster, "large", 8)
+    cluster.pass_time(BOUND_S + 1)
+    alone(cluster, "small", 1)
+    assert placed(cluster) == ["there/a"]
+    on = cluster.core.deployment_view("there/a", cluster.now)["ranks"][0]["node"]
+    other = {"n1": "n2", "n2": "n1"}[on]
+    drain(cluster, other, is_draining=True)
+    alone(cluster, "later", 1)
+    assert placed(cluster) == ["later/a", "small/a", "there/a"]
+    assert f"{other} is being drained" in reason(cluster, "large/a")[1]
+    drain(cluster, other, is_draining=False)
+    for job in ("there", "small", "later"):
+        assert "large/a" not in placed(cluster)
+        cluster.send(ev.JobFinished(job=job, outcome="completed"))
+    assert placed(cluster) == ["large/a"]
+
+
+def test_a_deployment_that_a_node_with_fewer_gpus_made_impossible_holds_nobody_up() -> None:
+    cluster = cluster_of(4, 4)
+    alone(cluster, "there", 1)
+    alone(cluster, "large", 8)
+    cluster.pass_time(BOUND_S + 1)
+    for node in ("n1", "n2"):
+        cluster.nodes.pop(node)
+        cluster.join_node(3, node)
+    alone(cluster, "small", 1)
+    assert placed(cluster) == ["small/a", "there/a"]
+    assert reason(cluster, "large/a")[0] == "impossible"
+
+
+def test_what_waits_for_gpus_of_its_own_jobs_other_deployments_is_impossible() -> None:
+    cluster = cluster_of(4, 4)
+    cluster.job("j")
+    cluster.deploy("j/one", "rollout", workers=3)
+    alone(cluster, "there", 4)
+    cluster.deploy("j/two", "rollout", workers=4)
+    cluster.pass_time(BOUND_S + 1)
+    on = cluster.core.deployment_view("j/one", cluster.now)["ranks"][0]["node"]
+    cluster.send(ev.JobFinished(job="there", outcome="completed"))
+    assert placed(cluster) == ["j/one", "j/two"]
+    cluster.lose_node({"n1": "n2", "n2": "n1"}[on])
+    cluster.pass_time(cluster.config.node_replace_s + BOUND_S)
+    alone(cluster, "small", 1)
+    assert placed(cluster) == ["j/one", "small/a"]
+
+
+def test_on_ray_a_lost_node_does_not_count_for_what_is_accepted() -> None:
+    cluster = cluster_of(4, 4, lost_nodes_return=False)
+    cluster.lose_node("n2")
+    cluster.job("j")
+    with pytest.raises(errors.CapacityError):
+        cluster.deploy("j/a", workers=8)
+    cluster.lose_node("n1")
+    with pytest.raises(errors.UnavailableError):
+        cluster.deploy("j/a", workers=8)
+
+
+kinds = st.dictionaries(
+    st.builds(NodeKind, st.sampled_from("xy"), st.integers(1, 2)), st.integers(1, 8), max_size=3
+)
+some_needs = st.lists(
+    st.builds(Need, st.integers(1, 6), st.sampled_from(("", "x", "y")), st.integers(0, 2)),
+    max_size=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(kinds, some_needs)
+def test_needs_fit_where_some_choice_of_kinds_holds_them_all(
+    free: dict[NodeKind, int], needs: list[Need]
+) -> None:
+    def holds(left: dict[NodeKind, int], rest: list[Need]) -> bool:
+        if not rest:
+            return True
+        return any(
+            holds({**left, kind: gpus - rest[0].workers}, rest[1:])
+            for kind, gpus in left.items()
+            if gpus >= rest[0].workers
+            and rest[0].node_type in ("", kind.node_type)
+            and kind.gpu_memory_bytes >= rest[0].gpu_memory_bytes
+        )
+
+    assert fits(free, needs) == holds(free, needs)
