@@ -1,6 +1,5 @@
 """What `plexrl up` was asked for."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,30 @@ ORDERINGS = (
     *("shortest-first", "least-recently-served", "round-robin"),
 )
 """Likewise."""
+
+
+_COUNT = (1, 65_536)
+_BYTES = (1, 1 << 50)
+
+RANGES = {
+    "nodes": _COUNT,
+    "routers": _COUNT,
+    "gpus_per_node": _COUNT,
+    "gpu_memory_bytes": _BYTES,
+    "host_memory_bytes": _BYTES,
+    "nvme_bytes": (0, 1 << 50),
+    "pending_operations_max": (1, 1 << 40),
+    "tenant_operations_max": (1, 1 << 40),
+    "deployment_payload_bytes_max": (1, 1 << 62),
+    "tenant_payload_bytes_max": (1, 1 << 62),
+    "journal_bytes_max": (1, 1 << 62),
+    "connections_max": (1, 1 << 20),
+    "address_connections_max": (1, 1 << 20),
+    "json_bytes_max": (1, 1 << 40),
+    "header_timeout_s": (0.001, 86_400),
+    "body_timeout_s": (0.001, 86_400),
+}
+"""Least and most of every size in `ClusterOptions`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,18 +104,13 @@ class ClusterOptions:
     """Bound of the journal; absent: the disk's."""
 
     def __post_init__(self) -> None:
-        counts = ("nodes", "routers", "gpus_per_node", "gpu_memory_bytes", "host_memory_bytes")
-        queues = ("pending_operations_max", "tenant_operations_max")
-        payloads = ("deployment_payload_bytes_max", "tenant_payload_bytes_max")
-        doors = ("connections_max", "address_connections_max", "json_bytes_max")
-        for name in (*counts, *queues, *payloads, *doors, "journal_bytes_max"):
+        for name, (least, most) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidRequestError(f"{name} must be at least 1")
-        for name in ("header_timeout_s", "body_timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InvalidRequestError(f"{name} must be a finite number of seconds above 0")
+            # Written so that NaN, which compares as false, is refused too.
+            if value is not None and not least <= value <= most:
+                raise InvalidRequestError(
+                    f"{name} is {value}: it must be at least {least} and at most {most}"
+                )
         for name, known in (("policy", POLICIES), ("ordering", ORDERINGS)):
             if getattr(self, name) not in known:
                 raise InvalidRequestError(

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 COUNT_MAX = 1_000_000_000
 SECONDS_MAX = 1e12
+WORKERS_MAX = 65_536
 SEGMENTS_MAX = 1000
 
 Count = Annotated[int, Field(strict=True, ge=0, le=COUNT_MAX)]
@@ -50,8 +51,12 @@ class JobRequest(_Strict):
     job: str = Field(description="id chosen by the client; the same one again is the same job")
     name: str
     tenant: str | None = Field(None, description="for operators: whose job it is")
-    controller_timeout_s: float = Field(60.0, gt=0, description="silence until it is detached")
-    reattach_timeout_s: float = Field(300.0, ge=0, description="detached until it is cancelled")
+    controller_timeout_s: float = Field(
+        60.0, gt=0, le=SECONDS_MAX, allow_inf_nan=False, description="silence until it is detached"
+    )
+    reattach_timeout_s: float = Field(
+        300.0, ge=0, le=SECONDS_MAX, allow_inf_nan=False, description="detached until cancelled"
+    )
     priority: int = Field(
         0,
         strict=True,
@@ -75,7 +80,7 @@ class FinishRequest(_Strict):
 class MetricsRequest(_Strict):
     """One row of a job's metrics."""
 
-    step: int
+    step: int = Field(ge=-(2**63), lt=2**63)
     values: dict[str, float]
 
 
@@ -135,7 +140,7 @@ class PauseRequest(_Strict):
 class LoraRequest(_Strict):
     """Low-rank adapters; checked against the model when the deployment is made."""
 
-    rank: int = Field(strict=True, ge=1, description="rows of A, columns of B")
+    rank: int = Field(strict=True, ge=1, le=COUNT_MAX, description="rows of A, columns of B")
     alpha: float = Field(
         16.0, gt=0, allow_inf_nan=False, description="what B A is multiplied with, times the rank"
     )
@@ -154,6 +159,7 @@ class DeploymentRequest(_Strict):
     workers: int | None = Field(
         None,
         ge=1,
+        le=WORKERS_MAX,
         description="worker processes, one per GPU; absent: as many as the layout has, else 1",
     )
     parallelism: ParallelismRequest | None = Field(

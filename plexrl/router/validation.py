@@ -38,6 +38,9 @@ from plexrl.wire.tensors import Array, Arrays
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
 SAMPLES_MAX = 65_536
+COUNT_MAX = 2**31 - 1
+"""Of tokens and the like: engines count in 32 bits."""
+BYTES_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +69,10 @@ def check_operation(
     match typed:
         case ForwardBackwardParams():
             _check_loss(typed.loss)
-            _at_least("micro_batch_tokens", typed.micro_batch_tokens, 1)
+            _in_range("micro_batch_tokens", typed.micro_batch_tokens, 1, COUNT_MAX)
             tokens = _check_batch(spec, arrays, _loss_arrays(typed.loss))
         case ForwardParams():
-            _at_least("micro_batch_tokens", typed.micro_batch_tokens, 1)
+            _in_range("micro_batch_tokens", typed.micro_batch_tokens, 1, COUNT_MAX)
             tokens = _check_batch(spec, arrays, ())
         case GenerateParams():
             tokens = _check_generate(spec, typed, arrays)
@@ -105,11 +108,11 @@ def _adapters(lora: LoraSpec | None) -> str:
 
 
 def _check_checkpoint(params: CheckpointParams) -> None:
-    _at_least("shard_bytes_max", params.shard_bytes_max, 1)
+    _in_range("shard_bytes_max", params.shard_bytes_max, 1, BYTES_MAX)
     for name in ("keep_last", "keep_every"):
         value = getattr(params, name)
         if value is not None:
-            _at_least(name, value, 1)
+            _in_range(name, value, 1, COUNT_MAX)
 
 
 def decode_params(kind: OperationKind, params: dict[str, Any]) -> Any:
@@ -215,11 +218,11 @@ def _check_batch(spec: DeploymentSpec, arrays: Arrays, per_token: tuple[str, ...
 
 def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays) -> int:
     sampling = params.sampling
-    _at_least("samples_per_prompt", params.samples_per_prompt, 1)
-    _at_least("max_tokens", sampling.max_tokens, 1)
+    _in_range("samples_per_prompt", params.samples_per_prompt, 1, SAMPLES_MAX)
+    _in_range("max_tokens", sampling.max_tokens, 1, COUNT_MAX)
     _in_range("temperature", sampling.temperature, 0.0, math.inf)
     _in_range("top_p", sampling.top_p, 0.0, 1.0)
-    _at_least("top_k", sampling.top_k, 0)
+    _in_range("top_k", sampling.top_k, 0, COUNT_MAX)
     if sampling.seed is not None:
         _in_range("seed", sampling.seed, 0, 2**63 - 1)
     if params.stream and spec.layout.dp > 1:
@@ -241,7 +244,8 @@ def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays
             f"max_sequence_tokens is {spec.max_sequence_tokens}: no room for an answer",
             row=longest,
         )
-    return rows * sampling.max_tokens
+    # No answer is longer than the model's context, whatever was asked for.
+    return rows * min(sampling.max_tokens, spec.max_sequence_tokens)
 
 
 def _check_rows(spec: DeploymentSpec, arrays: Arrays) -> Array:
@@ -303,11 +307,6 @@ def _row_of(place: int, lengths: Array) -> tuple[int, int]:
     ends = np.cumsum(lengths, dtype=np.int64)
     row = int(np.searchsorted(ends, place, side="right"))
     return row, place - int(ends[row] - lengths[row])
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise InvalidRequestError(f"{name} is {value}; it must be at least {least}")
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, open_end: bool = False) -> None:

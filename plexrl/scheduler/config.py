@@ -1,6 +1,5 @@
 """Configuration of the scheduler process."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
@@ -19,6 +18,50 @@ PROCESS_SETTINGS = frozenset(
 )
 """What a scheduler process is told for itself. All other settings are the core's: its decisions
 follow from them, so they are journalled."""
+
+
+LOAD_ROUNDING = 1e-9
+"""Far below any duty, far above the rounding of a sum of them."""
+
+_COUNT = (1, 1 << 40)
+_SECONDS = (0.0, 1e9)
+_PART = (0.0, 1.0)
+
+RANGES: dict[str, tuple[float, float]] = {
+    "journal_bytes_max": (1, 1 << 62),
+    "snapshot_events": _COUNT,
+    "lease_s": (1e-3, 1e6),
+    "horizon_slots": (1, 1 << 24),
+    "period_tolerance": (0.0, 0.5),
+    "load_max": (1e-6, 1e3),
+    "overlap_max": (0.0, 1e6),
+    "interference_weight": (0.0, 1e9),
+    "starvation_bound_s": _SECONDS,
+    "starvation_ratio": (1.0, 1e9),
+    "waiting_part_max": _PART,
+    "relief_after_s": _SECONDS,
+    "profile_cycles": (1, 1 << 20),
+    "drift_tolerance": (0.0, 1e6),
+    "repack_interval_s": _SECONDS,
+    "cold_start_patience_s": _SECONDS,
+    "node_grace_s": _SECONDS,
+    "node_replace_s": _SECONDS,
+    "snapshot_operations": _COUNT,
+    "rebuild_operations": (0, 1 << 40),
+    "burst_hold_s": _SECONDS,
+    "burst_max_s": _SECONDS,
+    "launch_attempts": _COUNT,
+    "residents_max": _COUNT,
+    "pending_operations_max": _COUNT,
+    "tenant_operations_max": _COUNT,
+    "deployment_payload_bytes_max": (1, 1 << 62),
+    "tenant_payload_bytes_max": (1, 1 << 62),
+    "history": _COUNT,
+    "ended_jobs": _COUNT,
+    "profiles": _COUNT,
+    "searches_max": _COUNT,
+}
+"""Least and most of every number in `SchedulerConfig`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,27 +175,24 @@ class SchedulerConfig:
     tenants: tuple[tuple[str, str], ...] = ()
     """(name, key digest) of tenants made at the first start."""
 
+    @property
+    def load_bound(self) -> float:
+        """What a sum of duties is compared with: `load_max`, and room for the sum's rounding."""
+        return self.load_max + LOAD_ROUNDING
+
     def __post_init__(self) -> None:
         make_policy(self.policy)
         if self.ordering not in ORDERINGS:
             raise InvalidRequestError(
                 f"ordering {self.ordering!r} is unknown: use one of {', '.join(ORDERINGS)}"
             )
-        counts = ("snapshot_operations", "launch_attempts", "residents_max", "history")
-        kept = ("ended_jobs", "profiles", "searches_max")
-        bounds = ("pending_operations_max", "tenant_operations_max")
-        payloads = ("deployment_payload_bytes_max", "tenant_payload_bytes_max")
-        others = ("snapshot_events", "horizon_slots", "profile_cycles")
-        for name in (*counts, *kept, *bounds, *payloads, *others):
-            if getattr(self, name) < 1:
-                raise InvalidRequestError(f"{name} must be at least 1")
-        if self.rebuild_operations < 0:
-            raise InvalidRequestError("rebuild_operations must not be negative")
-        for name in ("lease_s", "node_grace_s", "node_replace_s", "burst_hold_s", "burst_max_s"):
-            if not math.isfinite(getattr(self, name)):
-                raise InvalidRequestError(f"{name} must be a finite number of seconds")
-        if self.lease_s <= 0:
-            raise InvalidRequestError("lease_s must be above 0")
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            # Written so that NaN, which compares as false, is refused too.
+            if value is not None and not least <= value <= most:
+                raise InvalidRequestError(
+                    f"{name} is {value}: it must be at least {least:g} and at most {most:g}"
+                )
 
 
 def core_settings(config: SchedulerConfig) -> dict[str, Any]:

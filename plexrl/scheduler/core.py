@@ -15,43 +15,41 @@ from plexrl.errors import (
     ConflictError,
     InvalidRequestError,
     JobEndedError,
+    PlexRLError,
     UnknownDeploymentError,
     UnknownJobError,
     UnknownOperationError,
 )
-from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId, NodeId, OperationId, TenantId
+from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.admission import enqueue_deployment, wake_patient
+from plexrl.scheduler.advance import EVENT, NONE, Fault, has_work, work_off
 from plexrl.scheduler.backpressure import check_room
 from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.commands import Command
 from plexrl.scheduler.config import SchedulerConfig, with_core_settings
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.cycles import cycle_over, profile_key
-from plexrl.scheduler.early_ends import await_deadline, cancel, deadline_passed
+from plexrl.scheduler.cycles import profile_key
+from plexrl.scheduler.early_ends import await_deadline, cancel
 from plexrl.scheduler.estimates import Estimates
 from plexrl.scheduler.eta import promise
 from plexrl.scheduler.explain_job import explain_job
-from plexrl.scheduler.forgetting import forget_ended, owner_of
-from plexrl.scheduler.groups import advance
-from plexrl.scheduler.hold_and_wait import break_deadlocks
+from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.invariants import check
 from plexrl.scheduler.jobs import FINAL
 from plexrl.scheduler.lifecycle import (
     ENDINGS,
-    detach_or_cancel,
     end_job,
+    has_gpu,
     issue_again,
-    place_waiting,
     restart,
     worker_ready,
 )
+from plexrl.scheduler.limits import check_numbers, within_limits
 from plexrl.scheduler.nodes import node_drain_changed, node_joined, node_lost, state_migrated
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.operations import check_deadline, check_same, check_source, enqueue
 from plexrl.scheduler.outcomes import run_failed, run_finished
-from plexrl.scheduler.relocation import send_migration
-from plexrl.scheduler.replacement import look_at_node
 from plexrl.scheduler.size_check import check_it_can_fit
 from plexrl.scheduler.snapshot import decode, encode
 from plexrl.scheduler.state import Deployment, Job, WpgState
@@ -90,6 +88,7 @@ class SchedulerCore:
     """All decisions of a cluster's scheduler."""
 
     def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
         self._begin(Context(config))
 
     def _begin(self, context: Context) -> None:
@@ -115,64 +114,45 @@ class SchedulerCore:
             ev.WorkerExited: self._worker_exited,
             ev.OperationSubmitted: self._operation_submitted,
             ev.OperationCancelled: self._operation_cancelled,
-            ev.OperationFinished: partial(run_finished, context),
+            ev.OperationFinished: self._operation_finished,
             ev.OperationFailed: partial(run_failed, context),
             ev.TimerFired: self._timer_fired,
         }
 
-    def handle(self, event: ev.Event, now: float) -> list[Command]:
+    def handle(self, event: ev.Event, now: float, skipped: frozenset[str] = NONE) -> list[Command]:
         """Take in `event` at `now` (seconds, never less than before); returns what to do.
+
+        `skipped` names steps that failed when the same event was taken in before.
 
         Raises:
             PlexRLError: the event is refused, and nothing has changed.
+            Fault: a step failed halfway; the core must not be used any more.
         """
         context = self._context
-        self._handlers[type(event)](event, now)
-        timers, state = context.timers, context.state
-        if timers and timers[0][0] <= now:
-            for what in context.due(now):
-                self._look_again(what, now)
-        dirty, cycles_over = context.dirty, context.cycles_over
-        while dirty or cycles_over or context.place_waiting or context.newcomers:
-            if context.place_waiting or context.newcomers:
-                place_waiting(context, now)
-                break_deadlocks(context, now)
-            while dirty:
-                name = next(iter(dirty))
-                del dirty[name]
-                group = state.groups.get(name)
-                if group is not None:
-                    advance(context, group, now)
-            while cycles_over:
-                deployment = state.deployments[next(iter(cycles_over))]
-                del cycles_over[deployment.deployment]
-                cycle_over(context, deployment, now)
-        if len(state.ended) > context.ended_jobs:
-            forget_ended(context)
+        try:
+            check_numbers(event)
+            self._handlers[type(event)](event, now)
+        except MemoryError:
+            raise
+        except Exception as error:
+            if isinstance(error, PlexRLError) and not has_work(context):
+                raise
+            raise Fault(EVENT) from error
+        work_off(context, now, skipped)
         commands = context.commands
         context.commands = []
         if context.timer_at is None or context.wakes_sooner or context.discards:
             context.add_own_commands(commands)
         return commands
 
-    def _look_again(self, what: str, now: float) -> None:
-        context = self._context
-        kind, _, name = what.partition(":")
-        match kind:
-            case "group":
-                context.touch(GroupId(name))
-            case "deadline":
-                deadline_passed(context, OperationId(name), now)
-            case "placement":
-                context.place_waiting = context.place_waiting or bool(context.waiting)
-            case "node" if name in context.state.nodes:
-                look_at_node(context, NodeId(name), now)
-            case "migration":
-                deployment = context.state.deployments.get(DeploymentId(name))
-                if deployment is not None and deployment.state == WpgState.MIGRATING:
-                    send_migration(context, deployment)
-            case "job" if (job := context.state.jobs.get(JobId(name))) is not None:
-                detach_or_cancel(context, job, now)
+    def become(self, other: "SchedulerCore") -> None:
+        """Go on as `other`, which nobody uses any more."""
+        self._begin(other._context)
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """What the core was made with; `SchedulerStarted` may have changed its settings since."""
+        return self._config
 
     def dump(self) -> bytes:
         """All that the core knows, for `restore`; to be called between events only."""
@@ -244,12 +224,6 @@ class SchedulerCore:
             if (known.tenant, known.name) != (event.tenant, event.name):
                 raise ConflictError(f"job id {event.job!r} is taken: choose another")
             return
-        if event.controller_timeout_s <= 0 or event.reattach_timeout_s < 0:
-            raise InvalidRequestError(
-                "controller_timeout_s must be above 0 and reattach_timeout_s at least 0"
-            )
-        if event.gang < 0 or not 0 <= event.expected_s < 1e12:
-            raise InvalidRequestError("gang and expected_s are at least 0, and finite")
         check_priority(context.state, event.tenant, event.priority)
         check_budget(context.state, event.tenant)
         context.state.jobs[event.job] = Job(
@@ -297,9 +271,9 @@ class SchedulerCore:
                     f"deployment {event.deployment!r} exists with other settings: use another name"
                 )
             return
-        if event.kind not in USER_KINDS or event.workers < 1:
+        if event.kind not in USER_KINDS:
             raise InvalidRequestError(
-                f"deployment {event.deployment!r}: use {' or '.join(USER_KINDS)}, 1 worker or more"
+                f"deployment {event.deployment!r}: use {' or '.join(USER_KINDS)}"
             )
         deployment = Deployment(
             deployment=event.deployment,
@@ -326,7 +300,10 @@ class SchedulerCore:
 
     def _worker_ready(self, event: ev.WorkerReady, now: float) -> None:
         deployment = self._current(event.deployment, event.incarnation)
-        if deployment is not None:
+        if deployment is None or not 0 <= event.rank < len(deployment.ranks):
+            return
+        if has_gpu(self._context, deployment.ranks[event.rank]):
+            # Else its node was lost meanwhile: a node that comes back names its workers.
             worker_ready(self._context, deployment, event.rank, event.address, now)
 
     def _worker_exited(self, event: ev.WorkerExited, now: float) -> None:
@@ -370,6 +347,9 @@ class SchedulerCore:
         promise(context, deployment, operation, now)
         if event.deadline_s is not None:
             await_deadline(context, operation)
+
+    def _operation_finished(self, event: ev.OperationFinished, now: float) -> None:
+        run_finished(self._context, within_limits(event), now)
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
         cancel(self._context, self._operation(event.operation), now)

@@ -34,6 +34,11 @@ TINY_PART = 1e-5
 """Of a slot's parts. Nearer than this to an edge, which side of it a sum of floats falls on may
 depend on the order it was summed in."""
 
+SLOT_PARTS = 1 << 20
+"""Offsets and durations of a footprint are whole numbers of these parts of a slot: a microsecond. A
+sum of one and a whole slot is then exact, so the slots that a segment covers do not depend on where
+on the ring it lies, nor on how the sum is made."""
+
 CRITICAL_WEIGHT = 4
 """Of a busy second that must not be delayed, against 1 for one that has slack."""
 
@@ -331,19 +336,23 @@ def project(trace: DemandTrace, horizon_slots: int, tolerance: float = 0.0) -> F
     cycles = commensurate(trace.period_s, horizon_slots, tolerance)
     period = horizon_slots / cycles
     if trace.period_s < SHORTEST_PLANNED_S or cycles * len(trace.segments) > INTERVALS_MAX:
-        block = (0.0, min(trace.duty, 1.0) * period, CRITICAL_WEIGHT)
+        block = (0.0, _in_parts(trace.duty * period, period), CRITICAL_WEIGHT)
         return Footprint(horizon_slots=horizon_slots, cycles=cycles, shift=0.0, segments=(block,))
     stretch = period / trace.period_s
     segments = []
     for segment in trace.segments:
         weight = 1 if segment.slack_s >= segment.duration_s else CRITICAL_WEIGHT
         # Gaps stretch with the period, work does not; what would leave the cycle is cut at its end.
-        offset = min(segment.offset_s * stretch, period)
-        duration = min(segment.duration_s, period)
-        segments.append((offset, duration, weight))
+        offset = _in_parts(segment.offset_s * stretch, period)
+        segments.append((offset, _in_parts(segment.duration_s, period), weight))
     return Footprint(
         horizon_slots=horizon_slots, cycles=cycles, shift=0.0, segments=tuple(segments)
     )
+
+
+def _in_parts(slots: float, period: float) -> float:
+    """`slots` in whole parts of a slot, and no more than the cycle has."""
+    return period if slots >= period else round(slots * SLOT_PARTS) / SLOT_PARTS
 
 
 def whole_ring(horizon_slots: int) -> Footprint:

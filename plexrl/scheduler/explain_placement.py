@@ -148,7 +148,7 @@ def _census_of(
         ("closed", ~table.is_open),
         ("full", table.members >= context.config.residents_max),
         ("without_memory", table.state_bytes_free < deployment.state_bytes),
-        ("loaded", table.load + duty > context.config.load_max),
+        ("loaded", table.load + duty > context.config.load_bound),
     ):
         counts[name] = int((left & against).sum())
         left &= ~against

@@ -11,6 +11,7 @@ from plexrl.scheduler.capacity import CapacityIndex, Shape
 from plexrl.scheduler.commands import RankPlacement
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.demand import DemandTrace, Footprint, project, whole_ring
+from plexrl.scheduler.limits import TOTAL_MAX
 from plexrl.scheduler.node_pool import NodeKind, NodePool
 from plexrl.scheduler.policies import PlacementPolicy
 from plexrl.scheduler.state import Deployment, Group, Node, State
@@ -216,7 +217,8 @@ class Inventory:
             scale = len(group.gpus) / part.ranks
             host.append(int((known.host_memory_bytes - kept) * scale))
             total.append(int((known.host_memory_bytes + known.nvme_bytes - kept) * scale))
-        return min(host), min(total)
+        # Columns of the index are integers of 64 bits.
+        return max(-TOTAL_MAX, min(TOTAL_MAX, *host)), max(-TOTAL_MAX, min(TOTAL_MAX, *total))
 
     def find_gpus(self, deployment: Deployment) -> tuple[RankPlacement, ...] | None:
         """Free GPUs for a new group of the deployment's; None where there are none.

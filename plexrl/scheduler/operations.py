@@ -83,7 +83,7 @@ def check_same(known: Operation, event: OperationSubmitted) -> None:
 
 
 def check_deadline(event: OperationSubmitted) -> None:
-    """Refuse a time that has passed before it began, or a size below nothing.
+    """Refuse a deadline that has passed before it began, or that nobody waits for.
 
     Raises:
         InvalidRequestError: it is one of these.
@@ -92,8 +92,6 @@ def check_deadline(event: OperationSubmitted) -> None:
         raise InvalidRequestError(
             f"deadline_s is {event.deadline_s:g}: give seconds above 0, {DEADLINE_S_MAX} at most"
         )
-    if event.payload_bytes < 0:
-        raise InvalidRequestError(f"payload_bytes is {event.payload_bytes}: it is at least 0")
 
 
 def enqueue(
@@ -102,7 +100,7 @@ def enqueue(
     """Take in a checked submission; a sync brings the publish it depends on with it."""
     after: OperationId | None = None
     if event.source is not None:
-        after = OperationId(f"{event.operation}{OWN_MARK}publish")
+        after = publish_name(context, event.operation)
         enqueue_publish(context, context.deployment(event.source), after, event.operation, now)
     operation = Operation(event.operation, event.deployment, event.kind, now, internal=False)
     operation.params_json = event.params_json
@@ -120,6 +118,15 @@ def enqueue(
     taken_in(context.state, deployment, operation)
     _queue(context, deployment, event.operation, now)
     return operation
+
+
+def publish_name(context: Context, sync: OperationId, attempt: str = "") -> OperationId:
+    """A name for the publish that a sync needs. The sync's id may have been used before, by one
+    that is forgotten and whose publish is not."""
+    name = OperationId(f"{sync}{OWN_MARK}publish{attempt}")
+    while name in context.state.operations:
+        name = OperationId(f"{name}'")
+    return name
 
 
 def enqueue_publish(
@@ -320,18 +327,25 @@ def fail(context: Context, operation: Operation, error: PlexRLError, now: float)
     context.discard(operation.payload)
     _into_history(context, context.deployment(operation.deployment), operation, now)
     dependent = _served(context, operation)
-    if dependent is not None and dependent.state == OperationState.PENDING:
-        deployment = context.deployment(dependent.deployment)
+    if dependent is None:
+        return
+    deployment = context.deployment(dependent.deployment)
+    # One that is final is a sync that is to be repeated: it tries again without this publish.
+    context.touch(deployment.group)
+    if dependent.state == OperationState.PENDING:
         deployment.queue.remove(dependent.operation)
         fail(context, dependent, error, now)
-        context.touch(deployment.group)
 
 
 def _served(context: Context, operation: Operation) -> Operation | None:
-    """The operation that a publish was made for, while it is known."""
+    """The operation that waits for this publish, while it is known."""
     if operation.serves is None:
         return None
-    return context.state.operations.get(operation.serves)
+    served = context.state.operations.get(operation.serves)
+    if served is None or served.after != operation.operation:
+        # Its id may have been used again, for a sync that waits for another publish.
+        return None
+    return served
 
 
 def drop_log(context: Context, deployment: Deployment) -> None:

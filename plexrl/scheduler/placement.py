@@ -301,7 +301,7 @@ def has_room(
         table.is_open
         & (table.members < context.config.residents_max)
         & (table.state_bytes_free >= deployment.state_bytes)
-        & (table.load + duty <= context.config.load_max)
+        & (table.load + duty <= context.config.load_bound)
     )
 
 

@@ -7,10 +7,10 @@ publishes again, and the rollout then has the trainer's present weights, which m
 """
 
 from plexrl.errors import PlexRLError
-from plexrl.ids import FencingToken, OperationId
+from plexrl.ids import FencingToken
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.operation_record import Operation
-from plexrl.scheduler.operations import OWN_MARK, enqueue_publish
+from plexrl.scheduler.operations import enqueue_publish, publish_name
 from plexrl.scheduler.placement import shares
 from plexrl.scheduler.state import Deployment
 from plexrl.wire.operations import OperationKind
@@ -55,9 +55,7 @@ def is_republished(
     deployment.failures += 1
     del deployment.running[operation.operation]
     trainer = context.deployment(operation.source)
-    name = OperationId(f"{operation.operation}{OWN_MARK}publish{deployment.failures}")
-    while name in context.state.operations:
-        name = OperationId(f"{name}'")
+    name = publish_name(context, operation.operation, str(deployment.failures))
     operation.after = name
     enqueue_publish(context, trainer, name, operation.operation, now)
     group = context.group_of(deployment)

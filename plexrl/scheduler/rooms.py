@@ -66,7 +66,7 @@ class Rooms:
             free_state_bytes=free_state_bytes,
             loads=load[steps].tolist(),
             states=state[steps].tolist(),
-            load_max=config.load_max,
+            load_max=config.load_bound,
         )
 
     def _free_state_bytes(self, size: Size) -> int:

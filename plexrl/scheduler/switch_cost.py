@@ -10,6 +10,7 @@ one node, whose ranks move at once; of a WPG that has no GPUs yet, by those that
 from typing import TYPE_CHECKING, Final
 
 from plexrl.scheduler.estimates import MOVE_BYTES_PER_S, MoveLaw
+from plexrl.scheduler.limits import bounded_bytes
 from plexrl.wire.operations import OperationKind
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def state_reported(context: "Context", event: "StateReported", now: float) -> No
         if deployment is None or event.node not in deployment.nodes:
             continue
         by_node = deployment.nvme_bytes_by_node
-        by_node[event.node] = report.nvme_bytes
+        by_node[event.node] = bounded_bytes(report.nvme_bytes)
         deployment.nvme_bytes = max(by_node.values())
         context.touch(deployment.group)
 

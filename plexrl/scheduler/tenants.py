@@ -101,11 +101,9 @@ def tenant_configured(state: State, event: TenantConfigured) -> None:
         InvalidRequestError: a number makes no sense; nothing changed.
     """
     tenant = _tenant(state, event.tenant)
-    limits = (event.jobs_max, event.gpus_max, event.gpu_seconds_max)
-    if not 0 < event.weight <= WEIGHT_MAX or any(each is not None and each < 0 for each in limits):
+    if not 0 < event.weight <= WEIGHT_MAX:
         raise InvalidRequestError(
-            f"tenant {event.tenant!r}: the weight is above 0 and at most {WEIGHT_MAX:.0f}, quotas "
-            "are at least 0 or none"
+            f"tenant {event.tenant!r}: the weight is above 0 and at most {WEIGHT_MAX:.0f}"
         )
     if not -PRIORITY_MAX <= event.priority_max <= PRIORITY_MAX:
         raise InvalidRequestError(

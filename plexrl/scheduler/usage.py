@@ -11,6 +11,7 @@ Operations that run side by side share the time they overlap in equal parts.
 import math
 from typing import Final
 
+from plexrl.scheduler.limits import TOTAL_MAX
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.state import Deployment, State, Tenant, UsageRow
 from plexrl.wire.operations import OperationState
@@ -70,7 +71,8 @@ def bill(state: State, deployment: Deployment, operation: Operation, now: float)
         if operation.state is not _FINISHED:
             row.failed += 1
         row.gpu_seconds += gpu_seconds
-        row.tokens += operation.tokens
+        # A sum that left 64 bits could not be written down any more.
+        row.tokens = min(row.tokens + operation.tokens, TOTAL_MAX)
     tenant = None if payer_tenant is None else state.tenants.get(payer_tenant)
     if tenant is not None:
         tenant.gpu_seconds += gpu_seconds

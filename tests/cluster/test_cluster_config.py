@@ -20,7 +20,7 @@ def test_the_names_offered_are_the_schedulers() -> None:
     [
         ({"policy": "tetris"}, "use one of isolated, pack, spread"),
         ({"ordering": "lifo"}, "use one of hrrs"),
-        ({"pending_operations_max": 0}, "pending_operations_max must be at least 1"),
+        ({"pending_operations_max": 0}, "pending_operations_max is 0: it must be at least 1"),
         ({"otlp_endpoint": "collector:4318"}, "is no URL"),
         ({"journal": ""}, "give a path or postgresql"),
         ({"nodes": 3, "node_types": ("a", "b")}, "2 names for 3 nodes"),

@@ -113,6 +113,9 @@ def test_a_row_longer_than_the_deployment_takes_is_refused() -> None:
         (ROLLOUT, "generate", {"sampling": {"temperature": -1}}, "temperature"),
         (ROLLOUT, "generate", {"sampling": {"top_p": 1.5}}, "top_p"),
         (ROLLOUT, "generate", {"sampling": {"max_tokens": 0}}, "max_tokens is 0"),
+        (ROLLOUT, "generate", {"sampling": {"max_tokens": 1 << 40}}, "max_tokens is"),
+        (ROLLOUT, "generate", {"sampling": {"top_k": 1 << 40}}, "top_k is"),
+        (ROLLOUT, "generate", {"samples_per_prompt": 1 << 40}, "samples_per_prompt is"),
         (ROLLOUT, "generate", {"sampling": {"beams": 4}}, "no parameter 'beams'"),
     ],
 )

@@ -393,23 +393,6 @@ def test_a_snapshot_that_finds_no_room_does_not_hold_training_up(cluster: FakeCl
     assert [run.kind.value for run in cluster.runs] == ["optim_step"]
 
 
-def test_a_rank_that_was_ready_on_a_lost_node_is_waited_for_again(cluster: FakeCluster) -> None:
-    with_jobs(cluster, "a")
-    cluster.kill("a/actor")
-    launch = cluster.launches[0]
-    ready = ev.WorkerReady(
-        deployment="a/actor", rank=0, incarnation=launch.incarnation, address="x"
-    )
-    cluster.send(ready)
-    cluster.send(ev.NodeLost(node="n"))
-    cluster.send(
-        ev.WorkerReady(deployment="a/actor", rank=1, incarnation=launch.incarnation, address="y")
-    )
-    assert cluster.core.deployment_view("a/actor", cluster.now)["state"] == "recovering"
-    cluster.send(ready)
-    assert cluster.core.deployment_view("a/actor", cluster.now)["state"] == "ready"
-
-
 def test_an_abort_is_said_again_to_the_next_router(cluster: FakeCluster) -> None:
     cluster.job("a")
     cluster.deploy("a/rollout", "rollout", workers=1)

@@ -87,6 +87,51 @@ def test_spread_finds_the_shift_at_which_the_demand_fits() -> None:
     assert (placement(cluster, "c")["way"], placement(cluster, "c")["shift_s"]) == ("strict", 90.0)
 
 
+def test_a_trace_longer_than_its_slots_by_a_rounding_error_gets_what_was_searched() -> None:
+    cluster = FakeCluster(policy="spread+backfill", horizon_slots=600, load_max=1.0)
+    cluster.start_node(2)
+    cluster.now = 0.0
+    submit(cluster, "a", trace(20.0, 30.0))
+    cluster.pass_time(3.0)
+    submit(cluster, "b", trace(10.000000000000002, 30.0))
+    assert group_of(cluster, "a") == group_of(cluster, "b") == "g1"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, HORIZON),
+    st.lists(
+        st.tuples(
+            st.sampled_from((20.0, 30.0, 60.0, 61.3, 7.0)),
+            st.sampled_from((0.1, 0.25, 1 / 3, 0.5, 2 / 3)),
+            st.sampled_from((0.0, 0.1, 0.3)),
+            st.sampled_from((0.0, 1e-15, -1e-15, 1e-9, 1e-6, 0.3)),
+            st.sampled_from((0.0, 1.0, 2.7)),
+        ),
+        min_size=2,
+        max_size=5,
+    ),
+)
+def test_whatever_a_search_finds_can_be_reserved(
+    now: int, demands: list[tuple[float, float, float, float, float]]
+) -> None:
+    cluster = cluster_of(2, "spread+backfill", load_max=2.0, waiting_part_max=1.0)
+    cluster.now += now
+    for index, (period_s, part, offset, error_s, pause_s) in enumerate(demands):
+        busy_s = min(period_s * part + error_s, period_s * (1.0 - offset))
+        submit(cluster, f"j{index}", trace(busy_s, period_s, period_s * offset))
+        cluster.pass_time(pause_s)
+
+
+@pytest.mark.parametrize("residents_max", [2, 3, 6, 7, 9, 11, 13])
+def test_a_group_holds_as_many_members_without_a_profile_as_it_may(residents_max: int) -> None:
+    cluster = cluster_of(2, "pack", load_max=0.9, residents_max=residents_max)
+    for index in range(residents_max + 1):
+        submit(cluster, f"j{index}", None)
+    placed = [group_of(cluster, f"j{index}") for index in range(residents_max + 1)]
+    assert placed == ["g1"] * residents_max + [None]
+
+
 def test_a_later_start_needs_a_smaller_shift() -> None:
     cluster = cluster_of(2, "spread")
     submit(cluster, "a", trace(60.0))

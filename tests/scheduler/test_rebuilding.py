@@ -204,6 +204,42 @@ def test_a_rollout_whose_trainer_lost_what_it_published_has_it_publish_again() -
     assert cluster.state_of("draw") == "finished"
 
 
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_sync_that_is_repeated_is_tried_again_when_its_new_publish_ends_badly(
+    is_cancelled: bool,
+) -> None:
+    cluster = synced()
+    cluster.kill("a/rollout")
+    cluster.submit("draw", "a/rollout", "generate")
+    cluster.launch(cluster.launches[0])
+    cluster.execute(cluster.runs[0])
+    if is_cancelled:
+        # Something that lasts keeps the trainer, so that the publish waits behind it.
+        cluster.submit("work", "a/actor", "forward_backward")
+        while cluster.runs[0].deployment == "a/actor" and cluster.runs[0].operation != "work":
+            cluster.execute(cluster.runs[0])
+    (replayed,) = [run for run in cluster.runs if run.replay]
+    refuse(cluster, replayed, StateLostError("the version is gone"))
+    if is_cancelled:
+        cluster.send(ev.OperationCancelled(operation="sync#publish2"))
+    else:
+        (publish,) = cluster.runs
+        cluster.runs.remove(publish)
+        error_json = json.dumps(StateTierFullError("no room").to_wire())
+        cluster.send(
+            ev.OperationFailed(
+                operation=publish.operation,
+                token=publish.token,
+                error_json=error_json,
+                state_intact=True,
+            )
+        )
+    assert [run.operation for run in cluster.runs if run.replay] == ["sync"]
+    cluster.settle()
+    assert cluster.wpgs["a/rollout"].device == ["sync"]
+    assert cluster.state_of("draw") == "finished"
+
+
 def test_weights_that_cannot_be_pulled_again_and_again_end_the_job() -> None:
     cluster = synced(launch_attempts=2)
     cluster.kill("a/rollout")

@@ -1,0 +1,74 @@
+"""Reports and answers that come when the cluster is not any more what it was."""
+
+import pytest
+from msgspec.structs import replace
+
+from plexrl.scheduler import events as ev
+from tests.scheduler.fake_cluster import FakeCluster
+from tests.scheduler.test_core_examples import with_jobs
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    made = FakeCluster()
+    made.start_node()
+    return made
+
+
+def test_reports_of_ranks_on_a_lost_node_come_too_late(cluster: FakeCluster) -> None:
+    with_jobs(cluster, "a")
+    cluster.kill("a/actor")
+    launch = cluster.launches[0]
+    ready = [
+        ev.WorkerReady(
+            deployment="a/actor", rank=rank, incarnation=launch.incarnation, address=str(rank)
+        )
+        for rank in range(2)
+    ]
+    cluster.send(ready[0])
+    cluster.send(ev.NodeLost(node="n"))
+    for report in (ready[1], ready[0]):
+        cluster.send(report)
+        assert cluster.core.deployment_view("a/actor", cluster.now)["state"] == "recovering"
+    workers = tuple(
+        ev.WorkerSeen(
+            deployment="a/actor", rank=rank, incarnation=launch.incarnation, address=str(rank)
+        )
+        for rank in range(2)
+    )
+    cluster.send(replace(cluster.nodes["n"], workers=workers))
+    assert cluster.core.deployment_view("a/actor", cluster.now)["state"] == "ready"
+
+
+def test_a_report_of_a_rank_that_the_deployment_does_not_have_is_ignored(
+    cluster: FakeCluster,
+) -> None:
+    with_jobs(cluster, "a")
+    cluster.kill("a/actor")
+    launch = cluster.launches[0]
+    for rank in (0, 2, -1):
+        cluster.send(
+            ev.WorkerReady(
+                deployment="a/actor", rank=rank, incarnation=launch.incarnation, address="x"
+            )
+        )
+    assert cluster.core.deployment_view("a/actor", cluster.now)["state"] == "recovering"
+
+
+def test_the_id_of_a_sync_that_is_forgotten_may_be_used_again_while_its_publish_waits() -> None:
+    cluster = FakeCluster(history=1)
+    cluster.start_node()
+    with_jobs(cluster, "a")
+    cluster.deploy("a/rollout", "rollout", workers=1)
+    cluster.settle()
+    cluster.submit("busy", "a/actor", "forward_backward")
+    cluster.submit("sync", "a/rollout", "sync_weights", "a/actor")
+    cluster.send(ev.OperationCancelled(operation="sync"))
+    cluster.submit("other", "a/rollout", "barrier")
+    while runs := [run for run in cluster.runs if run.deployment == "a/rollout"]:
+        cluster.execute(runs[0])
+    cluster.submit("sync", "a/rollout", "sync_weights", "a/actor")
+    cluster.settle()
+    assert cluster.wpgs["a/rollout"].device == ["sync"]
+    cluster.restart_scheduler()
+    cluster.settle()
