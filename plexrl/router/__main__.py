@@ -11,8 +11,9 @@ from plexrl.cluster.process import load_config, print_ready, run_until_signal
 from plexrl.router.app import make_app
 from plexrl.router.config import RouterConfig
 
-DRAIN_S = 1
-"""Long polls that are open at the end are cut off after this; their clients ask the next router."""
+DRAIN_S = 3
+"""How long requests have to end once the router stops. Long polls end at once; what is left after
+this time is cut off, and asked to be sent again."""
 
 
 def main() -> None:
@@ -44,6 +45,7 @@ def main() -> None:
         if connected.done() and not serving.done():
             print_ready(host=config.host, port=sock.getsockname()[1])
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        gateway.stopping.begin()
         server.should_exit = True
         connected.cancel()
         stopping.cancel()

@@ -1,5 +1,6 @@
 """What the routes share: who is calling, the scheduler, the blobs, deployments' specifications."""
 
+import asyncio
 import hashlib
 import time
 from collections import OrderedDict
@@ -26,10 +27,13 @@ from plexrl.router.executor import Executor
 from plexrl.router.metrics_log import MetricsLog
 from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.specs import DeploymentSpecs
+from plexrl.router.stopping import Stopping
 
 Plain = dict[str, Any]
 CACHE_S = 60.0
 CACHE_MAX = 10_000
+ANSWER_S = 30.0
+"""How much longer than a poll lasts its answer is waited for."""
 FINAL = ("finished", "failed", "cancelled")
 """States that an operation does not leave."""
 
@@ -78,6 +82,7 @@ class Gateway:
         self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
         self._specs = specs
         self.engines = Engines(executor)
+        self.stopping = Stopping()
 
     async def caller(self, request: Request) -> Caller:
         """Who sent the request.
@@ -113,10 +118,17 @@ class Gateway:
         return await self._specs.read(deployment, caller.scope)
 
     async def operation(self, caller: Caller, operation: str, wait_s: float) -> Plain:
-        """An operation as the scheduler shows it, once it is final or `wait_s` have passed. Raises
-        `UnknownOperationError`."""
+        """An operation as the scheduler shows it, once it is final, `wait_s` have passed or this
+        router stops. Raises `UnknownOperationError`."""
         fields = {"operation": operation, **caller.claim, "timeout_s": wait_s}
-        return await self.scheduler.call("wait_operation", fields, timeout_s=wait_s + 30.0)
+        if wait_s > 0 and not self.stopping.has_begun:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as wait:
+                    with self.stopping.cutting_short(wait):
+                        return await self.scheduler.call(
+                            "wait_operation", fields, timeout_s=wait_s + ANSWER_S
+                        )
+        return await self.scheduler.call("wait_operation", {**fields, "timeout_s": 0.0})
 
     async def deployment(self, caller: Caller, deployment: str) -> Plain:
         """A deployment as the scheduler shows it. Raises `UnknownDeploymentError`."""
