@@ -31,13 +31,15 @@
     │   └── StaleWeightsError          500  stale_weights     (an engine missed an update)
     ├── ConnectionLostError            503  connection_lost   (the client met no server)
     ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
-    │   └── LeaseHeldError             503  lease_held        (another scheduler leads)
+    │   ├── LeaseHeldError             503  lease_held        (another scheduler leads)
+    │   └── NoAnswerError              504  no_answer         (a part was silent for too long)
     ├── DeadlineExceededError          504  deadline_exceeded
     ├── InvariantError                 500  invariant         (a simulated run broke a law)
     ├── DeviceError                    500  device            (a device's driver refused a call)
     │   ├── DeviceUnavailableError     503  device_unavailable (there is no such device)
     │   └── DeviceMemoryFullError      507  device_memory_full
     └── StorageError                   507  storage
+        ├── JournalUnavailableError    503  journal_unavailable (the database does not answer)
         ├── StorageFullError           507  storage_full      (work goes on when there is room)
         │   ├── JournalFullError       507  journal_full
         │   └── StateTierFullError     507  state_tier_full
@@ -45,6 +47,9 @@
         ├── LeaseLostError             503  lease_lost        (another scheduler took over)
         ├── StateLostError             500  state_lost
         └── CorruptStateError          500  corrupt_state
+
+Over HTTP, an answer with a `Retry-After` header asks for the same request again: nothing is wrong
+with it, and it succeeds later. The final error of an operation never carries that header.
 
 A message says what is wrong, where, and how to mend it. `code` and `status` are stable; `details`
 holds plain values for programs. Errors cross process boundaries as `to_wire()` / `from_wire()`.
@@ -221,6 +226,14 @@ class LeaseHeldError(UnavailableError):
     code = "lease_held"
 
 
+class NoAnswerError(UnavailableError):
+    """A part of the cluster gave no answer in time. It may have carried the request out: the same
+    request may be sent again under the same ids."""
+
+    code = "no_answer"
+    status = 504
+
+
 class DeadlineExceededError(PlexRLError):
     code = "deadline_exceeded"
     status = 504
@@ -260,6 +273,13 @@ class StorageFullError(StorageError):
     same request succeeds once there is room. `details["retry_after_s"]` says when to ask again."""
 
     code = "storage_full"
+
+
+class JournalUnavailableError(StorageError):
+    """The journal's database does not answer. The same request succeeds once it does."""
+
+    code = "journal_unavailable"
+    status = 503
 
 
 class JournalFullError(StorageFullError):

@@ -19,7 +19,7 @@ Plain = dict[str, Any]
 
 def list_call(job: str) -> Call:
     """The request for all of a job's checkpoints."""
-    return Call(method="GET", path=f"/v1/jobs/{quote(job, safe='')}/checkpoints")
+    return Call(method="GET", path=f"/v1/jobs/{quote(job, safe='')}/checkpoints", is_poll=True)
 
 
 def settled(listing: Mapping[str, Any], name: str, seq: int | None) -> Plain | None:
@@ -72,9 +72,9 @@ class CheckpointFuture(Future[Plain]):
             self._saved = pinned.result(timeout_s)
         return self._saved
 
-    def _poll(self, wait_s: float) -> None:
+    def _poll(self, wait_s: float, give_up_at: float | None = None) -> None:
         if self._saved is None:
-            super()._poll(wait_s)
+            super()._poll(wait_s, give_up_at)
             if not self._is_done or self._error is not None:
                 return
             self._saved = self._result

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 
 from plexrl.client.results import Decoder
 from plexrl.client.transport import AsyncTransport, Call, Transport
-from plexrl.errors import DeadlineExceededError
+from plexrl.errors import ConnectionLostError, DeadlineExceededError, PlexRLError
 
 if TYPE_CHECKING:
     import httpx
@@ -27,6 +28,7 @@ def poll_call(operation: str, wait_s: float) -> Call:
         path=f"/v1/operations/{quote(operation, safe='')}",
         query={"wait_s": wait_s},
         read_timeout_s=wait_s + 60.0,
+        is_poll=True,
     )
 
 
@@ -42,9 +44,26 @@ class Pending:
         self.operation: str = view["operation"]
         self.view = view
         self.decoder = decoder
+        self.held: PlexRLError | None = None
+        """Why the cluster does not tell now how the operation stands."""
+
+    def poll(self, wait_s: float, give_up_at: float | None = None) -> Call:
+        """The request that waits for the result."""
+        call = poll_call(self.operation, wait_s)
+        return replace(call, give_up_at=give_up_at, on_held=self._hold)
+
+    def explain(self) -> str:
+        """Why the operation was not finished when last asked."""
+        if self.held is not None:
+            return f"{self.view['state']} when last seen: the cluster holds: {self.held}"
+        return explanation_text(self.view)
+
+    def _hold(self, error: PlexRLError) -> None:
+        self.held = error
 
     def take(self, response: "httpx.Response") -> tuple[bool, Any]:
         """(is finished, result) of a poll's answer."""
+        self.held = None
         if response.status_code == 202:
             self.view = response.json()
             return False, None
@@ -81,7 +100,7 @@ class Future(Generic[ResultT]):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._is_done:
             left_s = POLL_S if deadline is None else max(0.0, deadline - time.monotonic())
-            self._poll(min(POLL_S, left_s))
+            self._poll(min(POLL_S, left_s), give_up_at=deadline)
             if not self._is_done and deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceededError(
                     f"operation {self.operation!r} is not finished after {timeout_s:g} s: "
@@ -94,7 +113,7 @@ class Future(Generic[ResultT]):
     def done(self) -> bool:
         """Whether the result, or the operation's error, is there."""
         if not self._is_done:
-            self._poll(0.0)
+            self._poll(0.0, give_up_at=time.monotonic())
         return self._is_done
 
     def cancel(self) -> None:
@@ -107,22 +126,23 @@ class Future(Generic[ResultT]):
 
     def explain(self) -> str:
         """Why it was not finished when last asked, and until when by estimate."""
-        return explanation_text(self._pending.view)
+        return self._pending.explain()
 
     def status(self) -> View:
         """All that is known of the operation."""
         self.done()
         return dict(self._pending.view)
 
-    def _poll(self, wait_s: float) -> None:
-        from plexrl.errors import ConnectionLostError, PlexRLError
-
+    def _poll(self, wait_s: float, give_up_at: float | None = None) -> None:
         try:
-            response = self._transport.request(poll_call(self.operation, wait_s))
+            response = self._transport.request(self._pending.poll(wait_s, give_up_at))
             self._is_done, self._result = self._pending.take(response)
         except ConnectionLostError:
             raise
         except PlexRLError as error:
+            if error is self._pending.held:
+                # No word about the operation: the caller's time is over.
+                return
             self._is_done, self._error = True, error
 
 
@@ -141,7 +161,7 @@ class AsyncFuture(Generic[ResultT]):
     async def result(self) -> ResultT:
         """Wait for the result. Raises the operation's own error."""
         while True:
-            response = await self._transport.request(poll_call(self.operation, POLL_S))
+            response = await self._transport.request(self._pending.poll(POLL_S))
             is_finished, result = self._pending.take(response)
             if is_finished:
                 return result  # type: ignore[no-any-return]
@@ -152,7 +172,7 @@ class AsyncFuture(Generic[ResultT]):
 
     def explain(self) -> str:
         """Why it was not finished when last asked, and until when by estimate."""
-        return explanation_text(self._pending.view)
+        return self._pending.explain()
 
     def __await__(self) -> Generator[Any, None, ResultT]:
         return self.result().__await__()

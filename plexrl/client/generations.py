@@ -10,13 +10,13 @@ from urllib.parse import quote
 
 from plexrl.client.futures import AsyncFuture, Future, View
 from plexrl.client.results import Chunk, Decoder, GenerateResult
-from plexrl.client.transport import AsyncTransport, Call, Patience, Transport
+from plexrl.client.transport import AsyncTransport, Call, Patience, Transport, is_held
 from plexrl.errors import ExecutionError, PlexRLError, from_wire
 
 LOG = logging.getLogger(__name__)
 
-BROKEN = frozenset({429, 502, 503, 504})
-"""Statuses of what may be asked again."""
+BROKEN = frozenset({429, 502, 503, 504, 507})
+"""Statuses of what may be asked again, where it is no operation's own error."""
 
 
 class StreamReading:
@@ -45,6 +45,7 @@ class StreamReading:
         """
         event: dict[str, Any] = json.loads(line) if line else {}
         if "error" in event:
+            self.is_done = True
             raise from_wire(event["error"])
         if "restart" in event:
             # This run may end as well before it has repeated everything that was given.
@@ -107,7 +108,7 @@ class GenerateFuture(Future[GenerateResult]):
                     yield from reading.take(line)
                     patience = Patience(self._transport.timeout_s)
             except PlexRLError as error:
-                time.sleep(_pause_s(error, patience))
+                time.sleep(_pause_s(reading, error, patience))
 
 
 class AsyncGenerateFuture(AsyncFuture[GenerateResult]):
@@ -135,12 +136,12 @@ class AsyncGenerateFuture(AsyncFuture[GenerateResult]):
                         yield chunk
                     patience = Patience(self._transport.timeout_s)
             except PlexRLError as error:
-                await asyncio.sleep(_pause_s(error, patience))
+                await asyncio.sleep(_pause_s(reading, error, patience))
 
 
-def _pause_s(error: PlexRLError, patience: Patience) -> float:
+def _pause_s(reading: StreamReading, error: PlexRLError, patience: Patience) -> float:
     """Before the stream is taken up again. Raises `error` where that is of no use."""
-    if error.status not in BROKEN or error.code == "deadline_exceeded":
+    if reading.is_done or error.status not in BROKEN:
         raise error
     LOG.info("the stream broke (%s); taking it up again", error)
-    return patience.pause_s(error)
+    return patience.pause_s(error, unbounded=is_held(error))

@@ -2,13 +2,22 @@
 
 Every request is safe to repeat: it names its job, deployment or operation by an id that the client
 chose, and the router answers a repetition as it answered the first.
+
+Three kinds of failure are repeated:
+
+* No cluster answers, or a proxy answers for it: repeated for `timeout_s` seconds.
+* The cluster is overloaded (429): repeated for `timeout_s` seconds.
+* The cluster *holds*: it answers 503, 504 or 507 with `Retry-After`, because a disk is full, its
+  database is away or a part is silent. It is alive and loses nothing, so a request that carries
+  work is repeated until it succeeds or its own deadline has passed.
 """
 
 import asyncio
 import json
+import logging
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +32,17 @@ ASKED_SPREAD = 1.5
 """A wait that the cluster asks for is made longer by up to this factor."""
 LEFT_S_MIN = 0.001
 CONNECT_TIMEOUT_S = 10.0
-RETRIED = frozenset({429, 502, 503, 504})
-ELSEWHERE = frozenset({502, 503})
-"""Answers after which another router is asked."""
+HOLDING = frozenset({503, 504, 507})
+"""With `Retry-After`: the cluster is alive, and the request succeeds later."""
+UNTYPED_RETRIED = frozenset({429, 500, 502, 503, 504})
+"""Without a typed error such an answer is no word of the cluster: a proxy's, or that of a server
+that is shutting down."""
+ELSEWHERE = frozenset({500, 502, 503})
+"""Answers after which another router is asked, if they are to be repeated."""
+TELL_AGAIN_S = 60.0
+"""Between two log messages about the same reason to wait."""
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +58,17 @@ class Call:
     read_timeout_s: float = 60.0
     deadline_at: float | None = None
     """By the monotonic clock: when an operation is to have begun, and no try is made any more."""
+    is_poll: bool = False
+    """It asks for the outcome of work that was submitted before."""
+    give_up_at: float | None = None
+    """By the monotonic clock: when the caller stops waiting for a cluster that holds."""
+    on_held: Callable[[PlexRLError], None] | None = None
+    """Told why the cluster asks to wait, before each wait."""
+
+    @property
+    def carries_work(self) -> bool:
+        """Whether to wait for as long as the cluster holds; mere views wait `timeout_s` seconds."""
+        return self.is_poll or self.method != "GET"
 
     def within(self, deadline_s: float | None) -> "Call":
         """The same request with a deadline, if one is given, that many seconds from now."""
@@ -77,13 +105,14 @@ class Patience:
     """When to try again, and when to give up."""
 
     def __init__(self, timeout_s: float, deadline_at: float | None = None) -> None:
-        self._deadline = time.monotonic() + timeout_s
-        if deadline_at is not None:
-            self._deadline = min(self._deadline, deadline_at)
+        self._timeout_s = timeout_s
+        self._silent_until = time.monotonic() + timeout_s
+        self._deadline_at = deadline_at
         self._backoff_s = BACKOFF_S
 
-    def pause_s(self, error: PlexRLError) -> float:
-        """Seconds to wait before the next try.
+    def pause_s(self, error: PlexRLError, *, unbounded: bool = False) -> float:
+        """Seconds to wait before the next try. `unbounded`: only the deadline ends the waiting, and
+        the time of silence begins anew.
 
         Raises:
             PlexRLError: `error`, where there is no time left.
@@ -94,9 +123,47 @@ class Patience:
             # Not all who were told the same are to come back at the same time.
             pause_s = max(pause_s, float(asked) * random.uniform(1.0, ASKED_SPREAD))
         self._backoff_s = min(2 * self._backoff_s, BACKOFF_S_MAX)
-        if time.monotonic() + pause_s > self._deadline:
+        now = time.monotonic()
+        if unbounded:
+            self._silent_until = now + pause_s + self._timeout_s
+        limit = self._silent_until
+        if self._deadline_at is not None:
+            limit = min(limit, self._deadline_at)
+        if now + pause_s > limit:
             raise error
         return pause_s
+
+
+class Waiting:
+    """The waiting of one transport's requests; says why in the log."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._tell_at: dict[str, float] = {}
+
+    def patience(self, call: Call) -> Patience:
+        """For one request."""
+        return Patience(self._timeout_s, call.deadline_at)
+
+    def pause_s(self, call: Call, patience: Patience, error: PlexRLError) -> float:
+        """Seconds to wait before `call` is tried again. Raises as `Patience.pause_s`."""
+        if not (call.carries_work and is_held(error)):
+            return patience.pause_s(error)
+        if call.on_held is not None:
+            call.on_held(error)
+        now = time.monotonic()
+        if now >= self._tell_at.get(error.code, 0.0):
+            self._tell_at[error.code] = now + TELL_AGAIN_S
+            LOG.warning("the cluster asks to wait, nothing is lost: %s", error)
+        pause_s = patience.pause_s(error, unbounded=True)
+        if call.give_up_at is not None and now + pause_s > call.give_up_at:
+            raise error
+        return pause_s
+
+
+def is_held(error: PlexRLError) -> bool:
+    """Whether `error` was an answer that asks for the same request again: the cluster is alive."""
+    return error.status in HOLDING and "retry_after_s" in error.details
 
 
 class Transport:
@@ -110,6 +177,7 @@ class Transport:
         """Of all routers, with commas between."""
         self.api_key = api_key
         self.timeout_s = timeout_s
+        self._waiting = Waiting(timeout_s)
         self._client = httpx.Client(
             headers=_headers(api_key),
             limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
@@ -122,12 +190,12 @@ class Transport:
             PlexRLError: the cluster refused it.
             ConnectionLostError: no cluster answered for `timeout_s` seconds.
         """
-        patience = Patience(self.timeout_s, call.deadline_at)
+        patience = self._waiting.patience(call)
         while True:
             error = self._try(call)
             if not isinstance(error, PlexRLError):
                 return error
-            time.sleep(patience.pause_s(error))
+            time.sleep(self._waiting.pause_s(call, patience, error))
 
     def _try(self, call: Call) -> "httpx.Response | PlexRLError":
         import httpx
@@ -159,7 +227,7 @@ class Transport:
                     response.read()
                     if response.status_code in ELSEWHERE:
                         self._endpoints.failed(url)
-                    raise error_of(response)
+                    raise _broken(response)
                 yield from response.iter_lines()
         except httpx.TransportError as error:
             self._endpoints.failed(url)
@@ -184,6 +252,7 @@ class AsyncTransport:
         self._endpoints = Endpoints(url)
         self.url = str(self._endpoints)
         self.timeout_s = timeout_s
+        self._waiting = Waiting(timeout_s)
         self._client = httpx.AsyncClient(
             headers=_headers(api_key),
             limits=httpx.Limits(max_connections=2048, max_keepalive_connections=256),
@@ -193,7 +262,7 @@ class AsyncTransport:
         """The answer to `call`, if it is a good one. Raises as `Transport.request`."""
         import httpx
 
-        patience = Patience(self.timeout_s, call.deadline_at)
+        patience = self._waiting.patience(call)
         while True:
             url = self._endpoints.current
             response: httpx.Response | PlexRLError
@@ -208,7 +277,7 @@ class AsyncTransport:
                 response = checked(found)
             if not isinstance(response, PlexRLError):
                 return response
-            await asyncio.sleep(patience.pause_s(response))
+            await asyncio.sleep(self._waiting.pause_s(call, patience, response))
 
     async def lines(self, call: Call) -> AsyncIterator[str]:
         """As `Transport.lines`."""
@@ -223,7 +292,7 @@ class AsyncTransport:
                     await response.aread()
                     if response.status_code in ELSEWHERE:
                         self._endpoints.failed(url)
-                    raise error_of(response)
+                    raise _broken(response)
                 async for line in response.aiter_lines():
                     yield line
         except httpx.TransportError as error:
@@ -239,23 +308,42 @@ def checked(response: "httpx.Response") -> "httpx.Response | PlexRLError":
     """A good response as it is; an error worth another try is returned, any other raised."""
     if response.status_code < 400:
         return response
-    error = error_of(response)
-    if response.status_code not in RETRIED or error.code == "deadline_exceeded":
-        raise error
+    typed = _typed_error(response)
+    if typed is None:
+        if response.status_code not in UNTYPED_RETRIED:
+            raise error_of(response)
+        return ConnectionLostError(error_of(response).message)
     after = response.headers.get("retry-after", "")
-    if after.isdigit():
-        error.details.setdefault("retry_after_s", float(after))
-    return error
+    if not after.isdigit():
+        # The cluster's last word, or an operation's own error.
+        raise typed
+    typed.details.setdefault("retry_after_s", float(after))
+    return typed
+
+
+def _broken(response: "httpx.Response") -> PlexRLError:
+    """The error of a bad answer to a stream's request."""
+    found = checked(response)
+    assert isinstance(found, PlexRLError), "the answer is a good one"
+    return found
 
 
 def error_of(response: "httpx.Response") -> PlexRLError:
-    """The typed error of a bad response."""
+    """The error of a bad response."""
+    typed = _typed_error(response)
+    if typed is not None:
+        return typed
+    text = response.text[:200]
+    return PlexRLError(f"HTTP {response.status_code} from {response.url}: {text}")
+
+
+def _typed_error(response: "httpx.Response") -> PlexRLError | None:
+    """The cluster's own word; None where the answer is not the cluster's."""
     try:
         body = json.loads(response.content)["error"]
     except (ValueError, KeyError, TypeError):
-        text = response.text[:200]
-        return PlexRLError(f"HTTP {response.status_code} from {response.url}: {text}")
-    return from_wire(body)
+        return None
+    return from_wire(body) if isinstance(body, dict) else None
 
 
 def _headers(api_key: str) -> dict[str, str]:

@@ -70,7 +70,7 @@ class ClusterOptions:
     """Where each node stands, as `row1/rack3`; one name goes for all nodes."""
     host: str = "127.0.0.1"
     port: int = 0
-    """Of the first router; 0 takes a free one."""
+    """Of the first router; 0 takes the one of the last start on `data_dir`, or a free one."""
     routers: int = 1
     """Each takes requests of all clients; the second one takes the port after the first, or a free
     one, and so on."""

@@ -7,10 +7,8 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -26,6 +24,7 @@ from plexrl.cluster.parts import (
     router_parts,
     scheduler_part,
 )
+from plexrl.cluster.ports import choose_ports
 from plexrl.cluster.ray_options import RayOptions
 from plexrl.errors import ConflictError
 from plexrl.private_folder import make_private_folder
@@ -123,7 +122,7 @@ class Supervisor:
         try:
             self._folders.make()
             key = operator_key(self._folders.data)
-            ports = _ports(self._options)
+            ports = choose_ports(self._options, self._folders.data)
             digest = hashlib.sha256(key.encode()).hexdigest()
             scheduler = scheduler_part(self._options, self._folders, digest, self._settings)
             await processes.start(scheduler)
@@ -220,16 +219,3 @@ def _lock(data_dir: Path) -> IO[str]:
             f"a cluster runs on {data_dir} already{who}: end it or use another --data-dir"
         ) from error
     return file
-
-
-def _ports(options: ClusterOptions) -> list[int]:
-    """The routers'; fixed from here on, so that a restarted one has the same."""
-    if options.port:
-        return [options.port + index for index in range(options.routers)]
-    with ExitStack() as probes:
-        found = []
-        for _ in range(options.routers):
-            probe = probes.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            probe.bind((options.host, 0))
-            found.append(int(probe.getsockname()[1]))
-        return found

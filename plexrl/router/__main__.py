@@ -14,8 +14,9 @@ from plexrl.router.config import RouterConfig
 from plexrl.router.descriptors import AcceptFailures, SparseWarnings, make_connections
 from plexrl.router.guarded_protocol import guarded
 
-DRAIN_S = 1
-"""Long polls that are open at the end are cut off after this; their clients ask the next router."""
+DRAIN_S = 3
+"""How long requests have to end once the router stops. Long polls end at once; what is left after
+this time is cut off, and asked to be sent again."""
 
 
 def main() -> None:
@@ -53,6 +54,7 @@ def main() -> None:
         if connected.done() and not serving.done():
             print_ready(host=config.host, port=sock.getsockname()[1])
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        gateway.stopping.begin()
         server.should_exit = True
         connected.cancel()
         stopping.cancel()

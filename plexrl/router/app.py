@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.router.answers import error_response
 from plexrl.router.arrivals import Arrivals
 from plexrl.router.blobs import BlobStore
 from plexrl.router.callers import Callers
@@ -29,13 +30,15 @@ from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.schemas import ErrorResponse
 from plexrl.router.spans import SpanSender
 from plexrl.router.specs import DeploymentSpecs
+from plexrl.router.stopping import AskedAgain
 from plexrl.router.sweeping import discard_old_results, discard_orphans
 
 LOG = logging.getLogger(__name__)
 
 DESCRIPTION = """Model execution for RL as a shared service. Operations are submitted, admitted by
 the scheduler in its own order, and answered with a result or a reason to wait. Errors are
-`{"error": {"code", "message", "details"}}` with a stable code."""
+`{"error": {"code", "message", "details"}}` with a stable code. An answer with `Retry-After` asks
+for the same request again, later: nothing is wrong with it."""
 
 
 def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
@@ -70,6 +73,7 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
         lifespan=lifespan,
         responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
     )
+    app.add_middleware(AskedAgain)
     app.add_exception_handler(PlexRLError, _typed)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(BodyRefusedError, _refused_body)
@@ -119,11 +123,7 @@ def _make_gateway(config: RouterConfig) -> Gateway:
 async def _typed(request: Request, error: Exception) -> JSONResponse:
     del request
     assert isinstance(error, PlexRLError)
-    headers = {}
-    retry_after_s = error.details.get("retry_after_s")
-    if isinstance(retry_after_s, int | float):
-        headers["Retry-After"] = str(max(1, round(retry_after_s)))
-    return JSONResponse({"error": error.to_wire()}, status_code=error.status, headers=headers)
+    return error_response(error)
 
 
 async def _refused_body(request: Request, error: Exception) -> JSONResponse:

@@ -1,5 +1,6 @@
 """What the routes share: who is calling, the scheduler, the blobs, deployments' specifications."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -24,9 +25,12 @@ from plexrl.router.executor import Executor
 from plexrl.router.metrics_log import MetricsLog
 from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.specs import DeploymentSpecs
+from plexrl.router.stopping import Stopping
 from plexrl.wire.tensors import MEDIA_TYPE
 
 Plain = dict[str, Any]
+ANSWER_S = 30.0
+"""How much longer than a poll lasts its answer is waited for."""
 FINAL = ("finished", "failed", "cancelled")
 """States that an operation does not leave."""
 
@@ -58,6 +62,7 @@ class Gateway:
         self.body_bytes_max = body_bytes_max
         self._specs = specs
         self.engines = Engines(executor)
+        self.stopping = Stopping()
 
     async def caller(self, request: Request) -> Caller:
         """Who sent the request.
@@ -79,10 +84,17 @@ class Gateway:
         return await self._specs.read(deployment, caller.scope)
 
     async def operation(self, caller: Caller, operation: str, wait_s: float) -> Plain:
-        """An operation as the scheduler shows it, once it is final or `wait_s` have passed. Raises
-        `UnknownOperationError`."""
+        """An operation as the scheduler shows it, once it is final, `wait_s` have passed or this
+        router stops. Raises `UnknownOperationError`."""
         fields = {"operation": operation, **caller.claim, "timeout_s": wait_s}
-        return await self.scheduler.call("wait_operation", fields, timeout_s=wait_s + 30.0)
+        if wait_s > 0 and not self.stopping.has_begun:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as wait:
+                    with self.stopping.cutting_short(wait):
+                        return await self.scheduler.call(
+                            "wait_operation", fields, timeout_s=wait_s + ANSWER_S
+                        )
+        return await self.scheduler.call("wait_operation", {**fields, "timeout_s": 0.0})
 
     async def deployment(self, caller: Caller, deployment: str) -> Plain:
         """A deployment as the scheduler shows it. Raises `UnknownDeploymentError`."""

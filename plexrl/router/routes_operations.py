@@ -22,6 +22,7 @@ from plexrl.errors import (
     from_wire,
 )
 from plexrl.ids import BlobRef
+from plexrl.router.answers import final_response
 from plexrl.router.blobs import INLINE_BYTES_MAX, PAYLOAD_SUFFIX, Upload
 from plexrl.router.gateway import FINAL, Gateway
 from plexrl.router.validation import (
@@ -104,7 +105,8 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         "/operations/{operation:path}",
         summary="Wait for an operation's result",
         description="200 with the result; 202 while it is not there, with the reason; the "
-        "operation's own error otherwise.",
+        "operation's own error otherwise. That has no `Retry-After`: an answer with one says "
+        "nothing about the operation, and asks for the same request again.",
         responses={200: BINARY},
         response_class=Response,
     )
@@ -114,7 +116,7 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         if view["state"] not in FINAL:
             return JSONResponse(view, status_code=202)
         if view["state"] != "finished":
-            raise from_wire(view["error"])
+            return final_response(from_wire(view["error"]))
         params = {"operation": view, "result": json.loads(view["result_json"])}
         if view["result"] is None:
             return Response(encode_body(params), media_type=MEDIA_TYPE)

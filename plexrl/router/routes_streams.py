@@ -75,6 +75,9 @@ class Readers:
             if "waiting" in event and await request.is_disconnected():
                 return
             yield encode(event)
+            if self._gateway.stopping.has_begun:
+                # Without a last event: its reader takes it up again with another router.
+                return
 
     async def with_cancel(
         self, body: AsyncIterator[bytes], caller: Caller, operation: str

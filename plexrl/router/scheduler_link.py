@@ -8,9 +8,8 @@ from typing import Any
 
 from plexrl.errors import (
     ConnectionLostError,
-    DeadlineExceededError,
-    LeaseLostError,
     PlexRLError,
+    StorageError,
     UnavailableError,
 )
 from plexrl.wire.rpc import Handler, Peer
@@ -108,11 +107,9 @@ class SchedulerLink:
                     await peer.call(method, params, timeout_s=CALL_TIMEOUT_S)
                 except ConnectionLostError:
                     return
-                except DeadlineExceededError:
-                    # A full journal holds reports back; say it again.
-                    continue
-                except (UnavailableError, LeaseLostError) as error:
-                    # It is stopping, or leads no more: the next one is to hear it.
+                except (UnavailableError, StorageError) as error:
+                    # It is stopping, leads no more, is silent, or its journal takes nothing now:
+                    # it, or the next one, is told again.
                     LOG.info("the scheduler takes no reports now (%s)", error)
                     await asyncio.sleep(RECONNECT_S)
                     continue

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from typing import Any
 
 from plexrl.deployment_spec import DeploymentSpec, deployment_spec_from_json
-from plexrl.errors import DeadlineExceededError, UnavailableError
+from plexrl.errors import StorageError, UnavailableError
 from plexrl.router.scheduler_link import SchedulerLink
 
 SPECS_MAX = 10_000
@@ -50,5 +50,5 @@ class DeploymentSpecs:
         while True:
             try:
                 return await self.read(deployment, None)
-            except (UnavailableError, DeadlineExceededError):
+            except (UnavailableError, StorageError):
                 await asyncio.sleep(RETRY_S)

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from plexrl.errors import DeadlineExceededError, InvalidRequestError, PlexRLError, UnavailableError
+from plexrl.errors import InvalidRequestError, PlexRLError, StorageError, UnavailableError
 from plexrl.ids import BlobRef
 from plexrl.router.callers import Caller
 from plexrl.router.engines import engine_addresses
@@ -69,7 +69,7 @@ class TokenReader:
                         break
                     async for event in self._read_on(view["deployment"]):
                         yield event
-                except (UnavailableError, DeadlineExceededError):
+                except (UnavailableError, StorageError):
                     # The generation outlives a restart of the scheduler, and so does its stream.
                     await asyncio.sleep(PAUSE_S)
                 yield WAITING

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from plexrl.errors import ConnectionLostError, DeadlineExceededError, PlexRLError
+from plexrl.errors import ConnectionLostError, NoAnswerError, PlexRLError
 from plexrl.ids import NodeId, RouterId
 from plexrl.scheduler.commands import (
     CODEC,
@@ -145,7 +145,7 @@ class AgentLink:
                     await self.peer.call(method, params, timeout_s=AGENT_CALL_TIMEOUT_S)
                 except ConnectionLostError:
                     return
-                except DeadlineExceededError as error:
+                except NoAnswerError as error:
                     LOG.warning("%s on node %s: %s; trying again", method, self.node, error)
                     await asyncio.sleep(RETRY_S)
                     continue

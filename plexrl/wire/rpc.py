@@ -16,8 +16,8 @@ from typing import Any
 
 from plexrl.errors import (
     ConnectionLostError,
-    DeadlineExceededError,
     InvalidRequestError,
+    NoAnswerError,
     PayloadTooLargeError,
     PlexRLError,
     from_wire,
@@ -61,7 +61,7 @@ class Peer:
         Raises:
             PlexRLError: what the other side raised.
             ConnectionLostError: the connection ended first.
-            DeadlineExceededError: no answer within `timeout_s` seconds.
+            NoAnswerError: no answer within `timeout_s` seconds.
         """
         if self._closed:
             raise ConnectionLostError(f"cannot call {method!r}: the connection is closed")
@@ -75,7 +75,7 @@ class Peer:
                 answer: dict[str, Any] = await future
                 return answer
         except TimeoutError as error:
-            raise DeadlineExceededError(f"{method!r} gave no answer in {timeout_s:g} s") from error
+            raise NoAnswerError(f"{method!r} gave no answer in {timeout_s:g} s") from error
         finally:
             self._pending.pop(call_id, None)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plexrl.errors import ConnectionLostError, DeadlineExceededError, PlexRLError
+from plexrl.errors import ConnectionLostError, PlexRLError, StorageError, UnavailableError
 from plexrl.statemanager.address import announced
 from plexrl.statemanager.tickets import Claims, Role
 from plexrl.wire.rpc import Peer
@@ -106,7 +106,7 @@ class Agent:
                 reporting = asyncio.create_task(self._send_reports(peer))
                 watching = asyncio.create_task(self._state.watch(self._report_states))
                 await running
-            except (ConnectionLostError, DeadlineExceededError) as error:
+            except (ConnectionLostError, UnavailableError, StorageError) as error:
                 LOG.info("the scheduler is gone (%s); connecting again", error)
             finally:
                 for task in (running, reporting, watching):
@@ -317,7 +317,10 @@ class Agent:
                     answer = await peer.call(method, params)
                 except ConnectionLostError:
                     return
-                except DeadlineExceededError:
+                except (UnavailableError, StorageError) as error:
+                    # It is silent, stopping, or its journal takes nothing now: say it again.
+                    LOG.info("the scheduler takes no reports now (%s)", error)
+                    await asyncio.sleep(RECONNECT_S)
                     continue
                 except PlexRLError as error:
                     LOG.error("the scheduler refused %s: %s", method, error)

@@ -52,9 +52,14 @@ class FakeHandler(BaseHTTPRequestHandler):
         if fault == "reset":
             self.connection.close()
             self.close_connection = True
+        elif fault == "untyped":
+            # As a server answers that cuts its requests off while it shuts down.
+            self.answer(500, b"Internal Server Error")
         elif fault:
-            error = {"code": fault, "message": "injected", "details": {"retry_after_s": 0.01}}
-            self.answer(errors.from_wire(error).status, {"error": error})
+            # A fault that is final has no Retry-After, whatever its code.
+            code, _, final = fault.partition(" ")
+            error = {"code": code, "message": "injected", "details": {"retry_after_s": 0.01}}
+            self.answer(errors.from_wire(error).status, {"error": error}, is_final=bool(final))
         elif "/operations/" in self.path and self.command == "POST":
             operation = self.path.partition("operation=")[2]
             self.answer(202, {"operation": operation, "state": "pending", "explanation": None})
@@ -79,12 +84,14 @@ class FakeHandler(BaseHTTPRequestHandler):
         )
         self.answer(200, body)
 
-    def answer(self, status: int, body: dict[str, Any] | bytes) -> None:
+    def answer(self, status: int, body: dict[str, Any] | bytes, *, is_final: bool = False) -> None:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         kind = MEDIA_TYPE if isinstance(body, bytes) else "application/json"
         self.send_header("content-type", kind)
         self.send_header("content-length", str(len(raw)))
+        if status >= 429 and not is_final:
+            self.send_header("retry-after", "1")
         self.end_headers()
         self.wfile.write(raw)
 
@@ -112,7 +119,13 @@ def actor(router: FakeRouter) -> Iterator[plexrl.TrainDeployment]:
 BATCH = plexrl.Batch([[3, 4], [3, 4, 3]], {"mask": [[0, 1], [0, 1, 1]]})
 
 
-@pytest.mark.parametrize("fault", ["reset", "unavailable", "overloaded"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("reset", "unavailable", "overloaded", "untyped", "no_answer"),
+        *("storage_full", "journal_full", "journal_unavailable"),
+    ],
+)
 def test_a_submission_that_fails_in_passing_is_repeated_under_the_same_id(
     router: FakeRouter, actor: plexrl.TrainDeployment, fault: str
 ) -> None:
@@ -131,6 +144,48 @@ def test_a_refusal_is_final_and_keeps_its_kind(
     router.faults = ["capacity"]
     with pytest.raises(errors.CapacityError, match="injected"):
         actor.barrier()
+    assert len(router.requests) == 1
+
+
+def test_a_cluster_that_holds_is_waited_for_longer_than_one_that_is_silent(
+    router: FakeRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    with plexrl.connect(router.url, "key", timeout_s=0.2) as cluster:
+        actor = cluster.create_job("j").train_deployment("actor", plexrl.tiny_qwen2("01"))
+        router.faults = ["journal_full"] * 12
+        future = actor.barrier()
+        router.faults = ["journal_unavailable"] * 12
+        assert future.done() is False
+        assert "holds: injected" in future.explain()
+        assert future.result()["metrics"] == {"loss": 0.5}
+        router.faults = ["overloaded"] * 100
+        with pytest.raises(errors.OverloadedError):
+            actor.barrier()
+    told = [record.message for record in caplog.records if "asks to wait" in record.message]
+    assert len(told) == 2, "one message for each reason"
+
+
+def test_a_result_that_is_not_there_in_time_is_no_failure_while_the_cluster_holds(
+    router: FakeRouter, actor: plexrl.TrainDeployment
+) -> None:
+    future = actor.barrier()
+    router.faults = ["no_answer"] * 10**6
+    with pytest.raises(errors.DeadlineExceededError, match="holds: injected"):
+        future.result(timeout_s=0.05)
+    router.faults = []
+    assert future.result()["metrics"] == {"loss": 0.5}
+
+
+@pytest.mark.parametrize("code", ["storage_full", "unavailable", "deadline_exceeded"])
+def test_an_operations_own_error_is_final_whatever_its_status(
+    router: FakeRouter, actor: plexrl.TrainDeployment, code: str
+) -> None:
+    future = actor.barrier()
+    router.requests.clear()
+    router.faults = [f"{code} final"]
+    with pytest.raises(errors.PlexRLError, match="injected") as caught:
+        future.result()
+    assert caught.value.code == code
     assert len(router.requests) == 1
 
 

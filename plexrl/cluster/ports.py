@@ -1,0 +1,73 @@
+"""The routers' ports: chosen at the first start, kept in the data directory, and taken again.
+
+Controllers know the cluster by its URL. A cluster that is started again on the same data directory
+must be found where it was.
+"""
+
+import json
+import logging
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+from plexrl.cluster.config import ClusterOptions
+
+LOG = logging.getLogger(__name__)
+
+
+def choose_ports(options: ClusterOptions, data_dir: Path) -> list[int]:
+    """A port for each router, fixed for as long as this cluster runs: as the options say, else as
+    at the last start, else any that is free."""
+    if options.port:
+        ports = [options.port + index for index in range(options.routers)]
+    else:
+        with ExitStack() as probes:
+            ports = _free_ports(options, _read(data_dir), probes)
+    _write(data_dir, ports)
+    return ports
+
+
+def _free_ports(options: ClusterOptions, former: list[int], probes: ExitStack) -> list[int]:
+    ports: list[int] = []
+    for index in range(options.routers):
+        wanted = former[index] if index < len(former) else 0
+        try:
+            ports.append(_bind(options.host, wanted, probes))
+        except OSError as error:
+            ports.append(_bind(options.host, 0, probes))
+            LOG.warning(
+                "port %d, which a router had at the last start, cannot be taken (%s): the router "
+                "takes port %d. Give running controllers the new URL, or end what uses the port "
+                "and start the cluster again.",
+                wanted,
+                error.strerror,
+                ports[-1],
+            )
+    return ports
+
+
+def _bind(host: str, port: int, probes: ExitStack) -> int:
+    probe = probes.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+    # As the router does: connections of a former router that linger are no reason to go elsewhere.
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind((host, port))
+    return int(probe.getsockname()[1])
+
+
+def _read(data_dir: Path) -> list[int]:
+    try:
+        found = json.loads((data_dir / "ports.json").read_text())
+        return [port for port in found if isinstance(port, int) and 0 < port < 65536]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def _write(data_dir: Path, ports: list[int]) -> None:
+    if _read(data_dir)[: len(ports)] == ports:
+        return
+    part = data_dir / "ports.json.part"
+    try:
+        part.write_text(json.dumps(ports))
+        part.rename(data_dir / "ports.json")
+    except OSError as error:
+        LOG.warning("the ports %s are not kept for the next start: %s", ports, error)
