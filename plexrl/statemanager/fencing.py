@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from plexrl.errors import InvalidRequestError, StaleTokenError
+from plexrl.statemanager.disk_space import replace_file
 
 LEAP_MAX = 1 << 20
 """Grants of a group between two that this node hears of. A token is the client's word: one beyond
@@ -32,6 +33,7 @@ class Fencing:
         Raises:
             StaleTokenError: a higher one was seen before.
             InvalidRequestError: it is one that no scheduler can have come to.
+            StateTierFullError: the file system has no room to note it; nothing has changed.
         """
         with self._lock:
             highest = self._highest.get(group, 0)
@@ -51,10 +53,5 @@ class Fencing:
                 )
             if token > highest:
                 known = {**self._highest, group: token}
-                self._write(known)
+                replace_file(self._path, msgspec.json.encode(known))
                 self._highest = known
-
-    def _write(self, known: dict[str, int]) -> None:
-        part = self._path.with_suffix(".part")
-        part.write_bytes(msgspec.json.encode(known))
-        part.rename(self._path)

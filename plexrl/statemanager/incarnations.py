@@ -3,13 +3,17 @@
 They are kept in the host tier's directory, beside the fencing tokens, so they outlive the daemon.
 """
 
+import logging
 import threading
 from pathlib import Path
 
 import msgspec
 
-from plexrl.errors import PermissionDeniedError
+from plexrl.errors import PermissionDeniedError, StorageError
+from plexrl.statemanager.disk_space import replace_file
 from plexrl.statemanager.tickets import Claims
+
+LOG = logging.getLogger(__name__)
 
 
 class Incarnations:
@@ -27,6 +31,7 @@ class Incarnations:
 
         Raises:
             PermissionDeniedError: a later one came before.
+            StateTierFullError: the file system has no room to note it; nothing has changed.
         """
         with self._lock:
             ranks = self._highest.get(claims.deployment, {})
@@ -38,17 +43,18 @@ class Incarnations:
                     incarnation=claims.incarnation,
                 )
             if claims.incarnation > highest:
-                ranks[claims.rank] = claims.incarnation
-                self._highest[claims.deployment] = ranks
-                self._write()
+                ranks = {**ranks, claims.rank: claims.incarnation}
+                known = {**self._highest, claims.deployment: ranks}
+                replace_file(self._path, msgspec.json.encode(known))
+                self._highest = known
 
     def forget(self, deployment: str) -> None:
         """The deployment is gone."""
         with self._lock:
-            if self._highest.pop(deployment, None) is not None:
-                self._write()
-
-    def _write(self) -> None:
-        part = self._path.with_suffix(".part")
-        part.write_bytes(msgspec.json.encode(self._highest))
-        part.rename(self._path)
+            if self._highest.pop(deployment, None) is None:
+                return
+            try:
+                replace_file(self._path, msgspec.json.encode(self._highest))
+            except StorageError as error:
+                # An entry too many does no harm. The next write leaves it out.
+                LOG.warning("an ended deployment is still noted: %s", error)

@@ -11,8 +11,9 @@ from typing import Any, Union
 
 import msgspec
 
-from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.errors import InvalidRequestError, PlexRLError, StateTierFullError
 from plexrl.statemanager.channel import close_all
+from plexrl.statemanager.disk_space import is_full
 from plexrl.statemanager.handlers import HANDLERS
 from plexrl.statemanager.handlers.caller import AnyHandler, Caller, Reply, Services
 from plexrl.statemanager.protocol import Request
@@ -60,15 +61,26 @@ class Session:
         except PlexRLError as error:
             self._caller.services.tally.refused(error.code)
             raise
-        except Exception as error:
-            # A bug of ours must not leave this client without an answer or end the others' daemon.
-            LOG.exception("a request failed")
-            raise PlexRLError(
-                f"the StateManager failed ({error!r}): see its log; the state stays where it was"
+        except OSError as error:
+            if not is_full(error):
+                raise self._failed(error) from error
+            self._caller.services.tally.refused(StateTierFullError.code)
+            raise StateTierFullError(
+                f"the StateManager has no room for a {type(request).__name__} ({error}): free "
+                "space there; the state stays where it was"
             ) from error
+        except Exception as error:
+            raise self._failed(error) from error
         finally:
             if fds:
                 close_all(fds)
+
+    def _failed(self, error: Exception) -> PlexRLError:
+        # A bug of ours must not leave this client without an answer or end the others' daemon.
+        LOG.error("a request failed", exc_info=error)
+        return PlexRLError(
+            f"the StateManager failed ({error!r}): see its log; the state stays where it was"
+        )
 
     def close(self) -> None:
         """The client is gone: forget its arena and let go of what it reads."""

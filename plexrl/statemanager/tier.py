@@ -4,15 +4,15 @@ The host tier's lies on a memory file system, so that what is there outlives the
 tier's is persistent: what is renamed there was synced before.
 """
 
-import errno
 import fcntl
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from plexrl.errors import ConflictError, CorruptStateError, StateTierFullError, StorageError
+from plexrl.errors import ConflictError, CorruptStateError, StorageError
 from plexrl.private_folder import make_private_folder
+from plexrl.statemanager import disk_space
 from plexrl.statemanager.fault_points import FaultPoints
 from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.versions import VersionRecord, decode_header, encode_header
@@ -22,7 +22,6 @@ LOG = logging.getLogger(__name__)
 PART_SUFFIX = ".part"
 
 _SUFFIX = ".version"
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
 
 
 class Tier:
@@ -110,17 +109,8 @@ class Tier:
 
     def refused(self, error: OSError) -> StorageError:
         """What to raise when the file system refuses to take something."""
-        if error.errno in _NO_SPACE:
-            return StateTierFullError(
-                f"the {self.name} tier {self.directory} has no room on its file system ({error}): "
-                "free space there or lower the tier's bound; the state stays where it was",
-                tier=self.name.value,
-            )
-        return StorageError(
-            f"the {self.name} tier {self.directory} cannot be written ({error}): mend the file "
-            "system; the state stays where it was",
-            tier=self.name.value,
-        )
+        what = f"the {self.name} tier {self.directory}"
+        return disk_space.refused(what, error, tier=self.name.value)
 
     def _path(self, record: VersionRecord) -> Path:
         return self.directory / f"{record.manifest.file_name}{_SUFFIX}"

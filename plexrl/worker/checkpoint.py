@@ -21,12 +21,14 @@ from plexrl.errors import (
     CorruptStateError,
     DeadlineExceededError,
     PlexRLError,
+    StorageFullError,
     from_wire,
 )
 from plexrl.model_spec import ModelSpec
 from plexrl.statemanager.checkpoint.publish import is_coming
 from plexrl.statemanager.checkpoint.record import RECORD
 from plexrl.statemanager.checkpoint.restore import Checkpoint
+from plexrl.statemanager.disk_space import is_full
 from plexrl.statemanager.keys import StateSlice
 
 if TYPE_CHECKING:
@@ -102,6 +104,11 @@ def agree(gather: Callable[[str], list[str]], attempt: Callable[[], str]) -> lis
         said = {"value": attempt()}
     except PlexRLError as error:
         said = {"error": error.to_wire()}  # type: ignore[dict-item]  # one or the other
+    except OSError as error:
+        if not is_full(error):
+            raise
+        full = StorageFullError(f"there is no room on the file system ({error}): free space there")
+        said = {"error": full.to_wire()}  # type: ignore[dict-item]  # one or the other
     found = [json.loads(text) for text in gather(json.dumps(said))]
     for each in found:
         if "error" in each:

@@ -16,8 +16,15 @@ from typing import Any
 import msgspec
 
 from plexrl.deployment_spec import deployment_spec_from_json
-from plexrl.errors import ConflictError, ExecutionError, InvalidRequestError, PlexRLError
+from plexrl.errors import (
+    ConflictError,
+    ExecutionError,
+    InvalidRequestError,
+    PlexRLError,
+    StorageFullError,
+)
 from plexrl.statemanager.client import StateManagerClient
+from plexrl.statemanager.disk_space import is_full
 from plexrl.wire.operations import MUTATING, PARAMS_BY_KIND, OperationKind, SyncWeightsParams
 from plexrl.wire.tensors import decode_body, encode_body
 from plexrl.worker.backend import Backend, BackendCall, BackendResult, RolloutBackend
@@ -141,7 +148,13 @@ class Worker:
             self._finish(name, result, started, replay=bool(command["replay"]))
         except PlexRLError as error:
             self._fail(name, error, state_intact=not self._mover.is_torn)
-        except Exception:
+        except Exception as error:
+            if isinstance(error, OSError) and is_full(error):
+                # What was written by then is not known, so the state counts as lost.
+                LOG.warning("%s: %s", name[0], error)
+                full = StorageFullError(f"{kind.value} found no room on {error.filename}: {error}")
+                self._fail(name, full, state_intact=False)
+                return
             LOG.exception("%s failed", name[0])
             failure = ExecutionError(
                 f"{kind.value} failed on the worker: see `plexrl logs`; the workers are restarted "

@@ -67,8 +67,12 @@ class Daemon:
         self.tcp = f"tcp://{said.get('serve_tcp', '')}"
 
     def limit_files(self, nbytes: int) -> None:
-        """From now on no file of it can grow beyond this."""
-        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (nbytes, nbytes))
+        """From now on no file of it can grow beyond this: for it, its file systems are full."""
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+    def limit_files_no_more(self) -> None:
+        """There is room again."""
+        self.limit_files(resource.RLIM_INFINITY)
 
     @property
     def pid(self) -> int:

@@ -1,7 +1,7 @@
 """Damaged files and full disks: typed errors, and state intact elsewhere."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -338,3 +338,52 @@ def test_a_damaged_block_of_several_is_named(
     flip_bit(daemon.nvme_objects()[0], 4096 + 9 * MIB)
     with pytest.raises(CorruptStateError, match="does not match in block 2"):
         shard.load(1)
+
+
+MOVES: dict[str, Callable[[Shard], object]] = {
+    "offload": lambda shard: shard.offload(2, token=2),
+    "snapshot": lambda shard: shard.snapshot(2, token=2),
+    "publish": lambda shard: shard.client.publish(seq=2, token=2),
+    "load": lambda shard: shard.client.load(seq=1, token=2),
+}
+
+
+@pytest.mark.parametrize("move", sorted(MOVES))
+def test_full_file_systems_refuse_every_move_with_the_state_as_it_was(
+    daemon: Daemon, make_shard: MakeShard, move: str
+) -> None:
+    """Not even the token of the new grant can be noted then."""
+    shard = make_shard(daemon)
+    expected = shard.fill(1)
+    shard.snapshot(1)
+    daemon.limit_files(0)
+    for _ in range(2):
+        with pytest.raises(StateTierFullError, match="has no room"):
+            MOVES[move](shard)
+        assert np.array_equal(shard.contents, expected)
+    # The refused grant was not noted, so the former one still holds.
+    assert shard.load(1).tier == "host"
+    daemon.limit_files_no_more()
+    MOVES[move](shard)
+    shard.token = 2
+    shard.load(2 if move in ("offload", "snapshot") else 1)
+    assert np.array_equal(shard.contents, expected)
+    leftovers = [p for p in Path(daemon.config.host_dir).iterdir() if p.suffix == ".part"]
+    assert not leftovers
+
+
+def test_a_worker_that_comes_while_the_file_systems_are_full_registers_later(
+    daemon: Daemon, make_shard: MakeShard
+) -> None:
+    shard = make_shard(daemon, registered=False, token=2)
+    expected = shard.fill(1)
+    daemon.limit_files(0)
+    for _ in range(2):
+        with pytest.raises(StateTierFullError, match="has no room"):
+            shard.register()
+    assert np.array_equal(shard.contents, expected)
+    daemon.limit_files_no_more()
+    shard.register()
+    shard.snapshot(1)
+    shard.load(1)
+    assert np.array_equal(shard.contents, expected)

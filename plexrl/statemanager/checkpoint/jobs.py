@@ -4,6 +4,7 @@ Laws:
 
 - A checkpoint that was taken in holds its versions until it is written, failed or cancelled.
 - Of one name, checkpoints are written in the order in which they were taken in.
+- A full file system delays a checkpoint and those behind it; it fails none.
 - A clean exit finishes what was taken in, unless it takes too long: then it is cancelled, and
   whoever asked for it asks again.
 """
@@ -18,7 +19,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plexrl.errors import NotFoundError, OperationCancelledError, OverloadedError, PlexRLError
+from plexrl.errors import (
+    NotFoundError,
+    OperationCancelledError,
+    OverloadedError,
+    PlexRLError,
+    StorageFullError,
+)
 from plexrl.statemanager.checkpoint.folder import clean_up, retain, to_upload
 from plexrl.statemanager.checkpoint.progress import Progress
 from plexrl.statemanager.checkpoint.publish import announce, announce_end
@@ -34,6 +41,8 @@ LOG = logging.getLogger(__name__)
 ENTRIES_MAX = 256
 """Finished checkpoints that are remembered; the disk knows of the whole ones for ever."""
 RETRY_AFTER_S = 5.0
+ROOM_RETRY_S = 1.0
+"""Between two tries to write a checkpoint for which the file system has no room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,36 +165,59 @@ class CheckpointJobs:
         self._uploads.close()
 
     def _run(self) -> None:
-        while (entry := self._queue.get()) is not None:
+        # For which the disk had no room, the oldest first. They are tried again and again.
+        held: list[_Entry] = []
+        is_closing = False
+        while held or not is_closing:
             try:
-                self._write(entry)
-            except Exception:
-                LOG.exception("a checkpoint failed")
-                entry.error = PlexRLError("the checkpoint failed: see the StateManager's log")
-                entry.state = CheckpointState.FAILED
-            finally:
-                with self._lock:
-                    self._active -= 1
-                entry.over.set()
+                entry = self._queue.get(timeout=ROOM_RETRY_S if held else None)
+                is_closing = is_closing or entry is None
+                due = [] if entry is None else [entry]
+            except queue.Empty:
+                due, held = held, []
+            for entry in due:
+                # An older one of that name goes first.
+                is_behind = any(e.task.wanted.target == entry.task.wanted.target for e in held)
+                if is_behind or not self._write(entry):
+                    held.append(entry)
 
-    def _write(self, entry: _Entry) -> None:
+    def _write(self, entry: _Entry) -> bool:
+        """Write a checkpoint. False: the disk has no room for it now; its versions stay pinned."""
         task, wanted = entry.task, entry.task.wanted
+        error: PlexRLError | None = None
         with self._lock:
             # A name that was asked for again is reported as the newer one; both are written.
             entry.state = CheckpointState.WRITING
         try:
             entry.progress.add(0)
             write_checkpoint(wanted, task.readers, task.extras_fd, entry.progress)
-        except OperationCancelledError as error:
-            entry.error, entry.state = error, CheckpointState.CANCELLED
+        except StorageFullError as full:
+            if entry.error is None:
+                LOG.warning("checkpoint %s waits for room: %s", wanted.target, full)
+            entry.error = full
+            return False
+        except PlexRLError as failure:
+            LOG.warning("checkpoint %s failed: %s", wanted.target, failure)
+            error = failure
+        except Exception:
+            LOG.exception("a checkpoint failed")
+            error = PlexRLError("the checkpoint failed: see the StateManager's log")
+        task.held.close()
+        announce_end(wanted.target, wanted.node)
+        self._end(entry, error)
+        with self._lock:
+            self._active -= 1
+        entry.over.set()
+        return True
+
+    def _end(self, entry: _Entry, error: PlexRLError | None) -> None:
+        """Note what became of a checkpoint, and delete those that its policy keeps no more."""
+        task, wanted = entry.task, entry.task.wanted
+        entry.error = error
+        if error is not None:
+            is_cancelled = isinstance(error, OperationCancelledError)
+            entry.state = CheckpointState.CANCELLED if is_cancelled else CheckpointState.FAILED
             return
-        except PlexRLError as error:
-            LOG.warning("checkpoint %s failed: %s", wanted.target, error)
-            entry.error, entry.state = error, CheckpointState.FAILED
-            return
-        finally:
-            task.held.close()
-            announce_end(wanted.target, wanted.node)
         if wanted.upload:
             self._uploads.add(wanted.target)
         entry.state = CheckpointState.DURABLE
@@ -196,7 +228,11 @@ class CheckpointJobs:
         if task.retention is not None:
             folder = wanted.target.parent
             in_use = self._uploads.pending(folder)
-            gone = retain(folder, task.retention, wanted.node, in_use | {wanted.target.name})
+            try:
+                gone = retain(folder, task.retention, wanted.node, in_use | {wanted.target.name})
+            except OSError as failure:
+                LOG.warning("old checkpoints in %s are not deleted: %s", folder, failure)
+                return
             for name in gone:
                 LOG.info("checkpoint %s was deleted by its job's policy", folder / name)
 

@@ -29,9 +29,9 @@ class Progress:
         return (self._ended or time.monotonic()) - self._started
 
     def start(self, bytes_total: int) -> None:
-        """Writing begins."""
-        self.bytes_total = bytes_total
-        self._started = time.monotonic()
+        """Writing begins, or begins anew."""
+        self.bytes_done, self.bytes_total = 0, bytes_total
+        self._started, self._ended = time.monotonic(), None
 
     def end(self) -> None:
         """Writing is over, one way or another."""

@@ -12,7 +12,8 @@ import os
 import shutil
 from pathlib import Path
 
-from plexrl.errors import CheckpointExistsError, StorageError
+from plexrl.errors import CheckpointExistsError
+from plexrl.statemanager.disk_space import checkpoint_refused
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
@@ -28,16 +29,14 @@ def announce(target: Path, node: str) -> None:
     """Let every node see that a checkpoint of that name is coming.
 
     Raises:
+        StorageFullError: the file system has no room for the directory.
         StorageError: the directory cannot be written.
     """
     part = part_of(target, node)
     try:
         part.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(
-            f"{target.parent} cannot be written ({error}): mend its permissions or the file system",
-            file=str(part),
-        ) from error
+        raise checkpoint_refused(f"the folder {target.parent}", error, str(part)) from error
 
 
 def begin(part: Path) -> None:

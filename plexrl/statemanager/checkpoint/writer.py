@@ -4,13 +4,14 @@ import os
 import shutil
 import tarfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import xxhash
 
-from plexrl.errors import InvalidRequestError, StorageError
+from plexrl.errors import InvalidRequestError, StorageFullError
 from plexrl.statemanager.checkpoint.assembly import Assembler, cast
 from plexrl.statemanager.checkpoint.plan import (
     CheckpointFormat,
@@ -32,6 +33,7 @@ from plexrl.statemanager.checkpoint.record import (
 from plexrl.statemanager.checkpoint.source import VersionReader
 from plexrl.statemanager.checkpoint.stream import StreamFile
 from plexrl.statemanager.checkpoint.tensors import BLOCK_BYTES, blocks, merge
+from plexrl.statemanager.disk_space import checkpoint_refused
 from plexrl.statemanager.keys import DTYPE_BYTES
 
 EXTRAS_BYTES_MAX = 256 << 20
@@ -75,6 +77,7 @@ def write_checkpoint(
         StateLostError: the versions together do not have all of some tensor; nothing remains of
             the checkpoint.
         InvalidRequestError: they cannot be written in the wanted dtype; likewise.
+        StorageFullError: the file system has no room; likewise.
         StorageError: a file cannot be written; likewise.
         CorruptStateError: a version cannot be read, or two ranks differ; likewise.
         OperationCancelledError: likewise.
@@ -101,7 +104,13 @@ def write_checkpoint(
             (part / RECORD).write_bytes(encode_record(record))
             publish(part, wanted.target, wanted.node, overwrite=wanted.overwrite)
         except OSError as error:
-            raise _refused(wanted.target, error) from error
+            file = str(error.filename or wanted.target)
+            raise checkpoint_refused(f"the checkpoint {wanted.target}", error, file) from error
+    except StorageFullError:
+        # It is tried again. What says that it is coming stays.
+        with suppress(OSError):
+            begin(part)
+        raise
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -175,11 +184,8 @@ def _write_file(
             stream.finish()
             return records
     except OSError as error:
-        raise StorageError(
-            f"{at} of the checkpoint {path.parent} cannot be written ({error}): free space or mend "
-            "the file system; nothing of the checkpoint remains",
-            file=file.path,
-        ) from error
+        what = f"{at} of the checkpoint {path.parent}"
+        raise checkpoint_refused(what, error, file.path) from error
 
 
 def _write_tensor(
@@ -248,11 +254,3 @@ def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
         raise InvalidRequestError(
             f"the files beside the tensors are no tar file: {error}"
         ) from error
-
-
-def _refused(target: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"the checkpoint {target} cannot be written ({error}): free space or mend the file system; "
-        "nothing of it remains",
-        file=str(error.filename or target),
-    )

@@ -1,7 +1,6 @@
 """Checkpoints that a real daemon writes in the background, from versions of real clients."""
 
 import random
-import resource
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -244,25 +243,47 @@ def test_a_clean_exit_finishes_what_was_taken_in(
     assert weights(folder, "one") == weights_of([shard], 1)
 
 
-def test_a_full_disk_fails_the_checkpoint_and_nothing_else(
+def test_a_full_disk_delays_the_checkpoint_and_nothing_else(
     start: StartDaemon, make_shard: MakeShard, folder: Path
 ) -> None:
     daemon = start()
     three = ranks(make_shard, daemon, 3)
     snapshot(three, 2)
     # The weights make 12 MiB, and half of that in another dtype.
-    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (9 * MIB, 9 * MIB))
+    daemon.limit_files(9 * MIB)
     write(three[0].client, "large", 2)
-    failed = finished(three[0].client, "large")
-    assert failed.state == CheckpointState.FAILED
-    assert failed.error is not None
-    error = from_wire(failed.error)
-    assert error.code == "storage"
+    wait_until(lambda: status(three[0].client, "large").error is not None)
+    waiting = status(three[0].client, "large")
+    assert not waiting.state.is_final
+    assert waiting.error is not None
+    error = from_wire(waiting.error)
+    assert error.code == "storage_full"
     assert error.details["file"] == "model.safetensors"
     write(three[0].client, "fits", 2, format=CheckpointFormat.HF, model_dtype="BF16")
     assert finished(three[0].client, "fits").state == CheckpointState.DURABLE
-    assert sorted(path.name for path in (folder / "job").iterdir()) == ["fits"]
+    names = sorted(path.name for path in (folder / "job").iterdir())
+    assert names == [".large.node0.part", "fits"], "a load waits for the one that is coming"
     assert three[0].load(2).bytes_moved == 2 * 4 * ELEMENTS
+    expected = weights_of(three, 2)
+    snapshot(three, 3)
+    daemon.limit_files_no_more()
+    assert finished(three[0].client, "large").state == CheckpointState.DURABLE
+    assert weights(folder, "large") == expected
+    assert sorted(path.name for path in (folder / "job").iterdir()) == ["fits", "large"]
+
+
+def test_a_checkpoint_that_waits_for_room_can_be_given_up(
+    start: StartDaemon, make_shard: MakeShard, folder: Path
+) -> None:
+    daemon = start()
+    shards = ranks(make_shard, daemon, 1)
+    snapshot(shards, 2)
+    daemon.limit_files(MIB)
+    write(shards[0].client, "large", 2)
+    wait_until(lambda: status(shards[0].client, "large").error is not None)
+    shards[0].client.request(CancelCheckpoint(deployment=DEPLOYMENT, name="large"))
+    assert status(shards[0].client, "large").state == CheckpointState.CANCELLED
+    assert not list((folder / "job").iterdir())
 
 
 def test_a_job_writes_no_other_jobs_checkpoints(
