@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,6 +89,13 @@ def print_line(text: str) -> None:
     from rich.console import Console
 
     Console().print(text, markup=False, highlight=False)
+
+
+def local_time(at: float | None) -> str:
+    """Seconds since the epoch as this machine's time; nothing where it is not known."""
+    if at is None:
+        return ""
+    return datetime.fromtimestamp(at).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 def seconds(value: float | None) -> str:

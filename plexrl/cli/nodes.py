@@ -4,7 +4,18 @@ from typing import Annotated
 
 import typer
 
-from plexrl.cli.context import DATA_DIR, GIB, DataDir, Json, Key, Output, Url, open_cluster
+from plexrl.cli.context import (
+    DATA_DIR,
+    GIB,
+    DataDir,
+    Json,
+    Key,
+    Output,
+    Url,
+    local_time,
+    open_cluster,
+    print_table,
+)
 
 nodes_app = typer.Typer()
 NodeName = Annotated[str, typer.Argument(help="The node's name.")]
@@ -13,11 +24,38 @@ NodeName = Annotated[str, typer.Argument(help="The node's name.")]
 def status(
     url: Url = None, api_key: Key = None, data_dir: DataDir = DATA_DIR, as_json: Json = False
 ) -> None:
-    """The cluster in a few numbers."""
+    """The cluster in a few numbers, and what is wrong with it."""
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.status()
-    rows = [(name.replace("_", " "), value) for name, value in found.items() if name != "now"]
+    shown_below = ("now", "conditions", "restarts", "last_restart_at", "parts")
+    rows = [
+        (name.replace("_", " "), value) for name, value in found.items() if name not in shown_below
+    ]
+    rows.append(("parts restarted", _restarts(found["restarts"], found["last_restart_at"])))
+    rows.append(("conditions", len(found["conditions"]) or "none"))
     Output(as_json).table("Cluster", ("what", "value"), rows, found)
+    if as_json:
+        return
+    if found["conditions"]:
+        conditions = [
+            (each["code"], local_time(each["since"]), each.get("message"))
+            for each in found["conditions"]
+        ]
+        print_table("What is wrong now", ("condition", "since", "what"), conditions)
+    if found.get("parts"):
+        parts = [
+            (
+                name,
+                _restarts(each["restarts"], each["last_restart_at"]),
+                local_time(each["down_since"]),
+            )
+            for name, each in found["parts"].items()
+        ]
+        print_table("Parts that ended", ("part", "restarted", "down since"), parts)
+
+
+def _restarts(count: int, last_at: float | None) -> str:
+    return f"{count}, the last at {local_time(last_at)}" if last_at is not None else str(count)
 
 
 @nodes_app.callback(invoke_without_command=True)

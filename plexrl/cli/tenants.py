@@ -1,11 +1,10 @@
 """`plexrl tenants`: keys, weights, quotas and priorities."""
 
-from datetime import datetime
 from typing import Annotated, Any
 
 import typer
 
-from plexrl.cli.context import DATA_DIR, DataDir, Json, Key, Output, Url, open_cluster
+from plexrl.cli.context import DATA_DIR, DataDir, Json, Key, Output, Url, local_time, open_cluster
 
 tenants_app = typer.Typer(
     help="Tenants, their API keys, weights and quotas (operator only).", no_args_is_help=True
@@ -54,7 +53,10 @@ def list_keys(
     """A tenant's API keys: their ids, when each was made and last used; never the keys."""
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.tenant_keys(name)
-    rows = [(each["key"], _time(each["created_at"]), _time(each["last_used_at"])) for each in found]
+    rows = [
+        (each["key"], local_time(each["created_at"]), local_time(each["last_used_at"]))
+        for each in found
+    ]
     columns = ("key", "made", "last used since the scheduler's start")
     Output(as_json).table(f"API keys of {name}", columns, rows, found)
 
@@ -156,13 +158,6 @@ def _row(tenant: dict[str, Any]) -> tuple[Any, ...]:
         f"{tenant['share']:.2f}",
         "any" if tenant["is_operator"] else tenant["priority_max"],
     )
-
-
-def _time(at: float | None) -> str:
-    """Seconds since the epoch as the local time."""
-    if at is None:
-        return "not known"
-    return datetime.fromtimestamp(at).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 def _bound(limit: int | None) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from plexrl.cluster.lifeline import PARENT
+from plexrl.cluster.part_record import PartRecord
 from plexrl.cluster.parts import Folders, Part, write_config
 from plexrl.cluster.tuning import tuned
 from plexrl.errors import PlexRLError, UnavailableError, from_wire
@@ -30,8 +31,10 @@ STABLE_S = 10.0
 class PartProcesses:
     """Owns the processes of some parts."""
 
-    def __init__(self, folders: Folders) -> None:
+    def __init__(self, folders: Folders, record: PartRecord | None = None) -> None:
+        """`record` is told of parts that end and serve again."""
         self._folders = folders
+        self._record = record
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._outputs: dict[str, asyncio.BaseTransport] = {}
         """The reading ends of what they write to."""
@@ -119,6 +122,8 @@ class PartProcesses:
             began = asyncio.get_running_loop().time()
             code = await self._processes[part.name].wait()
             LOG.warning("%s ended with %s; starting it again", part.name, code)
+            if self._record is not None:
+                self._record.ended(part.name)
             # What it had started must not meet what its successor starts.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._processes[part.name].pid, signal.SIGKILL)
@@ -130,6 +135,9 @@ class PartProcesses:
                 await self.start(part)
             except (PlexRLError, OSError) as error:
                 LOG.error("%s: %s", part.name, error)
+                continue
+            if self._record is not None:
+                self._record.restarted(part.name)
 
 
 async def _pipe() -> tuple[asyncio.StreamReader, asyncio.BaseTransport, IO[bytes]]:

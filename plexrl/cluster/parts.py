@@ -43,6 +43,11 @@ class Folders:
     shared_memory: Path
     """Host tiers."""
 
+    @property
+    def parts_file(self) -> Path:
+        """Record of which parts were started again."""
+        return self.run / "parts.json"
+
     @classmethod
     def of(cls, data_dir: Path) -> "Folders":
         """Named after the data directory, so that what a killed cluster left can be found."""
@@ -159,6 +164,7 @@ def router_parts(options: ClusterOptions, folders: Folders, ports: Sequence[int]
                 "host": options.host,
                 "port": port,
                 "data_dir": str(folders.data),
+                "parts_file": str(folders.parts_file),
                 "otlp_endpoint": options.otlp_endpoint if index == 0 else None,
                 **_given(options, ROUTER_BOUNDS),
             },

@@ -13,6 +13,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from plexrl.cluster.config import ClusterOptions
+from plexrl.cluster.part_record import PartRecord
 from plexrl.cluster.parts import Folders, NodePlace, node_parts
 from plexrl.cluster.ray_connection import RayNode, none_usable, usable_nodes
 from plexrl.cluster.ray_options import RayOptions
@@ -43,10 +44,13 @@ STABLE_S = 60.0
 class RayNodes:
     """All nodes of the Ray cluster, those that come later too."""
 
-    def __init__(self, options: ClusterOptions, ray: RayOptions, folders: Folders) -> None:
+    def __init__(
+        self, options: ClusterOptions, ray: RayOptions, folders: Folders, record: PartRecord
+    ) -> None:
         self._options = options
         self._ray = ray
         self._folders = folders
+        self._record = record
         self._kept: dict[str, asyncio.Task[None]] = {}
         """By Ray's node id."""
         self._watching: asyncio.Task[None] | None = None
@@ -100,7 +104,9 @@ class RayNodes:
             served = _Served(self._options, self._folders, node)
             try:
                 await served.start()
-                if not first.done():
+                if first.done():
+                    self._record.restarted(node.node)
+                else:
                     first.set_result(None)
                 reason = await served.ended()
             except (PlexRLError, RayError) as error:
@@ -114,6 +120,7 @@ class RayNodes:
                 LOG.warning("node %s is dead: %s", node.node, reason)
                 return
             LOG.warning("node %s does not serve (%s); starting it again", node.node, reason)
+            self._record.ended(node.node)
             if loop.time() - began > STABLE_S:
                 pause_s = AGAIN_S
             await asyncio.sleep(pause_s)

@@ -16,6 +16,7 @@ from typing import IO, Any, Protocol
 from plexrl.cluster.config import ClusterOptions
 from plexrl.cluster.operator_key import operator_key, write_private
 from plexrl.cluster.part_processes import PartProcesses
+from plexrl.cluster.part_record import PartRecord
 from plexrl.cluster.parts import (
     Folders,
     NodePlace,
@@ -70,10 +71,10 @@ class Nodes(Protocol):
 class LocalNodes:
     """Virtual nodes: processes of this machine."""
 
-    def __init__(self, options: ClusterOptions, folders: Folders) -> None:
+    def __init__(self, options: ClusterOptions, folders: Folders, record: PartRecord) -> None:
         self._options = options
         self._folders = folders
-        self._processes = PartProcesses(folders)
+        self._processes = PartProcesses(folders, record)
         self._parts: list[Part] = []
 
     async def start(self) -> None:
@@ -97,13 +98,17 @@ class Supervisor:
         self,
         options: ClusterOptions,
         settings: Mapping[str, Any] | None = None,
-        nodes: Callable[[Folders], Nodes] | None = None,
+        nodes: Callable[[Folders, PartRecord], Nodes] | None = None,
     ) -> None:
         """`settings` are the scheduler's, over the defaults; without `nodes` they are virtual."""
         self._options = options
         self._settings = settings or {}
         self._folders = Folders.of(options.data_dir)
-        self._nodes = LocalNodes(options, self._folders) if nodes is None else nodes(self._folders)
+        self._record = PartRecord(self._folders.parts_file)
+        if nodes is None:
+            self._nodes: Nodes = LocalNodes(options, self._folders, self._record)
+        else:
+            self._nodes = nodes(self._folders, self._record)
 
     async def run(self, stop: asyncio.Event, ready: Callable[[Endpoint], None]) -> None:
         """Run the cluster until `stop`; `ready` is told where it is.
@@ -116,7 +121,7 @@ class Supervisor:
         make_private_folder(self._folders.data)
         lock = _lock(self._folders.data)
         endpoint_file = self._folders.data / "cluster.json"
-        processes = PartProcesses(self._folders)
+        processes = PartProcesses(self._folders, self._record)
         scheduler: Part | None = None
         routers: list[Part] = []
         try:
@@ -170,7 +175,9 @@ def run_cluster(
     connect(ray.address, namespace=Folders.of(options.data_dir).run.name)
     try:
         supervisor = Supervisor(
-            options, ray.scheduler_settings(), lambda folders: RayNodes(options, ray, folders)
+            options,
+            ray.scheduler_settings(),
+            lambda folders, record: RayNodes(options, ray, folders, record),
         )
         _run(supervisor, ready, lifeline)
     finally:

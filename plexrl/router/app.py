@@ -20,6 +20,7 @@ from plexrl.router.config import RouterConfig
 from plexrl.router.door import BodyRefusedError, Door, closing
 from plexrl.router.executor import Executor
 from plexrl.router.gateway import Gateway
+from plexrl.router.health import ClusterHealth
 from plexrl.router.metrics_log import MetricsLog
 from plexrl.router.routes_cluster import cluster_routes
 from plexrl.router.routes_jobs import deployment_routes, job_routes
@@ -114,9 +115,12 @@ def _make_gateway(config: RouterConfig) -> Gateway:
     arrivals = Arrivals(config.arriving_bytes_max, config.tenant_arriving_bytes_max)
     metrics = MetricsLog(data_dir / "metrics")
     owners = CheckpointOwners(scheduler, data_dir / "checkpoints")
-    bytes_max = config.body_bytes_max
+    parts_file = None if config.parts_file is None else Path(config.parts_file)
     return Gateway(
-        scheduler, executor, blobs, metrics, specs, arrivals, owners, callers, data_dir, bytes_max
+        *(scheduler, executor, blobs, metrics, specs, arrivals, owners, callers),
+        health=ClusterHealth(scheduler, data_dir, parts_file),
+        data_dir=data_dir,
+        body_bytes_max=config.body_bytes_max,
     )
 
 

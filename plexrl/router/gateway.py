@@ -22,6 +22,7 @@ from plexrl.router.checkpoint_owners import CheckpointOwners
 from plexrl.router.door import BODY_KEY, BodyRefusedError, IncomingBody
 from plexrl.router.engines import Engines
 from plexrl.router.executor import Executor
+from plexrl.router.health import ClusterHealth
 from plexrl.router.metrics_log import MetricsLog
 from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.router.specs import DeploymentSpecs
@@ -48,6 +49,7 @@ class Gateway:
         arrivals: Arrivals,
         checkpoint_owners: CheckpointOwners,
         callers: Callers,
+        health: ClusterHealth,
         data_dir: Path,
         body_bytes_max: int,
     ) -> None:
@@ -58,6 +60,7 @@ class Gateway:
         self.metrics = metrics
         self._arrivals = arrivals
         self.checkpoint_owners = checkpoint_owners
+        self.health = health
         self.data_dir = data_dir
         self.body_bytes_max = body_bytes_max
         self._specs = specs

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 
 from plexrl.cluster.operator_key import NAME, new_api_key, stage_private
@@ -18,14 +19,20 @@ def cluster_routes(gateway: Gateway) -> APIRouter:
     """Status, nodes, groups, tenants and what they used."""
     routes = APIRouter(prefix="/v1", tags=["cluster"])
 
-    @routes.get("/health", summary="Is the router up and the scheduler behind it?")
+    @routes.get("/health", summary="What is wrong with the cluster; needs no key")
     async def health() -> Plain:
-        return {"ok": True, "scheduler": gateway.scheduler.connected.is_set()}
+        return await gateway.health.public()
 
     @routes.get("/status", summary="The cluster in a few numbers")
     async def status(request: Request) -> Plain:
         caller = await gateway.caller(request)
-        return await gateway.scheduler.call("status", caller.claim)
+        status = await gateway.scheduler.call("status", caller.claim)
+        told = await gateway.health.public()
+        added: Plain = {name: told[name] for name in ("conditions", "restarts", "last_restart_at")}
+        if caller.is_operator:
+            added["conditions"] = await gateway.health.conditions()
+            added["parts"] = msgspec.to_builtins(gateway.health.parts())
+        return {**status, **added}
 
     @routes.get("/nodes", summary="All nodes")
     async def nodes(request: Request) -> Plain:

@@ -41,6 +41,11 @@ class SchedulerLink:
         self._has_reports = asyncio.Event()
         self.connected = asyncio.Event()
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a scheduler now; `connected` stays set once there was one."""
+        return self._peer is not None
+
     async def call(self, method: str, params: Plain, *, timeout_s: float = CALL_TIMEOUT_S) -> Plain:
         """The scheduler's answer.
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -14,7 +15,7 @@ import plexrl
 from plexrl.cluster.embedded import start_embedded
 from plexrl.cluster.parts import Folders
 from plexrl.errors import UnavailableError
-from tests.cluster.tools import VOCABULARY, some_batch, wait_until
+from tests.cluster.tools import VOCABULARY, process_of, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
 
@@ -105,6 +106,37 @@ def test_a_restart_on_the_same_data_goes_on_with_the_jobs_it_had(tmp_path: Path)
     finally:
         second.close()
     assert all((a == b).all() for a, b in zip(want, got, strict=True))
+
+
+def test_a_part_that_was_started_again_is_counted_in_health_and_status(tmp_path: Path) -> None:
+    running = start_embedded(tmp_path, gpus_per_node=1)
+    try:
+        with plexrl.connect(running.url, running.api_key) as cluster:
+            health = httpx.get(f"{running.url}/v1/health", timeout=60).json()
+            assert (health["ok"], health["restarts"], health["conditions"]) == (True, 0, [])
+            process_of(running, "plexrl.scheduler").kill()
+            wait_until(lambda: cluster.status()["restarts"] == 1, "no restart is reported")
+            wait_until(lambda: not cluster.status()["conditions"], "a condition does not end")
+            status = cluster.status()
+            assert list(status["parts"]) == ["scheduler"]
+            assert status["parts"]["scheduler"]["last_restart_at"] == status["last_restart_at"]
+            with plexrl.connect(running.url, cluster.create_tenant("alice")) as tenant:
+                told = tenant.status()
+                assert told["restarts"] == 1
+                assert "parts" not in told
+            health = httpx.get(f"{running.url}/v1/health", timeout=60).json()
+            assert (health["ok"], health["restarts"]) == (True, 1)
+            assert "scheduler" not in str(health["conditions"])
+            shown = subprocess.run(
+                [sys.executable, "-m", "plexrl.cli.app", "status", "--data-dir", str(tmp_path)],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+            assert "parts restarted" in shown
+            assert "1, the last at 20" in shown
+    finally:
+        running.close()
 
 
 def test_two_clusters_on_one_data_directory_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""What a probe without a key is told, and what an operator sees beyond that."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from plexrl.cluster.part_record import PartRecord, read_parts
+from plexrl.router.health import ClusterHealth
+from plexrl.router.scheduler_link import SchedulerLink
+from plexrl.wire.rpc import Peer
+
+Plain = dict[str, Any]
+FULL = {"code": "journal_full", "message": "no room in /secret/journal.sqlite", "since": 5.0}
+
+
+def with_scheduler(
+    folder: Path, status: Plain, test: Callable[[SchedulerLink], Coroutine[Any, Any, int]]
+) -> None:
+    """Run `test` beside a scheduler that answers `status`; it returns how often it was to ask."""
+
+    async def talk() -> None:
+        asked: list[Plain] = []
+
+        async def answer(_: Peer, params: Plain) -> Plain:
+            asked.append(params)
+            return status
+
+        async def hello(_: Peer, __: Plain) -> Plain:
+            return {}
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await Peer(reader, writer, {"hello": hello, "status": answer}).run()
+
+        link = SchedulerLink(str(folder / "s"), "r", {})
+        server = await asyncio.start_unix_server(serve, folder / "s")
+        running = asyncio.create_task(link.run())
+        await link.connected.wait()
+        try:
+            assert await test(link) == len(asked)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            server.close()
+
+    asyncio.run(asyncio.wait_for(talk(), 60))
+
+
+def test_many_probes_ask_the_scheduler_once_and_learn_codes_only(tmp_path: Path) -> None:
+    async def test(link: SchedulerLink) -> int:
+        health = ClusterHealth(link, tmp_path, None, free_bytes_min=0)
+        answers = await asyncio.gather(*(health.public() for _ in range(100)))
+        assert (
+            answers[0]
+            == answers[-1]
+            == {
+                "ok": False,
+                "scheduler": True,
+                "conditions": [{"code": "journal_full", "since": 5.0}],
+                "restarts": 0,
+                "last_restart_at": None,
+            }
+        )
+        assert await health.conditions() == [FULL]
+        return 1
+
+    with_scheduler(tmp_path, {"conditions": [FULL], "tenants": 3}, test)
+
+
+def test_a_cluster_without_conditions_is_ok(tmp_path: Path) -> None:
+    async def test(link: SchedulerLink) -> int:
+        told = await ClusterHealth(link, tmp_path, tmp_path / "none").public()
+        assert told["ok"]
+        assert told["conditions"] == []
+        return 1
+
+    with_scheduler(tmp_path, {}, test)
+
+
+def test_a_full_disk_and_a_part_that_ended_are_conditions(tmp_path: Path) -> None:
+    record = PartRecord(tmp_path / "parts.json")
+    record.ended("scheduler")
+    record.restarted("scheduler")
+    record.ended("agent-node0")
+
+    async def test(link: SchedulerLink) -> int:
+        health = ClusterHealth(link, tmp_path, tmp_path / "parts.json", free_bytes_min=1 << 60)
+        part, disk = await health.conditions()
+        assert (part["code"], disk["code"]) == ("part_down", "disk_full")
+        assert "agent-node0" in part["message"]
+        assert str(tmp_path) in disk["message"]
+        told = await health.public()
+        assert told["restarts"] == 1
+        assert (
+            told["last_restart_at"]
+            == read_parts(tmp_path / "parts.json")["scheduler"].last_restart_at
+        )
+        assert str(tmp_path) not in str(told)
+        assert "agent" not in str(told)
+        return 1
+
+    with_scheduler(tmp_path, {}, test)
+
+
+def test_a_scheduler_that_is_away_is_a_condition_from_its_first_time_on(tmp_path: Path) -> None:
+    async def test() -> None:
+        health = ClusterHealth(SchedulerLink(str(tmp_path / "s"), "r", {}), tmp_path, None)
+        (first,) = await health.conditions()
+        assert first["code"] == "scheduler_away"
+        told = await health.public()
+        assert told["scheduler"] is False
+        assert told["conditions"] == [{"code": "scheduler_away", "since": first["since"]}]
+
+    asyncio.run(test())
