@@ -46,6 +46,9 @@ def up(
         str, typer.Option(help="Kinds of the nodes, comma between: one for all, or one each.")
     ] = "",
     blocks: Annotated[str, typer.Option(help="Where the nodes stand, likewise.")] = "",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all. There is no TLS.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the API; 0 takes a free one.")] = 0,
     journal_bytes_max: Annotated[int | None, typer.Option(help="Bound of the journal.")] = None,
     ray: Annotated[
@@ -125,6 +128,7 @@ def up(
         new_journal=new_journal,
         node_types=_names(node_types),
         blocks=_names(blocks),
+        host=host,
         port=port,
         journal_bytes_max=journal_bytes_max,
         routers=routers,

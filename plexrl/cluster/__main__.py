@@ -26,7 +26,7 @@ def main() -> None:
     """Run until a signal, or until standard input ends."""
     parser = argparse.ArgumentParser(prog="python -m plexrl.cluster", description=__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
-    for name in ("policy", "ordering", "journal", "otlp-endpoint"):
+    for name in ("policy", "ordering", "journal", "otlp-endpoint", "host"):
         parser.add_argument(f"--{name}")
     for name in ("node-types", "blocks"):
         parser.add_argument(f"--{name}", type=lambda text: tuple(text.split(",")))

@@ -1,5 +1,7 @@
 """What `plexrl up` was asked for."""
 
+import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +71,7 @@ class ClusterOptions:
     blocks: tuple[str, ...] = ()
     """Where each node stands, as `row1/rack3`; one name goes for all nodes."""
     host: str = "127.0.0.1"
+    """Address that the routers listen on; `0.0.0.0` or `::` for all of the machine's."""
     port: int = 0
     """Of the first router; 0 takes the one of the last start on `data_dir`, or a free one."""
     routers: int = 1
@@ -103,6 +106,20 @@ class ClusterOptions:
     journal_bytes_max: int | None = None
     """Bound of the journal; absent: the disk's."""
 
+    @property
+    def is_exposed(self) -> bool:
+        """Whether other machines may reach the routers."""
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host != "localhost"
+
+    def url(self, ports: Sequence[int]) -> str:
+        """Where this machine reaches the routers, with commas between."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        shown = f"[{host}]" if ":" in host else host
+        return ",".join(f"http://{shown}:{port}" for port in ports)
+
     def __post_init__(self) -> None:
         for name, (least, most) in RANGES.items():
             value = getattr(self, name)
@@ -127,6 +144,8 @@ class ClusterOptions:
                 f"otlp_endpoint {self.otlp_endpoint!r} is no URL: write it as "
                 "http://127.0.0.1:4318/v1/traces"
             )
+        if not self.host:
+            raise InvalidRequestError("host is empty: give an address of this machine")
         if self.journal == "":
             raise InvalidRequestError(
                 "journal is empty: give a path or postgresql://user@host/name"

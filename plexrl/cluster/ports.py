@@ -47,7 +47,8 @@ def _free_ports(options: ClusterOptions, former: list[int], probes: ExitStack) -
 
 
 def _bind(host: str, port: int, probes: ExitStack) -> int:
-    probe = probes.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    probe = probes.enter_context(socket.socket(family, socket.SOCK_STREAM))
     # As the router does: connections of a former router that linger are no reason to go elsewhere.
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     probe.bind((host, port))

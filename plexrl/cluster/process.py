@@ -14,8 +14,11 @@ import msgspec
 
 from plexrl.cluster.lifeline import die_with_named_parent
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.plain_text import PlainFormatter
 
 ConfigT = TypeVar("ConfigT")
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def load_config(path: Path, kind: type[ConfigT]) -> ConfigT:
@@ -69,11 +72,9 @@ def set_up_process(*, ends_with_parent: bool = True) -> None:
     """Tie this process to its parent, if so, and send its log to standard error."""
     if ends_with_parent:
         die_with_named_parent(os.environ)
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PlainFormatter(LOG_FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def run_until_signal(

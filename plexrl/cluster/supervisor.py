@@ -8,8 +8,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -26,9 +28,22 @@ from plexrl.cluster.parts import (
     scheduler_part,
 )
 from plexrl.cluster.ports import choose_ports
+from plexrl.cluster.process import LOG_FORMAT
 from plexrl.cluster.ray_options import RayOptions
 from plexrl.errors import ConflictError
+from plexrl.plain_text import PlainFormatter
 from plexrl.private_folder import make_private_folder
+
+LOG = logging.getLogger(__name__)
+
+LOG_BYTES_MAX = 8 << 20
+LOGS_KEPT = 3
+"""Former files of the supervisor's log, each as long as the bound."""
+EXPOSED = (
+    "the API listens on %s without TLS: whoever sees this network's traffic can read API keys, "
+    "prompts, completions and results, and act with those keys. Put a proxy that ends TLS before "
+    "it, or leave --host at 127.0.0.1."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +139,10 @@ class Supervisor:
         processes = PartProcesses(self._folders, self._record)
         scheduler: Part | None = None
         routers: list[Part] = []
+        log = ExitStack()
         try:
             self._folders.make()
+            log.enter_context(_logged_to(self._folders.data / "logs" / "up.log"))
             key = operator_key(self._folders.data)
             ports = choose_ports(self._options, self._folders.data)
             digest = hashlib.sha256(key.encode()).hexdigest()
@@ -135,12 +152,19 @@ class Supervisor:
             routers = router_parts(self._options, self._folders, ports)
             for router in routers:
                 await processes.start(router)
-            url = ",".join(f"http://{self._options.host}:{port}" for port in ports)
+            url = self._options.url(ports)
             endpoint = Endpoint(url, key, os.getpid(), str(self._folders.data))
             write_private(endpoint_file, json.dumps({"url": url, "pid": endpoint.pid}))
             processes.watch((scheduler, *routers))
+            LOG.info("the cluster is up: process %d, %s", endpoint.pid, url)
+            if self._options.is_exposed:
+                LOG.warning(EXPOSED, self._options.host)
             ready(endpoint)
             await stop.wait()
+            LOG.info("the cluster is asked to end")
+        except Exception as error:
+            LOG.info("the cluster ends: %s", error)
+            raise
         finally:
             await processes.unwatch()
             for router in reversed(routers):
@@ -150,6 +174,8 @@ class Supervisor:
                 await processes.end(scheduler)
             endpoint_file.unlink(missing_ok=True)
             self._folders.remove()
+            LOG.info("the cluster has ended")
+            log.close()
             lock.close()
 
 
@@ -164,7 +190,10 @@ def run_cluster(
 
     Raises as `Supervisor.run`, and with `ray` as `plexrl.cluster.ray_connection.connect`.
     """
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    console = logging.StreamHandler(sys.stderr)
+    console.setLevel(logging.WARNING)
+    console.setFormatter(PlainFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[console])
     if ray is None:
         _run(Supervisor(options), ready, lifeline)
         return
@@ -212,6 +241,23 @@ def read_endpoint(data_dir: Path) -> Endpoint | None:
         return Endpoint(body["url"], operator_key(data_dir), int(body["pid"]), str(data_dir))
     except (OSError, ValueError, KeyError):
         return None
+
+
+@contextmanager
+def _logged_to(path: Path) -> Iterator[None]:
+    """Have what the supervisor does in a file of its own, which is bounded."""
+    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES_MAX, backupCount=LOGS_KEPT)
+    handler.setFormatter(PlainFormatter(LOG_FORMAT))
+    logger = logging.getLogger("plexrl")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        handler.close()
 
 
 def _lock(data_dir: Path) -> IO[str]:

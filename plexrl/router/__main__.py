@@ -26,7 +26,8 @@ def main() -> None:
     config = load_config(parser.parse_args().config, RouterConfig)
     app, gateway = make_app(config)
     # With its protocol named, asyncio switches Nagle's delay off on accepted connections.
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind((config.host, config.port))
 

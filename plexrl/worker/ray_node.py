@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from plexrl.cluster.part_processes import PartProcesses
 from plexrl.cluster.parts import Folders, Part
-from plexrl.cluster.process import parse_config
+from plexrl.cluster.process import LOG_FORMAT, parse_config
 from plexrl.errors import UnavailableError
+from plexrl.plain_text import PlainFormatter
 from plexrl.private_folder import make_private_folder, remove_private_folder
 from plexrl.worker.agent import Agent
 from plexrl.worker.config import AgentConfig
@@ -104,7 +105,7 @@ def _make_folders(config: AgentConfig, folders: Folders, run_dir: Path) -> None:
 def _log_to(path: Path) -> None:
     """Have our log where the other nodes' agents have theirs; Ray's own goes where Ray says."""
     handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(PlainFormatter(LOG_FORMAT))
     logger = logging.getLogger("plexrl")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -139,6 +139,43 @@ def test_a_part_that_was_started_again_is_counted_in_health_and_status(tmp_path:
         running.close()
 
 
+@pytest.mark.parametrize(
+    ("host", "own"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]")]
+)
+def test_up_listens_where_it_is_told_warns_of_what_is_exposed_and_keeps_a_log(
+    tmp_path: Path, host: str, own: str
+) -> None:
+    where = ("--data-dir", str(tmp_path), "--gpus-per-node", "1", "--host", host, "--json")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "plexrl.cli.app", "up", *where],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    endpoint = json.loads(process.stdout.readline())
+    try:
+        assert endpoint["url"].startswith(f"http://{own}:")
+        assert httpx.get(f"{endpoint['url']}/v1/health", timeout=60).json()["scheduler"]
+        (router,) = [
+            each
+            for each in psutil.Process(process.pid).children(recursive=True)
+            if "plexrl.router" in each.cmdline()
+        ]
+        addresses = {c.laddr.ip for c in router.net_connections() if c.status == "LISTEN"}
+        assert addresses == {host}
+    finally:
+        process.terminate()
+        _, told = process.communicate(timeout=60)
+    is_exposed = host != "127.0.0.1"
+    assert ("without TLS" in told) == is_exposed
+    log = (tmp_path / "logs" / "up.log").read_text()
+    for line in ("scheduler runs as process", "the cluster is up", "the cluster has ended"):
+        assert line in log
+    assert ("without TLS" in log) == is_exposed
+    assert endpoint["api_key"] not in log
+
+
 def test_two_clusters_on_one_data_directory_are_refused(tmp_path: Path) -> None:
     running = start_embedded(tmp_path, gpus_per_node=1)
     try:
