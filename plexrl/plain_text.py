@@ -2,12 +2,13 @@
 
 Characters that control a terminal or the order of what it shows (escape sequences, carriage
 returns, bidirectional overrides) let a name or a reason pass for something else. They are shown as
-escapes such as `\\x1b` and `\\u202e`.
+escapes such as `\\u001b` and `\\u202e`, as JSON writes them.
 """
 
 import logging
 
 LINE_ENDS = frozenset("\n\t")
+SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def is_plain(text: str) -> bool:
@@ -38,6 +39,10 @@ class PlainFormatter(logging.Formatter):
 
 
 def _shown(character: str) -> str:
+    """A character, or the escape by which JSON names it."""
     if character.isprintable():
         return character
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+    if character in SHORT:
+        return SHORT[character]
+    units = character.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))

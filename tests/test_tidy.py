@@ -266,3 +266,12 @@ def test_the_tree_holds_no_generated_files() -> None:
     ).stdout.splitlines()
     generated = [name for name in tracked if name.endswith((".pyc", ".log", ".sqlite", ".tmp"))]
     assert not generated, generated
+
+
+def test_the_command_line_writes_through_one_module() -> None:
+    """It shows what controls a terminal as escapes."""
+    past_it = ("sys.stdout.write", "sys.stderr.write", "typer.echo", " print(", "import Text\n")
+    for path in (PACKAGE / "cli").glob("*.py"):
+        if path.name != "context.py":
+            found = [each for each in past_it if each in path.read_text()]
+            assert found == [], f"{path.name} writes by itself: use plexrl.cli.context"

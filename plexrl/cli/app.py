@@ -1,12 +1,12 @@
 """`plexrl`: run a cluster, look at it, try the demo."""
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
+from plexrl.cli.context import warn, write_json, write_text
 from plexrl.cli.explain import explain
 from plexrl.cli.fidelity import fidelity
 from plexrl.cli.jobs import jobs, logs
@@ -41,7 +41,7 @@ def _version(asked: bool) -> None:
     if asked:
         from importlib.metadata import version
 
-        sys.stdout.write(f"plexrl {version('plexrl')}\n")
+        write_text(f"plexrl {version('plexrl')}\n")
         raise typer.Exit
 
 
@@ -61,9 +61,9 @@ def run_command(command: Callable[[], Any]) -> int:
         command()
     except PlexRLError as error:
         if "--json" in sys.argv:
-            sys.stdout.write(json.dumps({"error": error.to_wire()}) + "\n")
+            write_json({"error": error.to_wire()})
         else:
-            sys.stderr.write(f"plexrl: {error.message}\n")
+            warn(f"plexrl: {error.message}")
         return 1
     return 0
 

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plexrl.errors import ConnectionLostError
+from plexrl.plain_text import many_lines, one_line
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from plexrl.client import Cluster
 
 DATA_DIR = Path("~/.plexrl")
@@ -65,30 +68,55 @@ class Output:
     ) -> None:
         """`rows` as a table, or `found` as JSON."""
         if self._as_json:
-            sys.stdout.write(json.dumps(found) + "\n")
+            write_json(found)
             return
         print_table(title, columns, rows)
 
 
+# All output of the command line passes through the functions below. They show what controls a
+# terminal as escapes: names, reasons and logs are written by tenants.
+
+
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table for people; cells are shown as they are, however they look."""
+    """A table for people; markup in cells means nothing."""
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left")
+    table = Table(title=plain_cell(title), title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text("" if value is None else str(value)) for value in row))
+        table.add_row(*(plain_cell("" if value is None else str(value)) for value in row))
     Console().print(table)
+
+
+def plain_cell(text: str) -> "Text":
+    """`text` for a table, on one line."""
+    from rich.text import Text
+
+    return Text(one_line(text))
 
 
 def print_line(text: str) -> None:
     """One paragraph for people, wrapped at the terminal's width."""
     from rich.console import Console
 
-    Console().print(text, markup=False, highlight=False)
+    Console().print(one_line(text), markup=False, highlight=False)
+
+
+def write_json(found: Any) -> None:
+    """One line of JSON for programs, in ASCII."""
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+def write_text(text: str) -> None:
+    """Lines as they are, such as those of a log."""
+    sys.stdout.write(many_lines(text))
+
+
+def warn(text: str) -> None:
+    """One line on standard error."""
+    sys.stderr.write(one_line(text) + "\n")
 
 
 def local_time(at: float | None) -> str:

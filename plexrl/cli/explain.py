@@ -1,7 +1,5 @@
 """`plexrl explain`: a job's story, for people."""
 
-import json
-import sys
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -17,6 +15,7 @@ from plexrl.cli.context import (
     print_line,
     print_table,
     seconds,
+    write_json,
 )
 
 Plain = dict[str, Any]
@@ -33,7 +32,7 @@ def explain(
     with open_cluster(url, api_key, data_dir) as cluster:
         story = cluster.attach_job(job, heartbeat=False).explain()
     if as_json:
-        sys.stdout.write(json.dumps(story) + "\n")
+        write_json(story)
         return
     print_line(f"{story['name']} of {story['tenant']} is {story['state']}: {story['summary']}.")
     _operations(story["operations"])

@@ -1,14 +1,12 @@
 """`plexrl fidelity`: a live cluster's history, predicted by the simulator."""
 
-import json
-import sys
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plexrl.cli.context import Json, print_line, print_table
+from plexrl.cli.context import Json, print_line, print_table, warn, write_json
 
 if TYPE_CHECKING:
     from plexrl.sim.fidelity import CycleError, Errors
@@ -49,12 +47,12 @@ def fidelity(
         warm_up=warm_up,
     )
     if as_json:
-        sys.stdout.write(json.dumps(_values(found, policy)) + "\n")
+        write_json(_values(found, policy))
         return
     for group in found.groups:
         _print(group)
     for each in found.left_out:
-        sys.stderr.write(f"left out: {each.job}: {each.reason}\n")
+        warn(f"left out: {each.job}: {each.reason}")
 
 
 def _values(found: "HistoryFidelity", policy: str) -> dict[str, Any]:

@@ -1,12 +1,21 @@
 """`plexrl jobs` and `plexrl logs`: what runs, and what its workers said."""
 
-import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plexrl.cli.context import DATA_DIR, DataDir, Json, Key, Output, Url, open_cluster
+from plexrl.cli.context import (
+    DATA_DIR,
+    DataDir,
+    Json,
+    Key,
+    Output,
+    Url,
+    open_cluster,
+    warn,
+    write_json,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from plexrl.client.cluster import Cluster
@@ -62,13 +71,13 @@ def logs(
     with open_cluster(url, api_key, data_dir) as cluster:
         answer = cluster.attach_job(job, heartbeat=False).read_logs(deployment, lines)
     for each in answer["failed"]:
-        sys.stderr.write(f"plexrl: no logs of node {each['node']}: {each['reason']}\n")
+        warn(f"plexrl: no logs of node {each['node']}: {each['reason']}")
     if as_json:
-        sys.stdout.write(json.dumps(answer["logs"]) + "\n")
+        write_json(answer["logs"])
         return
     for each in answer["logs"]:
         where = f"{each['deployment']} rank {each['rank']} on {each['node']}"
-        sys.stdout.write(f"==> {where} <==\n{each['text']}\n")
+        write_text(f"==> {where} <==\n{each['text']}\n")
 
 
 def _with_engines(cluster: "Cluster", job: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`plexrl operations` and `plexrl trace`: where the time of a job's operations went."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +16,7 @@ from plexrl.cli.context import (
     open_cluster,
     print_line,
     seconds,
+    write_json,
 )
 from plexrl.errors import StorageError
 
@@ -89,6 +89,6 @@ def trace(
         raise StorageError(f"the trace cannot be written: {error}: name another --out") from error
     events = len(found["traceEvents"])
     if as_json:
-        sys.stdout.write(json.dumps({"path": str(out), "events": events}) + "\n")
+        write_json({"path": str(out), "events": events})
         return
     print_line(f"{out}: {events} events. Open it at https://ui.perfetto.dev or chrome://tracing.")

@@ -1,6 +1,5 @@
 """`plexrl up` and `plexrl demo`: what runs until it is done."""
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from plexrl.cli.context import DATA_DIR, GIB, DataDir, Json, data_dir_option, print_line
+from plexrl.cli.context import (
+    DATA_DIR,
+    GIB,
+    DataDir,
+    Json,
+    data_dir_option,
+    print_line,
+    write_json,
+    write_text,
+)
 from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions
 from plexrl.errors import InvalidRequestError, JournalMissingError
 from plexrl.parallelism import Parallelism
@@ -105,9 +113,9 @@ def up(
 
     def ready(endpoint: Endpoint) -> None:
         if as_json:
-            sys.stdout.write(endpoint.to_json() + "\n")
+            write_text(endpoint.to_json() + "\n")
         else:
-            sys.stdout.write(
+            write_text(
                 f"PlexRL is up. Ctrl-C ends it.\n\n"
                 f"  export PLEXRL_URL={endpoint.url}\n"
                 f"  export PLEXRL_API_KEY={endpoint.api_key}   # the operator's\n\n"
@@ -193,7 +201,7 @@ def demo(
     )
     result = run_demo(options, Console(stderr=as_json))
     if as_json:
-        sys.stdout.write(json.dumps(report_json(result)) + "\n")
+        write_json(report_json(result))
 
 
 def _names(text: str) -> tuple[str, ...]:

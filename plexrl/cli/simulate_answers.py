@@ -1,13 +1,13 @@
 """The answers of `plexrl simulate`, found."""
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from plexrl.cli.context import warn
 from plexrl.cli.simulate_progress import Runs
 from plexrl.cli.simulate_setup import Questions
 from plexrl.cli.simulate_tables import (
@@ -207,6 +207,6 @@ def _chosen(base: Scenario, plan: CapacityPlan) -> Run:
 def _printer(trace: str) -> Any:
     def tell(problem: Problem) -> None:
         field = f"{problem.field} " if problem.field else ""
-        sys.stderr.write(f"{trace}:{problem.line}: {field}{problem.message}\n")
+        warn(f"{trace}:{problem.line}: {field}{problem.message}")
 
     return tell

@@ -1,11 +1,10 @@
 """The answers of `plexrl simulate`: shown to people, and written for programs."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from plexrl.cli.context import print_line
+from plexrl.cli.context import print_line, warn, write_text
 from plexrl.cli.simulate_answers import Answers
 from plexrl.cli.simulate_report import report
 from plexrl.cli.simulate_tables import (
@@ -28,7 +27,7 @@ def tell(found: Answers, out: Path | None, *, as_json: bool) -> None:
         InvalidRequestError: the folder cannot be written.
     """
     if as_json:
-        sys.stdout.write(document(found) + "\n")
+        write_text(document(found) + "\n")
     else:
         show(found)
     if out is not None:
@@ -44,7 +43,7 @@ def show(found: Answers) -> None:
     if found.changes:
         print_changes(found.runs, found.changes)
     for failure in found.failed:
-        sys.stderr.write(f"plexrl: {failure.error.message}\n")
+        warn(f"plexrl: {failure.error.message}")
 
 
 def document(found: Answers) -> str:

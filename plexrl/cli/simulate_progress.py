@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from plexrl.cli.simulate_tables import span
+from plexrl.plain_text import one_line
 from plexrl.sim.scenario import JobSource, Scenario
 from plexrl.sim.sweep import Outcome, label, run_all
 
@@ -78,7 +79,7 @@ class Runs:
 
         def bar(index: int) -> "TaskID":
             if index not in bars:
-                name = label(scenarios[index])
+                name = one_line(label(scenarios[index]))
                 bars[index] = display.add_task(name, total=self._jobs, told="")
             return bars[index]
 

@@ -1,10 +1,10 @@
 """What the report of simulated runs says of where they come from."""
 
 import importlib.util
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from plexrl.cli.context import warn
 from plexrl.cli.simulate_tables import (
     Changed,
     Run,
@@ -38,9 +38,9 @@ def report(
     """Write `report.html` into `folder`; where what it takes is not installed, say so instead."""
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        sys.stderr.write(
+        warn(
             f"plexrl: no report.html, as {' and '.join(missing)} cannot be found: "
-            "pip install 'plexrl[simulator]'\n"
+            "pip install 'plexrl[simulator]'"
         )
         return None
     from plexrl.sim.report import WhatIf, write_report

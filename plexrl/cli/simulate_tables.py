@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from plexrl.cli.context import print_line
+from plexrl.cli.context import plain_cell, print_line
 from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.objectives import Objective, utilisation
 from plexrl.sim.report.comparison import BASELINE, recovered
@@ -296,10 +296,9 @@ def _saying(columns: Columns) -> Columns:
 def _table(title: str, columns: Columns) -> "Table":
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(
-        title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=plain_cell(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     for name, cells in columns.items():
         if name in LEFT:
@@ -311,5 +310,5 @@ def _table(title: str, columns: Columns) -> "Table":
             width = max(len(text) for text in (*cells, *words))
             table.add_column("\n".join(words), justify="right", min_width=width)
     for row in zip(*columns.values(), strict=True):
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(plain_cell(cell) for cell in row))
     return table

@@ -1,14 +1,24 @@
 """`plexrl traces`: check, convert, describe, generate and record traces of jobs."""
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plexrl.cli.context import DATA_DIR, DataDir, Json, Key, Output, Url, open_cluster, print_line
+from plexrl.cli.context import (
+    DATA_DIR,
+    DataDir,
+    Json,
+    Key,
+    Output,
+    Url,
+    open_cluster,
+    print_line,
+    write_json,
+)
 from plexrl.cli.traces_tables import print_description, print_laws
+from plexrl.plain_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -145,7 +155,7 @@ def describe(
             laws = [("output_tokens", model.fit.law.describe(), model.fit.distance)]
         found["laws"] = [{"of": of, "law": law, "distance": off} for of, law, off in laws]
     if as_json:
-        sys.stdout.write(json.dumps(found) + "\n")
+        write_json(found)
         return
     print_description(trace, found)
     if laws:
@@ -275,7 +285,7 @@ def _printer(trace: str, stream: Any) -> Any:
 
     def tell(problem: "Problem") -> None:
         field = f"{problem.field} " if problem.field else ""
-        stream.write(f"{trace}:{problem.line}: {field}{problem.message}\n")
+        stream.write(one_line(f"{trace}:{problem.line}: {field}{problem.message}") + "\n")
 
     return tell
 
@@ -293,7 +303,7 @@ def _metrics(given: list[str] | None) -> dict[str, str]:
 def _told(out: Path, count: int, left_out: dict[str, int], as_json: bool) -> None:
     if as_json:
         found = {"path": str(out), "rows": count, "left_out": left_out}
-        sys.stdout.write(json.dumps(found) + "\n")
+        write_json(found)
         return
     reasons = "; ".join(f"{rows} left out: {reason}" for reason, rows in sorted(left_out.items()))
     print_line(f"{out}: {count} rows" + (f" ({reasons})" if reasons else ""))

@@ -1,13 +1,13 @@
 """`plexrl usage`: who used how much."""
 
 import csv
-import sys
+import io
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-from plexrl.cli.context import DATA_DIR, DataDir, Json, Key, Output, Url, open_cluster
+from plexrl.cli.context import DATA_DIR, DataDir, Json, Key, Output, Url, open_cluster, write_text
 
 COUNTS = ("operations", "failed", "tokens", "gpu_seconds")
 HOUR_S = 3600.0
@@ -38,9 +38,11 @@ def usage(
         rows = add_up(cluster.usage(), by)
     columns = (*KEYS[by], "gpu_hours", *COUNTS)
     if as_csv:
-        writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+        write_text(text.getvalue())
         return
     cells = [
         (*(row[key] for key in KEYS[by]), f"{row['gpu_hours']:.4f}", *_counts(row))

@@ -2,7 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from plexrl.plain_text import is_plain
 
 COUNT_MAX = 1_000_000_000
 SECONDS_MAX = 1e12
@@ -11,6 +14,18 @@ SEGMENTS_MAX = 1000
 
 Count = Annotated[int, Field(strict=True, ge=0, le=COUNT_MAX)]
 Seconds = Annotated[float, Field(strict=True, ge=0, lt=SECONDS_MAX, allow_inf_nan=False)]
+
+
+def _plain(name: str) -> str:
+    if not is_plain(name):
+        raise PydanticCustomError(
+            "not_plain", "control characters, line ends and text direction marks are not taken"
+        )
+    return name
+
+
+PlainText = Annotated[str, AfterValidator(_plain)]
+"""Text that operators are shown as a name."""
 
 
 class _Strict(BaseModel):
@@ -49,7 +64,7 @@ class JobRequest(_Strict):
     """A job to submit."""
 
     job: str = Field(description="id chosen by the client; the same one again is the same job")
-    name: str
+    name: PlainText = Field(max_length=200)
     tenant: str | None = Field(None, description="for operators: whose job it is")
     controller_timeout_s: float = Field(
         60.0, gt=0, le=SECONDS_MAX, allow_inf_nan=False, description="silence until it is detached"
@@ -196,7 +211,7 @@ class DeploymentRequest(_Strict):
     lora: LoraRequest | None = Field(
         None, description="train: adapters on a frozen model; rollout: which a trainer has"
     )
-    node_type: str = Field("", max_length=100, description="of nodes; empty: any")
+    node_type: PlainText = Field("", max_length=100, description="of nodes; empty: any")
     trace: TraceRequest | None = Field(
         None, description="its demand by the user's word: it is placed by it at once"
     )
