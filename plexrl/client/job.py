@@ -366,8 +366,14 @@ class Job:
 
     def metrics(self, after: int = 0) -> list[Plain]:
         """Rows of the job's metrics behind row `after`."""
-        call = Call(method="GET", path=f"{self._path}/metrics", query={"after": after})
-        return list(self._transport.request(call).json()["rows"])
+        found: list[Plain] = []
+        while True:
+            call = Call(method="GET", path=f"{self._path}/metrics", query={"after": after})
+            rows = self._transport.request(call).json()["rows"]
+            if not rows:
+                return found
+            found += rows
+            after = rows[-1]["index"]
 
     def logs(self, deployment: str | None = None, lines: int = 100) -> list[Plain]:
         """The ends of its workers' logs; a warning is logged for every node that gave none."""

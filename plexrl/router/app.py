@@ -112,7 +112,11 @@ def _make_gateway(config: RouterConfig) -> Gateway:
     executor.scheduler = scheduler
     executor.specs = specs
     arrivals = Arrivals(config.arriving_bytes_max, config.tenant_arriving_bytes_max)
-    metrics = MetricsLog(data_dir / "metrics")
+    metrics = MetricsLog(
+        data_dir / "metrics",
+        row_bytes_max=config.metrics_row_bytes_max,
+        job_bytes_max=config.metrics_job_bytes_max,
+    )
     owners = CheckpointOwners(scheduler, data_dir / "checkpoints")
     bytes_max = config.body_bytes_max
     return Gateway(

@@ -30,6 +30,10 @@ class RouterConfig:
     header_timeout_s: float = 10.0
     """In which a request's head is there, counted from the connection's start or its first byte;
     also how long a connection without a key may be idle."""
+    metrics_row_bytes_max: int = 64 << 10
+    """Largest row of a job's metrics."""
+    metrics_job_bytes_max: int = 64 << 20
+    """Bound on all metrics of one job."""
     connections_max: int | None = None
     """Bound on open connections; absent: `connections.CONNECTIONS_MAX`. Lowered to what the limit
     on descriptors allows."""
