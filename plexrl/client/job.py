@@ -394,6 +394,11 @@ class Job:
         """Its checkpoints by name, with `state`, `step`, bytes written and how `upload` goes."""
         return list(self._transport.request(list_call(self.job)).json()["checkpoints"])
 
+    def delete_checkpoint(self, name: str) -> None:
+        """Delete a checkpoint from the disk. Raises `CheckpointNotFoundError`."""
+        path = f"{self._path}/checkpoints/{quote(name, safe='')}"
+        self._transport.request(Call(method="DELETE", path=path))
+
     def explain(self) -> Plain:
         """Why it waits or runs as it does: a summary, its unfinished operations with reason, holder
         and estimated start, its deployments with how they got their group or why they have none."""

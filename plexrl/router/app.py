@@ -16,6 +16,7 @@ from plexrl.router.arrivals import Arrivals
 from plexrl.router.blobs import BlobStore
 from plexrl.router.callers import Callers
 from plexrl.router.checkpoint_owners import CheckpointOwners
+from plexrl.router.checkpoint_quota import CheckpointQuota
 from plexrl.router.config import RouterConfig
 from plexrl.router.door import BodyRefusedError, Door, closing
 from plexrl.router.executor import Executor
@@ -118,10 +119,17 @@ def _make_gateway(config: RouterConfig) -> Gateway:
         job_bytes_max=config.metrics_job_bytes_max,
     )
     owners = CheckpointOwners(scheduler, data_dir / "checkpoints")
-    bytes_max = config.body_bytes_max
-    return Gateway(
-        scheduler, executor, blobs, metrics, specs, arrivals, owners, callers, data_dir, bytes_max
+    quota = CheckpointQuota(
+        scheduler,
+        data_dir / "checkpoints",
+        config.router,
+        checkpoints_max=config.tenant_checkpoints_max,
+        bytes_max=config.tenant_checkpoint_bytes_max,
     )
+    executor.checkpoint_quota = quota
+    bytes_max = config.body_bytes_max
+    parts = (scheduler, executor, blobs, metrics, specs, arrivals, owners, quota, callers)
+    return Gateway(*parts, data_dir, bytes_max)
 
 
 async def _typed(request: Request, error: Exception) -> JSONResponse:

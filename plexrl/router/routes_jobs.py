@@ -120,6 +120,14 @@ def job_routes(gateway: Gateway) -> APIRouter:
         caller = await gateway.caller(request)
         return await gateway.scheduler.call("list_checkpoints", {"job": job, **caller.claim})
 
+    @routes.delete(
+        "/{job}/checkpoints/{name}", status_code=204, summary="Delete a checkpoint from the disk"
+    )
+    async def delete_checkpoint(request: Request, job: str, name: str) -> None:
+        caller = await gateway.caller(request)
+        await gateway.checkpoint_owners.check_job(job, caller.claim)
+        await gateway.checkpoint_quota.delete(job, name)
+
     return routes
 
 
