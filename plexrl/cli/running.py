@@ -86,6 +86,21 @@ def up(
     tenant_payload_bytes_max: Annotated[
         int | None, typer.Option(help="Bytes of the unfinished operations of one tenant.")
     ] = None,
+    tenant_live_jobs_max: Annotated[
+        int, typer.Option(help="Jobs of one tenant that have not ended.")
+    ] = 1000,
+    tenant_checkpoints_max: Annotated[
+        int | None, typer.Option(help="Checkpoints of one tenant.")
+    ] = None,
+    tenant_checkpoint_bytes_max: Annotated[
+        int | None, typer.Option(help="Bytes of one tenant's checkpoints; else half of the disk.")
+    ] = None,
+    metrics_row_bytes_max: Annotated[
+        int | None, typer.Option(help="Bytes of a row of a job's metrics.")
+    ] = None,
+    metrics_job_bytes_max: Annotated[
+        int | None, typer.Option(help="Bytes of all metrics of a job.")
+    ] = None,
     connections_max: Annotated[
         int | None, typer.Option(help="Open connections of one router.")
     ] = None,
@@ -145,6 +160,11 @@ def up(
         tenant_operations_max=tenant_operations_max,
         deployment_payload_bytes_max=deployment_payload_bytes_max,
         tenant_payload_bytes_max=tenant_payload_bytes_max,
+        tenant_live_jobs_max=tenant_live_jobs_max,
+        tenant_checkpoints_max=tenant_checkpoints_max,
+        tenant_checkpoint_bytes_max=tenant_checkpoint_bytes_max,
+        metrics_row_bytes_max=metrics_row_bytes_max,
+        metrics_job_bytes_max=metrics_job_bytes_max,
         connections_max=connections_max,
         address_connections_max=address_connections_max,
         header_timeout_s=header_timeout_s,

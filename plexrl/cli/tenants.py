@@ -4,16 +4,30 @@ from typing import Annotated, Any
 
 import typer
 
-from plexrl.cli.context import DATA_DIR, DataDir, Json, Key, Output, Url, local_time, open_cluster
+from plexrl.cli.context import (
+    DATA_DIR,
+    GIB,
+    DataDir,
+    Json,
+    Key,
+    Output,
+    Url,
+    local_time,
+    open_cluster,
+)
 
 tenants_app = typer.Typer(
     help="Tenants, their API keys, weights and quotas (operator only).", no_args_is_help=True
 )
 Name = Annotated[str, typer.Argument(help="The tenant; `operator` for the operator's own.")]
 Limit = Annotated[str | None, typer.Option(help="A number, or `none` for no quota.")]
+Bound = Annotated[
+    str | None, typer.Option(help="A number, or `none` for the bound that the cluster has for all.")
+]
 COLUMNS = (
     *("tenant", "weight", "jobs", "jobs at most", "GPUs", "GPUs at most"),
     *("GPU-hours", "GPU-hours at most", "share", "priority at most"),
+    *("live jobs", "checkpoints", "GiB of checkpoints"),
 )
 
 
@@ -103,6 +117,9 @@ def set_tenant(
     jobs_max: Limit = None,
     gpus_max: Limit = None,
     gpu_seconds_max: Limit = None,
+    live_jobs_max: Bound = None,
+    checkpoints_max: Bound = None,
+    checkpoint_bytes_max: Bound = None,
     priority_max: Annotated[
         int | None, typer.Option(help="Highest priority of its jobs, -100 to 100.")
     ] = None,
@@ -121,13 +138,16 @@ def set_tenant(
         ("jobs_max", jobs_max, int),
         ("gpus_max", gpus_max, int),
         ("gpu_seconds_max", gpu_seconds_max, float),
+        ("live_jobs_max", live_jobs_max, int),
+        ("checkpoints_max", checkpoints_max, int),
+        ("checkpoint_bytes_max", checkpoint_bytes_max, int),
     ):
         if text is not None:
             settings[key] = _limit(key, text, kind)
     if not settings:
         raise typer.BadParameter(
-            "nothing to set: name --weight, --jobs-max, --gpus-max, --gpu-seconds-max or "
-            "--priority-max"
+            "nothing to set: name --weight, --jobs-max, --gpus-max, --gpu-seconds-max, "
+            "--live-jobs-max, --checkpoints-max, --checkpoint-bytes-max or --priority-max"
         )
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.configure_tenant(name, **settings)
@@ -157,7 +177,18 @@ def _row(tenant: dict[str, Any]) -> tuple[Any, ...]:
         "none" if seconds_max is None else f"{seconds_max / 3600:.3f}",
         f"{tenant['share']:.2f}",
         "any" if tenant["is_operator"] else tenant["priority_max"],
+        _of(tenant["live_jobs"], tenant["live_jobs_bound"]),
+        _of(tenant["checkpoints"], tenant["checkpoints_bound"]),
+        _of(_gib(tenant["checkpoint_bytes"]), _gib(tenant["checkpoint_bytes_bound"])),
     )
+
+
+def _of(used: object, bound: object) -> str:
+    return f"{used}" if bound is None else f"{used} of {bound}"
+
+
+def _gib(nbytes: int | None) -> str | None:
+    return None if nbytes is None else f"{nbytes / GIB:.1f}"
 
 
 def _bound(limit: int | None) -> str:

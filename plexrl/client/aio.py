@@ -242,6 +242,10 @@ class AsyncJob:
         """As `Job.checkpoints`."""
         return await asyncio.to_thread(self._sync.checkpoints)
 
+    async def delete_checkpoint(self, name: str) -> None:
+        """As `Job.delete_checkpoint`."""
+        await asyncio.to_thread(self._sync.delete_checkpoint, name)
+
     async def explain(self) -> Plain:
         """As `Job.explain`."""
         return await asyncio.to_thread(self._sync.explain)

@@ -141,11 +141,15 @@ class Cluster:
         gpus_max: int | UnsetType | None = UNSET,
         gpu_seconds_max: float | UnsetType | None = UNSET,
         priority_max: int | UnsetType = UNSET,
+        live_jobs_max: int | UnsetType | None = UNSET,
+        checkpoints_max: int | UnsetType | None = UNSET,
+        checkpoint_bytes_max: int | UnsetType | None = UNSET,
     ) -> Plain:
         """Set a tenant's weight, quotas and highest priority of jobs (operator only); returns the
         tenant as it is then.
 
-        What is not named stays as it is; None takes a quota away.
+        What is not named stays as it is; None takes a quota away, or gives the cluster's own bound
+        back where that has one: `live_jobs_max`, `checkpoints_max` and `checkpoint_bytes_max`.
         """
         named = {
             "weight": weight,
@@ -153,6 +157,9 @@ class Cluster:
             "gpus_max": gpus_max,
             "gpu_seconds_max": gpu_seconds_max,
             "priority_max": priority_max,
+            "live_jobs_max": live_jobs_max,
+            "checkpoints_max": checkpoints_max,
+            "checkpoint_bytes_max": checkpoint_bytes_max,
         }
         settings = {key: value for key, value in named.items() if value is not UNSET}
         return dict(self._transport.request(requests.configure_tenant(name, settings)).json())

@@ -366,8 +366,14 @@ class Job:
 
     def metrics(self, after: int = 0) -> list[Plain]:
         """Rows of the job's metrics behind row `after`."""
-        call = Call(method="GET", path=f"{self._path}/metrics", query={"after": after})
-        return list(self._transport.request(call).json()["rows"])
+        found: list[Plain] = []
+        while True:
+            call = Call(method="GET", path=f"{self._path}/metrics", query={"after": after})
+            rows = self._transport.request(call).json()["rows"]
+            if not rows:
+                return found
+            found += rows
+            after = rows[-1]["index"]
 
     def logs(self, deployment: str | None = None, lines: int = 100) -> list[Plain]:
         """The ends of its workers' logs; a warning is logged for every node that gave none."""
@@ -387,6 +393,11 @@ class Job:
     def checkpoints(self) -> list[Plain]:
         """Its checkpoints by name, with `state`, `step`, bytes written and how `upload` goes."""
         return list(self._transport.request(list_call(self.job)).json()["checkpoints"])
+
+    def delete_checkpoint(self, name: str) -> None:
+        """Delete a checkpoint from the disk. Raises `CheckpointNotFoundError`."""
+        path = f"{self._path}/checkpoints/{quote(name, safe='')}"
+        self._transport.request(Call(method="DELETE", path=path))
 
     def explain(self) -> Plain:
         """Why it waits or runs as it does: a summary, its unfinished operations with reason, holder

@@ -19,6 +19,8 @@ NUMBERS = (
     *("pending-operations-max", "tenant-operations-max"),
     *("deployment-payload-bytes-max", "tenant-payload-bytes-max"),
     *("connections-max", "address-connections-max", "json-bytes-max"),
+    *("metrics-row-bytes-max", "metrics-job-bytes-max", "tenant-live-jobs-max"),
+    *("tenant-checkpoints-max", "tenant-checkpoint-bytes-max"),
 )
 
 

@@ -37,6 +37,11 @@ RANGES = {
     "connections_max": (1, 1 << 20),
     "address_connections_max": (1, 1 << 20),
     "json_bytes_max": (1, 1 << 40),
+    "tenant_live_jobs_max": (1, 1_000_000_000),
+    "tenant_checkpoints_max": (1, 1_000_000_000),
+    "tenant_checkpoint_bytes_max": (1, 1 << 62),
+    "metrics_row_bytes_max": (1, 1 << 40),
+    "metrics_job_bytes_max": (1, 1 << 62),
     "header_timeout_s": (0.001, 86_400),
     "body_timeout_s": (0.001, 86_400),
 }
@@ -89,6 +94,16 @@ class ClusterOptions:
     """Bound on the payloads of one deployment's operations that are not finished."""
     tenant_payload_bytes_max: int | None = None
     """Likewise of a tenant."""
+    tenant_live_jobs_max: int = 1000
+    """Jobs of one tenant that have not ended, where it has no bound of its own."""
+    tenant_checkpoints_max: int | None = None
+    """Checkpoints of one tenant, likewise; absent: the router's own bound."""
+    tenant_checkpoint_bytes_max: int | None = None
+    """Their bytes; absent: half of the disk."""
+    metrics_row_bytes_max: int | None = None
+    """Bound on one row of a job's metrics."""
+    metrics_job_bytes_max: int | None = None
+    """Bound on all metrics of one job."""
     connections_max: int | None = None
     """Bound on the open connections of one router; absent: its own, as of the next ones."""
     address_connections_max: int | None = None

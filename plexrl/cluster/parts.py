@@ -101,12 +101,13 @@ class NodePlace:
 
 BOUNDS = (
     *("pending_operations_max", "tenant_operations_max"),
-    *("deployment_payload_bytes_max", "tenant_payload_bytes_max"),
+    *("deployment_payload_bytes_max", "tenant_payload_bytes_max", "tenant_live_jobs_max"),
 )
 """Settings of the scheduler that are its own where none are given."""
 ROUTER_BOUNDS = (
     *("connections_max", "address_connections_max", "json_bytes_max"),
-    *("header_timeout_s", "body_timeout_s"),
+    *("header_timeout_s", "body_timeout_s", "metrics_row_bytes_max", "metrics_job_bytes_max"),
+    *("tenant_checkpoints_max", "tenant_checkpoint_bytes_max"),
 )
 """Likewise of a router."""
 

@@ -16,6 +16,7 @@ from plexrl.router.arrivals import Arrivals
 from plexrl.router.blobs import BlobStore
 from plexrl.router.callers import Callers
 from plexrl.router.checkpoint_owners import CheckpointOwners
+from plexrl.router.checkpoint_quota import CheckpointQuota
 from plexrl.router.config import RouterConfig
 from plexrl.router.door import BodyRefusedError, Door, closing
 from plexrl.router.executor import Executor
@@ -113,11 +114,23 @@ def _make_gateway(config: RouterConfig) -> Gateway:
     executor.scheduler = scheduler
     executor.specs = specs
     arrivals = Arrivals(config.arriving_bytes_max, config.tenant_arriving_bytes_max)
-    metrics = MetricsLog(data_dir / "metrics")
+    metrics = MetricsLog(
+        data_dir / "metrics",
+        row_bytes_max=config.metrics_row_bytes_max,
+        job_bytes_max=config.metrics_job_bytes_max,
+    )
     owners = CheckpointOwners(scheduler, data_dir / "checkpoints")
+    quota = CheckpointQuota(
+        scheduler,
+        data_dir / "checkpoints",
+        config.router,
+        checkpoints_max=config.tenant_checkpoints_max,
+        bytes_max=config.tenant_checkpoint_bytes_max,
+    )
+    executor.checkpoint_quota = quota
     parts_file = None if config.parts_file is None else Path(config.parts_file)
     return Gateway(
-        *(scheduler, executor, blobs, metrics, specs, arrivals, owners, callers),
+        *(scheduler, executor, blobs, metrics, specs, arrivals, owners, quota, callers),
         health=ClusterHealth(scheduler, data_dir, parts_file),
         data_dir=data_dir,
         body_bytes_max=config.body_bytes_max,

@@ -32,6 +32,14 @@ class RouterConfig:
     header_timeout_s: float = 10.0
     """In which a request's head is there, counted from the connection's start or its first byte;
     also how long a connection without a key may be idle."""
+    metrics_row_bytes_max: int = 64 << 10
+    """Largest row of a job's metrics."""
+    metrics_job_bytes_max: int = 64 << 20
+    """Bound on all metrics of one job."""
+    tenant_checkpoints_max: int = 1000
+    """Checkpoints of one tenant, where it has no bound of its own."""
+    tenant_checkpoint_bytes_max: int | None = None
+    """Their bytes; absent: half of the disk."""
     connections_max: int | None = None
     """Bound on open connections; absent: `connections.CONNECTIONS_MAX`. Lowered to what the limit
     on descriptors allows."""
@@ -48,6 +56,10 @@ class RouterConfig:
             "body_bytes_max",
             "connections_max",
             "address_connections_max",
+            "metrics_row_bytes_max",
+            "metrics_job_bytes_max",
+            "tenant_checkpoints_max",
+            "tenant_checkpoint_bytes_max",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -14,12 +14,13 @@ from plexrl.router.reductions import gather_metrics, gather_moves, state_moved
 from plexrl.router.run_parts import SPLIT_KINDS, RunParts, join, join_samples, split
 from plexrl.router.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
 from plexrl.scheduler.commands import CODEC, AbortOperation, DiscardBlobs, RunOperation
-from plexrl.wire.operations import MUTATING
+from plexrl.wire.operations import MUTATING, OperationKind
 from plexrl.wire.rpc import Peer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from plexrl.router.checkpoint_quota import CheckpointQuota
     from plexrl.router.scheduler_link import SchedulerLink
     from plexrl.router.specs import DeploymentSpecs
     from plexrl.wire.tensors import Body
@@ -53,6 +54,7 @@ class Executor:
         self._runs: dict[str, _Run] = {}
         self.scheduler: SchedulerLink | None = None
         self.specs: DeploymentSpecs | None = None
+        self.checkpoint_quota: CheckpointQuota | None = None
 
     async def on_run(self, peer: Peer, params: Plain) -> None:
         """The scheduler admits a run."""
@@ -121,6 +123,9 @@ class Executor:
         # Once the workers have answered, a failure here no longer leaves the state as it was.
         is_applied = False
         try:
+            if command.kind is OperationKind.SAVE_CHECKPOINT:
+                assert self.checkpoint_quota is not None
+                await self.checkpoint_quota.check(command.job, command.params_json)
             parts = await self._parts(command)
             answers = await self._ask_ranks(command, parts, sent)
             is_applied = command.kind in MUTATING

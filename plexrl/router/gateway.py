@@ -19,6 +19,7 @@ from plexrl.router.arrivals import Arrivals, steady
 from plexrl.router.blobs import BlobStore, Upload
 from plexrl.router.callers import Caller, Callers, bearer_key
 from plexrl.router.checkpoint_owners import CheckpointOwners
+from plexrl.router.checkpoint_quota import CheckpointQuota
 from plexrl.router.door import BODY_KEY, BodyRefusedError, IncomingBody
 from plexrl.router.engines import Engines
 from plexrl.router.executor import Executor
@@ -48,6 +49,7 @@ class Gateway:
         specs: DeploymentSpecs,
         arrivals: Arrivals,
         checkpoint_owners: CheckpointOwners,
+        checkpoint_quota: CheckpointQuota,
         callers: Callers,
         health: ClusterHealth,
         data_dir: Path,
@@ -61,6 +63,7 @@ class Gateway:
         self._arrivals = arrivals
         self.checkpoint_owners = checkpoint_owners
         self.health = health
+        self.checkpoint_quota = checkpoint_quota
         self.data_dir = data_dir
         self.body_bytes_max = body_bytes_max
         self._specs = specs

@@ -1,23 +1,30 @@
-"""Metrics that controllers report: one JSON line a row, one file a job."""
+"""Metrics that controllers report: one JSON line a row, one file a job, both bounded."""
 
 import json
 import math
 import time
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from plexrl.errors import NonFiniteInputError, StorageError
+from plexrl.errors import (
+    NonFiniteInputError,
+    PayloadTooLargeError,
+    QuotaExceededError,
+    StorageError,
+)
 from plexrl.private_folder import make_private_folder
 
-Row = dict[str, Any]
+PAGE_BYTES = 1 << 20
+"""About as much is read at a time."""
 
 
 class MetricsLog:
     """Files under one directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, row_bytes_max: int, job_bytes_max: int) -> None:
         self._directory = directory
+        self._row_bytes_max = row_bytes_max
+        self._job_bytes_max = job_bytes_max
         make_private_folder(directory)
 
     def append(self, job: str, step: int, values: dict[str, float]) -> None:
@@ -25,28 +32,52 @@ class MetricsLog:
 
         Raises:
             NonFiniteInputError: JSON has no such numbers.
+            PayloadTooLargeError: the row is too large.
+            QuotaExceededError: the job has as many bytes of metrics as it may have.
             StorageError: the file cannot be written.
         """
         wrong = sorted(name for name, value in values.items() if not math.isfinite(value))
         if wrong:
             raise NonFiniteInputError(f"metrics {', '.join(wrong)} are not finite: leave them out")
-        line = json.dumps({"step": step, "time": time.time(), "values": values})
+        row = {"step": step, "time": time.time(), "values": values}
+        line = json.dumps(row).encode() + b"\n"
+        if len(line) > self._row_bytes_max:
+            raise PayloadTooLargeError(
+                f"a row of metrics has {len(line)} bytes, and {self._row_bytes_max} are the most: "
+                "report fewer values, or in several rows",
+                metrics_row_bytes_max=self._row_bytes_max,
+            )
         try:
-            with self._path(job).open("a") as file:
-                file.write(line + "\n")
+            with self._path(job).open("ab") as file:
+                if file.tell() + len(line) > self._job_bytes_max:
+                    raise QuotaExceededError(
+                        f"job {job!r} has {file.tell()} bytes of metrics, and "
+                        f"{self._job_bytes_max} are the most: report less often, or have the "
+                        "operator raise metrics_job_bytes_max",
+                        used=file.tell(),
+                        quota=self._job_bytes_max,
+                    )
+                file.write(line)
         except OSError as error:
             raise StorageError(f"the metrics of {job!r} cannot be written: {error}") from error
 
-    def read(self, job: str, after: int) -> list[Row]:
-        """Rows behind number `after`, counted from 1, each with its `index`."""
+    def page(self, job: str, after: int) -> bytes:
+        """As JSON, `{"rows": […]}`: rows behind number `after`, counted from 1, each with its
+        `index`. About `PAGE_BYTES` of them at most; there are no more where there are none."""
         path = self._path(job)
-        if not path.exists():
-            return []
-        rows: list[Row] = []
-        for index, line in enumerate(path.read_text().splitlines(), start=1):
-            if index > after:
-                rows.append({"index": index, **json.loads(line)})
-        return rows
+        rows: list[bytes] = []
+        size = 0
+        if path.exists():
+            with path.open("rb") as file:
+                for index, line in enumerate(file, start=1):
+                    # A last line without its end is being written.
+                    if index <= after or not line.endswith(b"\n"):
+                        continue
+                    rows.append(b'{"index": %d, %s' % (index, line[1:-1]))
+                    size += len(line)
+                    if size >= PAGE_BYTES:
+                        break
+        return b'{"rows": [' + b", ".join(rows) + b"]}"
 
     def _path(self, job: str) -> Path:
         return self._directory / f"{quote(job, safe='')}.jsonl"

@@ -47,7 +47,8 @@ def cluster_routes(gateway: Gateway) -> APIRouter:
     @routes.get("/tenants", summary="All tenants: weights, quotas and what they hold")
     async def tenants(request: Request) -> Plain:
         caller = await gateway.operator(request)
-        return await gateway.scheduler.call("list_tenants", caller.claim)
+        found = await gateway.scheduler.call("list_tenants", caller.claim)
+        return {"tenants": [await gateway.checkpoint_quota.describe(t) for t in found["tenants"]]}
 
     @routes.post("/tenants", status_code=201, summary="Create a tenant; its key is shown once")
     async def create_tenant(request: Request, body: TenantRequest) -> Plain:
@@ -63,7 +64,8 @@ def cluster_routes(gateway: Gateway) -> APIRouter:
     async def configure_tenant(request: Request, name: str, body: TenantSettings) -> Plain:
         caller = await gateway.operator(request)
         fields = {**caller.claim, "name": name, **body.model_dump(exclude_unset=True)}
-        return await gateway.scheduler.call("configure_tenant", fields)
+        changed = await gateway.scheduler.call("configure_tenant", fields)
+        return await gateway.checkpoint_quota.describe(changed)
 
     @routes.get("/tenants/{name}/keys", summary="A tenant's API keys: ids and times, not the keys")
     async def keys(request: Request, name: str) -> Plain:

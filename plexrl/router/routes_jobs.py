@@ -1,9 +1,10 @@
 """Routes about jobs and their deployments."""
 
+import asyncio
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import PlainTextResponse
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from plexrl.backend_capabilities import (
     backend_capabilities,
@@ -93,11 +94,18 @@ def job_routes(gateway: Gateway) -> APIRouter:
         await gateway.scheduler.call("get_job", {"job": job, **caller.claim})
         gateway.metrics.append(job, body.step, body.values)
 
-    @routes.get("/{job}/metrics", summary="Metrics behind row `after`")
-    async def metrics(request: Request, job: str, after: int = 0) -> Plain:
+    @routes.get(
+        "/{job}/metrics",
+        summary="Metrics behind row `after`",
+        description="About a megabyte of rows at a time: ask again behind the last one's `index` "
+        "until there are none.",
+        response_class=JSONResponse,
+    )
+    async def metrics(request: Request, job: str, after: int = 0) -> Response:
         caller = await gateway.caller(request)
         await gateway.scheduler.call("get_job", {"job": job, **caller.claim})
-        return {"rows": gateway.metrics.read(job, after)}
+        found = await asyncio.to_thread(gateway.metrics.page, job, after)
+        return Response(found, media_type="application/json")
 
     @routes.get("/{job}/logs", summary="The ends of the job's worker logs")
     async def logs(
@@ -111,6 +119,14 @@ def job_routes(gateway: Gateway) -> APIRouter:
     async def checkpoints(request: Request, job: str) -> Plain:
         caller = await gateway.caller(request)
         return await gateway.scheduler.call("list_checkpoints", {"job": job, **caller.claim})
+
+    @routes.delete(
+        "/{job}/checkpoints/{name}", status_code=204, summary="Delete a checkpoint from the disk"
+    )
+    async def delete_checkpoint(request: Request, job: str, name: str) -> None:
+        caller = await gateway.caller(request)
+        await gateway.checkpoint_owners.check_job(job, caller.claim)
+        await gateway.checkpoint_quota.delete(job, name)
 
     return routes
 

@@ -55,6 +55,15 @@ class TenantSettings(_Strict):
     gpu_seconds_max: Seconds | None = Field(
         None, description="used altogether, after which new work is refused"
     )
+    live_jobs_max: Count | None = Field(
+        None, description="jobs that have not ended; null: the cluster's bound"
+    )
+    checkpoints_max: Count | None = Field(
+        None, description="checkpoints on the shared disk; null: the cluster's bound"
+    )
+    checkpoint_bytes_max: int | None = Field(
+        None, strict=True, ge=0, lt=2**62, description="their bytes; null: the cluster's bound"
+    )
     priority_max: int = Field(
         0, strict=True, ge=-100, le=100, description="the highest priority of its jobs"
     )

@@ -458,5 +458,8 @@ def quota_of(tenant: Tenant) -> dict[str, float | int | None]:
         "jobs_max": tenant.jobs_max,
         "gpus_max": tenant.gpus_max,
         "gpu_seconds_max": tenant.gpu_seconds_max,
+        "live_jobs_max": tenant.live_jobs_max,
+        "checkpoints_max": tenant.checkpoints_max,
+        "checkpoint_bytes_max": tenant.checkpoint_bytes_max,
         "priority_max": tenant.priority_max,
     }

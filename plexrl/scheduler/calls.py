@@ -107,7 +107,18 @@ class ConfigureTenant:
     jobs_max: int | msgspec.UnsetType | None = msgspec.UNSET
     gpus_max: int | msgspec.UnsetType | None = msgspec.UNSET
     gpu_seconds_max: float | msgspec.UnsetType | None = msgspec.UNSET
+    live_jobs_max: int | msgspec.UnsetType | None = msgspec.UNSET
+    checkpoints_max: int | msgspec.UnsetType | None = msgspec.UNSET
+    checkpoint_bytes_max: int | msgspec.UnsetType | None = msgspec.UNSET
     priority_max: int | msgspec.UnsetType = msgspec.UNSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOwner:
+    """The tenant of a job, or the one of that name."""
+
+    job: JobId | None = None
+    tenant: TenantId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,12 +56,16 @@ RANGES: dict[str, tuple[float, float]] = {
     "tenant_operations_max": _COUNT,
     "deployment_payload_bytes_max": (1, 1 << 62),
     "tenant_payload_bytes_max": (1, 1 << 62),
+    "tenant_live_jobs_max": _COUNT,
     "history": _COUNT,
     "ended_jobs": _COUNT,
     "profiles": _COUNT,
     "searches_max": _COUNT,
 }
 """Least and most of every number in `SchedulerConfig`."""
+
+LATER_BOUNDS = ("tenant_live_jobs_max",)
+"""Bounds that older versions had not: what those accepted is not refused when it is replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +167,9 @@ class SchedulerConfig:
     blob store."""
     tenant_payload_bytes_max: int = 32 << 30
     """Likewise of a tenant."""
+    tenant_live_jobs_max: int | None = None
+    """Jobs of one tenant that have not ended, where it has no bound of its own; absent: any number.
+    `plexrl up` sets it."""
     history: int = 50_000
     """Finished operations remembered, with their results."""
     ended_jobs: int = 10_000
@@ -205,7 +212,7 @@ def with_core_settings(config: SchedulerConfig, settings: Mapping[str, Any]) -> 
     """`config` with the core's part as `core_settings` wrote it down.
 
     A setting that this version does not know is passed over; one that was not yet known then stays
-    as `config` has it.
+    as `config` has it, but for `LATER_BOUNDS`.
 
     Raises:
         InvalidRequestError: a value that this version does not take.
@@ -218,6 +225,7 @@ def with_core_settings(config: SchedulerConfig, settings: Mapping[str, Any]) -> 
             for name, value in settings.items()
             if name in known
         }
+        changes |= {name: None for name in LATER_BOUNDS if settings and name not in settings}
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"the settings in the journal cannot be used: {error}") from error
     return replace(config, **changes)

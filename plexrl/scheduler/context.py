@@ -55,6 +55,8 @@ class Context:
     """Deployments whose move waits for an operation boundary."""
     contentions: dict[tuple[Resident, ...], Contention] = field(default_factory=dict)
     """Predicted already under these settings, for whoever waits is tried on a group many times."""
+    live_jobs: dict[TenantId, int] = field(default_factory=dict)
+    """Jobs that have not ended, of tenants that have some; derived from the state."""
     _held: dict[TenantId, tuple[int, dict[JobId, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,6 +69,9 @@ class Context:
             if tenant.key_digest:
                 # Of a snapshot from before a tenant could have several keys.
                 tenant.keys, tenant.key_digest = {tenant.key_digest: 0.0}, ""
+        for job in self.state.jobs.values():
+            if not job.state.is_final:
+                self.count_live_job(job.tenant, +1)
         self.reconfigure(self.config)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
@@ -129,6 +134,14 @@ class Context:
         for name in self.job(deployment.job).deployments:
             if name in self.waiting:
                 self.waiting.single_out(name)
+
+    def count_live_job(self, tenant: TenantId, sign: int) -> None:
+        """Count (or, negative, discount) a job of the tenant among those that have not ended."""
+        count = self.live_jobs.get(tenant, 0) + sign
+        if count:
+            self.live_jobs[tenant] = count
+        else:
+            self.live_jobs.pop(tenant, None)
 
     def holdings(self, tenant: TenantId) -> tuple[int, int]:
         """(GPUs, jobs with GPUs) that a tenant holds."""

@@ -60,6 +60,7 @@ from plexrl.scheduler.tenants import (
     authenticate,
     check_budget,
     check_gpus,
+    check_live_jobs,
     check_priority,
     tenant_configured,
     tenant_created,
@@ -226,6 +227,7 @@ class SchedulerCore:
             return
         check_priority(context.state, event.tenant, event.priority)
         check_budget(context.state, event.tenant)
+        check_live_jobs(context, event.tenant)
         context.state.jobs[event.job] = Job(
             job=event.job,
             tenant=event.tenant,
@@ -238,6 +240,7 @@ class SchedulerCore:
             gang=event.gang,
             expected_s=event.expected_s,
         )
+        context.count_live_job(event.tenant, +1)
         context.wake(now + event.controller_timeout_s, f"job:{event.job}")
 
     def _controller_seen(self, event: ev.ControllerSeen, now: float) -> None:
@@ -435,6 +438,10 @@ class SchedulerCore:
         del now
         jobs = self._context.state.jobs.values()
         return [job_view(self._context, job) for job in jobs if tenant in (None, job.tenant)]
+
+    def jobs_of(self, tenant: TenantId) -> list[JobId]:
+        """The ids of all jobs of a tenant that are remembered."""
+        return [job.job for job in self._context.state.jobs.values() if job.tenant == tenant]
 
     def list_nodes(self, tenant: TenantId | None = None) -> list[View]:
         """All nodes, as a tenant or (None) the operator may see them."""

@@ -120,6 +120,9 @@ class TenantConfigured(Event, frozen=True, kw_only=True):
     gpus_max: int | None
     gpu_seconds_max: float | None
     priority_max: int = 0
+    live_jobs_max: int | None = None
+    checkpoints_max: int | None = None
+    checkpoint_bytes_max: int | None = None
 
 
 class NodeDrainChanged(Event, frozen=True, kw_only=True):

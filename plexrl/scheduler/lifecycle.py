@@ -37,6 +37,7 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
     job.reason = reason
     job.ended_at = now
     context.state.ended[job.job] = None
+    context.count_live_job(job.tenant, -1)
     job.attached = False
     for name in job.deployments:
         _end_deployment(context, context.deployment(name), job, now)

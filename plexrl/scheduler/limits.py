@@ -44,6 +44,9 @@ RANGES: Final[dict[type[ev.Event], tuple[_Range, ...]]] = {
         ("jobs_max", *_COUNT),
         ("gpus_max", *_COUNT),
         ("gpu_seconds_max", *_SECONDS),
+        ("live_jobs_max", *_COUNT),
+        ("checkpoints_max", *_COUNT),
+        ("checkpoint_bytes_max", 0, TOTAL_MAX),
     ),
     ev.JobSubmitted: (
         ("controller_timeout_s", _ABOVE_0, SECONDS_MAX),

@@ -155,6 +155,13 @@ class Tenant:
     """GPUs held at the same time, a shared one counting for each job on it; more wait."""
     gpu_seconds_max: float | None = None
     """In all; beyond it nothing new is accepted."""
+    live_jobs_max: int | None = None
+    """Jobs that have not ended, beyond which new ones are refused; absent: the cluster's bound. An
+    operator's are not bounded."""
+    checkpoints_max: int | None = None
+    """On the shared disk; absent: the routers' bound. An operator's are not bounded."""
+    checkpoint_bytes_max: int | None = None
+    """Likewise of their bytes."""
     priority_max: int = 0
     """The highest priority class of its jobs; an operator's jobs may have any."""
     gpu_seconds: float = 0.0

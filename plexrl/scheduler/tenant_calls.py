@@ -6,13 +6,24 @@ from typing import Any
 
 import msgspec
 
-from plexrl.errors import ConflictError, NotFoundError, PermissionDeniedError
+from plexrl.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+)
 from plexrl.ids import TenantId
 from plexrl.scheduler import calls
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.calls import Ask, Plain, Report, Scope
 from plexrl.scheduler.shell import Shell
 from plexrl.scheduler.tenants import key_id
+
+SETTINGS = (
+    *("weight", "jobs_max", "gpus_max", "gpu_seconds_max", "priority_max"),
+    *("live_jobs_max", "checkpoints_max", "checkpoint_bytes_max"),
+)
+"""What an operator sets of a tenant."""
 
 Keep = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 """Runs work in the background, no longer than the service lives."""
@@ -39,12 +50,26 @@ class TenantCalls:
 
     def reports(self) -> dict[str, Report]:
         """Calls of the router itself."""
-        return {"authenticate": (calls.Authenticate, self._authenticate)}
+        return {
+            "authenticate": (calls.Authenticate, self._authenticate),
+            "checkpoint_owner": (calls.CheckpointOwner, self._checkpoint_owner),
+        }
 
     async def _authenticate(self, call: calls.Authenticate) -> Plain:
         tenant, is_operator = self._core.authenticate(call.key_digest)
         self._shell.keys_used_at[key_id(call.key_digest)] = self._now()
         return {"tenant": tenant, "is_operator": is_operator}
+
+    async def _checkpoint_owner(self, call: calls.CheckpointOwner) -> Plain:
+        """Whose checkpoints count together, and how many there may be."""
+        name = call.tenant
+        if call.job is not None:
+            name = TenantId(self._core.job_view(call.job, self._now())["tenant"])
+        if name is None:
+            raise InvalidRequestError("name a job, or a tenant")
+        view = self._tenant(name)
+        wanted = ("tenant", "is_operator", "checkpoints_max", "checkpoint_bytes_max")
+        return {**{key: view[key] for key in wanted}, "jobs": self._core.jobs_of(name)}
 
     async def _create(self, scope: Scope, call: calls.CreateTenant) -> Plain:
         check_operator(scope)
@@ -62,7 +87,7 @@ class TenantCalls:
         view = self._tenant(call.name)
         wanted = {
             name: view[name] if getattr(call, name) is msgspec.UNSET else getattr(call, name)
-            for name in ("weight", "jobs_max", "gpus_max", "gpu_seconds_max", "priority_max")
+            for name in SETTINGS
         }
         await self._shell.request(ev.TenantConfigured(tenant=call.name, **wanted))
         return self._tenant(call.name)

@@ -114,6 +114,9 @@ def tenant_configured(state: State, event: TenantConfigured) -> None:
     tenant.gpus_max = event.gpus_max
     tenant.gpu_seconds_max = event.gpu_seconds_max
     tenant.priority_max = event.priority_max
+    tenant.live_jobs_max = event.live_jobs_max
+    tenant.checkpoints_max = event.checkpoints_max
+    tenant.checkpoint_bytes_max = event.checkpoint_bytes_max
 
 
 def check_budget(state: State, name: TenantId, kind: OperationKind | None = None) -> None:
@@ -154,6 +157,33 @@ def check_priority(state: State, name: TenantId, priority: int) -> None:
         priority=priority,
         quota=tenant.priority_max,
     )
+
+
+def check_live_jobs(context: Context, name: TenantId) -> None:
+    """Refuse one more job of a tenant that has as many as it may have at a time.
+
+    Raises:
+        QuotaExceededError: it has.
+    """
+    tenant = context.state.tenants.get(name)
+    bound = None if tenant is None else live_jobs_bound(context, tenant)
+    live = context.live_jobs.get(name, 0)
+    if bound is not None and live >= bound:
+        raise QuotaExceededError(
+            f"tenant {name!r} has {live} jobs that have not ended, and {bound} are the most: "
+            "finish or cancel some, or ask an operator for a larger live_jobs_max",
+            used=live,
+            quota=bound,
+        )
+
+
+def live_jobs_bound(context: Context, tenant: Tenant) -> int | None:
+    """How many of its jobs may be live; None: any number."""
+    if tenant.is_operator:
+        return None
+    if tenant.live_jobs_max is not None:
+        return tenant.live_jobs_max
+    return context.config.tenant_live_jobs_max
 
 
 def check_gpus(context: Context, job: Job, workers: int) -> None:

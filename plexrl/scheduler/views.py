@@ -15,7 +15,7 @@ from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.state import Deployment, Group, Job, Node, State, Tenant
 from plexrl.scheduler.switch_cost import load_s, offload_s
-from plexrl.scheduler.tenants import key_id
+from plexrl.scheduler.tenants import key_id, live_jobs_bound
 
 View = dict[str, Any]
 
@@ -289,6 +289,8 @@ def tenant_view(context: Context, tenant: Tenant, now: float) -> View:
         **quota_of(tenant),
         "gpus_held": gpus,
         "jobs_running": jobs,
+        "live_jobs": context.live_jobs.get(tenant.tenant, 0),
+        "live_jobs_bound": live_jobs_bound(context, tenant),
         "gpu_seconds": tenant.gpu_seconds,
         "share": tenant_share(context, tenant.tenant, now),
     }
