@@ -33,6 +33,7 @@
     ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
     │   └── LeaseHeldError             503  lease_held        (another scheduler leads)
     ├── DeadlineExceededError          504  deadline_exceeded
+    ├── SchedulerFaultError            500  scheduler_fault   (a fault of ours; nothing was changed)
     ├── InvariantError                 500  invariant         (a simulated run broke a law)
     ├── DeviceError                    500  device            (a device's driver refused a call)
     │   ├── DeviceUnavailableError     503  device_unavailable (there is no such device)
@@ -223,6 +224,13 @@ class LeaseHeldError(UnavailableError):
 class DeadlineExceededError(PlexRLError):
     code = "deadline_exceeded"
     status = 504
+
+
+class SchedulerFaultError(PlexRLError):
+    """The scheduler cannot take this request in, because of a fault of its own. Nothing was
+    changed; operators are told by the log and by `plexrl status`."""
+
+    code = "scheduler_fault"
 
 
 class InvariantError(PlexRLError):

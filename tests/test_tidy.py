@@ -26,7 +26,7 @@ DIRECTION = (
 
 SHELLS_IN_SCHEDULER = {
     *("journal", "sql_journal", "database", "schema", "recovery", "leadership"),
-    *("shell", "links", "service", "connection", "__main__"),
+    *("shell", "links", "service", "set_aside", "connection", "__main__"),
 }
 OTHER_CORES = (
     "backend_capabilities.py",
