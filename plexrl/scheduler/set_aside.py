@@ -8,7 +8,7 @@ are told: by the log, and by `plexrl status`.
 """
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -20,6 +20,8 @@ from plexrl.scheduler.core import SchedulerCore
 from plexrl.scheduler.journal import Journal
 
 LOG = logging.getLogger(__name__)
+
+NOTHING_ASIDE: Final[dict[str, Any]] = {"steps_set_aside": 0, "newest_set_aside": ""}
 
 STEPS_MAX = 8
 """Of one event; an event of which more fail is left out whole."""

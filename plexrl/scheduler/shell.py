@@ -49,7 +49,7 @@ from plexrl.scheduler.events import CODEC, Event, StateMigrated, TimerFired
 from plexrl.scheduler.journal import Entry, Journal
 from plexrl.scheduler.links import AgentLinks, RouterLinks
 from plexrl.scheduler.recovery import restore
-from plexrl.scheduler.set_aside import SetAside, answer, follow_up
+from plexrl.scheduler.set_aside import NOTHING_ASIDE, SetAside, answer, follow_up
 
 LOG = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class Shell:
 
     def faults(self) -> dict[str, object]:
         """For operators: what of the scheduler itself does not work as it should."""
-        aside = {} if self._aside is None else self._aside.view()
+        aside = NOTHING_ASIDE if self._aside is None else self._aside.view()
         return {**aside, "snapshot_error": self._snapshot_error}
 
     async def confirm_lead(self) -> None:
