@@ -34,6 +34,7 @@
     │   ├── LeaseHeldError             503  lease_held        (another scheduler leads)
     │   └── NoAnswerError              504  no_answer         (a part was silent for too long)
     ├── DeadlineExceededError          504  deadline_exceeded
+    ├── SchedulerFaultError            500  scheduler_fault   (a fault of ours; nothing was changed)
     ├── InvariantError                 500  invariant         (a simulated run broke a law)
     ├── DeviceError                    500  device            (a device's driver refused a call)
     │   ├── DeviceUnavailableError     503  device_unavailable (there is no such device)
@@ -237,6 +238,13 @@ class NoAnswerError(UnavailableError):
 class DeadlineExceededError(PlexRLError):
     code = "deadline_exceeded"
     status = 504
+
+
+class SchedulerFaultError(PlexRLError):
+    """The scheduler cannot take this request in, because of a fault of its own. Nothing was
+    changed; operators are told by the log and by `plexrl status`."""
+
+    code = "scheduler_fault"
 
 
 class InvariantError(PlexRLError):

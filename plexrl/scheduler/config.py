@@ -25,20 +25,19 @@ LOAD_ROUNDING = 1e-9
 
 _COUNT = (1, 1 << 40)
 _SECONDS = (0.0, 1e9)
-_PART = (0.0, 1.0)
 
 RANGES: dict[str, tuple[float, float]] = {
     "journal_bytes_max": (1, 1 << 62),
     "snapshot_events": _COUNT,
     "lease_s": (1e-3, 1e6),
     "horizon_slots": (1, 1 << 24),
-    "period_tolerance": (0.0, 0.5),
+    "period_tolerance": (0.0, 0.99),
     "load_max": (1e-6, 1e3),
     "overlap_max": (0.0, 1e6),
     "interference_weight": (0.0, 1e9),
     "starvation_bound_s": _SECONDS,
-    "starvation_ratio": (1.0, 1e9),
-    "waiting_part_max": _PART,
+    "starvation_ratio": (0.0, 1e9),
+    "waiting_part_max": (0.0, 1e6),
     "relief_after_s": _SECONDS,
     "profile_cycles": (1, 1 << 20),
     "drift_tolerance": (0.0, 1e6),

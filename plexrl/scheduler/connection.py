@@ -143,6 +143,7 @@ class Connection:
 
         async def handler(_: Peer, params: Plain) -> Plain:
             self._check_role(name, "router")
+            await self._shell.sound()
             scope, rest = calls.take_scope(params)
             return await answer(scope, calls.parse(kind, rest))
 
@@ -153,6 +154,7 @@ class Connection:
 
         async def handler(_: Peer, params: Plain) -> Plain:
             self._check_role(name, role)
+            await self._shell.sound()
             return await take(calls.parse(kind, params))
 
         return handler
@@ -224,7 +226,8 @@ class RouterCalls:
         return {"nodes": self._core.list_nodes(scope)}
 
     async def _status(self, scope: Scope, _: calls.Nothing) -> Plain:
-        return self._core.status(self._now(), scope)
+        view = self._core.status(self._now(), scope)
+        return view if scope is not None else {**view, **self._shell.faults()}
 
     # Jobs and deployments
 

@@ -75,6 +75,15 @@ class Journal(Protocol):
         that the loss of the newest snapshot costs nothing. Raises as `append`."""
         ...
 
+    def set_aside(self, position: int, step: str, error: str) -> None:
+        """Note that a step of the event at `position` is left out of every replay. Raises as
+        `append`."""
+        ...
+
+    def steps_set_aside(self) -> dict[int, frozenset[str]]:
+        """By position: the steps of events that are left out."""
+        ...
+
     def close(self) -> None:
         """Give the journal back; waits for a write that is under way."""
         ...

@@ -142,6 +142,7 @@ async def _serve(
         position=restored.position,
         snapshot_position=restored.snapshot_position,
         snapshot_events=config.snapshot_events,
+        aside=restored.aside,
     )
     spare_living()
     await Service(config, shell).run(ready, stop)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plexrl.errors import JournalMissingError, PlexRLError, StorageError
+from plexrl.scheduler.advance import EVENT, Fault
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.core import SchedulerCore
 from plexrl.scheduler.journal import Journal
+from plexrl.scheduler.set_aside import SetAside
 
 LOG = logging.getLogger(__name__)
 
@@ -20,6 +22,10 @@ payloads and results."""
 
 PROGRESS_EVENTS = 50_000
 """Replayed between two lines of the log."""
+
+FAULTS_MAX = 64
+"""Faults met in one restart, after each of which all is replayed again: with more than that,
+something is wrong that leaving events out does not mend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +37,39 @@ class Restored:
     at: float
     snapshot_position: int
     """Of the snapshot it was made from; 0: from nothing."""
+    aside: SetAside
+    """What is left out of replays."""
 
 
-def restore(config: SchedulerConfig, journal: Journal) -> Restored:
-    """A core with everything the journal holds.
+def restore(
+    config: SchedulerConfig,
+    journal: Journal,
+    aside: SetAside | None = None,
+    upto: int | None = None,
+) -> Restored:
+    """A core with everything the journal holds, or with all up to position `upto`.
 
     A snapshot of a format that is not known here is passed over for an older one, or for all events
-    from the first, as far as they are still there.
+    from the first, as far as they are still there. Steps of events that fail are set aside.
 
     Raises:
-        StorageError: the journal cannot be read, or not without what it has forgotten.
+        StorageError: the journal cannot be read, or not without what it has forgotten, or one event
+            after the other fails.
         JournalMissingError: it is empty although there is state that a journal explained.
     """
+    if aside is None:
+        aside = SetAside(journal)
     with _no_collections():
-        restored = _restore(config, journal)
-    if restored.position == 0:
-        _check_nothing_lost(config)
-    return restored
+        for _ in range(FAULTS_MAX):
+            restored = _restore(config, journal, aside, upto)
+            if restored is not None:
+                if restored.position == 0 and upto is None:
+                    _check_nothing_lost(config)
+                return restored
+    raise StorageError(
+        f"{FAULTS_MAX} steps of events in the journal have failed and were set aside, and still "
+        "more fail: use the version of PlexRL that wrote it, or a copy of the journal from before"
+    )
 
 
 def _check_nothing_lost(config: SchedulerConfig) -> None:
@@ -62,10 +84,15 @@ def _check_nothing_lost(config: SchedulerConfig) -> None:
         )
 
 
-def _restore(config: SchedulerConfig, journal: Journal) -> Restored:
+def _restore(
+    config: SchedulerConfig, journal: Journal, aside: SetAside, upto: int | None
+) -> Restored | None:
+    """As `restore`; None where a step failed, which is set aside now."""
     core, position, at = _from_snapshot(config, journal)
     first, refused = position, 0
     for found, event, found_at in journal.read(after=position):
+        if upto is not None and found > upto:
+            break
         if found != position + 1:
             raise StorageError(
                 f"the journal holds no events {position + 1} to {found - 1}, and no snapshot after "
@@ -74,10 +101,15 @@ def _restore(config: SchedulerConfig, journal: Journal) -> Restored:
                 position=position + 1,
             )
         position, at = found, found_at
+        skipped = aside.steps(position)
         try:
-            core.handle(event, at)
+            if EVENT not in skipped:
+                core.handle(event, at, skipped)
         except PlexRLError:
             refused += 1
+        except Fault as fault:
+            aside.add(position, event, fault)
+            return None
         if (position - first) % PROGRESS_EVENTS == 0:
             LOG.info("%d events replayed, up to number %d", position - first, position)
     LOG.info(
@@ -85,7 +117,7 @@ def _restore(config: SchedulerConfig, journal: Journal) -> Restored:
         "refused as before",
         *(position, position - first, first, refused),
     )
-    return Restored(core, position, at, first)
+    return Restored(core, position, at, first, aside)
 
 
 @contextmanager

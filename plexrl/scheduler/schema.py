@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from plexrl.errors import StorageError
 from plexrl.scheduler.database import Database
 
-HEAD = "0002"
+HEAD = "0003"
 """The newest revision in `migrations/versions`."""
 
 LEASE = "scheduler"
@@ -32,6 +32,13 @@ SNAPSHOTS = sa.Table(
     sa.Column("at", sa.Double),
     sa.Column("digest", sa.Text),
     sa.Column("body", sa.LargeBinary),
+)
+SET_ASIDE = sa.Table(
+    "set_aside",
+    _TABLES,
+    sa.Column("position", sa.BigInteger, primary_key=True),
+    sa.Column("step", sa.Text, primary_key=True),
+    sa.Column("error", sa.Text),
 )
 LEASES = sa.Table(
     "lease",

@@ -11,6 +11,9 @@ order, until there is room.
 
 Every so many events the state is written down too, so that a restart replays only what came after.
 The core is encoded between two events; the writing goes on beside those that follow.
+
+A fault of ours inside the core leaves it half changed. Then the shell makes it anew from the
+journal, without the step that failed (`set_aside`), and goes on; nobody is answered meanwhile.
 """
 
 import asyncio
@@ -28,6 +31,7 @@ from plexrl.errors import (
     UnknownOperationError,
 )
 from plexrl.ids import NodeId, OperationId
+from plexrl.scheduler.advance import EVENT, NONE, Fault
 from plexrl.scheduler.commands import (
     AbortOperation,
     Command,
@@ -44,6 +48,8 @@ from plexrl.scheduler.core import SchedulerCore
 from plexrl.scheduler.events import CODEC, Event, StateMigrated, TimerFired
 from plexrl.scheduler.journal import Entry, Journal
 from plexrl.scheduler.links import AgentLinks, RouterLinks
+from plexrl.scheduler.recovery import restore
+from plexrl.scheduler.set_aside import NOTHING_ASIDE, SetAside, answer, follow_up
 
 LOG = logging.getLogger(__name__)
 
@@ -69,6 +75,18 @@ class _Item:
     is_report: bool
 
 
+def _settle(item: _Item, refusal: PlexRLError | None) -> None:
+    """Answer whoever sent the event."""
+    if item.done.done():
+        return
+    if refusal is None:
+        item.done.set_result(None)
+        return
+    item.done.set_exception(refusal)
+    # Nobody awaits a timer's answer, nor one whose connection is gone.
+    item.done.exception()
+
+
 class Shell:
     """Owns the core while the service runs. `position` is that of the last event the core knows."""
 
@@ -81,6 +99,7 @@ class Shell:
         position: int = 0,
         snapshot_position: int = 0,
         snapshot_events: int = 50_000,
+        aside: SetAside | None = None,
     ) -> None:
         self.core = core
         self.clock = clock
@@ -94,6 +113,12 @@ class Shell:
         self._snapshot_position = snapshot_position
         self._snapshot_events = snapshot_events
         self._snapshot: asyncio.Task[None] | None = None
+        self._snapshot_wanted = False
+        self._snapshot_error = ""
+        self._aside = aside
+        self._sound = asyncio.Event()
+        """Cleared while the core is half changed by a fault."""
+        self._sound.set()
         self._ended: PlexRLError | None = None
         self._queue: asyncio.Queue[_Item] = asyncio.Queue(QUEUE_MAX)
         self._kept: deque[_Item] = deque()
@@ -146,6 +171,16 @@ class Shell:
             waiting.discard(final)
             if not waiting and self._awaited.get(operation) is waiting:
                 del self._awaited[operation]
+        await self.sound()
+
+    async def sound(self) -> None:
+        """Return when the core may be asked: at once, but for the moment after a fault."""
+        await self._sound.wait()
+
+    def faults(self) -> dict[str, object]:
+        """For operators: what of the scheduler itself does not work as it should."""
+        aside = NOTHING_ASIDE if self._aside is None else self._aside.view()
+        return {**aside, "snapshot_error": self._snapshot_error}
 
     async def confirm_lead(self) -> None:
         """Make sure that no other scheduler has taken anything in. Raises as `Journal.renew`."""
@@ -173,9 +208,11 @@ class Shell:
         """Write the state down, so that the next start replays nothing; once `run` has ended."""
         if self._snapshot is not None:
             await self._snapshot
-        if self._position > self._snapshot_position:
-            self._snapshot_position = self._position
-            await self._write_snapshot(self._position, self._at, self.core.dump())
+        if self._position > self._snapshot_position and self._sound.is_set():
+            body = self._dump()
+            if body is not None:
+                self._snapshot_position = self._position
+                await self._write_snapshot(self._position, self._at, body)
 
     async def _take_in(self, batch: list[_Item]) -> None:
         now = self.clock.now()
@@ -187,8 +224,20 @@ class Shell:
             await self._not_journalled(batch, error)
             return
         commands: list[Command] = []
-        for item in batch:
-            commands += self._handle(item, now)
+        refusals: list[PlexRLError | None] = []
+        for place, item in enumerate(batch, start=position - len(batch) + 1):
+            try:
+                commands += await self._handle(item.event, place, now)
+            except PlexRLError as error:
+                if isinstance(error, LeaseLostError):
+                    raise
+                refusals.append(error)
+            else:
+                refusals.append(None)
+        # Not before all are taken in: whoever is answered asks the core, which a fault may have
+        # left half changed in between.
+        for item, refusal in zip(batch, refusals, strict=True):
+            _settle(item, refusal)
         self._position, self._at = position, now
         self._snapshot_if_due()
         self._tell_final()
@@ -222,13 +271,36 @@ class Shell:
             return True
 
     def _snapshot_if_due(self) -> None:
-        if self._position - self._snapshot_position < self._snapshot_events:
+        is_due = self._position - self._snapshot_position >= self._snapshot_events
+        if not is_due and not self._snapshot_wanted:
             return
         if self._snapshot is None or self._snapshot.done():
-            work = self._write_snapshot(self._position, self._at, self.core.dump())
-            self._snapshot = asyncio.create_task(work)
+            self._snapshot_wanted = False
             # Also where it fails: the next try comes after as many events again.
             self._snapshot_position = self._position
+            body = self._dump()
+            if body is not None:
+                work = self._write_snapshot(self._position, self._at, body)
+                self._snapshot = asyncio.create_task(work)
+
+    def _dump(self) -> bytes | None:
+        """The core as bytes; None where it cannot be written down, which costs only time at the
+        next start."""
+        try:
+            body = self.core.dump()
+        except MemoryError:
+            raise
+        except Exception as error:
+            self._snapshot_error = f"{type(error).__name__}: {error}"
+            LOG.critical(
+                "a fault of PlexRL: the state at event %d cannot be written down; the scheduler "
+                "goes on, and its journal grows: please report it",
+                self._position,
+                exc_info=error,
+            )
+            return None
+        self._snapshot_error = ""
+        return body
 
     async def _write_snapshot(self, position: int, at: float, body: bytes) -> None:
         try:
@@ -253,10 +325,7 @@ class Shell:
         while not self._queue.empty():
             waiting.append(self._queue.get_nowait())
         for item in waiting:
-            if not item.done.done():
-                item.done.set_exception(error)
-                # Nobody awaits a timer's answer, nor one whose connection is gone.
-                item.done.exception()
+            _settle(item, error)
 
     async def _next_batch(self) -> list[_Item]:
         batch = list(self._kept)
@@ -277,16 +346,52 @@ class Shell:
         if self._kept:
             await asyncio.sleep(FULL_RETRY_S)
 
-    def _handle(self, item: _Item, now: float) -> list[Command]:
-        try:
-            commands = self.core.handle(item.event, now)
-        except PlexRLError as error:
-            if not item.done.done():
-                item.done.set_exception(error)
-            return []
-        if not item.done.done():
-            item.done.set_result(None)
-        return commands
+    async def _handle(self, event: Event, position: int, now: float) -> list[Command]:
+        """What follows from an event, also where a step of it fails.
+
+        Raises:
+            PlexRLError: the event was refused, or left out; nothing changed.
+        """
+        skipped = NONE
+        while True:
+            try:
+                commands = self.core.handle(event, now, skipped)
+            except Fault as fault:
+                self._sound.clear()
+                skipped = await self._make_anew(event, position, fault)
+                # Soon: every other fault costs a replay of what has come since.
+                self._snapshot_wanted = True
+                if EVENT not in skipped:
+                    continue
+                self._sound.set()
+                instead = follow_up(self.core, event, now)
+                if instead is not None:
+                    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                    self._kept.append(_Item(instead, done, is_report=True))
+                raise answer(event, position) from fault
+            self._sound.set()
+            return commands
+
+    async def _make_anew(self, event: Event, position: int, fault: Fault) -> frozenset[str]:
+        """Have the core be as it was before the event at `position`; returns what of the event is
+        to be left out."""
+        if self._aside is None:
+            self._aside = await asyncio.to_thread(SetAside, self._journal)
+        aside = self._aside
+        await asyncio.to_thread(aside.add, position, event, fault)
+        while True:
+            try:
+                restored = await asyncio.to_thread(
+                    restore, self.core.config, self._journal, aside, position - 1
+                )
+            except LeaseLostError:
+                raise
+            except StorageError as error:
+                LOG.error("the core cannot be made anew yet: %s", error)
+                await asyncio.sleep(FULL_RETRY_S)
+                continue
+            self.core.become(restored.core)
+            return aside.steps(position)
 
     async def _carry_out(self, commands: list[Command]) -> None:
         for command in commands:

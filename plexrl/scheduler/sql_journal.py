@@ -23,7 +23,7 @@ from plexrl.errors import LeaseHeldError, LeaseLostError, StorageError
 from plexrl.scheduler.database import open_database, translate
 from plexrl.scheduler.events import CODEC, Event
 from plexrl.scheduler.journal import Entry
-from plexrl.scheduler.schema import EVENTS, LEASE, LEASES, SNAPSHOTS, migrate
+from plexrl.scheduler.schema import EVENTS, LEASE, LEASES, SET_ASIDE, SNAPSHOTS, migrate
 
 LOG = logging.getLogger(__name__)
 
@@ -198,6 +198,24 @@ class SqlJournal:
                 connection.execute(sa.delete(SNAPSHOTS).where(SNAPSHOTS.c.position < kept[1]))
             if last == kept[1]:
                 return
+
+    def set_aside(self, position: int, step: str, error: str) -> None:
+        """Note that a step of an event is left out. Raises as `Journal.append`."""
+        with self._transaction() as connection:
+            self._check_lease(connection)
+            same = (SET_ASIDE.c.position == position) & (SET_ASIDE.c.step == step)
+            connection.execute(sa.delete(SET_ASIDE).where(same))
+            row = {"position": position, "step": step, "error": error}
+            connection.execute(sa.insert(SET_ASIDE).values(row))
+
+    def steps_set_aside(self) -> dict[int, frozenset[str]]:
+        """By position: the steps of events that are left out."""
+        with self._transaction() as connection:
+            rows = connection.execute(sa.select(SET_ASIDE.c.position, SET_ASIDE.c.step)).all()
+        found: dict[int, frozenset[str]] = {}
+        for position, step in rows:
+            found[position] = found.get(position, frozenset()) | {step}
+        return found
 
     def close(self) -> None:
         """Give the journal back; waits for a write that is under way."""
