@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plexrl.cli.context import DATA_DIR, DataDir, Json, Key, Output, Url, open_cluster
+from plexrl.cli.context import DATA_DIR, DataDir, Json, Key, Output, Url, open_cluster, print_line
 
 if TYPE_CHECKING:
     from plexrl.client.cluster import Cluster
@@ -31,6 +31,8 @@ def jobs(
         ]
         title = f"{found[0]['name']} of {found[0]['tenant']}: {found[0]['state']}"
         output.table(title, (*columns, "engine"), rows, found[0])
+        if found[0]["failure"] is not None and not as_json:
+            print_line(found[0]["failure"]["message"])
         return
     summary = [
         (

@@ -10,6 +10,19 @@ _PENDING: Final = OperationState.PENDING
 _NO_TOKEN: Final = FencingToken(0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A failed mutation that the controller has not acknowledged."""
+
+    operation: OperationId
+    deployment: DeploymentId
+    """That the operation was submitted to; of a sync whose source failed, the source."""
+    kind: OperationKind
+    error_json: str
+    """`PlexRLError.to_wire()` as JSON."""
+    at: float
+
+
 @dataclass(slots=True, kw_only=True, init=False)
 class Operation:
     """One operation from submission to the end of history.
