@@ -4,7 +4,8 @@ A controller need not read its futures, so a step that failed must not be follow
 builds on it. From the moment a mutating operation fails, the operations of its deployment that
 change, keep or hand on its state (`HALTED`) fail with that cause, those that are queued already
 too. A sync fails with its source, and halts the deployment that was to get the weights. Operations
-that only read (`forward`, `generate`, `barrier`) go on.
+that only read (`forward`, `generate`, `barrier`) go on. A failed checkpoint halts nothing, but must
+be acknowledged too before the job can end as completed.
 
 What a user cancels is no failure: the user knows.
 """
@@ -49,8 +50,8 @@ def earlier_failure(failure: Failure) -> EarlierFailureError:
     cause = msgspec.json.decode(failure.error_json, type=dict[str, Any])
     return EarlierFailureError(
         f"the {failure.kind.value} {failure.operation!r} of {failure.deployment!r} failed before: "
-        f"{cause.get('message')} ({cause.get('code')}). Nothing that builds on it is carried out "
-        "until its error is read from its future, or recover() is called",
+        f"{cause.get('message')} ({cause.get('code')}). What builds on it is not carried out until "
+        "its error is read from its future, or recover() is called",
         operation=failure.operation,
         deployment=failure.deployment,
         kind=failure.kind.value,
@@ -71,8 +72,9 @@ def halting_failure(deployment: Deployment) -> Failure | None:
 def check_not_halted(deployments: Iterable[Deployment]) -> None:
     """Raises `EarlierFailureError` where one of them has a failure that nobody acknowledged."""
     for deployment in deployments:
-        if deployment.unacknowledged:
-            raise earlier_failure(deployment.unacknowledged[0])
+        for failure in deployment.unacknowledged:
+            if failure.halts:
+                raise earlier_failure(failure)
 
 
 def job_failure(state: State, job: Job) -> Failure | None:

@@ -71,8 +71,9 @@ def _check_deployment(context: Context, deployment: Deployment) -> None:
         kinds = sorted(other.kind.value for other in others)
         assert len(others) == 1, f"{name} runs {kinds} at once"
         assert others[0].in_flight, f"{name} runs {kinds} beside generations"
-    if deployment.unacknowledged:
-        failed_at = deployment.unacknowledged[0].at
+    halting = [failure for failure in deployment.unacknowledged if failure.halts]
+    if halting:
+        failed_at = halting[0].at
         for queued in deployment.queue:
             operation = state.operations[queued]
             halted = operation.kind in MUTATING and not operation.internal

@@ -35,6 +35,9 @@ _OFFLOAD: Final = OperationKind.OFFLOAD
 _RUNNING: Final = OperationState.RUNNING
 _FINISHED: Final = OperationState.FINISHED
 _FAILED: Final = OperationState.FAILED
+_MISSED: Final = MUTATING | {OperationKind.SAVE_CHECKPOINT}
+"""Kinds whose failure the controller is to acknowledge."""
+
 _OPENINGS: dict[OperationKind, str] = {
     kind: f"{OWN_MARK}{kind}." for kind in OperationKind if kind in MOVES
 }
@@ -293,7 +296,7 @@ def fail(
     context.discard(operation.payload)
     own = context.deployment(operation.deployment)
     _into_history(context, own, operation, now)
-    if operation.state is _FAILED and operation.kind in MUTATING:
+    if operation.state is _FAILED and operation.kind in _MISSED:
         _halt(context, own, operation, error, now, place)
     dependent = _served(context, operation)
     if dependent is None:
@@ -321,8 +324,8 @@ def _halt(
     now: float,
     place: int = 0,
 ) -> None:
-    """A mutation failed: nothing that builds on it runs before the controller knows of it. Whatever
-    is before `place` in the queue was submitted earlier, and does not."""
+    """Nothing that builds on a failed operation runs before the controller knows of the failure.
+    Whatever is before `place` in the queue was submitted earlier, and does not."""
     if not context.job(deployment.job).halts_on_failure:
         return
     failure = failure_of(operation, error, now)
@@ -330,6 +333,8 @@ def _halt(
         # This one is among those that fail because of it.
         return
     deployment.unacknowledged.append(failure)
+    if not failure.halts:
+        return
     for name in deployment.queue[place:]:
         if _is_halted(context, name):
             fail_queued(context, context.state.operations[name], earlier_failure(failure), now)

@@ -116,6 +116,19 @@ def test_a_failure_is_acknowledged_for_all_that_it_halts(
     assert failure_of(cluster, "a/actor") is failure_of(cluster, "a/rollout") is None
 
 
+def test_a_failed_checkpoint_halts_nothing_and_is_not_passed_over(cluster: FakeCluster) -> None:
+    cluster.submit("a:save", "a/actor", "save_checkpoint")
+    cluster.submit("a:step", "a/actor", "optim_step")
+    fail(cluster, "a:save")
+    cluster.submit("a:next", "a/actor", "optim_step")
+    cluster.settle()
+    assert [outcome(cluster, name) for name in ("a:step", "a:next")] == ["finished"] * 2
+    story = cluster.core.explain_job("a", cluster.now)["summary"]
+    assert "save_checkpoint 'a:save' of 'a/actor' failed" in story
+    cluster.send(ev.JobFinished(job="a", outcome="completed"))
+    assert cluster.core.job_view("a", cluster.now)["state"] == "FAILED"
+
+
 def test_a_later_failure_is_not_acknowledged_with_an_earlier_one(cluster: FakeCluster) -> None:
     begin_steps(cluster)
     fail(cluster, "a:step")
