@@ -19,11 +19,14 @@
     ├── ConflictError                  409  conflict
     │   ├── JobEndedError              409  job_ended
     │   ├── StaleTokenError            409  stale_token
+    │   ├── EarlierFailureError        409  earlier_failure   (`__cause__`: the error behind it)
+    │   ├── ControllerReplacedError    409  controller_replaced
     │   └── CheckpointExistsError      409  checkpoint_exists
     ├── ModelDoesNotFitError           413  model_does_not_fit
     ├── PayloadTooLargeError           413  payload_too_large
     ├── CapacityError                  422  capacity
     ├── NonFiniteGradientError         422  non_finite_gradient
+    ├── NonFiniteWeightsError          422  non_finite_weights
     ├── OverloadedError                429  overloaded        (retry after `retry_after_s`)
     ├── OperationCancelledError        499  operation_cancelled
     ├── ExecutionError                 500  execution_failed
@@ -160,6 +163,22 @@ class StaleTokenError(ConflictError):
     code = "stale_token"
 
 
+class EarlierFailureError(ConflictError):
+    """An operation that this one builds on failed, and the controller has not acknowledged that.
+
+    `details["operation"]`, `details["deployment"]` and `details["kind"]` name the operation that
+    failed; `details["cause"]` is its error as `to_wire` has it, and `__cause__` after `from_wire`.
+    """
+
+    code = "earlier_failure"
+
+
+class ControllerReplacedError(ConflictError):
+    """Another controller has attached the job, so this one may not act for it any more."""
+
+    code = "controller_replaced"
+
+
 class CheckpointExistsError(ConflictError):
     code = "checkpoint_exists"
 
@@ -181,6 +200,13 @@ class CapacityError(PlexRLError):
 
 class NonFiniteGradientError(PlexRLError):
     code = "non_finite_gradient"
+    status = 422
+
+
+class NonFiniteWeightsError(PlexRLError):
+    """A parameter is infinite or not a number; `details["parameter"]` names the first such one."""
+
+    code = "non_finite_weights"
     status = 422
 
 
@@ -342,4 +368,6 @@ def from_wire(body: object) -> PlexRLError:
     kind = _KINDS.get(str(body.get("code")), PlexRLError)
     error = kind(str(body.get("message", "no message")))
     error.details = plain
+    if isinstance(error, EarlierFailureError):
+        error.__cause__ = from_wire(plain.get("cause"))
     return error

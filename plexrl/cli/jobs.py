@@ -12,6 +12,7 @@ from plexrl.cli.context import (
     Output,
     Url,
     open_cluster,
+    print_line,
     warn,
     write_json,
     write_text,
@@ -40,6 +41,8 @@ def jobs(
         ]
         title = f"{found[0]['name']} of {found[0]['tenant']}: {found[0]['state']}"
         output.table(title, (*columns, "engine"), rows, found[0])
+        if found[0]["failure"] is not None and not as_json:
+            print_line(found[0]["failure"]["message"])
         return
     summary = [
         (

@@ -20,6 +20,9 @@ from plexrl.cli.context import (
 )
 from plexrl.errors import StorageError
 
+ERROR_MAX = 120
+"""Characters of an error in the table."""
+
 
 def operations(
     job: Annotated[str, typer.Argument(help="The job's id.")],
@@ -53,18 +56,26 @@ def operations(
             row["index"],
             row["deployment"].rpartition("/")[2],
             row["kind"],
-            row["state"] if row["error"] is None else row["error"]["code"],
+            row["state"],
             row["group"],
             seconds(row["queue_s"]),
             seconds(row["switch_s"]),
             seconds(row["transfer_s"]),
             seconds(row["compute_s"]),
             row["payload_bytes"] or "",
+            "" if row["error"] is None else _error(row["error"]),
         )
         for row in found
     ]
-    columns = ("#", "deployment", "kind", "state", "group", "queue", "switch", "transfer")
-    Output(as_json).table(f"Operations of {job}", (*columns, "compute", "payload"), rows, found)
+    times = ("queue", "switch", "transfer", "compute")
+    columns = ("#", "deployment", "kind", "state", "group", *times, "payload", "error")
+    Output(as_json).table(f"Operations of {job}", columns, rows, found)
+
+
+def _error(error: dict[str, str]) -> str:
+    """An error's code and the beginning of its message; `--json` has all of it."""
+    text = f"{error['code']}: {error['message']}"
+    return text if len(text) <= ERROR_MAX else text[: ERROR_MAX - 1] + "…"
 
 
 def trace(

@@ -59,6 +59,10 @@ class AsyncDeployment:
         """Restore a checkpoint."""
         return await self._submit(requests.load_checkpoint(self.deployment, name, job))
 
+    async def recover(self) -> None:
+        """As `Deployment.recover`."""
+        await asyncio.to_thread(self._sync.recover)
+
     async def status(self) -> Plain:
         """Where it runs and where its state lies."""
         return await asyncio.to_thread(self._sync.status)
@@ -67,9 +71,18 @@ class AsyncDeployment:
         return AsyncFuture(self._transport, await self._post(submission), submission.decoder)
 
     async def _post(self, submission: Submission) -> Plain:
+        controller = self._transport.controller
         async with self._submitting:
+            if controller is None:
+                mark = 0
+            else:
+                controller.check()
+                mark = controller.mark
             call = submission.call.within(self._deadline_s)
-            return dict((await self._transport.request(call)).json())
+            view = dict((await self._transport.request(call)).json())
+        if controller is not None:
+            controller.submitted(submission, view, mark)
+        return view
 
 
 class AsyncTrainDeployment(AsyncDeployment):
@@ -96,6 +109,10 @@ class AsyncTrainDeployment(AsyncDeployment):
         return await self._submit(
             requests.optim_step(self.deployment, params or AdamParams(**fields))
         )
+
+    async def zero_grad(self) -> AsyncFuture[Plain]:
+        """As `TrainDeployment.zero_grad`."""
+        return await self._submit(requests.zero_grad(self.deployment))
 
     async def save_checkpoint(self, name: str, **options: Any) -> AsyncCheckpointFuture:
         """As `TrainDeployment.save_checkpoint`; the future waits until it is on the disk."""
@@ -190,7 +207,7 @@ class AsyncJob:
     """A job of this controller; `async with` ends it when the block does."""
 
     def __init__(self, transport: AsyncTransport, job: Job) -> None:
-        self._transport = transport
+        self._transport = transport.of(job.controller)
         self._sync = job
 
     @property
@@ -225,6 +242,11 @@ class AsyncJob:
         """As `Job.reward_deployment`."""
         made = await asyncio.to_thread(self._sync.reward_deployment, name, model, **options)
         return AsyncRewardDeployment(self._transport, made)
+
+    @property
+    def gradients_found(self) -> dict[str, int]:
+        """As `Job.gradients_found`."""
+        return self._sync.gradients_found
 
     async def log(self, step: int, values: dict[str, float]) -> None:
         """Add a row to the job's metrics."""
@@ -278,9 +300,10 @@ class AsyncCluster:
         job = await asyncio.to_thread(self._sync.create_job, name, **options)
         return AsyncJob(self._transport, job)
 
-    async def attach_job(self, job: str) -> AsyncJob:
+    async def attach_job(self, job: str, **options: Any) -> AsyncJob:
         """As `Cluster.attach_job`."""
-        return AsyncJob(self._transport, await asyncio.to_thread(self._sync.attach_job, job))
+        made = await asyncio.to_thread(self._sync.attach_job, job, **options)
+        return AsyncJob(self._transport, made)
 
     async def jobs(self) -> list[Plain]:
         """All jobs the key may see."""

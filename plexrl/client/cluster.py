@@ -9,6 +9,7 @@ from urllib.parse import quote
 from msgspec import UNSET, UnsetType
 
 from plexrl.client import requests
+from plexrl.client.controller import Controller
 from plexrl.client.job import Job
 from plexrl.client.transport import Call, Transport
 from plexrl.errors import AuthenticationError
@@ -70,20 +71,29 @@ class Cluster:
             "expected_s": expected_s,
         }
         call = requests.create_job(name, job_id, options)
-        view = self._transport.request(call).json()
+        transport = self._transport.of(Controller())
+        view = transport.request(call).json()
         return Job(
-            self._transport,
+            transport,
             {**view, "controller_timeout_s": controller_timeout_s},
             heartbeat=True,
         )
 
-    def attach_job(self, job: str, *, heartbeat: bool = True) -> Job:
-        """Become the controller of a job whose former one is gone; its deployments are as they
-        were, under the same names. Without `heartbeat` the job is only looked at."""
-        view = self._get(f"/v1/jobs/{quote(job)}")
-        if heartbeat:
-            self._transport.request(Call(method="POST", path=f"/v1/jobs/{quote(job)}/heartbeat"))
-        return Job(self._transport, view, heartbeat=heartbeat)
+    def attach_job(self, job: str, *, heartbeat: bool = True, keep_gradients: bool = False) -> Job:
+        """Become the controller of a job; its deployments are as they were, under the same names.
+        Without `heartbeat` the job is only looked at.
+
+        A former controller that still lives gets `ControllerReplacedError` at its next call.
+        Gradients that it left waiting for a step are dropped, because this controller would add its
+        own to them; `keep_gradients` keeps them. `gradients_found` of the job says where there were
+        some. A failure that the former controller took no note of is raised by the next call.
+        """
+        if not heartbeat:
+            return Job(self._transport, self._get(f"/v1/jobs/{quote(job)}"), heartbeat=False)
+        transport = self._transport.of(Controller())
+        query = {"keep_gradients": keep_gradients}
+        call = Call(method="POST", path=f"/v1/jobs/{quote(job)}/attach", query=query)
+        return Job(transport, transport.request(call).json(), heartbeat=True)
 
     def jobs(self) -> list[Plain]:
         """All jobs the key may see."""

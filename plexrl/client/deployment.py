@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
 from plexrl.client import requests
+from plexrl.client.controller import recover_call
 from plexrl.client.futures import Future
 from plexrl.client.requests import Submission
 from plexrl.client.transport import Call, Transport
@@ -47,10 +48,18 @@ class Deployment:
         """Restore a checkpoint of this job, or of another one of the tenant's."""
         return self._submit(requests.load_checkpoint(self.deployment, name, job))
 
+    def recover(self) -> None:
+        """Go on after a failed operation whose future was not read: what it halted is accepted
+        again. The weights, and the gradients that wait for a step, are those of before it."""
+        self._transport.request(recover_call(self.deployment))
+        if self._transport.controller is not None:
+            self._transport.controller.acknowledged()
+
     def status(self) -> Plain:
         """Where it runs and where its state lies; of a rollout its `engines` too, where they have
         their weights on the device: samples that run and wait, blocks of the cache in use
-        (`blocks_held` of `blocks`), preemptions so far."""
+        (`blocks_held` of `blocks`), preemptions so far. `waiting_gradients` counts the
+        `forward_backward`s since the last step."""
         job, _, name = self.deployment.rpartition("/")
         path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}"
         return dict(self._transport.request(Call(method="GET", path=path)).json())
@@ -68,6 +77,15 @@ class Deployment:
 
     def _post(self, submission: Submission) -> Plain:
         # One at a time, so that the order of calls is the order of submissions.
+        controller = self._transport.controller
         with self._submitting:
+            if controller is None:
+                mark = 0
+            else:
+                controller.check()
+                mark = controller.mark
             call = submission.call.within(self._deadline_s)
-            return dict(self._transport.request(call).json())
+            view = dict(self._transport.request(call).json())
+        if controller is not None:
+            controller.submitted(submission, view, mark)
+        return view

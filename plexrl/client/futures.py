@@ -1,17 +1,29 @@
 """Results that are yet to come."""
 
+import logging
 import time
 from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 
+from plexrl.client.controller import acknowledge_call
 from plexrl.client.results import Decoder
 from plexrl.client.transport import AsyncTransport, Call, Transport
-from plexrl.errors import ConnectionLostError, DeadlineExceededError, PlexRLError
+from plexrl.errors import (
+    ConnectionLostError,
+    ControllerReplacedError,
+    DeadlineExceededError,
+    PlexRLError,
+)
 
 if TYPE_CHECKING:
     import httpx
+
+    from plexrl.client.controller import Controller
+
+LOG = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 
@@ -32,9 +44,32 @@ def poll_call(operation: str, wait_s: float) -> Call:
     )
 
 
+def wait_final(transport: Transport, operation: str) -> None:
+    """Wait until nothing more comes of an operation, whatever has become of it.
+
+    Raises:
+        ConnectionLostError: no cluster answers.
+        ControllerReplacedError: another controller has attached the job.
+    """
+    while True:
+        try:
+            if transport.request(poll_call(operation, POLL_S)).status_code != 202:
+                return
+        except (ConnectionLostError, ControllerReplacedError):
+            raise
+        except PlexRLError:
+            # Its own failure, which is the cluster's to keep until somebody reads it.
+            return
+
+
 def cancel_call(operation: str) -> Call:
     """The request that takes an operation back, or ends it early."""
     return Call(method="DELETE", path=f"/v1/operations/{quote(operation, safe='')}")
+
+
+def waiting(controller: "Controller | None", operation: str) -> AbstractContextManager[None]:
+    """As `Controller.waiting`, where there is a controller."""
+    return nullcontext() if controller is None else controller.waiting(operation)
 
 
 class Pending:
@@ -84,6 +119,7 @@ class Future(Generic[ResultT]):
         self._result: ResultT | None = None
         self._error: Exception | None = None
         self._is_done = False
+        self._is_acknowledged = False
 
     @property
     def operation(self) -> str:
@@ -97,6 +133,10 @@ class Future(Generic[ResultT]):
             PlexRLError: the operation failed; the error is its own.
             DeadlineExceededError: it is not finished after `timeout_s` seconds; ask again later.
         """
+        with waiting(self._transport.controller, self.operation):
+            return self._wait(timeout_s)
+
+    def _wait(self, timeout_s: float | None) -> ResultT:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._is_done:
             left_s = POLL_S if deadline is None else max(0.0, deadline - time.monotonic())
@@ -107,8 +147,23 @@ class Future(Generic[ResultT]):
                     f"{self.explain()}"
                 )
         if self._error is not None:
+            self._acknowledge(self._error)
             raise self._error
         return self._result  # type: ignore[return-value]
+
+    def _acknowledge(self, error: Exception) -> None:
+        """The caller is about to be told that the operation failed."""
+        controller = self._transport.controller
+        if self._is_acknowledged or controller is None or not isinstance(error, PlexRLError):
+            return
+        try:
+            self._transport.request(acknowledge_call(self.operation))
+        except PlexRLError as second:
+            # The operation's own error is the one to show; the next call tells of it again.
+            LOG.warning("the failure of %s is not taken note of: %s", self.operation, second)
+            return
+        controller.acknowledged()
+        self._is_acknowledged = True
 
     def done(self) -> bool:
         """Whether the result, or the operation's error, is there."""
@@ -160,11 +215,30 @@ class AsyncFuture(Generic[ResultT]):
 
     async def result(self) -> ResultT:
         """Wait for the result. Raises the operation's own error."""
-        while True:
-            response = await self._transport.request(self._pending.poll(POLL_S))
-            is_finished, result = self._pending.take(response)
-            if is_finished:
-                return result  # type: ignore[no-any-return]
+        with waiting(self._transport.controller, self.operation):
+            while True:
+                try:
+                    response = await self._transport.request(self._pending.poll(POLL_S))
+                    is_finished, result = self._pending.take(response)
+                except ConnectionLostError:
+                    raise
+                except PlexRLError:
+                    await self._acknowledge()
+                    raise
+                if is_finished:
+                    return result  # type: ignore[no-any-return]
+
+    async def _acknowledge(self) -> None:
+        """As `Future._acknowledge`."""
+        controller = self._transport.controller
+        if controller is None:
+            return
+        try:
+            await self._transport.request(acknowledge_call(self.operation))
+        except PlexRLError as second:
+            LOG.warning("the failure of %s is not taken note of: %s", self.operation, second)
+            return
+        controller.acknowledged()
 
     async def cancel(self) -> None:
         """As `Future.cancel`."""

@@ -10,9 +10,10 @@ from urllib.parse import quote
 
 from plexrl.client import requests
 from plexrl.client.checkpoints import CheckpointFuture, list_call
+from plexrl.client.controller import Controller
 from plexrl.client.demand import DemandTrace, plain_trace
 from plexrl.client.deployment import Deployment
-from plexrl.client.futures import Future
+from plexrl.client.futures import Future, wait_final
 from plexrl.client.generations import GenerateFuture
 from plexrl.client.results import (
     Chunk,
@@ -23,7 +24,13 @@ from plexrl.client.results import (
     TrainResult,
 )
 from plexrl.client.transport import Call, Transport
-from plexrl.errors import ConnectionLostError, JobEndedError, PlexRLError
+from plexrl.errors import (
+    ConnectionLostError,
+    ControllerReplacedError,
+    JobEndedError,
+    PlexRLError,
+    from_wire,
+)
 from plexrl.parallelism import Parallelism
 from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
 
@@ -62,6 +69,10 @@ class TrainDeployment(Deployment):
     def optim_step(self, params: AdamParams | None = None, **fields: float) -> Future[StepResult]:
         """One AdamW step with the gradients that wait: `optim_step(learning_rate=1e-4)`."""
         return self._submit(requests.optim_step(self.deployment, params or AdamParams(**fields)))
+
+    def zero_grad(self) -> Future[Plain]:
+        """Drop the gradients that wait for a step; a step does so itself."""
+        return self._submit(requests.zero_grad(self.deployment))
 
     def save_checkpoint(self, name: str, **options: Any) -> CheckpointFuture:
         """Write parameters and optimizer state; `transformers` loads the directory as it is.
@@ -197,6 +208,14 @@ class Job:
         self._transport = transport
         self.job: str = view["job"]
         self.name: str = view["name"]
+        self.gradients_found: dict[str, int] = {
+            each["deployment"]: each["waiting_gradients"]
+            for each in view.get("deployments", ())
+            if each.get("waiting_gradients")
+        }
+        """`forward_backward`s without a step when this controller came, by deployment."""
+        self._control = transport.controller or Controller()
+        self._control.heard(view.get("failure"), self._control.mark)
         self._ended = threading.Event()
         self._path = f"/v1/jobs/{quote(self.job)}"
         if heartbeat:
@@ -204,6 +223,11 @@ class Job:
             period_s = min(20.0, float(view.get("controller_timeout_s", 60.0)) / 3)
             beating = threading.Thread(target=self._beat, args=(period_s,), daemon=True)
             beating.start()
+
+    @property
+    def controller(self) -> Controller | None:
+        """This process, where it controls the job; absent where it only looks at it."""
+        return self._transport.controller
 
     def train_deployment(
         self,
@@ -361,6 +385,7 @@ class Job:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Add a row to the job's metrics."""
+        self._control.check()
         body = {"step": step, "values": {name: float(value) for name, value in values.items()}}
         self._transport.request(Call(method="POST", path=f"{self._path}/metrics", json=body))
 
@@ -422,10 +447,23 @@ class Job:
         return dict(self._transport.request(call).json())
 
     def finish(self, outcome: str = "completed", reason: str = "") -> None:
-        """End the job: `completed`, `failed` or `cancelled`. A job that ended stays as it is."""
+        """End the job: `completed`, `failed` or `cancelled`. A job that ended stays as it is.
+
+        A job is completed once all steps and checkpoints that were submitted are done.
+
+        Raises:
+            EarlierFailureError: one of them failed and its future was not read; the job has ended
+                as failed.
+        """
+        if outcome == "completed":
+            for operation in self._control.last_operations():
+                wait_final(self._transport, operation)
         self._ended.set()
         body = {"outcome": outcome, "reason": reason}
-        self._transport.request(Call(method="POST", path=f"{self._path}/finish", json=body))
+        call = Call(method="POST", path=f"{self._path}/finish", json=body)
+        view = self._transport.request(call).json()
+        if outcome == "completed" and view.get("failure") is not None:
+            raise from_wire(view["failure"])
 
     def __enter__(self) -> "Job":
         return self
@@ -449,6 +487,7 @@ class Job:
             LOG.warning("the job could not be ended: %s", second)
 
     def _deploy(self, name: str, kind: str, model: "ModelSpec", options: Plain) -> str:
+        self._control.check()
         call = requests.create_deployment(self.job, name, kind, model, options)
         return str(self._transport.request(call).json()["deployment"])
 
@@ -456,8 +495,12 @@ class Job:
         call = Call(method="POST", path=f"{self._path}/heartbeat")
         while not self._ended.wait(period_s):
             try:
-                self._transport.request(call)
+                mark = self._control.mark
+                self._control.heard(self._transport.request(call).json().get("failure"), mark)
             except JobEndedError:
+                return
+            except ControllerReplacedError as error:
+                LOG.error("%s", error)
                 return
             except ConnectionLostError as error:
                 if self._transport.is_closed:

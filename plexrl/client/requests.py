@@ -24,6 +24,7 @@ from plexrl.wire.operations import (
     OperationKind,
     SamplingParams,
     SyncWeightsParams,
+    ZeroGradParams,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Submission:
 
     call: Call
     decoder: results.Decoder
+    deployment: str
+    kind: OperationKind
 
 
 def new_operation(job: str) -> str:
@@ -74,6 +77,8 @@ def submission(
             content_type=content_type,
         ),
         decoder,
+        deployment,
+        kind,
     )
 
 
@@ -116,6 +121,11 @@ def forward_backward(
 def optim_step(deployment: str, params: AdamParams) -> Submission:
     """One step with the gradients that wait."""
     return submission(deployment, OperationKind.OPTIM_STEP, params, results.decode_step)
+
+
+def zero_grad(deployment: str) -> Submission:
+    """Drop the gradients that wait."""
+    return submission(deployment, OperationKind.ZERO_GRAD, ZeroGradParams(), results.decode_plain)
 
 
 def generate(

@@ -18,6 +18,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,14 @@ from plexrl.errors import ConnectionLostError, InvalidRequestError, PlexRLError,
 if TYPE_CHECKING:
     import httpx
 
+    from plexrl.client.controller import Controller
+
 BACKOFF_S = 0.05
 BACKOFF_S_MAX = 2.0
 ASKED_SPREAD = 1.5
 """A wait that the cluster asks for is made longer by up to this factor."""
 LEFT_S_MIN = 0.001
+CONTROLLER_HEADER = "plexrl-controller"
 CONNECT_TIMEOUT_S = 10.0
 HOLDING = frozenset({503, 504, 507})
 """With `Retry-After`: the cluster is alive, and the request succeeds later."""
@@ -178,10 +182,18 @@ class Transport:
         self.api_key = api_key
         self.timeout_s = timeout_s
         self._waiting = Waiting(timeout_s)
+        self.controller: Controller | None = None
+        """Whose requests they are; absent: of nobody who controls a job."""
         self._client = httpx.Client(
             headers=_headers(api_key),
             limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
         )
+
+    def of(self, controller: "Controller") -> "Transport":
+        """The same connections for the requests of a controller."""
+        its = copy(self)
+        its.controller = controller
+        return its
 
     def request(self, call: Call) -> "httpx.Response":
         """The answer to `call`, if it is a good one.
@@ -204,7 +216,7 @@ class Transport:
             raise ConnectionLostError(f"the connection to {self.url} was closed: connect again")
         url = self._endpoints.current
         try:
-            response = self._client.send(_build(self._client, url, call))
+            response = self._client.send(_build(self._client, url, call, self.controller))
         except httpx.TransportError as error:
             self._endpoints.failed(url)
             return _lost(url, error)
@@ -253,10 +265,18 @@ class AsyncTransport:
         self.url = str(self._endpoints)
         self.timeout_s = timeout_s
         self._waiting = Waiting(timeout_s)
+        self.controller: Controller | None = None
+        """As that of `Transport`."""
         self._client = httpx.AsyncClient(
             headers=_headers(api_key),
             limits=httpx.Limits(max_connections=2048, max_keepalive_connections=256),
         )
+
+    def of(self, controller: "Controller | None") -> "AsyncTransport":
+        """As `Transport.of`."""
+        its = copy(self)
+        its.controller = controller
+        return its
 
     async def request(self, call: Call) -> "httpx.Response":
         """The answer to `call`, if it is a good one. Raises as `Transport.request`."""
@@ -267,7 +287,7 @@ class AsyncTransport:
             url = self._endpoints.current
             response: httpx.Response | PlexRLError
             try:
-                found = await self._client.send(_build(self._client, url, call))
+                found = await self._client.send(_build(self._client, url, call, self.controller))
             except httpx.TransportError as error:
                 self._endpoints.failed(url)
                 response = _lost(url, error)
@@ -356,12 +376,19 @@ def _timeout(call: Call) -> "httpx.Timeout":
     return httpx.Timeout(call.read_timeout_s, connect=CONNECT_TIMEOUT_S)
 
 
-def _build(client: "httpx.Client | httpx.AsyncClient", url: str, call: Call) -> "httpx.Request":
+def _build(
+    client: "httpx.Client | httpx.AsyncClient",
+    url: str,
+    call: Call,
+    controller: "Controller | None",
+) -> "httpx.Request":
     query = call.query
     if call.deadline_at is not None:
         # What is left of it: the tries so far, and their pauses, are in it.
         query = {**query, "deadline_s": max(call.deadline_at - time.monotonic(), LEFT_S_MIN)}
     headers = {} if call.content_type is None else {"content-type": call.content_type}
+    if controller is not None:
+        headers[CONTROLLER_HEADER] = controller.token
     return client.build_request(
         call.method,
         url + call.path,

@@ -23,6 +23,8 @@ class Caller:
 
     tenant: str
     is_operator: bool
+    controller: str = ""
+    """Token of the controller that sent the request; empty: it names none."""
 
     @property
     def scope(self) -> str | None:
@@ -31,7 +33,14 @@ class Caller:
 
     @property
     def claim(self) -> Plain:
-        """What a call to the scheduler says about whom it is made for."""
+        """What a call to the scheduler says about whom it is made for, and by which controller."""
+        if not self.controller:
+            return self.rights
+        return {**self.rights, "controller": self.controller}
+
+    @property
+    def rights(self) -> Plain:
+        """`claim` for a question about a job that need not be the controller's own."""
         if self.is_operator:
             return {"tenant": None, "as_operator": True}
         return {"tenant": self.tenant}

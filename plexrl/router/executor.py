@@ -202,6 +202,8 @@ class Executor:
         finished = [answer for answer in answers if answer is not None]
         results = [header["result"] for header, _ in finished]
         body: Sequence[Body] = ()
+        # Every rank gives the same one: they decide together.
+        refusal = results[0].pop("error", None) if command.kind in MUTATING else None
         if command.replay:
             result: Plain = {}
         elif parts.plan is not None:
@@ -228,6 +230,7 @@ class Executor:
             result_bytes=sum(memoryview(part).nbytes for part in body),
             result=ref,
             result_json=json.dumps(result),
+            error_json="" if refusal is None or command.replay else json.dumps(refusal),
             moved=state_moved(command.kind, result),
         )
 

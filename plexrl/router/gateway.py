@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from plexrl.wire.tensors import MEDIA_TYPE
 Plain = dict[str, Any]
 ANSWER_S = 30.0
 """How much longer than a poll lasts its answer is waited for."""
+CONTROLLER_HEADER = "plexrl-controller"
+"""Names the controller that sends a request by a token of its own choice."""
 FINAL = ("finished", "failed", "cancelled")
 """States that an operation does not leave."""
 
@@ -76,7 +79,8 @@ class Gateway:
         Raises:
             AuthenticationError: no key, or an unknown one.
         """
-        return await self._callers.of_key(bearer_key(request.headers.get("authorization", "")))
+        caller = await self._callers.of_key(bearer_key(request.headers.get("authorization", "")))
+        return replace(caller, controller=request.headers.get(CONTROLLER_HEADER, ""))
 
     async def operator(self, request: Request) -> Caller:
         """The caller, who must be the operator. Raises `PermissionDeniedError`."""

@@ -60,6 +60,7 @@ def job_routes(gateway: Gateway) -> APIRouter:
             raise PermissionDeniedError("only the operator submits jobs for other tenants")
         fields = body.model_dump()
         fields["tenant"] = body.tenant or caller.tenant
+        fields["controller"] = caller.controller
         return await gateway.scheduler.call("submit_job", fields)
 
     @routes.get("", summary="All jobs that the caller may see")
@@ -87,6 +88,19 @@ def job_routes(gateway: Gateway) -> APIRouter:
     async def heartbeat(request: Request, job: str) -> Plain:
         caller = await gateway.caller(request)
         return await gateway.scheduler.call("heartbeat", {"job": job, **caller.claim})
+
+    @routes.post(
+        "/{job}/attach",
+        summary="Become the job's controller",
+        description="The header `PlexRL-Controller` names the new controller by a token of its own "
+        "choice. From then on requests for the job with another token get 409 "
+        "`controller_replaced`; those without one are not looked at. Gradients that wait for a "
+        "step are dropped, unless `keep_gradients` is set.",
+    )
+    async def attach(request: Request, job: str, keep_gradients: bool = False) -> Plain:
+        caller = await gateway.caller(request)
+        fields = {"job": job, **caller.claim, "keep_gradients": keep_gradients}
+        return await gateway.scheduler.call("attach_job", {"controller": "", **fields})
 
     @routes.post("/{job}/metrics", status_code=204, summary="Add a row of metrics")
     async def add_metrics(request: Request, job: str, body: MetricsRequest) -> None:
@@ -140,7 +154,7 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
         caller = await gateway.caller(request)
         check_name("deployment", body.name)
         if body.model.path is not None:
-            await gateway.checkpoint_owners.check_path(body.model.path, caller.claim)
+            await gateway.checkpoint_owners.check_path(body.model.path, caller.rights)
         spec, parameters = check_deployment(body)
         view = await gateway.scheduler.call(
             "create_deployment",
@@ -164,6 +178,16 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
         caller = await gateway.caller(request)
         view = await gateway.deployment(caller, f"{job}/{name}")
         return {**view, "engines": await gateway.engines.stats(view)}
+
+    @routes.post(
+        "/{job}/deployments/{name}/recover",
+        status_code=204,
+        summary="Acknowledge the failed operation that halts a deployment",
+    )
+    async def recover(request: Request, job: str, name: str) -> None:
+        caller = await gateway.caller(request)
+        fields = {"deployment": f"{job}/{name}", **caller.claim}
+        await gateway.scheduler.call("acknowledge", fields)
 
     @routes.get(
         "/{job}/deployments/{name}/tokenizer",

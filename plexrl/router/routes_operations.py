@@ -96,7 +96,7 @@ def operation_routes(gateway: Gateway) -> APIRouter:
                 check_source(spec, source)
             if isinstance(checked.params, CheckpointParams) and checked.params.job is not None:
                 job_named = checked.params.job
-                await gateway.checkpoint_owners.check_job(job_named, caller.claim)
+                await gateway.checkpoint_owners.check_job(job_named, caller.rights)
             named = {"operation": operation, "deployment": f"{job}/{name}"}
             fields = {**named, "deadline_s": deadline_s, **caller.claim}
             return await _submit(gateway, fields, checked, upload)
@@ -122,6 +122,19 @@ def operation_routes(gateway: Gateway) -> APIRouter:
             return Response(encode_body(params), media_type=MEDIA_TYPE)
         body = await gateway.blobs.read(BlobRef(view["result"]))
         return _in_slices(with_params(body, params))
+
+    @routes.post(
+        "/operations/{operation:path}/acknowledge",
+        status_code=204,
+        summary="Take note of an operation's failure",
+        description="After a failed `forward_backward`, `optim_step`, `zero_grad`, "
+        "`load_checkpoint` or `sync_weights` such operations of its deployment, checkpoints and "
+        "syncs from it get 409 `earlier_failure` until this is called for the operation, or for "
+        "one that failed of it. Of an operation that has not failed it changes nothing.",
+    )
+    async def acknowledge(request: Request, operation: str) -> None:
+        caller = await gateway.caller(request)
+        await gateway.scheduler.call("acknowledge", {"operation": operation, **caller.claim})
 
     @routes.delete(
         "/operations/{operation:path}",

@@ -26,6 +26,8 @@ Ask = tuple[type[Any], Callable[[Any, Any], Awaitable[Plain]]]
 Report = tuple[type[Any], Callable[[Any], Awaitable[Plain]]]
 """The type of a report, and what takes it in."""
 
+CONTROLLER_MAX = 100
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nothing:
@@ -95,6 +97,7 @@ class SubmitJob:
     priority: int = 0
     gang: int = 0
     expected_s: float = 0.0
+    controller: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +190,29 @@ def take_scope(params: Plain) -> tuple[Scope, Plain]:
     if isinstance(tenant, str) and as_operator is False:
         return TenantId(tenant), rest
     raise InvalidRequestError("a call is made for a tenant, or for none with as_operator: true")
+
+
+def take_controller(kind: type[Any], params: Plain) -> tuple[str, Plain]:
+    """The token of the controller that a call names, if it does, and the other parameters; a call
+    whose `kind` has a field for it keeps it.
+
+    Raises:
+        InvalidRequestError: it is no text, or longer than `CONTROLLER_MAX`.
+    """
+    controller = params.get("controller", "")
+    if not isinstance(controller, str) or len(controller) > CONTROLLER_MAX:
+        raise InvalidRequestError(
+            f"a controller's token is a text of {CONTROLLER_MAX} characters at most"
+        )
+    if "controller" in _field_names(cast("Hashable", kind)):
+        return controller, params
+    return controller, {name: value for name, value in params.items() if name != "controller"}
+
+
+def subject(call: object) -> dict[str, Any]:
+    """The job, deployment and operation that a call names."""
+    named = {name: getattr(call, name, None) for name in ("job", "deployment", "operation")}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def parse(kind: type[CallT], params: Plain) -> CallT:

@@ -145,7 +145,11 @@ class Connection:
             self._check_role(name, "router")
             await self._shell.sound()
             scope, rest = calls.take_scope(params)
-            return await answer(scope, calls.parse(kind, rest))
+            controller, rest = calls.take_controller(kind, rest)
+            call = calls.parse(kind, rest)
+            if controller and not isinstance(call, ev.Event | calls.SubmitJob):
+                self._shell.core.check_controller(controller, scope, **calls.subject(call))
+            return await answer(scope, call)
 
         return handler
 
@@ -178,6 +182,8 @@ class RouterCalls:
             "submit_job": (calls.SubmitJob, self._submit_job),
             "finish_job": (ev.JobFinished, self._change_job),
             "heartbeat": (ev.ControllerSeen, self._change_job),
+            "attach_job": (ev.ControllerAttached, self._change_job),
+            "acknowledge": (ev.FailureAcknowledged, self._acknowledge),
             "list_jobs": (calls.Nothing, self._list_jobs),
             "get_job": (calls.OneJob, self._get_job),
             "create_deployment": (ev.DeploymentCreated, self._create_deployment),
@@ -246,11 +252,15 @@ class RouterCalls:
                 priority=call.priority,
                 gang=call.gang,
                 expected_s=call.expected_s,
+                controller=call.controller,
+                halts_on_failure=True,
             )
         )
         return self._core.job_view(call.job, self._now())
 
-    async def _change_job(self, scope: Scope, event: ev.JobFinished | ev.ControllerSeen) -> Plain:
+    async def _change_job(
+        self, scope: Scope, event: ev.JobFinished | ev.ControllerSeen | ev.ControllerAttached
+    ) -> Plain:
         self._check_job(scope, event.job)
         await self._shell.request(event)
         return self._core.job_view(event.job, self._now())
@@ -293,6 +303,14 @@ class RouterCalls:
         self._check_operation(scope, event.operation)
         await self._shell.request(event)
         return self._core.operation_view(event.operation, self._now())
+
+    async def _acknowledge(self, scope: Scope, event: ev.FailureAcknowledged) -> Plain:
+        if event.operation is not None:
+            self._check_operation(scope, event.operation)
+        if event.deployment is not None:
+            self._check_deployment(scope, event.deployment)
+        await self._shell.request(event)
+        return {}
 
     async def _wait_operation(self, scope: Scope, call: calls.WaitOperation) -> Plain:
         self._check_operation(scope, call.operation)

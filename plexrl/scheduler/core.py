@@ -14,11 +14,7 @@ import msgspec
 from plexrl.errors import (
     ConflictError,
     InvalidRequestError,
-    JobEndedError,
     PlexRLError,
-    UnknownDeploymentError,
-    UnknownJobError,
-    UnknownOperationError,
 )
 from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
 from plexrl.scheduler import events as ev
@@ -29,30 +25,45 @@ from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.commands import Command
 from plexrl.scheduler.config import SchedulerConfig, with_core_settings
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.controllers import (
+    check_controller,
+    controller_attached,
+    controller_seen,
+    failure_acknowledged,
+    job_finished,
+    seen,
+    take_over,
+)
 from plexrl.scheduler.cycles import profile_key
 from plexrl.scheduler.early_ends import await_deadline, cancel
 from plexrl.scheduler.estimates import Estimates
 from plexrl.scheduler.eta import promise
 from plexrl.scheduler.explain_job import explain_job
+from plexrl.scheduler.failures import check_not_halted, failure_view, job_failure
 from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.invariants import check
-from plexrl.scheduler.jobs import FINAL
 from plexrl.scheduler.lifecycle import (
-    ENDINGS,
-    end_job,
     has_gpu,
     issue_again,
     restart,
     worker_ready,
 )
 from plexrl.scheduler.limits import check_numbers, within_limits
+from plexrl.scheduler.lookups import (
+    find_deployment,
+    find_job,
+    find_live_job,
+    find_operation,
+    job_named,
+)
 from plexrl.scheduler.nodes import node_drain_changed, node_joined, node_lost, state_migrated
 from plexrl.scheduler.operation_record import Operation
-from plexrl.scheduler.operations import check_deadline, check_same, check_source, enqueue
+from plexrl.scheduler.operations import enqueue
 from plexrl.scheduler.outcomes import run_failed, run_finished
 from plexrl.scheduler.size_check import check_it_can_fit
 from plexrl.scheduler.snapshot import decode, encode
 from plexrl.scheduler.state import Deployment, Job, WpgState
+from plexrl.scheduler.submission_checks import check_deadline, check_same, check_source
 from plexrl.scheduler.switch_cost import state_reported
 from plexrl.scheduler.tenants import (
     api_key_added,
@@ -79,7 +90,7 @@ from plexrl.scheduler.views import (
     tenant_view,
     usage_view,
 )
-from plexrl.wire.operations import USER_KINDS
+from plexrl.wire.operations import HALTED, USER_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,8 +119,10 @@ class SchedulerCore:
             ev.StateMigrated: partial(state_migrated, context),
             ev.StateReported: partial(state_reported, context),
             ev.JobSubmitted: self._job_submitted,
-            ev.ControllerSeen: self._controller_seen,
-            ev.JobFinished: self._job_finished,
+            ev.ControllerSeen: partial(controller_seen, context),
+            ev.ControllerAttached: partial(controller_attached, context),
+            ev.FailureAcknowledged: partial(failure_acknowledged, context),
+            ev.JobFinished: partial(job_finished, context),
             ev.DeploymentCreated: self._deployment_created,
             ev.WorkerReady: self._worker_ready,
             ev.WorkerExited: self._worker_exited,
@@ -224,6 +237,8 @@ class SchedulerCore:
         if known is not None:
             if (known.tenant, known.name) != (event.tenant, event.name):
                 raise ConflictError(f"job id {event.job!r} is taken: choose another")
+            if event.controller and not known.state.is_final:
+                take_over(context, known, event.controller, now)
             return
         check_priority(context.state, event.tenant, event.priority)
         check_budget(context.state, event.tenant)
@@ -239,31 +254,16 @@ class SchedulerCore:
             priority=event.priority,
             gang=event.gang,
             expected_s=event.expected_s,
+            controller=event.controller,
+            halts_on_failure=event.halts_on_failure,
         )
         context.count_live_job(event.tenant, +1)
         context.wake(now + event.controller_timeout_s, f"job:{event.job}")
 
-    def _controller_seen(self, event: ev.ControllerSeen, now: float) -> None:
-        self._seen(self._live_job(event.job), now)
-
-    def _seen(self, job: Job, now: float) -> None:
-        job.seen_at = now
-        if not job.attached:
-            job.attached = True
-            self._context.wake(now + job.controller_timeout_s, f"job:{job.job}")
-
-    def _job_finished(self, event: ev.JobFinished, now: float) -> None:
-        job = self._job(event.job)
-        if event.outcome not in ENDINGS:
-            raise InvalidRequestError(
-                f"outcome {event.outcome!r} is unknown: use {', '.join(sorted(ENDINGS))}"
-            )
-        if not job.state.is_final:
-            end_job(self._context, job, ENDINGS[event.outcome], event.reason, now)
-
     def _deployment_created(self, event: ev.DeploymentCreated, now: float) -> None:
         context = self._context
         job = self._live_job(event.job)
+        check_controller(job, event.controller)
         known = context.state.deployments.get(event.deployment)
         if known is not None:
             same = (known.job, known.kind, known.workers, known.exclusive, known.spec_json)
@@ -298,7 +298,7 @@ class SchedulerCore:
         job.deployments.append(event.deployment)
         if deployment.trace is None:
             deployment.trace = context.state.profiles.get(profile_key(context, deployment))
-        self._seen(job, now)
+        seen(context, job, now)
         enqueue_deployment(context, deployment)
 
     def _worker_ready(self, event: ev.WorkerReady, now: float) -> None:
@@ -325,6 +325,7 @@ class SchedulerCore:
     def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
         context = self._context
         deployment = self._deployment(event.deployment)
+        check_controller(self._job(deployment.job), event.controller)
         known = context.state.operations.get(event.operation)
         if known is not None:
             check_same(known, event)
@@ -344,8 +345,10 @@ class SchedulerCore:
         source = None if event.source is None else self._deployment(event.source)
         check_source(event, deployment, source)
         check_deadline(event)
+        if event.kind in HALTED:
+            check_not_halted([deployment] if source is None else [deployment, source])
         check_room(context, event, deployment, source)
-        self._seen(job, now)
+        seen(context, job, now)
         operation = enqueue(context, event, deployment, now)
         promise(context, deployment, operation, now)
         if event.deadline_s is not None:
@@ -355,7 +358,10 @@ class SchedulerCore:
         run_finished(self._context, within_limits(event), now)
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
-        cancel(self._context, self._operation(event.operation), now)
+        operation = self._operation(event.operation)
+        deployment = self._deployment(operation.deployment)
+        check_controller(self._job(deployment.job), event.controller)
+        cancel(self._context, operation, now)
 
     def _timer_fired(self, event: ev.TimerFired, now: float) -> None:
         """Time has passed, as with every event; the wake-up that was asked for is used up."""
@@ -365,33 +371,16 @@ class SchedulerCore:
     # Look-ups
 
     def _job(self, name: JobId) -> Job:
-        job = self._context.state.jobs.get(name)
-        if job is None:
-            raise UnknownJobError(f"there is no job {name!r}")
-        return job
+        return find_job(self._context.state, name)
 
     def _live_job(self, name: JobId) -> Job:
-        job = self._job(name)
-        if job.state in FINAL:
-            raise JobEndedError(
-                f"job {name!r} has ended ({job.state.value.lower()}): submit a new one",
-                reason=job.reason,
-            )
-        return job
+        return find_live_job(self._context.state, name)
 
     def _deployment(self, name: DeploymentId) -> Deployment:
-        deployment = self._context.state.deployments.get(name)
-        if deployment is None:
-            raise UnknownDeploymentError(f"there is no deployment {name!r}")
-        return deployment
+        return find_deployment(self._context.state, name)
 
     def _operation(self, name: OperationId) -> Operation:
-        state = self._context.state
-        operation = state.operations.get(name)
-        is_known = operation is not None and owner_of(state, operation) is not None
-        if operation is None or operation.is_forgotten or not is_known:
-            raise UnknownOperationError(f"there is no operation {name!r}, or not any more")
-        return operation
+        return find_operation(self._context.state, name)
 
     def tenant_of_job(self, job: JobId) -> TenantId:
         """Whose job it is. Raises `UnknownJobError`."""
@@ -408,8 +397,27 @@ class SchedulerCore:
     # Views
 
     def operation_view(self, operation: OperationId, now: float) -> View:
-        """One operation. Raises `UnknownOperationError`."""
-        return operation_view(self._context, self._operation(operation), now)
+        """One operation, and as `job_failure` the error of what fails for its job's first
+        unacknowledged failure. Raises `UnknownOperationError`."""
+        found = self._operation(operation)
+        job = self._job(self._deployment(found.deployment).job)
+        failure = failure_view(job_failure(self._context.state, job))
+        return {**operation_view(self._context, found, now), "job_failure": failure}
+
+    def check_controller(
+        self,
+        controller: str,
+        tenant: TenantId | None,
+        *,
+        job: JobId | None = None,
+        deployment: DeploymentId | None = None,
+        operation: OperationId | None = None,
+    ) -> None:
+        """Refuse the question of a former controller about its job, or a part of it; what is not
+        known, or another tenant's, is left to whoever answers. Raises `ControllerReplacedError`."""
+        found = job_named(self._context.state, job, deployment, operation)
+        if found is not None and tenant in (None, found.tenant):
+            check_controller(found, controller)
 
     def is_final(self, operation: OperationId) -> bool:
         """Whether nothing more comes of it. Raises `UnknownOperationError`."""

@@ -14,7 +14,7 @@ from plexrl.ids import OperationId
 from plexrl.scheduler.commands import AbortOperation, RunOperation
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.operation_record import Operation
-from plexrl.scheduler.operations import fail
+from plexrl.scheduler.operations import fail_queued
 from plexrl.wire.operations import OperationKind, OperationState
 
 
@@ -27,7 +27,7 @@ def cancel(context: Context, operation: Operation, now: float) -> None:
     if operation.state.is_final:
         return
     if operation.state == OperationState.PENDING:
-        _leave_queue(context, operation, early_end(operation, now), now)
+        fail_queued(context, operation, early_end(operation, now), now)
         return
     if operation.kind != OperationKind.GENERATE:
         raise ConflictError(
@@ -51,7 +51,7 @@ def deadline_passed(context: Context, name: OperationId, now: float) -> None:
         # Another operation under the same id, after the first had left the history.
         return
     if operation.state == OperationState.PENDING:
-        _leave_queue(context, operation, early_end(operation, now), now)
+        fail_queued(context, operation, early_end(operation, now), now)
     elif operation.kind == OperationKind.GENERATE and not operation.is_aborted:
         _end_run(context, operation)
 
@@ -83,10 +83,3 @@ def _end_run(context: Context, operation: Operation) -> None:
     operation.is_aborted = True
     deployment = context.deployment(operation.deployment)
     abort(context, deployment.running[operation.operation])
-
-
-def _leave_queue(context: Context, operation: Operation, error: PlexRLError, now: float) -> None:
-    deployment = context.deployment(operation.deployment)
-    deployment.queue.remove(operation.operation)
-    fail(context, operation, error, now)
-    context.touch(deployment.group)

@@ -148,12 +148,39 @@ class JobSubmitted(Event, frozen=True, kw_only=True):
     """Deployments that get GPUs all at once or not at all; 0: each by itself."""
     expected_s: float = 0.0
     """Length by the user's word; 0: unknown."""
+    controller: str = ""
+    """Token of the controller that asked, chosen by itself; empty: it has none."""
+    halts_on_failure: bool = False
+    """A failed mutation halts its deployment until the controller acknowledges it. False in older
+    journals: their events are replayed as they were decided."""
 
 
 class ControllerSeen(Event, frozen=True, kw_only=True):
     """A heartbeat of the job's controller; re-attaches a detached job."""
 
     job: JobId
+    controller: str = ""
+    """Token of who said so. In this and other events: a token that is not that of the job's present
+    controller is refused; empty is taken from anybody."""
+
+
+class ControllerAttached(Event, frozen=True, kw_only=True):
+    """A process became the controller of a live job; its former controller is fenced off."""
+
+    job: JobId
+    controller: str
+    keep_gradients: bool = False
+    """False: gradients that wait for a step are dropped, for the new controller may not know of
+    them."""
+
+
+class FailureAcknowledged(Event, frozen=True, kw_only=True):
+    """The controller has taken note of a failure, which is named by an operation that failed of it,
+    or by a deployment that it halts."""
+
+    operation: OperationId | None = None
+    deployment: DeploymentId | None = None
+    controller: str = ""
 
 
 class JobFinished(Event, frozen=True, kw_only=True):
@@ -163,6 +190,7 @@ class JobFinished(Event, frozen=True, kw_only=True):
     outcome: str
     """`completed`, `failed` or `cancelled`."""
     reason: str = ""
+    controller: str = ""
 
 
 class DeploymentCreated(Event, frozen=True, kw_only=True):
@@ -184,6 +212,7 @@ class DeploymentCreated(Event, frozen=True, kw_only=True):
     """Wanted; empty: any."""
     trace: DemandTrace | None = None
     """Its demand where the user knows it; it is placed by it at once."""
+    controller: str = ""
 
 
 class StateResidency(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,12 +283,14 @@ class OperationSubmitted(Event, frozen=True, gc=False):
     ends_burst: bool = False
     """The last of its cycle's, of a job whose rollouts are made elsewhere: the group may go to
     others at once, as after a publish."""
+    controller: str = ""
 
 
 class OperationCancelled(Event, frozen=True, kw_only=True):
     """A controller does not want an operation any more."""
 
     operation: OperationId
+    controller: str = ""
 
 
 class StateMoved(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,6 +318,10 @@ class OperationFinished(Event, frozen=True, gc=False):
     transfer_s: float = 0.0
     """Of the run in the router, without `compute_s`: splitting, sending, joining, storing."""
     result_bytes: int = 0
+    error_json: str = ""
+    """`PlexRLError.to_wire()` as JSON, of a mutation that changed the state in another way than was
+    asked, as a step that dropped its gradients. It is replayed like any other, and this is its
+    outcome. Empty: it succeeded."""
 
 
 class OperationFailed(Event, frozen=True, kw_only=True):
@@ -319,6 +354,8 @@ CODEC: Codec[Event] = Codec(
     NodeDrainChanged,
     JobSubmitted,
     ControllerSeen,
+    ControllerAttached,
+    FailureAcknowledged,
     JobFinished,
     DeploymentCreated,
     WorkerReady,

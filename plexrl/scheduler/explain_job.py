@@ -7,6 +7,7 @@ import msgspec
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
 from plexrl.scheduler.explain_placement import attempts, near_groups, why_no_gpus
+from plexrl.scheduler.failures import earlier_failure, job_failure
 from plexrl.scheduler.placement import shares
 from plexrl.scheduler.profiler import waiting_part
 from plexrl.scheduler.state import Deployment, Job, WpgState
@@ -43,6 +44,9 @@ def _summary(context: Context, job: Job, deployments: list[Deployment], now: flo
         return f"it has ended: {job.reason}" if job.reason else "it has ended"
     if not deployments:
         return "it has no deployments yet"
+    failure = job_failure(context.state, job)
+    if failure is not None:
+        return f"its controller has taken no note of a failure: {earlier_failure(failure).message}"
     for deployment in deployments:
         if deployment.state == WpgState.WAITING:
             reason, _, _ = why_no_gpus(context, deployment, now)

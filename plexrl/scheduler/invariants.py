@@ -71,6 +71,13 @@ def _check_deployment(context: Context, deployment: Deployment) -> None:
         kinds = sorted(other.kind.value for other in others)
         assert len(others) == 1, f"{name} runs {kinds} at once"
         assert others[0].in_flight, f"{name} runs {kinds} beside generations"
+    halting = [failure for failure in deployment.unacknowledged if failure.halts]
+    if halting:
+        failed_at = halting[0].at
+        for queued in deployment.queue:
+            operation = state.operations[queued]
+            halted = operation.kind in MUTATING and not operation.internal
+            assert not halted or operation.submitted_at <= failed_at, f"{queued} is not halted"
     assert deployment.durable_seq <= deployment.completed_seq, f"{name}: durable is ahead"
     seqs = [state.operations[logged].seq for logged in deployment.log]
     assert seqs == sorted(set(seqs)), f"{name}: the replay log is out of order: {seqs}"

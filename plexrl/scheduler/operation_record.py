@@ -7,7 +7,26 @@ from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, OperationId
 from plexrl.wire.operations import OperationKind, OperationState
 
 _PENDING: Final = OperationState.PENDING
+_SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
 _NO_TOKEN: Final = FencingToken(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A failed mutation, or checkpoint, that the controller has not acknowledged."""
+
+    operation: OperationId
+    deployment: DeploymentId
+    """That the operation was submitted to; of a sync whose source failed, the source."""
+    kind: OperationKind
+    error_json: str
+    """`PlexRLError.to_wire()` as JSON."""
+    at: float
+
+    @property
+    def halts(self) -> bool:
+        """Whether later work builds on what failed; a checkpoint only is not there."""
+        return self.kind is not _SAVE_CHECKPOINT
 
 
 @dataclass(slots=True, kw_only=True, init=False)

@@ -5,29 +5,27 @@ from typing import Final
 import msgspec
 
 from plexrl.errors import (
-    ConflictError,
-    InvalidRequestError,
     OperationCancelledError,
     PlexRLError,
+    from_wire,
 )
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.backpressure import ended, taken_in
 from plexrl.scheduler.commands import RunOperation
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationFinished, OperationSubmitted
+from plexrl.scheduler.failures import earlier_failure, failure_of
+from plexrl.scheduler.gradients import gradients_after
 from plexrl.scheduler.next_use import next_use_s
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.phases import note_start
 from plexrl.scheduler.profiler import next_began, run_began, run_ended
 from plexrl.scheduler.state import Deployment, Group
-from plexrl.scheduler.usage import bill, meter
-from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
+from plexrl.scheduler.usage import bill, count_failure, meter
+from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
 
 OWN_MARK = "#"
 """In the name of every operation that the scheduler makes for itself, and of no other."""
-
-DEADLINE_S_MAX = 30 * 86_400
-"""A month: later than anybody waits, soon enough for a timer."""
 
 MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT})
 """Operations that the scheduler makes for itself: no part of a job's demand."""
@@ -36,62 +34,14 @@ _PUBLISH: Final = OperationKind.PUBLISH
 _OFFLOAD: Final = OperationKind.OFFLOAD
 _RUNNING: Final = OperationState.RUNNING
 _FINISHED: Final = OperationState.FINISHED
+_FAILED: Final = OperationState.FAILED
+_MISSED: Final = MUTATING | {OperationKind.SAVE_CHECKPOINT}
+"""Kinds whose failure the controller is to acknowledge."""
 
 _OPENINGS: dict[OperationKind, str] = {
     kind: f"{OWN_MARK}{kind}." for kind in OperationKind if kind in MOVES
 }
 """Of the names of moves, behind the deployment's."""
-
-
-def check_source(
-    event: OperationSubmitted, deployment: Deployment, source: Deployment | None
-) -> None:
-    """Refuse a name of the scheduler's own, a sync without a train deployment of its own job, and a
-    source for anything else.
-
-    Raises:
-        InvalidRequestError: it is one of these.
-    """
-    if OWN_MARK in event.operation:
-        raise InvalidRequestError(
-            f"operation id {event.operation!r}: {OWN_MARK!r} is for the scheduler's own names"
-        )
-    if (event.kind == OperationKind.SYNC_WEIGHTS) != (source is not None):
-        raise InvalidRequestError("sync_weights, and only it, names a source deployment")
-    if event.in_flight and source is None:
-        raise InvalidRequestError(f"a {event.kind.value} cannot run in flight: only a sync can")
-    if source is not None and (source.job != deployment.job or source.kind != "train"):
-        raise InvalidRequestError(
-            f"{event.source!r} is no train deployment of job {deployment.job!r}: weights are "
-            "pulled from a train deployment of the same job"
-        )
-
-
-def check_same(known: Operation, event: OperationSubmitted) -> None:
-    """Refuse an id that was used before, but for a repetition of the same request.
-
-    Raises:
-        ConflictError: it was another request.
-    """
-    same = (known.deployment, known.kind, known.params_json, known.source)
-    asked = (event.deployment, event.kind, event.params_json, event.source)
-    payloads = (known.payload_digest or known.payload, event.payload_digest or event.payload)
-    if same != asked or payloads[0] != payloads[1]:
-        raise ConflictError(
-            f"operation id {event.operation!r} was used for another request: choose another"
-        )
-
-
-def check_deadline(event: OperationSubmitted) -> None:
-    """Refuse a deadline that has passed before it began, or that nobody waits for.
-
-    Raises:
-        InvalidRequestError: it is one of these.
-    """
-    if event.deadline_s is not None and not 0 < event.deadline_s <= DEADLINE_S_MAX:
-        raise InvalidRequestError(
-            f"deadline_s is {event.deadline_s:g}: give seconds above 0, {DEADLINE_S_MAX} at most"
-        )
 
 
 def enqueue(
@@ -137,6 +87,15 @@ def enqueue_publish(
     operation.serves = serves
     context.state.operations[name] = operation
     _queue(context, source, name, now)
+
+
+def enqueue_zero_grad(context: Context, deployment: Deployment, now: float) -> None:
+    """Have a trainer drop the gradients that will wait once what it has accepted is done."""
+    name = OperationId(f"{deployment.deployment}{OWN_MARK}zero_grad.{context.state.moves_made}")
+    context.state.moves_made += 1
+    operation = Operation(name, deployment.deployment, OperationKind.ZERO_GRAD, now, internal=True)
+    context.state.operations[name] = operation
+    _queue(context, deployment, name, now)
 
 
 def _queue(context: Context, deployment: Deployment, operation: OperationId, now: float) -> None:
@@ -278,7 +237,8 @@ def complete(
     event: OperationFinished,
     now: float,
 ) -> None:
-    """Record the success of a user operation or publish, and keep what a recovery would need."""
+    """Record that a user operation or publish was carried out, and keep what a recovery would need.
+    A step that dropped its gradients was carried out and has failed."""
     if deployment.kind != "rollout":
         _note_run(context, deployment, operation, now)
     operation.result = event.result
@@ -286,6 +246,7 @@ def complete(
     kind = operation.kind
     if kind in MUTATING:
         deployment.completed_seq = operation.seq
+        deployment.waiting_gradients = gradients_after(kind, deployment.waiting_gradients)
         if kind in SUPERSEDING:
             drop_log(context, deployment)
             drop_past(context, deployment)
@@ -299,6 +260,9 @@ def complete(
         if dependent is not None:
             dependent.source_seq = operation.seq
     finish(context, deployment, operation, event, now)
+    if operation.state is _FAILED:
+        error = from_wire(msgspec.json.decode(event.error_json, type=dict[str, object]))
+        _halt(context, deployment, operation, error, now)
 
 
 def _note_run(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
@@ -316,8 +280,13 @@ def _note_run(context: Context, deployment: Deployment, operation: Operation, no
         deployment.wants_since = now
 
 
-def fail(context: Context, operation: Operation, error: PlexRLError, now: float) -> None:
-    """Record a failure; whoever depends on the operation fails with it."""
+def fail(
+    context: Context, operation: Operation, error: PlexRLError, now: float, *, place: int = 0
+) -> None:
+    """Record a failure; whoever depends on the operation fails with it.
+
+    `place` is where in its deployment's queue it stood; absent: before all of it.
+    """
     operation.state = (
         OperationState.CANCELLED
         if isinstance(error, OperationCancelledError)
@@ -325,16 +294,61 @@ def fail(context: Context, operation: Operation, error: PlexRLError, now: float)
     )
     operation.error_json = msgspec.json.encode(error.to_wire()).decode()
     context.discard(operation.payload)
-    _into_history(context, context.deployment(operation.deployment), operation, now)
+    own = context.deployment(operation.deployment)
+    _into_history(context, own, operation, now)
+    if operation.state is _FAILED and operation.kind in _MISSED:
+        _halt(context, own, operation, error, now, place)
     dependent = _served(context, operation)
     if dependent is None:
         return
-    deployment = context.deployment(dependent.deployment)
     # One that is final is a sync that is to be repeated: it tries again without this publish.
-    context.touch(deployment.group)
+    context.touch(context.deployment(dependent.deployment).group)
     if dependent.state == OperationState.PENDING:
-        deployment.queue.remove(dependent.operation)
-        fail(context, dependent, error, now)
+        fail_queued(context, dependent, error, now)
+
+
+def fail_queued(context: Context, operation: Operation, error: PlexRLError, now: float) -> None:
+    """Have an operation fail that is still in its queue."""
+    deployment = context.deployment(operation.deployment)
+    place = deployment.queue.index(operation.operation)
+    del deployment.queue[place]
+    fail(context, operation, error, now, place=place)
+    context.touch(deployment.group)
+
+
+def _halt(
+    context: Context,
+    deployment: Deployment,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
+    place: int = 0,
+) -> None:
+    """Nothing that builds on a failed operation runs before the controller knows of the failure.
+    Whatever is before `place` in the queue was submitted earlier, and does not."""
+    if not context.job(deployment.job).halts_on_failure:
+        return
+    failure = failure_of(operation, error, now)
+    if any(each.operation == failure.operation for each in deployment.unacknowledged):
+        # This one is among those that fail because of it.
+        return
+    deployment.unacknowledged.append(failure)
+    if not failure.halts:
+        return
+    for name in deployment.queue[place:]:
+        if _is_halted(context, name):
+            fail_queued(context, context.state.operations[name], earlier_failure(failure), now)
+    context.touch(deployment.group)
+
+
+def _is_halted(context: Context, name: OperationId) -> bool:
+    """Whether a queued operation builds on its deployment's state. A publish for a sync that is
+    repeated after a fault does not: it hands on a state that the controller has been given."""
+    operation = context.state.operations[name]
+    if operation.kind == _PUBLISH:
+        dependent = _served(context, operation)
+        return dependent is not None and dependent.state == OperationState.PENDING
+    return operation.kind in HALTED and not operation.internal
 
 
 def _served(context: Context, operation: Operation) -> Operation | None:
@@ -395,7 +409,8 @@ def finish(
     now: float,
 ) -> None:
     """Record that an operation was carried out, and what was measured of it."""
-    operation.state = _FINISHED
+    operation.state = _FAILED if event.error_json else _FINISHED
+    operation.error_json = event.error_json or None
     operation.result_json = event.result_json
     operation.compute_s = event.compute_s
     operation.transfer_s = event.transfer_s
@@ -414,6 +429,8 @@ def _into_history(
         context.touch(context.deployment(operation.source).group)
     if operation.started_at is not None:
         bill(state, deployment, operation, now)
+    elif operation.state is _FAILED:
+        count_failure(state, deployment, operation)
     index = state.finished_count + 1
     state.finished_count = operation.index = index
     finished, bound = state.finished, context.history

@@ -79,7 +79,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     if operation is None or deployment is None:
         return
     meter_run(state, deployment, operation, now)
-    error = _read_error(event.error_json)
+    error = read_error(event.error_json)
     if deployment.moving is not None and deployment.moving.operation == event.operation:
         if error.code in LOST_CODES:
             job = context.job(deployment.job)
@@ -113,7 +113,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         restart(context, deployment, error.message, now)
 
 
-def _read_error(error_json: str) -> PlexRLError:
+def read_error(error_json: str) -> PlexRLError:
     """What a report says went wrong. One that cannot be read is journalled all the same, and must
     not end every replay."""
     try:

@@ -25,7 +25,7 @@ from plexrl.scheduler.commands import RankPlacement, RunOperation
 from plexrl.scheduler.demand import DemandTrace
 from plexrl.scheduler.estimates import Estimates, MoveLaw
 from plexrl.scheduler.jobs import JobState
-from plexrl.scheduler.operation_record import Operation
+from plexrl.scheduler.operation_record import Failure, Operation
 from plexrl.wire.operations import OperationKind
 
 
@@ -300,6 +300,11 @@ class Deployment:
     """Part of `log` that the device's state still lacks."""
     completed_seq: int = 0
     """Number of the last completed mutation."""
+    waiting_gradients: int = 0
+    """Completed `forward_backward`s whose gradients wait for a step."""
+    unacknowledged: list[Failure] = field(default_factory=list)
+    """What halts its mutations, syncs and checkpoints until the controller takes note of it; the
+    oldest first."""
     durable_seq: int = 0
     """Version that the StateManagers hold whole; 0: the initial weights, which are rebuilt."""
     published_seq: int | None = None
@@ -408,6 +413,10 @@ class Job:
     """Deployments that get GPUs all at once or not at all; 0: each by itself."""
     expected_s: float = 0.0
     """Length by the user's word; 0: unknown."""
+    controller: str = ""
+    """Token of its present controller; empty: nobody has named one."""
+    halts_on_failure: bool = False
+    """A failed mutation halts its deployment until the controller acknowledges it."""
     deployments: list[DeploymentId] = field(default_factory=list)
     usage: dict[OperationKind, UsageRow] = field(default_factory=dict)
     """By kind of operation."""

@@ -16,7 +16,7 @@ from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.state import Deployment, State, Tenant, UsageRow
 from plexrl.wire.operations import OperationState
 
-_FINISHED: Final = OperationState.FINISHED
+_FAILED: Final = OperationState.FAILED
 """Named once: to reach a member of an enumeration through its class takes longer than a call."""
 
 HALF_LIFE_S = 3600.0
@@ -68,7 +68,7 @@ def bill(state: State, deployment: Deployment, operation: Operation, now: float)
         if row is None:
             row = payer.usage[operation.kind] = UsageRow()
         row.operations += 1
-        if operation.state is not _FINISHED:
+        if operation.state is _FAILED:
             row.failed += 1
         row.gpu_seconds += gpu_seconds
         # A sum that left 64 bits could not be written down any more.
@@ -81,6 +81,16 @@ def bill(state: State, deployment: Deployment, operation: Operation, now: float)
             tenant.recent_gpu_seconds = recent_gpu_seconds(tenant, now)
             tenant.recent_at = now
         tenant.recent_gpu_seconds += gpu_seconds
+
+
+def count_failure(state: State, deployment: Deployment, operation: Operation) -> None:
+    """Enter an operation that failed before it began; it used nothing."""
+    usage = state.jobs[deployment.job].usage
+    row = usage.get(operation.kind)
+    if row is None:
+        row = usage[operation.kind] = UsageRow()
+    row.operations += 1
+    row.failed += 1
 
 
 def recent_gpu_seconds(tenant: Tenant, now: float) -> float:

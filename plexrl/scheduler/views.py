@@ -10,6 +10,7 @@ from plexrl.scheduler.admission import quota_of, tenant_share
 from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
+from plexrl.scheduler.failures import failure_view, halting_failure, job_failure
 from plexrl.scheduler.feasibility import is_possible
 from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.operation_record import Operation
@@ -86,6 +87,8 @@ def deployment_view(context: Context, deployment: Deployment) -> View:
         ],
         "incarnation": deployment.incarnation,
         "applied_seq": deployment.completed_seq,
+        "waiting_gradients": deployment.waiting_gradients,
+        "failure": failure_view(halting_failure(deployment)),
         "durable_seq": deployment.durable_seq,
         "state_bytes": deployment.state_bytes,
         "nvme_bytes": deployment.nvme_bytes,
@@ -106,6 +109,7 @@ def job_view(context: Context, job: Job) -> View:
         "state": job.state.value,
         "attached": job.attached,
         "reason": job.reason,
+        "failure": failure_view(job_failure(context.state, job)),
         "priority": job.priority,
         "gpu_seconds": sum(row.gpu_seconds for row in job.usage.values()),
         "submitted_at": job.submitted_at,

@@ -16,6 +16,8 @@ class OperationKind(StrEnum):
     FORWARD = "forward"
     FORWARD_BACKWARD = "forward_backward"
     OPTIM_STEP = "optim_step"
+    ZERO_GRAD = "zero_grad"
+    """Drop the gradients that wait for a step."""
     GENERATE = "generate"
     SAVE_CHECKPOINT = "save_checkpoint"
     LOAD_CHECKPOINT = "load_checkpoint"
@@ -35,11 +37,16 @@ MUTATING = frozenset(
     {
         OperationKind.FORWARD_BACKWARD,
         OperationKind.OPTIM_STEP,
+        OperationKind.ZERO_GRAD,
         OperationKind.LOAD_CHECKPOINT,
         OperationKind.SYNC_WEIGHTS,
     }
 )
 """Kinds that change a WPG's state; these are what a recovery replays, in order."""
+
+HALTED = MUTATING | {OperationKind.SAVE_CHECKPOINT, OperationKind.PUBLISH}
+"""Kinds that are not carried out while a failed mutation of their deployment is unacknowledged, for
+they change, keep or hand on its state."""
 
 SUPERSEDING = frozenset({OperationKind.LOAD_CHECKPOINT, OperationKind.SYNC_WEIGHTS})
 """Mutating kinds that overwrite all state of their WPG: a replay may begin at the last of them."""
@@ -50,6 +57,7 @@ USER_KINDS: dict[str, frozenset[OperationKind]] = {
             OperationKind.FORWARD,
             OperationKind.FORWARD_BACKWARD,
             OperationKind.OPTIM_STEP,
+            OperationKind.ZERO_GRAD,
             OperationKind.SAVE_CHECKPOINT,
             OperationKind.LOAD_CHECKPOINT,
             OperationKind.BARRIER,
@@ -257,6 +265,11 @@ class SyncWeightsParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroGradParams:
+    """A `zero_grad` has no parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierParams:
     """A barrier has no parameters."""
 
@@ -265,6 +278,7 @@ PARAMS_BY_KIND: dict[OperationKind, type] = {
     OperationKind.FORWARD: ForwardParams,
     OperationKind.FORWARD_BACKWARD: ForwardBackwardParams,
     OperationKind.OPTIM_STEP: AdamParams,
+    OperationKind.ZERO_GRAD: ZeroGradParams,
     OperationKind.GENERATE: GenerateParams,
     OperationKind.SAVE_CHECKPOINT: CheckpointParams,
     OperationKind.LOAD_CHECKPOINT: CheckpointParams,

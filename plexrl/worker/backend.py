@@ -101,6 +101,7 @@ class Backend(Protocol):
         """Carry out forward, forward_backward, optim_step or load_checkpoint.
 
         Raises:
+            NonFiniteWeightsError: it made weights that are not finite, on every rank alike.
             PlexRLError: refused with the state as it was, on every rank alike.
         """
         ...

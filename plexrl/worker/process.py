@@ -20,6 +20,7 @@ from plexrl.errors import (
     ConflictError,
     ExecutionError,
     InvalidRequestError,
+    NonFiniteWeightsError,
     PlexRLError,
     StorageFullError,
 )
@@ -147,7 +148,9 @@ class Worker:
                 self._replies.applied_seq = int(command["seq"])
             self._finish(name, result, started, replay=bool(command["replay"]))
         except PlexRLError as error:
-            self._fail(name, error, state_intact=not self._mover.is_torn)
+            # A mutation that made such weights has made them: what was there before is loaded.
+            is_spoilt = kind in MUTATING and isinstance(error, NonFiniteWeightsError)
+            self._fail(name, error, state_intact=not (is_spoilt or self._mover.is_torn))
         except Exception as error:
             if isinstance(error, OSError) and is_full(error):
                 # What was written by then is not known, so the state counts as lost.

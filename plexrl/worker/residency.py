@@ -70,6 +70,7 @@ class StateMover:
                     self._client.snapshot(seq=seq, keep_seq=keep_seq, token=token, parts=parts)
                 )
             case OperationKind.PUBLISH:
+                self._check_weights()
                 return _plain(self._client.publish(seq=seq, token=token))
             case _:
                 try:
@@ -89,7 +90,9 @@ class StateMover:
         self._client.forget_pulled()
 
     def save_checkpoint(self, command: Plain, params: CheckpointParams) -> Plain:
-        """Have a checkpoint written of what is on the device. Raises as `save_checkpoint`."""
+        """Have a checkpoint written of what is on the device. Raises as `save_checkpoint`, and
+        `NonFiniteWeightsError`."""
+        self._check_weights()
         return save_checkpoint(
             self._backend,
             self._client,
@@ -99,6 +102,12 @@ class StateMover:
             keep_seq=int(command["keep_seq"]),
             token=int(command["token"]),
         )
+
+    def _check_weights(self) -> None:
+        """Raises `NonFiniteWeightsError` where the backend finds weights that are not finite."""
+        check = getattr(self._backend, "check_weights", None)
+        if check is not None:
+            check()
 
     def _load(self, seq: int, token: int) -> Plain:
         if self.is_resident:

@@ -190,7 +190,8 @@ def test_async_controllers_pause_and_interrupt_too(
 
     async def control() -> None:
         async with await plexrl.connect_async(embedded.url, embedded.api_key) as cluster:
-            mine = await (await cluster.attach_job(job.job)).rollout_deployment("rollout", MODEL)
+            same = await cluster.attach_job(job.job, heartbeat=False)
+            mine = await same.rollout_deployment("rollout", MODEL)
             assert (await mine.pause())[0]["paused"] is True
             future = await mine.generate([[3]], sampling=LONG)
             [[sample]] = (await future.interrupt()).samples

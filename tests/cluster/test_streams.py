@@ -103,7 +103,7 @@ def test_both_clients_stream_all_tokens_of_the_result_while_it_runs_and_after(
 
     async def read() -> tuple[list[plexrl.Chunk], plexrl.GenerateResult]:
         async with await plexrl.connect_async(embedded.url, embedded.api_key) as cluster:
-            attached = await cluster.attach_job(job.job)
+            attached = await cluster.attach_job(job.job, heartbeat=False)
             mine = await attached.rollout_deployment("rollout", MODEL, max_concurrent_samples=1)
             begun = await mine.generate([[6]], n=2, sampling=LONG, stream=True)
             return [chunk async for chunk in begun.stream()], await begun

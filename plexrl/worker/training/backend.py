@@ -18,6 +18,7 @@ from plexrl.statemanager.keys import StatePart, StateSlice
 from plexrl.wire.operations import AdamParams, CheckpointParams, OperationKind
 from plexrl.worker.backend import BackendCall, BackendResult
 from plexrl.worker.checkpoint import model_files, tokenizer_files
+from plexrl.worker.finite_weights import check_finite_weights
 from plexrl.worker.losses import compute_loss
 from plexrl.worker.packing import MicroBatch, micro_batches, unpack
 from plexrl.worker.told_batches import told_micro_batches
@@ -36,6 +37,8 @@ class TrainingBackend:
         self.model = model
         self._checkpoint_dir = checkpoint_dir
         self._gradients_pending = False
+        self._weights_are_finite = False
+        """As far as is known."""
 
     @property
     def arena(self) -> Arena:
@@ -75,12 +78,19 @@ class TrainingBackend:
 
     def after_load(self, parts: frozenset[StatePart]) -> None:
         """Gradients that were not stored are zero, as given-back memory is."""
+        self._weights_are_finite = False
         self._gradients_pending = StatePart.GRADIENT in parts
         self.model.after_load(gradients_loaded=self._gradients_pending)
 
     def after_pull(self) -> None:
         """Training parameters are never pulled."""
         raise InvalidRequestError("a train deployment publishes weights; it does not pull them")
+
+    def check_weights(self) -> None:
+        """Raises `NonFiniteWeightsError`, on every rank alike, where a parameter is not finite."""
+        if not self._weights_are_finite:
+            check_finite_weights(self.arena, self.slices(), self.gather)
+            self._weights_are_finite = True
 
     def gather(self, value: str) -> list[str]:
         """Over the process group."""
@@ -107,6 +117,9 @@ class TrainingBackend:
                 return self._forward_backward(call)
             case OperationKind.OPTIM_STEP:
                 return self._optim_step(call.params)
+            case OperationKind.ZERO_GRAD:
+                self._drop_gradients()
+                return BackendResult()
             case OperationKind.LOAD_CHECKPOINT:
                 return self._load(call.params, str(call.rank_params["job"]))
             case _:
@@ -153,8 +166,10 @@ class TrainingBackend:
             )
             return BackendResult(result={"error": refusal.to_wire()})
         clips = params.grad_clip_norm > 0 and norm > params.grad_clip_norm
+        self._weights_are_finite = False
         self.model.step(params, gradient_factor=params.grad_clip_norm / norm if clips else 1.0)
         self._drop_gradients()
+        self.check_weights()
         return BackendResult(
             result={"metrics": {"grad_norm": norm, "learning_rate": params.learning_rate}}
         )
@@ -162,8 +177,10 @@ class TrainingBackend:
     def _load(self, params: CheckpointParams, job: str) -> BackendResult:
         path = self._checkpoint_dir / (params.job or job) / params.name
         fill_state(self.model, path, optimizer=params.optimizer, gather=self.gather)
+        self._weights_are_finite = False
         self._gradients_pending = False
         self.model.after_load(gradients_loaded=False)
+        self.check_weights()
         return BackendResult(result={})
 
     def _drop_gradients(self) -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import plexrl
 from plexrl.backend_capabilities import backend_capabilities
-from plexrl.errors import StateTierFullError
+from plexrl.errors import NonFiniteWeightsError, StateTierFullError
 from plexrl.router.dispatch import DispatchPlan, plan_batch
 from plexrl.router.reductions import loss_denominator
 from plexrl.statemanager.client import StateManagerClient
@@ -121,11 +122,13 @@ def conform(rank: int, case: Case, folder: str, statemanager: str) -> None:
     run.refuse_a_step_without_room()
     loaded = run.load(WRITER.name, optimizer=True) if case.model == WRITER.model else {}
     fresh = run.load(case.name, optimizer=False)
+    spoilt = run.spoil_weights()
     torch.save(
         {
             "steps": steps,
             "forward": forward,
             "refusal": refusal,
+            "spoilt": spoilt,
             "loaded": loaded,
             "fresh": fresh,
             "config": run.backend.checkpoint_extras(None)["config.json"],
@@ -210,6 +213,20 @@ class _Run:
         assert self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER) == before
         assert not any(any(data) for data in self._contents(StatePart.GRADIENT).values())
         return refusal
+
+    def spoil_weights(self) -> tuple[Any, Any]:
+        """The errors of a step to weights that are not finite, and of a look at them after it."""
+        self._forward_backward(batch(5), LOSS)
+        found = []
+        check_weights: Callable[[], None] = self.backend.check_weights  # type: ignore[attr-defined]
+        for attempt in (
+            lambda: self._run(OperationKind.OPTIM_STEP, AdamParams(learning_rate=1e39), {}),
+            check_weights,
+        ):
+            with pytest.raises(NonFiniteWeightsError) as caught:
+                attempt()
+            found.append(caught.value.to_wire())
+        return found[0], found[1]
 
     def write_and_load(self) -> None:
         """A checkpoint, and the same state out of it after a further step, which carried out again

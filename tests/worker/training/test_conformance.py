@@ -164,6 +164,16 @@ def test_gradients_that_are_not_finite_are_dropped_with_a_typed_error(records: R
         assert isinstance(from_wire(record["refusal"]), NonFiniteGradientError)
 
 
+def test_weights_that_are_not_finite_are_found_on_every_rank_alike(
+    records: Records,
+) -> None:
+    names = set(whole(records, 1, "after", StatePart.PARAMETER))
+    for record in records:
+        for error in record["spoilt"]:
+            assert error == records[0]["spoilt"][0]
+        assert record["spoilt"][0]["details"]["parameter"] in names
+
+
 def test_transformers_loads_the_checkpoint_as_it_is(records: Records) -> None:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
