@@ -26,7 +26,7 @@ DIRECTION = (
 
 SHELLS_IN_SCHEDULER = {
     *("journal", "sql_journal", "database", "schema", "recovery", "leadership"),
-    *("shell", "links", "service", "connection", "tenant_calls", "__main__"),
+    *("shell", "links", "service", "connection", "tenant_calls", "held_door", "__main__"),
 }
 OTHER_CORES = (
     "backend_capabilities.py",

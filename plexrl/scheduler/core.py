@@ -40,6 +40,7 @@ from plexrl.scheduler.jobs import FINAL
 from plexrl.scheduler.lifecycle import (
     ENDINGS,
     end_job,
+    excuse_silence,
     has_gpu,
     issue_again,
     restart,
@@ -117,6 +118,7 @@ class SchedulerCore:
             ev.OperationFinished: self._operation_finished,
             ev.OperationFailed: partial(run_failed, context),
             ev.TimerFired: self._timer_fired,
+            ev.ServiceResumed: partial(excuse_silence, context),
         }
 
     def handle(self, event: ev.Event, now: float, skipped: frozenset[str] = NONE) -> list[Command]:
@@ -186,10 +188,7 @@ class SchedulerCore:
             node.alive = False
             self._context.inventory.node_changed(node)
         self._context.timer_at = None
-        for job in state.jobs.values():
-            if not job.state.is_final:
-                # Silence while the scheduler was away is not the controllers' doing.
-                job.seen_at = now
+        excuse_silence(self._context, event, now)
 
     def _take_settings(self, settings_json: str) -> None:
         try:
