@@ -26,7 +26,8 @@ DIRECTION = (
 
 SHELLS_IN_SCHEDULER = {
     *("journal", "sql_journal", "database", "schema", "recovery", "leadership"),
-    *("shell", "links", "service", "set_aside", "connection", "tenant_calls", "__main__"),
+    *("shell", "links", "service", "set_aside", "held_door"),
+    *("connection", "tenant_calls", "__main__"),
 }
 OTHER_CORES = (
     "backend_capabilities.py",

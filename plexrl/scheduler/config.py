@@ -81,9 +81,10 @@ class SchedulerConfig:
     """Bound of an SQLite journal's file; absent: the disk's."""
     snapshot_events: int = 50_000
     """Events after which the state is written down, and what a restart replays at most, about."""
-    lease_s: float = 3.0
-    """Silence of the leading scheduler after which a standby takes over; long enough for a slow
-    disk, short beside what clients wait."""
+    lease_s: float = 10.0
+    """Silence of the leading scheduler after which a standby takes over: longer than a disk or a
+    busy machine holds it up, short beside what clients wait. Without a standby it does not matter:
+    a leader goes on with a lease that expired and that nobody took."""
     holder: str = ""
     """Name under which this scheduler leads: stable over its restarts, for it takes over from
     itself at once, and no other's. Empty: made of the machine's name and `listen`."""

@@ -33,6 +33,8 @@ from plexrl.wire.rpc import Handler, Peer
 WAIT_S_MAX = 120.0
 LOG_PAGE_MAX = 1000
 ASK_NODE_TIMEOUT_S = 10.0
+GREETING_S = 5.0
+"""How long a greeting waits to be accepted before it is answered."""
 
 
 class Owner(Protocol):
@@ -119,15 +121,22 @@ class Connection:
     async def _hello_router(self, peer: Peer, router: RouterId) -> None:
         self._greeted = _Greeted("router", router=router)
         self._shell.routers.add(router, peer)
-        await self._shell.report(ev.RouterJoined(router=router))
+        await self._take_in(ev.RouterJoined(router=router))
         await self._shell.routers.flush()
+
+    async def _take_in(self, event: ev.Event) -> None:
+        """Report a greeting. A journal that holds keeps it for long; it is answered meanwhile."""
+        taking = self._owner.keep(self._shell.report(event))
+        await asyncio.wait({taking}, timeout=GREETING_S)
+        if taking.done():
+            taking.result()
 
     async def _hello_agent(self, peer: Peer, joined: ev.NodeJoined) -> None:
         link = self._shell.agents.add(joined.node, peer)
         self._greeted = _Greeted("agent", link=link, sending=self._owner.keep(link.run()))
         self._agent_calls.node = joined.node
         self._owner.node_came(joined.node)
-        await self._shell.report(joined)
+        await self._take_in(joined)
 
     def _check_role(self, name: str, role: str) -> None:
         if self._greeted is None:
@@ -203,12 +212,16 @@ class RouterCalls:
         """Calls of the router itself."""
         return {
             **self._tenants.reports(),
+            "conditions": (calls.Nothing, self._conditions),
             "needless_payloads": (calls.NeedlessPayloads, self._needless_payloads),
             "operation_finished": (ev.OperationFinished, self._operation_finished),
             "operation_failed": (ev.OperationFailed, self._operation_failed),
         }
 
     # The cluster
+
+    async def _conditions(self, _: calls.Nothing) -> Plain:
+        return {"conditions": self._shell.conditions.view()}
 
     async def _needless_payloads(self, call: calls.NeedlessPayloads) -> Plain:
         # A leader that was replaced unawares does not know what has been accepted since.
@@ -232,7 +245,7 @@ class RouterCalls:
         return {"nodes": self._core.list_nodes(scope)}
 
     async def _status(self, scope: Scope, _: calls.Nothing) -> Plain:
-        view = self._core.status(self._now(), scope)
+        view = {**self._core.status(self._now(), scope), **await self._conditions(calls.Nothing())}
         return view if scope is not None else {**view, **self._shell.faults()}
 
     # Jobs and deployments

@@ -43,6 +43,7 @@ from plexrl.scheduler.failures import check_not_halted, failure_view, job_failur
 from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.invariants import check
 from plexrl.scheduler.lifecycle import (
+    excuse_silence,
     has_gpu,
     issue_again,
     restart,
@@ -131,6 +132,7 @@ class SchedulerCore:
             ev.OperationFinished: self._operation_finished,
             ev.OperationFailed: partial(run_failed, context),
             ev.TimerFired: self._timer_fired,
+            ev.ServiceResumed: partial(excuse_silence, context),
         }
 
     def handle(self, event: ev.Event, now: float, skipped: frozenset[str] = NONE) -> list[Command]:
@@ -200,10 +202,7 @@ class SchedulerCore:
             node.alive = False
             self._context.inventory.node_changed(node)
         self._context.timer_at = None
-        for job in state.jobs.values():
-            if not job.state.is_final:
-                # Silence while the scheduler was away is not the controllers' doing.
-                job.seen_at = now
+        excuse_silence(self._context, event, now)
 
     def _take_settings(self, settings_json: str) -> None:
         try:

@@ -4,6 +4,7 @@ A path, or `sqlite:///path`, names an SQLite file in WAL mode whose commits retu
 `postgresql://user@host/name` names a PostgreSQL database.
 """
 
+import os
 import sqlite3
 import time
 from collections.abc import Sequence
@@ -13,13 +14,25 @@ from typing import Any, Protocol
 import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
-from plexrl.errors import InvalidRequestError, JournalFullError, StorageError
+from plexrl.errors import (
+    InvalidRequestError,
+    JournalFullError,
+    JournalUnavailableError,
+    StorageError,
+)
 
 SQLITE_BUSY_S = 5.0
 """How long a transaction waits for another process's."""
 SQLITE_RETRY_S = 0.01
+SQLITE_PAGES_MAX = (1 << 32) - 2
+SQLITE_ROOM_BYTES = 256 << 10
+"""With less free, a disk counts as full where SQLite cannot write."""
 
 POSTGRES_DISK_FULL = "53100"
+POSTGRES_AWAY = ("08", "25P03", "53300", "55P03", "57P")
+"""Beginnings of the states that say: not now."""
+POSTGRES_AWAY_WORDS = ("the database system is", "terminating connection", "too many clients")
+"""In the words of a server that lets nobody in now; a refused connection has no state."""
 POSTGRES_MIGRATION_LOCK = 0x706C6578
 """Key of the advisory lock under which the schema is made or changed."""
 
@@ -61,8 +74,20 @@ class Database(Protocol):
         """Have no other process migrate before this transaction's end."""
         ...
 
+    def lift_bound(self, connection: sa.Connection) -> None:
+        """Let this transaction use room beyond `bytes_max`; `set_bound` ends that."""
+        ...
+
+    def set_bound(self, connection: sa.Connection) -> None:
+        """Keep to `bytes_max`."""
+        ...
+
     def is_full(self, error: BaseException | None) -> bool:
         """Whether a driver's error says that there is no room."""
+        ...
+
+    def is_away(self, error: BaseException | None) -> bool:
+        """Whether a driver's error says that the database does not answer now."""
         ...
 
 
@@ -99,9 +124,37 @@ class Sqlite:
     def lock_schema(self, connection: sa.Connection) -> None:
         """Nothing: the transaction holds the file already."""
 
+    def lift_bound(self, connection: sa.Connection) -> None:
+        """A file may have as many pages as SQLite can count."""
+        connection.exec_driver_sql(f"PRAGMA max_page_count={SQLITE_PAGES_MAX}")
+
+    def set_bound(self, connection: sa.Connection) -> None:
+        """A file that has grown beyond its bound stays so large, and grows no more."""
+        if self._bytes_max is not None:
+            (page_bytes,) = connection.exec_driver_sql("PRAGMA page_size").one()
+            pages = max(1, self._bytes_max // page_bytes)
+            connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
+
     def is_full(self, error: BaseException | None) -> bool:
         """Whether the file's bound or the disk's is met."""
-        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        code = getattr(error, "sqlite_errorcode", None)
+        if code is None:
+            return False
+        if code == sqlite3.SQLITE_FULL:
+            return True
+        # Where it cannot make the files beside the journal, SQLite does not say why.
+        if code & 0xFF not in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
+            return False
+        try:
+            disk = os.statvfs(self._path.parent)
+        except OSError:
+            return False
+        return disk.f_bavail * disk.f_frsize < SQLITE_ROOM_BYTES
+
+    def is_away(self, error: BaseException | None) -> bool:
+        """Whether another process has kept the file locked."""
+        code = getattr(error, "sqlite_errorcode", None)
+        return code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
@@ -168,9 +221,28 @@ class Postgres:
         """An advisory lock, given back with the transaction."""
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({POSTGRES_MIGRATION_LOCK})")
 
+    def lift_bound(self, connection: sa.Connection) -> None:
+        """Nothing: the server's disk is the bound."""
+
+    def set_bound(self, connection: sa.Connection) -> None:
+        """Nothing, likewise."""
+
     def is_full(self, error: BaseException | None) -> bool:
         """Whether the server's disk is full."""
         return getattr(error, "sqlstate", None) == POSTGRES_DISK_FULL
+
+    def is_away(self, error: BaseException | None) -> bool:
+        """Whether the server is stopped, starting or out of reach, or has dropped the connection.
+        A server that knows no such database or user is not away."""
+        import psycopg
+
+        if not isinstance(error, psycopg.OperationalError):
+            return False
+        state = error.sqlstate
+        if state is not None:
+            return state.startswith(POSTGRES_AWAY)
+        text = str(error)
+        return "FATAL:" not in text or any(word in text for word in POSTGRES_AWAY_WORDS)
 
 
 def open_database(journal: str, bytes_max: int | None) -> Database:
@@ -206,12 +278,22 @@ def translate(database: Database, error: Exception) -> StorageError:
     cause = error.orig if isinstance(error, DBAPIError) else error
     if database.is_full(cause):
         return JournalFullError(
-            f"the journal {database.name} has no room: free disk space there or raise the "
-            "journal's bound; nothing was changed, try again then",
+            f"the journal {database.name} has no room: free disk space there or raise its bound "
+            "(--journal-bytes-max); nothing was changed, and work goes on when there is room",
+            path=database.name,
+        )
+    if database.is_away(cause):
+        return JournalUnavailableError(
+            f"the journal's database {database.name} does not answer ({_one_line(cause)}): see "
+            "that it runs and can be reached; nothing was changed, it is tried again",
             path=database.name,
         )
     what = str(cause).strip() if not isinstance(error, SQLAlchemyError) or cause else str(error)
     return StorageError(f"the journal {database.name} cannot be used: {what}", path=database.name)
+
+
+def _one_line(error: BaseException | None) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _open_file(path: Path, bytes_max: int | None) -> Sqlite:

@@ -341,6 +341,11 @@ class TimerFired(Event, frozen=True, kw_only=True):
     """The time of an earlier `SetTimer` has come."""
 
 
+class ServiceResumed(Event, frozen=True, kw_only=True):
+    """The scheduler takes events in again, after a time in which it could not. What was silent
+    meanwhile could not be heard."""
+
+
 CODEC: Codec[Event] = Codec(
     SchedulerStarted,
     NodeJoined,
@@ -367,4 +372,5 @@ CODEC: Codec[Event] = Codec(
     OperationFinished,
     OperationFailed,
     TimerFired,
+    ServiceResumed,
 )

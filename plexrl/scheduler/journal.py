@@ -22,7 +22,8 @@ Entry = tuple[Event, float]
 class Journal(Protocol):
     """Where accepted events are kept. Every method may be called from any thread.
 
-    Any method raises `StorageError` when the database cannot be used.
+    Any method raises `StorageError` when the database cannot be used, `JournalUnavailableError`
+    where that may pass by itself.
     """
 
     def acquire(self, holder: str, ttl_s: float) -> int:
@@ -60,7 +61,8 @@ class Journal(Protocol):
         ...
 
     def write_snapshot(self, position: int, at: float, body: bytes) -> None:
-        """Keep `body`, the state after the event at `position`. Raises as `append`."""
+        """Keep `body`, the state after the event at `position`. It may use room beyond the
+        journal's bound, though not beyond the disk's. Raises as `append`."""
         ...
 
     def snapshot(self, before: int | None = None) -> tuple[int, float, bytes] | None:
@@ -70,9 +72,9 @@ class Journal(Protocol):
         """
         ...
 
-    def compact(self) -> None:
-        """Delete the events that both of the last two snapshots hold, and older snapshots, so
-        that the loss of the newest snapshot costs nothing. Raises as `append`."""
+    def compact(self, kept_snapshots: int = 2) -> None:
+        """Delete the events that all of the last snapshots hold, and older snapshots. With two
+        kept, the loss of the newest costs nothing. Raises as `append`."""
         ...
 
     def set_aside(self, position: int, step: str, error: str) -> None:

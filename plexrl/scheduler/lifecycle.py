@@ -7,6 +7,7 @@ from plexrl.scheduler.admission import admit
 from plexrl.scheduler.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.early_ends import abort, early_end
+from plexrl.scheduler.events import Event
 from plexrl.scheduler.forgetting import last_incarnation
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.operations import drop_log, drop_past, fail
@@ -230,6 +231,14 @@ def worker_ready(
         if now < deployment.held_back_until:
             # The group that was to be looked at then may have been another.
             context.wake(deployment.held_back_until, f"group:{deployment.group}")
+
+
+def excuse_silence(context: Context, event: Event, now: float) -> None:
+    """Silence while the scheduler was away is not the controllers' doing."""
+    del event
+    for job in context.state.jobs.values():
+        if not job.state.is_final:
+            job.seen_at = now
 
 
 def detach_or_cancel(context: Context, job: Job, now: float) -> None:

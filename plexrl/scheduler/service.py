@@ -13,12 +13,15 @@ from plexrl.ids import NodeId, RouterId, TenantId
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.config import SchedulerConfig, core_settings
 from plexrl.scheduler.connection import Connection
+from plexrl.scheduler.held_door import HeldDoor
 from plexrl.scheduler.shell import Shell
 from plexrl.wire.rpc import Peer
 
 LOG = logging.getLogger(__name__)
 
 OPERATOR = TenantId("operator")
+HELD_LOOK_S = 0.2
+"""Between two looks whether the journal takes the first events."""
 
 
 class Service:
@@ -31,17 +34,26 @@ class Service:
         self._background: set[asyncio.Task[None]] = set()
         self._graces: dict[NodeId, asyncio.Task[None]] = {}
 
-    async def run(self, ready: Callable[[], None], stop: asyncio.Event) -> None:
+    async def run(
+        self, ready: Callable[[], None], stop: asyncio.Event, door: HeldDoor | None = None
+    ) -> None:
         """Serve until `stop`; `ready` is called once the socket listens.
+
+        A journal that does not take even the first events is no reason not to serve: what is known
+        is shown, and what is asked for is told to come again. `door` is open until then.
 
         Raises:
             LeaseLostError: another scheduler leads; nothing was tidied up.
-            StorageError: the journal does not take even the first events.
         """
         runner = asyncio.create_task(self.shell.run())
         stopping = asyncio.create_task(stop.wait())
+        beginning = asyncio.create_task(self._begin())
         try:
-            await self._begin()
+            await self._begun_or_held(beginning, runner, stopping, door)
+            if stopping.done():
+                return
+            if door is not None:
+                await door.close()
             remove_socket(self._config.listen)
             server = await asyncio.start_unix_server(
                 self._connected, self._config.listen, backlog=1024
@@ -49,6 +61,8 @@ class Service:
             self._expect_nodes()
             ready()
             await asyncio.wait({runner, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if beginning.done():
+                beginning.result()
             if runner.done():
                 # By a lost lease, after which nobody must be told anything; or by a bug of ours.
                 runner.result()
@@ -58,21 +72,51 @@ class Service:
             await asyncio.gather(*self._background, return_exceptions=True)
             remove_socket(self._config.listen)
         finally:
+            beginning.cancel()
             stopping.cancel()
             runner.cancel()
-            await asyncio.gather(runner, stopping, return_exceptions=True)
+            await asyncio.gather(runner, stopping, beginning, return_exceptions=True)
+
+    async def _begun_or_held(
+        self,
+        beginning: asyncio.Task[None],
+        runner: asyncio.Task[None],
+        stopping: asyncio.Task[Any],
+        door: HeldDoor | None,
+    ) -> None:
+        """Return when the first events are accepted, or wait and the operator is known already."""
+        while True:
+            awaited: set[asyncio.Task[Any]] = {beginning, runner, stopping}
+            await asyncio.wait(
+                awaited,
+                timeout=HELD_LOOK_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if runner.done():
+                runner.result()
+            if beginning.done():
+                beginning.result()
+                return
+            if stopping.done():
+                return
+            held = self.shell.held
+            if held is None:
+                continue
+            if OPERATOR in self._core.tenants():
+                return
+            if door is not None:
+                await door.hold(held)
 
     async def _begin(self) -> None:
-        # Requests, not reports: a journal that is full says so instead of keeping us waiting.
         settings = msgspec.json.encode(core_settings(self._config)).decode()
-        await self.shell.request(ev.SchedulerStarted(settings_json=settings))
+        await self.shell.report(ev.SchedulerStarted(settings_json=settings))
         known = set(self._core.tenants())
         created = [(OPERATOR, self._config.operator_key_digest, True)] + [
             (TenantId(name), digest, False) for name, digest in self._config.tenants
         ]
         for tenant, digest, is_operator in created:
             if tenant not in known:
-                await self.shell.request(
+                await self.shell.report(
                     ev.TenantCreated(tenant=tenant, key_digest=digest, is_operator=is_operator)
                 )
             elif tenant == OPERATOR:

@@ -5,9 +5,11 @@ crash. The core refuses a bad event without changing anything; such an event sta
 and is refused again in every replay, because the core is deterministic. The alternative, asking
 the core first, would need its changes undone whenever the journal cannot be written.
 
-All events that wait while one transaction runs share the next one. When the journal is full,
-requests are refused with `JournalFullError`; reports of what has already happened are kept, in
-order, until there is room.
+All events that wait while one transaction runs share the next one. When the journal cannot take
+events in, because it is full or its database is away, the shell *holds*: requests are refused with
+the reason and `retry_after_s`, reports of what has already happened are kept in order, and the
+journal is tried again until it takes them. The first event after that is `ServiceResumed`, because
+nobody could be heard meanwhile. The same event follows a time in which the process was stopped.
 
 Every so many events the state is written down too, so that a restart replays only what came after.
 The core is encoded between two events; the writing goes on beside those that follow.
@@ -22,7 +24,10 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from plexrl.conditions import Conditions
 from plexrl.errors import (
+    JournalFullError,
+    JournalUnavailableError,
     LeaseLostError,
     OverloadedError,
     PlexRLError,
@@ -45,7 +50,7 @@ from plexrl.scheduler.commands import (
     StopWorkers,
 )
 from plexrl.scheduler.core import SchedulerCore
-from plexrl.scheduler.events import CODEC, Event, StateMigrated, TimerFired
+from plexrl.scheduler.events import CODEC, Event, ServiceResumed, StateMigrated, TimerFired
 from plexrl.scheduler.journal import Entry, Journal
 from plexrl.scheduler.links import AgentLinks, RouterLinks
 from plexrl.scheduler.recovery import restore
@@ -55,7 +60,15 @@ LOG = logging.getLogger(__name__)
 
 QUEUE_MAX = 10_000
 BATCH_MAX = 512
-FULL_RETRY_S = 0.5
+HELD_RETRY_S = 0.5
+"""Between two tries to write what a journal that cannot take events has kept waiting."""
+ROOM_RETRY_S = 30.0
+"""Between two tries to make room in a full journal."""
+SLOW_S = 5.0
+"""A transaction that takes longer holds requests back: they would time out one after another."""
+BEAT_S = 1.0
+STOPPED_S = 5.0
+"""A pause between two beats that is so long says that the process was stopped."""
 
 
 class Clock:
@@ -124,19 +137,32 @@ class Shell:
         self._kept: deque[_Item] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._migrating: set[asyncio.Task[None]] = set()
+        self.conditions = Conditions()
+        self._held: StorageError | None = None
+        self._room_tried_at: float | None = None
+        self._beaten_at = time.monotonic()
+        self._was_stopped = False
         self._awaited: dict[OperationId, set[asyncio.Future[None]]] = {}
         self._ended_count, _ = core.ended_since(0)
+
+    @property
+    def held(self) -> StorageError | None:
+        """Why requests are refused now."""
+        return self._held
 
     async def request(self, event: Event) -> None:
         """Have a client's event accepted.
 
         Raises:
             PlexRLError: refused by the core; nothing changed.
-            JournalFullError: not accepted; nothing changed.
+            StorageError: the journal cannot take it now; nothing changed, and the same request
+                succeeds later.
             InvalidRequestError: it holds a number that is not finite.
             OverloadedError: too many events wait.
         """
         self._check(event)
+        if self._held is not None:
+            raise self._held
         item = _Item(event, asyncio.get_running_loop().create_future(), is_report=False)
         try:
             self._queue.put_nowait(item)
@@ -193,6 +219,7 @@ class Shell:
             LeaseLostError: another scheduler leads; the core must not be asked or told any more.
         """
         batch: list[_Item] = []
+        beating = asyncio.create_task(self._beat())
         try:
             while True:
                 batch = await self._next_batch()
@@ -201,8 +228,14 @@ class Shell:
             self._end(error, batch)
             raise
         except asyncio.CancelledError:
-            self._end(UnavailableError("the scheduler is stopping: try again in a moment"), batch)
+            stopping = UnavailableError(
+                "the scheduler is stopping: try again in a moment", retry_after_s=0.5
+            )
+            self._end(stopping, batch)
             raise
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
 
     async def save(self) -> None:
         """Write the state down, so that the next start replays nothing; once `run` has ended."""
@@ -215,6 +248,11 @@ class Shell:
                 await self._write_snapshot(self._position, self._at, body)
 
     async def _take_in(self, batch: list[_Item]) -> None:
+        self._notice_stop()
+        if self._was_stopped:
+            # First of all: events that follow would look for what was silent meanwhile.
+            self._was_stopped = False
+            batch.insert(0, _unawaited(ServiceResumed()))
         now = self.clock.now()
         try:
             position = await self._append([(item.event, now) for item in batch])
@@ -223,6 +261,7 @@ class Shell:
         except StorageError as error:
             await self._not_journalled(batch, error)
             return
+        self._resume(batch)
         commands: list[Command] = []
         refusals: list[PlexRLError | None] = []
         for place, item in enumerate(batch, start=position - len(batch) + 1):
@@ -246,6 +285,14 @@ class Shell:
     async def _append(self, entries: list[Entry]) -> int:
         writing = asyncio.ensure_future(asyncio.to_thread(self._journal.append, entries))
         try:
+            done, _ = await asyncio.wait({writing}, timeout=SLOW_S)
+            if not done:
+                self._hold(
+                    JournalUnavailableError(
+                        f"the journal's database has not answered for {SLOW_S:g} s: see that it "
+                        "runs, and that its disk is not overloaded"
+                    )
+                )
             return await asyncio.shield(writing)
         except asyncio.CancelledError:
             # The thread goes on; whoever closes the journal next must not meet it there.
@@ -302,10 +349,12 @@ class Shell:
         self._snapshot_error = ""
         return body
 
-    async def _write_snapshot(self, position: int, at: float, body: bytes) -> None:
+    async def _write_snapshot(
+        self, position: int, at: float, body: bytes, *, kept: int = 2
+    ) -> None:
         try:
             await asyncio.to_thread(self._journal.write_snapshot, position, at, body)
-            await asyncio.to_thread(self._journal.compact)
+            await asyncio.to_thread(self._journal.compact, kept)
         except StorageError as error:
             # The events are all there: it only takes longer to start. A lost lease is met by the
             # next event, and by whoever keeps the lease.
@@ -327,24 +376,73 @@ class Shell:
         for item in waiting:
             _settle(item, error)
 
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self._notice_stop()
+
+    def _notice_stop(self) -> None:
+        """Find out whether this process was stopped, or its machine asleep."""
+        now = time.monotonic()
+        if now - self._beaten_at > STOPPED_S + BEAT_S:
+            LOG.warning("this process did not run for %.1f s", now - self._beaten_at)
+            self._was_stopped = True
+        self._beaten_at = now
+
+    def _hold(self, error: StorageError) -> None:
+        """Refuse requests with `error` from here on."""
+        error.details.setdefault("retry_after_s", HELD_RETRY_S)
+        if self._held is None or self._held.code != error.code:
+            LOG.error("holding: %s", error)
+        if self._held is not None and self._held.code != error.code:
+            self.conditions.clear(self._held.code)
+        self._held = error
+        self.conditions.hold(error)
+
+    def _resume(self, batch: list[_Item]) -> None:
+        """The journal has taken `batch` in."""
+        if self._held is None:
+            return
+        LOG.warning("the journal takes events in again; going on")
+        self.conditions.clear(self._held.code)
+        self._held = None
+        self._room_tried_at = None
+        self._was_stopped = not isinstance(batch[0].event, ServiceResumed)
+
     async def _next_batch(self) -> list[_Item]:
         batch = list(self._kept)
         self._kept.clear()
-        if not batch:
+        if not batch and self._held is None:
             batch.append(await self._queue.get())
         while len(batch) < BATCH_MAX and not self._queue.empty():
             batch.append(self._queue.get_nowait())
         return batch
 
     async def _not_journalled(self, batch: list[_Item], error: StorageError) -> None:
+        self._hold(error)
         for item in batch:
             if item.is_report:
                 self._kept.append(item)
             elif not item.done.done():
                 item.done.set_exception(error)
-        LOG.error("%s (%d reports kept)", error, len(self._kept))
-        if self._kept:
-            await asyncio.sleep(FULL_RETRY_S)
+        if not self._kept or not isinstance(self._kept[0].event, ServiceResumed):
+            # It comes before what is kept, such as a timer that would look for who was silent. And
+            # something must be written for anybody to learn that there is room.
+            self._kept.appendleft(_unawaited(ServiceResumed()))
+        if isinstance(error, JournalFullError):
+            self._make_room()
+        await asyncio.sleep(HELD_RETRY_S)
+
+    def _make_room(self) -> None:
+        """Have the events that a snapshot replaces deleted, and the snapshot before it."""
+        now = time.monotonic()
+        if self._room_tried_at is not None and now < self._room_tried_at + ROOM_RETRY_S:
+            return
+        if self._snapshot is None or self._snapshot.done():
+            self._room_tried_at = now
+            work = self._write_snapshot(self._position, self._at, self.core.dump(), kept=1)
+            self._snapshot = asyncio.create_task(work)
+            self._snapshot_position = self._position
 
     async def _handle(self, event: Event, position: int, now: float) -> list[Command]:
         """What follows from an event, also where a step of it fails.
@@ -429,10 +527,13 @@ class Shell:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._timer_due)
 
     def _timer_due(self) -> None:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Nobody awaits a timer; a full journal keeps it like any report.
-        item = _Item(TimerFired(), done, is_report=True)
+        # A journal that holds keeps it like any report.
         if self._queue.full():
-            self._timer = asyncio.get_running_loop().call_later(FULL_RETRY_S, self._timer_due)
+            self._timer = asyncio.get_running_loop().call_later(HELD_RETRY_S, self._timer_due)
         else:
-            self._queue.put_nowait(item)
+            self._queue.put_nowait(_unawaited(TimerFired()))
+
+
+def _unawaited(event: Event) -> _Item:
+    """An event of the shell's own, whose outcome nobody waits for."""
+    return _Item(event, asyncio.get_running_loop().create_future(), is_report=True)

@@ -48,7 +48,10 @@ class SqlJournal:
 
     def __init__(self, journal: str, bytes_max: int | None = None) -> None:
         self._database = open_database(journal, bytes_max)
+        # The lease has a connection of its own: a long transaction must not hold its renewal up.
+        self._lease_database = open_database(journal, bytes_max)
         self._lock = threading.Lock()
+        self._lease_lock = threading.Lock()
         self._closed = False
         self._holder = ""
         self._ttl_s = 0.0
@@ -60,6 +63,7 @@ class SqlJournal:
                 migrate(self._database, connection)
         except BaseException:
             self._database.engine.dispose()
+            self._lease_database.engine.dispose()
             raise
 
     def acquire(self, holder: str, ttl_s: float) -> int:
@@ -92,7 +96,7 @@ class SqlJournal:
 
     def renew(self) -> None:
         """Hold the lease for its full time again. Raises as `Journal.renew`."""
-        with self._transaction() as connection:
+        with self._transaction(of_lease=True) as connection:
             self._check_lease(connection)
             connection.execute(
                 sa.update(LEASES)
@@ -163,10 +167,15 @@ class SqlJournal:
         digest = _digest(position, at, body)
         with self._transaction() as connection:
             self._check_lease(connection)
-            connection.execute(sa.delete(SNAPSHOTS).where(SNAPSHOTS.c.position == position))
-            connection.execute(
-                sa.insert(SNAPSHOTS).values(position=position, at=at, digest=digest, body=body)
-            )
+            # The bound is for events: a snapshot is what makes room where they have reached it.
+            self._database.lift_bound(connection)
+            try:
+                connection.execute(sa.delete(SNAPSHOTS).where(SNAPSHOTS.c.position == position))
+                connection.execute(
+                    sa.insert(SNAPSHOTS).values(position=position, at=at, digest=digest, body=body)
+                )
+            finally:
+                self._database.set_bound(connection)
 
     def snapshot(self, before: int | None = None) -> tuple[int, float, bytes] | None:
         """The newest whole snapshot, with `before` only of lower positions."""
@@ -182,21 +191,25 @@ class SqlJournal:
             LOG.error("the snapshot at event %d is damaged; trying the one before", row.position)
             before = row.position
 
-    def compact(self) -> None:
-        """Delete what the last two snapshots make needless. Raises as `Journal.append`."""
-        newest = sa.select(SNAPSHOTS.c.position).order_by(SNAPSHOTS.c.position.desc()).limit(2)
+    def compact(self, kept_snapshots: int = 2) -> None:
+        """Delete what the last snapshots make needless. Raises as `Journal.append`."""
+        newest = (
+            sa.select(SNAPSHOTS.c.position)
+            .order_by(SNAPSHOTS.c.position.desc())
+            .limit(kept_snapshots)
+        )
         oldest = sa.select(sa.func.min(EVENTS.c.position))
         while True:
             with self._transaction() as connection:
                 self._check_lease(connection)
                 kept = connection.execute(newest).scalars().all()
                 first = connection.execute(oldest).scalar()
-                if len(kept) < 2:
+                if len(kept) < kept_snapshots:
                     return
-                last = kept[1] if first is None else min(kept[1], first + COMPACT_PAGE)
+                last = kept[-1] if first is None else min(kept[-1], first + COMPACT_PAGE)
                 connection.execute(sa.delete(EVENTS).where(EVENTS.c.position <= last))
-                connection.execute(sa.delete(SNAPSHOTS).where(SNAPSHOTS.c.position < kept[1]))
-            if last == kept[1]:
+                connection.execute(sa.delete(SNAPSHOTS).where(SNAPSHOTS.c.position < kept[-1]))
+            if last == kept[-1]:
                 return
 
     def set_aside(self, position: int, step: str, error: str) -> None:
@@ -219,9 +232,10 @@ class SqlJournal:
 
     def close(self) -> None:
         """Give the journal back; waits for a write that is under way."""
-        with self._lock:
+        with self._lock, self._lease_lock:
             self._closed = True
             self._database.engine.dispose()
+            self._lease_database.engine.dispose()
 
     def _check_lease(self, connection: sa.Connection) -> None:
         row = connection.exec_driver_sql(self._database.fence, (LEASE,)).one()
@@ -234,15 +248,16 @@ class SqlJournal:
             )
 
     @contextmanager
-    def _transaction(self) -> Iterator[sa.Connection]:
-        with self._lock:
+    def _transaction(self, *, of_lease: bool = False) -> Iterator[sa.Connection]:
+        database = self._lease_database if of_lease else self._database
+        with self._lease_lock if of_lease else self._lock:
             if self._closed:
-                raise StorageError(f"the journal {self._database.name} is closed")
+                raise StorageError(f"the journal {database.name} is closed")
             try:
-                with self._database.engine.begin() as connection:
+                with database.engine.begin() as connection:
                     yield connection
             except (SQLAlchemyError, OSError) as error:
-                raise translate(self._database, error) from error
+                raise translate(database, error) from error
 
 
 def _digest(position: int, at: float, body: bytes) -> str:

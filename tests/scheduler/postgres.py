@@ -4,10 +4,12 @@ import itertools
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
 
+import psutil
 import psycopg
 
 START_S = 60
@@ -35,6 +37,13 @@ class PostgresServer:
             shutil.chown(self._folder, self._user)
         self._call("initdb", "-A", "trust", "-U", "plexrl", "-E", "UTF8", "-N")
         self.start()
+
+    def send(self, sig: signal.Signals) -> None:
+        """Give a signal to the server and its backends."""
+        main = int((self._folder / "data" / "postmaster.pid").read_text().split()[0])
+        server = psutil.Process(main)
+        for process in (*server.children(recursive=True), server):
+            process.send_signal(sig)
 
     def database(self) -> str:
         """The URL of a new database."""

@@ -75,12 +75,12 @@ class SchedulerProcess:
             self.process.stdout.close()
 
     @asynccontextmanager
-    async def connected(self) -> AsyncIterator[Peer]:
-        """A router's connection."""
+    async def connected(self, router: str = "r") -> AsyncIterator[Peer]:
+        """A router's connection; a former one of the same router ends."""
         peer = Peer(*await asyncio.open_unix_connection(self.listen), {})
         running = asyncio.create_task(peer.run())
         try:
-            await peer.call("hello", {"role": "router", "router": "r"})
+            await peer.call("hello", {"role": "router", "router": router})
             yield peer
         finally:
             peer.close()

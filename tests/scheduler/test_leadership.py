@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler.__main__ import EXIT_FAILED, EXIT_LEASE_LOST
+from plexrl.scheduler.__main__ import EXIT_LEASE_LOST
 from plexrl.scheduler.sql_journal import SqlJournal
 from tests.scheduler.scheduler_process import SchedulerProcess, job_params
 
@@ -143,7 +143,7 @@ def test_strange_requests_are_refused_before_the_journal(start: Start, journal_u
     assert [kind for kind in kinds if kind not in comings] == ["SchedulerStarted", "TenantCreated"]
 
 
-def test_a_scheduler_started_on_a_full_journal_says_so(
+def test_a_scheduler_started_on_a_full_journal_holds_and_says_so(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("s")
@@ -153,6 +153,10 @@ def test_a_scheduler_started_on_a_full_journal_says_so(
     tenants = [(f"tenant{index}", "0" * 64) for index in range(100)]
     full = SchedulerProcess(folder, "a", path, journal_bytes_max=1, tenants=tenants)
     with closing(full):
-        assert full.wait_end() == EXIT_FAILED
-        assert "has no room" in full.log
+        full.wait_ready()
+        asyncio.run(full.wait_log("has no room"))
         assert "Traceback" not in full.log
+    roomy = SchedulerProcess(folder, "a", path, tenants=tenants)
+    with closing(roomy):
+        roomy.wait_ready()
+        asyncio.run(roomy.submit_job("j"))

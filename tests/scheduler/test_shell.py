@@ -69,7 +69,8 @@ class SlowJournal:
     def snapshot(self, before: int | None = None) -> tuple[int, float, bytes] | None:
         raise NotImplementedError
 
-    def compact(self) -> None:
+    def compact(self, kept_snapshots: int = 2) -> None:
+        del kept_snapshots
         assert self.snapshots
 
     def close(self) -> None:
@@ -182,21 +183,29 @@ def test_a_lost_lease_ends_the_shell_and_answers_everybody() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("failure", [LeaseLostError("led by another"), StorageError("no server")])
-def test_a_lease_that_cannot_be_renewed_is_lost(failure: StorageError) -> None:
+def test_a_lease_that_another_took_is_lost() -> None:
     async def run() -> None:
         async with asyncio.timeout(WAIT_S):
-            await keep_lead(SlowJournal(failure), 0.05, asyncio.get_running_loop().time())
+            await keep_lead(SlowJournal(LeaseLostError("led by another")), 0.05)
 
-    with pytest.raises(LeaseLostError):
+    with pytest.raises(LeaseLostError, match=r"led by another; it was last renewed .* s ago"):
         asyncio.run(run())
 
 
-def test_a_full_journal_loses_no_lease() -> None:
+def test_a_leader_that_cannot_reach_its_journal_ends_where_another_listens_in_its_place() -> None:
+    async def run() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await keep_lead(SlowJournal(StorageError("no server")), 0.05, lambda: True)
+
+    with pytest.raises(LeaseLostError, match="listens in this one's place"):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("failure", [JournalFullError("no room"), StorageError("no server")])
+def test_a_lease_that_nobody_took_is_not_lost(failure: StorageError) -> None:
     async def run() -> None:
         async with asyncio.timeout(0.3):
-            now = asyncio.get_running_loop().time()
-            await keep_lead(SlowJournal(JournalFullError("no room")), 0.05, now)
+            await keep_lead(SlowJournal(failure), 0.05)
 
     with pytest.raises(TimeoutError):
         asyncio.run(run())

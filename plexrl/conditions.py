@@ -1,0 +1,44 @@
+"""What holds a part of the cluster back now, for operators: reasons with a code and a time.
+
+A condition is no error: nothing is lost, and work goes on when the condition ends.
+"""
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from plexrl.errors import PlexRLError
+
+
+class Condition(msgspec.Struct, frozen=True, kw_only=True):
+    """One reason, as `/v1/health` and `/v1/status` show it."""
+
+    code: str
+    """Of the error that requests get meanwhile."""
+    message: str
+    since: float
+    """Seconds since the epoch."""
+
+
+class Conditions:
+    """The conditions of one process, the oldest first."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._held: dict[str, Condition] = {}
+
+    def hold(self, error: PlexRLError) -> None:
+        """The error's condition has begun, or lasts."""
+        known = self._held.get(error.code)
+        since = self._clock() if known is None else known.since
+        self._held[error.code] = Condition(code=error.code, message=error.message, since=since)
+
+    def clear(self, *codes: str) -> None:
+        """These conditions have ended; without codes, all of them."""
+        for code in codes or tuple(self._held):
+            self._held.pop(code, None)
+
+    def view(self) -> list[dict[str, object]]:
+        """All of them as plain values."""
+        return [msgspec.to_builtins(condition) for condition in self._held.values()]
