@@ -158,17 +158,21 @@ def send_launch(context: Context, deployment: Deployment) -> None:
     )
 
 
-def restart(context: Context, deployment: Deployment, reason: str, now: float) -> None:
+def restart(
+    context: Context, deployment: Deployment, reason: str, now: float, *, counts: bool = True
+) -> None:
     """Start the WPG over from its last complete version; its group goes to others meanwhile."""
-    if stop(context, deployment, reason, now):
+    if stop(context, deployment, reason, now, counts=counts):
         launch(context, deployment)
 
 
-def stop(context: Context, deployment: Deployment, reason: str, now: float) -> bool:
+def stop(
+    context: Context, deployment: Deployment, reason: str, now: float, *, counts: bool = True
+) -> bool:
     """Give the WPG's processes up; what ran is queued again. False: that was once too often, and
-    the job has ended."""
+    the job has ended. `counts`: as one more failure of the WPG."""
     job = context.job(deployment.job)
-    deployment.failures += 1
+    deployment.failures += counts
     interrupted = [name for name, command in deployment.running.items() if not command.replay]
     deployment.running.clear()
     for name in interrupted:

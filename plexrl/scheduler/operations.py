@@ -194,6 +194,8 @@ def start(
         source,
         operation.source_seq,
         deployment.durable_seq,
+        None,
+        deployment.previous_seq,
     )
     deployment.running[operation.operation] = command
     if state.routers:
@@ -247,6 +249,8 @@ def start_move(
         0,
         deployment.durable_seq,
         due_s,
+        # A new version makes the former one the earlier one, unless the bounds reach back further.
+        deployment.previous_seq,
     )
     deployment.moving = command
     if state.routers:
@@ -360,19 +364,52 @@ def drop_past(context: Context, deployment: Deployment) -> None:
     if deployment.past:
         _forget(context, deployment.past)
     deployment.past_is_whole = False
+    deployment.previous_seq = 0
 
 
-def retire_log(context: Context, deployment: Deployment) -> None:
-    """The durable version includes the replay log: it is needed only should that version be lost,
-    and is kept for this as far as the bound allows."""
-    kept = len(deployment.past) + len(deployment.log)
-    if deployment.past_is_whole and kept <= context.config.rebuild_operations:
-        deployment.past += deployment.log
-        deployment.log.clear()
-        deployment.replaying.clear()
+def retire_log(context: Context, deployment: Deployment, former_seq: int) -> None:
+    """The durable version includes the replay log: the log is needed only should that version be
+    damaged or lost, and is kept for this as far as the bounds allow.
+
+    `former_seq` is the durable version before. It becomes the earlier version to go back to, unless
+    there is one that the bounds still reach.
+    """
+    past = deployment.past
+    past += deployment.log
+    deployment.log.clear()
+    deployment.replaying.clear()
+    if deployment.past_is_whole and not _is_too_much(context, past):
+        if not deployment.previous_seq:
+            deployment.previous_seq = former_seq
         return
+    deployment.past_is_whole = False
+    for seq in (deployment.previous_seq, former_seq):
+        if not seq:
+            continue
+        behind = [name for name in past if context.state.operations[name].seq > seq]
+        if not _is_too_much(context, behind):
+            needless = past[: len(past) - len(behind)]
+            _forget(context, needless)
+            deployment.past[:] = behind
+            deployment.previous_seq = seq
+            return
     drop_past(context, deployment)
-    drop_log(context, deployment)
+
+
+def forget_previous(context: Context, deployment: Deployment) -> None:
+    """The StateManagers that hold the durable version do not have the earlier one."""
+    if not deployment.past_is_whole:
+        drop_past(context, deployment)
+    deployment.previous_seq = 0
+
+
+def _is_too_much(context: Context, names: list[OperationId]) -> bool:
+    """Whether so many operations, or their payloads, are beyond what is kept for a recovery."""
+    config, operations = context.config, context.state.operations
+    if len(names) > config.rebuild_operations:
+        return True
+    nbytes = sum(operations[name].payload_bytes for name in names)
+    return nbytes > config.rebuild_payload_bytes_max
 
 
 def _forget(context: Context, names: list[OperationId]) -> None:

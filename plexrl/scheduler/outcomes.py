@@ -15,7 +15,7 @@ from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.operations import complete, fail, finish, retire_log
 from plexrl.scheduler.phases import switch_ended
-from plexrl.scheduler.rebuilding import is_republished
+from plexrl.scheduler.rebuilding import fall_back, is_republished
 from plexrl.scheduler.relocation import call_off
 from plexrl.scheduler.state import Deployment, Group, Residency, State
 from plexrl.scheduler.switch_cost import HOST, observe_move, state_lies
@@ -81,9 +81,15 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     meter_run(state, deployment, operation, now)
     error = _read_error(event.error_json)
     if deployment.moving is not None and deployment.moving.operation == event.operation:
-        if error.code in LOST_CODES:
+        if error.code in LOST_CODES and operation.kind == OperationKind.LOAD:
+            if fall_back(context, deployment):
+                restart(context, deployment, error.message, now, counts=False)
+                return
             job = context.job(deployment.job)
-            reason = f"the state of {deployment.deployment!r} cannot be had: {error.message}"
+            reason = (
+                f"the state of {deployment.deployment!r} cannot be had, nor computed anew from "
+                f"what was kept: {error.message}"
+            )
             end_job(context, job, JobTrigger.FAILED, reason, now)
         elif operation.kind == OperationKind.LOAD and isinstance(error, InvalidRequestError):
             # A model or a layout that cannot be, or a library that is not installed.
@@ -186,11 +192,13 @@ def _move_finished(
 
 
 def _version_made(context: Context, deployment: Deployment, event: OperationFinished) -> None:
+    former_seq = deployment.durable_seq
     deployment.durable_seq = deployment.completed_seq
     deployment.state_nodes[:] = deployment.nodes
     moved = event.moved
     state_lies(deployment, HOST if moved is None else moved.tier)
-    retire_log(context, deployment)
+    if former_seq < deployment.durable_seq:
+        retire_log(context, deployment, former_seq)
 
 
 def _hand_over(context: Context, group: Group, now: float) -> None:
