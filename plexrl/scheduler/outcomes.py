@@ -15,7 +15,7 @@ from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.operations import complete, fail, finish, retire_log
 from plexrl.scheduler.phases import switch_ended
-from plexrl.scheduler.rebuilding import fall_back, is_republished
+from plexrl.scheduler.rebuilding import LOST_CODES, fall_back, is_republished
 from plexrl.scheduler.relocation import call_off
 from plexrl.scheduler.state import Deployment, Group, Residency, State
 from plexrl.scheduler.switch_cost import HOST, observe_move, state_lies
@@ -35,9 +35,6 @@ _DEVICE: Final = Residency.DEVICE
 _OFFLOADED: Final = Residency.OFFLOADED
 _SUSPENDS: Final = JobTrigger.OFFLOADED
 _GRANTED: Final = JobTrigger.GRANTED
-
-LOST_CODES = frozenset({"state_lost", "corrupt_state"})
-"""Errors of a load after which no restart can help."""
 
 
 def run_finished(context: Context, event: OperationFinished, now: float) -> None:

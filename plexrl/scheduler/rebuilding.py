@@ -19,6 +19,9 @@ from plexrl.wire.operations import OperationKind
 OUT_OF_REACH = frozenset({"state_lost", "unavailable", "connection_lost"})
 """Errors of a sync that another publish mends."""
 
+LOST_CODES = frozenset({"state_lost", "corrupt_state"})
+"""Errors of a load or a copy that say that the version is damaged or missing."""
+
 
 def rebuild(context: Context, deployment: Deployment) -> bool:
     """Have the next load begin from the initial weights, where a node that holds the WPG's version

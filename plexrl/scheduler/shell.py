@@ -412,11 +412,16 @@ class Shell:
         task = asyncio.current_task()
         assert task is not None
         try:
-            error = await self.agents.migrate(command, node)
-            if error is not None:
+            outcome = await self.agents.migrate(command, node)
+            if outcome is not None:
+                error, code = outcome
                 await self.report(
                     StateMigrated(
-                        deployment=command.deployment, node=node, seq=command.seq, error=error
+                        deployment=command.deployment,
+                        node=node,
+                        seq=command.seq,
+                        error=error,
+                        code=code,
                     )
                 )
         finally:

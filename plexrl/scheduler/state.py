@@ -284,6 +284,9 @@ class Deployment:
     """All of them in the order of ranks, once the WPG is ready."""
     failures: int = 0
     """Launches since an operation last completed."""
+    launch_at: float | None = None
+    """When its processes are started again: at the last start there was no room on a disk. Absent:
+    they are being started, or run."""
     queue: list[OperationId] = field(default_factory=list)
     running: dict[OperationId, RunOperation] = field(default_factory=dict)
     moving: RunOperation | None = None

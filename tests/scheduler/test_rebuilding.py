@@ -389,3 +389,49 @@ def test_an_error_that_no_publish_mends_restarts_the_rollout() -> None:
 def test_a_negative_bound_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="rebuild_operations"):
         config(rebuild_operations=-1)
+
+
+def test_a_damaged_version_is_not_waited_for_on_its_way_elsewhere() -> None:
+    cluster = trained()
+    drain(cluster, "n0")
+    while not cluster.migrations:
+        cluster.execute(cluster.runs[0])
+    for _ in range(2):
+        (migration,) = cluster.migrations
+        cluster.migrations.clear()
+        cluster.send(
+            ev.StateMigrated(
+                deployment="a/actor",
+                node=migration.nodes[0],
+                seq=migration.seq,
+                error="a block is damaged",
+                code="corrupt_state",
+            )
+        )
+    assert not cluster.migrations, "neither version can be copied"
+    train(cluster, 3)
+    assert explained(cluster, "a")["nodes"] == ["n1"]
+    assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", "a:3"]
+
+
+def test_workers_that_find_no_room_to_start_are_started_until_there_is_room() -> None:
+    cluster = trained(launch_attempts=2)
+    cluster.submit("a:3", "a/actor", "forward_backward")
+    cluster.kill("a/actor")
+    for _ in range(10):
+        (launch,) = cluster.launches
+        for rank in launch.ranks:
+            exited = ev.WorkerExited(
+                deployment="a/actor",
+                rank=rank.rank,
+                incarnation=launch.incarnation,
+                reason="No space left on device",
+                code="storage_full",
+            )
+            cluster.send(exited)
+        assert not cluster.launches, "not again at once"
+        view = cluster.core.operation_view("a:3", cluster.now)
+        assert "No space left on device" in str(view)
+        cluster.pass_time(5.0)
+    train(cluster, 4)
+    assert cluster.wpgs["a/actor"].device == [f"a:{index}" for index in range(5)]
