@@ -82,6 +82,8 @@ def _check_deployment(context: Context, deployment: Deployment) -> None:
     past = [state.operations[each].seq for each in deployment.past]
     assert past == sorted(set(past)), f"{name}: what led to its version is out of order: {past}"
     assert all(seq <= deployment.durable_seq for seq in past), f"{name}: {past} is not past"
+    nbytes = sum(state.operations[each].payload_bytes for each in deployment.past)
+    assert deployment.past_payload_bytes == nbytes, f"{name}: {deployment.past_payload_bytes} bytes"
     previous = deployment.previous_seq
     if previous:
         assert previous < deployment.durable_seq, f"{name}: {previous} is no earlier version"

@@ -363,6 +363,7 @@ def drop_past(context: Context, deployment: Deployment) -> None:
     """What led to the durable version is not needed any more, or too much."""
     if deployment.past:
         _forget(context, deployment.past)
+    deployment.past_payload_bytes = 0
     deployment.past_is_whole = False
     deployment.previous_seq = 0
 
@@ -371,29 +372,31 @@ def retire_log(context: Context, deployment: Deployment, former_seq: int) -> Non
     """The durable version includes the replay log: the log is needed only should that version be
     damaged or lost, and is kept for this as far as the bounds allow.
 
-    `former_seq` is the durable version before. It becomes the earlier version to go back to, unless
-    there is one that the bounds still reach.
+    `former_seq` is the durable version before. Where the bounds do not reach back further, it is
+    the earlier version from which the newest can be computed anew.
     """
-    past = deployment.past
-    past += deployment.log
-    deployment.log.clear()
-    deployment.replaying.clear()
-    if deployment.past_is_whole and not _is_too_much(context, past):
-        if not deployment.previous_seq:
-            deployment.previous_seq = former_seq
-        return
-    deployment.past_is_whole = False
-    for seq in (deployment.previous_seq, former_seq):
-        if not seq:
-            continue
-        behind = [name for name in past if context.state.operations[name].seq > seq]
-        if not _is_too_much(context, behind):
-            needless = past[: len(past) - len(behind)]
-            _forget(context, needless)
-            deployment.past[:] = behind
-            deployment.previous_seq = seq
+    past, log = deployment.past, deployment.log
+    log_bytes = payload_bytes(context, log)
+    deployment.past_payload_bytes += log_bytes
+    if not _is_kept(context, len(past) + len(log), deployment.past_payload_bytes):
+        drop_past(context, deployment)
+        if not former_seq or not _is_kept(context, len(log), log_bytes):
+            drop_log(context, deployment)
             return
-    drop_past(context, deployment)
+        deployment.past_payload_bytes = log_bytes
+        deployment.previous_seq = former_seq
+    elif deployment.past_is_whole:
+        deployment.previous_seq = deployment.previous_seq or former_seq
+    elif not deployment.previous_seq:
+        # Nothing that leads to `former_seq` is kept, so `past` begins there.
+        if not former_seq:
+            drop_past(context, deployment)
+            drop_log(context, deployment)
+            return
+        deployment.previous_seq = former_seq
+    past += log
+    log.clear()
+    deployment.replaying.clear()
 
 
 def forget_previous(context: Context, deployment: Deployment) -> None:
@@ -403,13 +406,16 @@ def forget_previous(context: Context, deployment: Deployment) -> None:
     deployment.previous_seq = 0
 
 
-def _is_too_much(context: Context, names: list[OperationId]) -> bool:
-    """Whether so many operations, or their payloads, are beyond what is kept for a recovery."""
-    config, operations = context.config, context.state.operations
-    if len(names) > config.rebuild_operations:
-        return True
-    nbytes = sum(operations[name].payload_bytes for name in names)
-    return nbytes > config.rebuild_payload_bytes_max
+def payload_bytes(context: Context, names: list[OperationId]) -> int:
+    """Of these operations together."""
+    operations = context.state.operations
+    return sum([operations[name].payload_bytes for name in names])
+
+
+def _is_kept(context: Context, count: int, nbytes: int) -> bool:
+    """Whether so many operations with so large payloads are kept to compute a version anew."""
+    config = context.config
+    return count <= config.rebuild_operations and nbytes <= config.rebuild_payload_bytes_max
 
 
 def _forget(context: Context, names: list[OperationId]) -> None:

@@ -4,14 +4,26 @@ from typing import Final
 
 import msgspec
 
-from plexrl.errors import ExecutionError, InvalidRequestError, PlexRLError, from_wire
+from plexrl.errors import (
+    ExecutionError,
+    InvalidRequestError,
+    PlexRLError,
+    from_wire,
+    is_storage_full,
+)
 from plexrl.ids import FencingToken
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationFailed, OperationFinished
 from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.groups import end_burst, load, successor
 from plexrl.scheduler.jobs import JobTrigger
-from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
+from plexrl.scheduler.lifecycle import (
+    cycle_ended,
+    end_job,
+    job_event,
+    restart,
+    restart_when_there_is_room,
+)
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.operations import complete, fail, finish, retire_log
 from plexrl.scheduler.phases import switch_ended
@@ -77,6 +89,10 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     meter_run(state, deployment, operation, now)
     error = _read_error(event.error_json)
+    if is_storage_full(error.code) and not event.state_intact:
+        # Some ranks have done it, or a part of it. It is done again by all, from the state before.
+        restart_when_there_is_room(context, deployment, error.message, now)
+        return
     if deployment.moving is not None and deployment.moving.operation == event.operation:
         if error.code in LOST_CODES and operation.kind == OperationKind.LOAD:
             if fall_back(context, deployment):

@@ -11,7 +11,7 @@ from plexrl.errors import PlexRLError
 from plexrl.ids import FencingToken
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.operation_record import Operation
-from plexrl.scheduler.operations import enqueue_publish, publish_name
+from plexrl.scheduler.operations import enqueue_publish, payload_bytes, publish_name
 from plexrl.scheduler.placement import shares
 from plexrl.scheduler.state import Deployment
 from plexrl.wire.operations import OperationKind
@@ -42,6 +42,7 @@ def fall_back(context: Context, deployment: Deployment) -> bool:
     operations = context.state.operations
     behind = [name for name in deployment.past if operations[name].seq > previous_seq]
     del deployment.past[len(deployment.past) - len(behind) :]
+    deployment.past_payload_bytes -= payload_bytes(context, behind)
     deployment.log[:0] = behind
     deployment.durable_seq = previous_seq
     deployment.previous_seq = 0
@@ -55,6 +56,7 @@ def _begin_anew(deployment: Deployment) -> bool:
         return False
     deployment.log[:0] = deployment.past
     deployment.past.clear()
+    deployment.past_payload_bytes = 0
     deployment.durable_seq = 0
     deployment.previous_seq = 0
     deployment.state_nodes = []

@@ -296,6 +296,8 @@ class Deployment:
     past: list[OperationId] = field(default_factory=list)
     """Mutations that led to `durable_seq`, oldest first, for the case that this version is damaged
     or lost. They begin at the initial weights, or else at version `previous_seq`."""
+    past_payload_bytes: int = 0
+    """Of the operations in `past`."""
     past_is_whole: bool = False
     """`past` and `log` together make the present state out of the initial weights. False: some were
     given up, being too many."""

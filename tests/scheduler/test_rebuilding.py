@@ -6,6 +6,7 @@ import pytest
 
 from plexrl.errors import (
     CorruptStateError,
+    ExecutionError,
     InvalidRequestError,
     PlexRLError,
     StateLostError,
@@ -138,8 +139,8 @@ class Discards(FakeCluster):
 
 
 def test_payloads_are_kept_up_to_the_bound_and_those_behind_an_earlier_version_after() -> None:
-    assert discards(rebuild_operations=3) == [0, 0, 0, 0, 1, 4, 4]
-    assert discards(rebuild_payload_bytes_max=300) == [0, 0, 0, 0, 1, 4, 4]
+    assert discards(rebuild_operations=3) == [0, 0, 0, 0, 3, 3, 3]
+    assert discards(rebuild_payload_bytes_max=300) == [0, 0, 0, 0, 3, 3, 3]
     assert discards(rebuild_operations=0) == [0, 1, 2, 3, 4, 5, 6]
 
 
@@ -380,7 +381,7 @@ def test_an_error_that_no_publish_mends_restarts_the_rollout() -> None:
     cluster.submit("draw", "a/rollout", "generate")
     cluster.launch(cluster.launches[0])
     cluster.execute(cluster.runs[0])
-    refuse(cluster, cluster.runs[0], StateTierFullError("no room"))
+    refuse(cluster, cluster.runs[0], ExecutionError("it broke"))
     assert [launch.deployment for launch in cluster.launches] == ["a/rollout"]
     cluster.settle()
     assert cluster.wpgs["a/rollout"].device == ["sync"]
@@ -435,3 +436,27 @@ def test_workers_that_find_no_room_to_start_are_started_until_there_is_room() ->
         cluster.pass_time(5.0)
     train(cluster, 4)
     assert cluster.wpgs["a/actor"].device == [f"a:{index}" for index in range(5)]
+
+
+@pytest.mark.parametrize("kind", ["forward_backward", "optim_step", "save_checkpoint"])
+def test_an_operation_for_which_one_rank_had_no_room_is_done_again_by_all(kind: str) -> None:
+    """However often, it is neither lost nor a failure of the workers."""
+    cluster = trained(launch_attempts=1)
+    cluster.submit("a:3", "a/actor", kind)
+    cluster.submit("a:4", "a/actor", "forward_backward")
+    for _ in range(5):
+        while not any(run.operation == "a:3" for run in cluster.runs):
+            if cluster.launches:
+                cluster.launch(cluster.launches[0])
+            elif cluster.runs:
+                cluster.execute(cluster.runs[0])
+            else:
+                cluster.pass_time(5.0)
+        (run,) = cluster.runs
+        refuse(cluster, run, StateTierFullError("no room for the copy of the moments"))
+        assert cluster.state_of("a:3") == "pending"
+        assert "no room for the copy" in str(cluster.core.operation_view("a:3", cluster.now))
+    cluster.settle()
+    assert cluster.state_of("a:3") == "finished"
+    applied = ["a:3"] if kind != "save_checkpoint" else []
+    assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", *applied, "a:4"]
