@@ -359,6 +359,11 @@ def _collect(root: type[PlexRLError]) -> dict[str, type[PlexRLError]]:
 _KINDS: dict[str, type[PlexRLError]] = _collect(PlexRLError)
 
 
+def is_storage_full(code: str) -> bool:
+    """Whether errors of this code say that there is no room now."""
+    return issubclass(_KINDS.get(code, PlexRLError), StorageFullError)
+
+
 def from_wire(body: object) -> PlexRLError:
     """The error that `to_wire` described; an unknown code becomes a plain `PlexRLError`."""
     if not isinstance(body, Mapping):

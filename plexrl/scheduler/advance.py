@@ -14,7 +14,7 @@ from plexrl.scheduler.early_ends import deadline_passed
 from plexrl.scheduler.forgetting import forget_ended
 from plexrl.scheduler.groups import advance
 from plexrl.scheduler.hold_and_wait import break_deadlocks
-from plexrl.scheduler.lifecycle import detach_or_cancel, place_waiting
+from plexrl.scheduler.lifecycle import detach_or_cancel, launch_if_due, place_waiting
 from plexrl.scheduler.relocation import send_migration
 from plexrl.scheduler.replacement import look_at_node
 from plexrl.scheduler.state import WpgState
@@ -103,6 +103,8 @@ def _look_again(context: Context, what: str, now: float) -> None:
             context.place_waiting = context.place_waiting or bool(context.waiting)
         case "node" if name in context.state.nodes:
             look_at_node(context, NodeId(name), now)
+        case "launch" if name in context.state.deployments:
+            launch_if_due(context, context.deployment(DeploymentId(name)), now)
         case "migration":
             deployment = context.state.deployments.get(DeploymentId(name))
             if deployment is not None and deployment.state == WpgState.MIGRATING:

@@ -118,6 +118,8 @@ class RunOperation(Command, frozen=True, gc=False):
     """`offload`, `snapshot`: the last complete version; keep it until the new one is whole."""
     next_use_s: float | None = None
     """`offload`: until the WPG is expected to need its state again; absent: nothing is known."""
+    previous_seq: int = 0
+    """An earlier complete version that is kept while there is room for it; 0: none."""
 
 
 class AbortOperation(Command, frozen=True, kw_only=True):

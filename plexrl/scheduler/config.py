@@ -47,6 +47,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "node_replace_s": _SECONDS,
     "snapshot_operations": _COUNT,
     "rebuild_operations": (0, 1 << 40),
+    "rebuild_payload_bytes_max": (0, 1 << 62),
     "burst_hold_s": _SECONDS,
     "burst_max_s": _SECONDS,
     "launch_attempts": _COUNT,
@@ -142,10 +143,13 @@ class SchedulerConfig:
     snapshot_operations: int = 64
     """Mutations after which a WPG that no switch has offloaded is snapshotted: the most that a
     recovery replays."""
-    rebuild_operations: int = 0
+    rebuild_operations: int = 128
     """Mutations of a WPG, with their payloads, kept beyond its durable version, so that it can be
-    computed anew where the nodes that hold the version are lost; 0: none. They reach back to the
-    initial weights or the last loaded checkpoint, or are given up."""
+    computed anew where that version is damaged or lost; 0: none. They reach back to the initial
+    weights or the last loaded checkpoint. Where these would be too many, they reach back to an
+    earlier version that the StateManagers keep. Twice `snapshot_operations`, so that they do."""
+    rebuild_payload_bytes_max: int = 1 << 30
+    """Bound on the payloads of these operations, for each WPG: they lie in the blob store."""
     lost_nodes_return: bool = True
     """Whether a lost node may come back with its state: who needs it then waits for as long as that
     takes; else its job ends as FAILED after `node_replace_s`."""

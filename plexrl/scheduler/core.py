@@ -15,6 +15,7 @@ from plexrl.errors import (
     ConflictError,
     InvalidRequestError,
     PlexRLError,
+    is_storage_full,
 )
 from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
 from plexrl.scheduler import events as ev
@@ -47,6 +48,7 @@ from plexrl.scheduler.lifecycle import (
     has_gpu,
     issue_again,
     restart,
+    restart_when_there_is_room,
     worker_ready,
 )
 from plexrl.scheduler.limits import check_numbers, within_limits
@@ -310,8 +312,13 @@ class SchedulerCore:
 
     def _worker_exited(self, event: ev.WorkerExited, now: float) -> None:
         deployment = self._current(event.deployment, event.incarnation)
-        if deployment is not None:
-            restart(self._context, deployment, f"rank {event.rank}: {event.reason}", now)
+        if deployment is None or deployment.launch_at is not None:
+            return
+        reason = f"rank {event.rank}: {event.reason}"
+        if is_storage_full(event.code):
+            restart_when_there_is_room(self._context, deployment, reason, now)
+        else:
+            restart(self._context, deployment, reason, now)
 
     def _current(self, name: DeploymentId, incarnation: int) -> Deployment | None:
         """The deployment if that incarnation of its workers is the one that is wanted."""

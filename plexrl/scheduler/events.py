@@ -248,6 +248,8 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     incarnation: int
     reason: str
     """Exit code or signal, and the last line of its log where there is one."""
+    code: str = ""
+    """Of the error that ended it, where it could tell one."""
 
 
 class StateMigrated(Event, frozen=True, kw_only=True):
@@ -258,6 +260,8 @@ class StateMigrated(Event, frozen=True, kw_only=True):
     seq: int
     error: str = ""
     """Why not; empty: it has it."""
+    code: str = ""
+    """Of that error."""
 
 
 class OperationSubmitted(Event, frozen=True, gc=False):

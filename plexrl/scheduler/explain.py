@@ -69,6 +69,9 @@ def _reason(
         nodes = ", ".join(awaited(context, deployment))
         if nodes:
             return f"it waits for {nodes} to be back with its GPUs and state", "recovering", None
+    if deployment.launch_at is not None:
+        why = deployment.held_back_reason
+        return f"its workers found no room to start, and are started again: {why}", "no room", None
     if deployment.state == WpgState.RECOVERING:
         why = f"moved ({deployment.moved_because})" if deployment.moved_because else "lost"
         return f"its workers were {why} and are starting again", "recovering", None

@@ -89,7 +89,14 @@ def _check_deployment(context: Context, deployment: Deployment) -> None:
     past = [state.operations[each].seq for each in deployment.past]
     assert past == sorted(set(past)), f"{name}: what led to its version is out of order: {past}"
     assert all(seq <= deployment.durable_seq for seq in past), f"{name}: {past} is not past"
+    nbytes = sum(state.operations[each].payload_bytes for each in deployment.past)
+    assert deployment.past_payload_bytes == nbytes, f"{name}: {deployment.past_payload_bytes} bytes"
+    previous = deployment.previous_seq
+    if previous:
+        assert previous < deployment.durable_seq, f"{name}: {previous} is no earlier version"
+        assert previous + 1 in past, f"{name}: nothing leads on from version {previous}"
     if past:
+        assert deployment.past_is_whole or previous + 1 == past[0], f"{name}: {past} is of no use"
         assert past[-1] == deployment.durable_seq, f"{name}: what led to its version lacks its end"
     elif deployment.durable_seq and deployment.past_is_whole:
         first = state.operations[deployment.log[0]] if deployment.log else None

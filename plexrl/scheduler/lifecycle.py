@@ -20,6 +20,9 @@ from plexrl.wire.operations import OperationState
 
 _PROFILING: Final = JobState.PROFILING
 
+NO_ROOM_PAUSE_S = 2.0
+"""Between two starts of processes that find no room on a disk."""
+
 ENDINGS = {
     "completed": JobTrigger.COMPLETED,
     "failed": JobTrigger.FAILED,
@@ -131,6 +134,7 @@ def launch(context: Context, deployment: Deployment) -> None:
     """Start the next incarnation of the WPG's processes, where all its nodes are there."""
     before = deployment.incarnation or last_incarnation(context.state, deployment.deployment)
     deployment.incarnation = before + 1
+    deployment.launch_at = None
     deployment.addresses.clear()
     send_launch(context, deployment)
 
@@ -159,17 +163,39 @@ def send_launch(context: Context, deployment: Deployment) -> None:
     )
 
 
-def restart(context: Context, deployment: Deployment, reason: str, now: float) -> None:
+def restart(
+    context: Context, deployment: Deployment, reason: str, now: float, *, counts: bool = True
+) -> None:
     """Start the WPG over from its last complete version; its group goes to others meanwhile."""
-    if stop(context, deployment, reason, now):
+    if stop(context, deployment, reason, now, counts=counts):
         launch(context, deployment)
 
 
-def stop(context: Context, deployment: Deployment, reason: str, now: float) -> bool:
+def restart_when_there_is_room(
+    context: Context, deployment: Deployment, reason: str, now: float
+) -> None:
+    """As `restart`, for processes that ended because a file system was full: that is no failure of
+    theirs, and they are tried again for as long as it lasts."""
+    if stop(context, deployment, reason, now, counts=False):
+        deployment.held_back_reason = reason
+        deployment.launch_at = now + NO_ROOM_PAUSE_S
+        context.wake(deployment.launch_at, f"launch:{deployment.deployment}")
+
+
+def launch_if_due(context: Context, deployment: Deployment, now: float) -> None:
+    """Start the processes that waited for room."""
+    at = deployment.launch_at
+    if at is not None and now >= at and deployment.state == WpgState.RECOVERING:
+        launch(context, deployment)
+
+
+def stop(
+    context: Context, deployment: Deployment, reason: str, now: float, *, counts: bool = True
+) -> bool:
     """Give the WPG's processes up; what ran is queued again. False: that was once too often, and
-    the job has ended."""
+    the job has ended. `counts`: as one more failure of the WPG."""
     job = context.job(deployment.job)
-    deployment.failures += 1
+    deployment.failures += counts
     interrupted = [name for name, command in deployment.running.items() if not command.replay]
     deployment.running.clear()
     for name in interrupted:

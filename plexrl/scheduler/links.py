@@ -193,11 +193,11 @@ class AgentLinks:
         """Whether the node's agent is connected."""
         return node in self._links
 
-    async def migrate(self, command: MigrateState, node: NodeId) -> str | None:
+    async def migrate(self, command: MigrateState, node: NodeId) -> tuple[str, str] | None:
         """Have a node fetch a version, beside whatever else it is told: a copy may take minutes.
 
-        Returns why it failed, empty where it did not; None where the node is not there to ask (the
-        core asks again when it joins).
+        Returns why it failed and that error's code, both empty where it did not; None where the
+        node is not there to ask (the core asks again when it joins).
         """
         link = self._links.get(node)
         if link is None:
@@ -208,8 +208,8 @@ class AgentLinks:
         except ConnectionLostError:
             return None
         except PlexRLError as error:
-            return error.message
-        return ""
+            return error.message, error.code
+        return "", ""
 
     def send(self, command: LaunchWorkers | StopWorkers | ReleaseState | PrefetchState) -> None:
         """Pass a command to the agent of every node it speaks of."""

@@ -5,8 +5,10 @@ from plexrl.ids import NodeId
 from plexrl.scheduler.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import NodeDrainChanged, NodeJoined, NodeLost, StateMigrated
-from plexrl.scheduler.lifecycle import launch, restart, send_launch, worker_ready
-from plexrl.scheduler.relocation import migrated, send_migration
+from plexrl.scheduler.jobs import JobTrigger
+from plexrl.scheduler.lifecycle import end_job, launch, restart, send_launch, worker_ready
+from plexrl.scheduler.rebuilding import LOST_CODES, fall_back
+from plexrl.scheduler.relocation import migrated, send_migration, settle
 from plexrl.scheduler.replacement import look_at_node, replace_shrunk
 from plexrl.scheduler.state import Deployment, Node, WpgState
 
@@ -102,12 +104,31 @@ def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
         return
     if event.seq != deployment.durable_seq:
         return
-    if event.error:
+    if event.code in LOST_CODES:
+        _copy_another(context, deployment, event, now)
+    elif event.error:
         deployment.held_back_reason = event.error
         context.wake(now + MIGRATION_RETRY_S, f"migration:{event.deployment}")
     elif migrated(context, deployment, event.node):
         launch(context, deployment)
         context.touch(deployment.group)
+
+
+def _copy_another(
+    context: Context, deployment: Deployment, event: StateMigrated, now: float
+) -> None:
+    """The version that was to be copied is damaged or missing."""
+    if not fall_back(context, deployment):
+        reason = (
+            f"the state of {deployment.deployment!r} cannot be copied to {event.node!r}, nor "
+            f"computed anew from what was kept: {event.error}"
+        )
+        end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
+        return
+    deployment.state = WpgState.RECOVERING
+    settle(context, deployment)
+    if deployment.state != WpgState.MIGRATING:
+        launch(context, deployment)
 
 
 def _keeps_state(deployment: Deployment, node: NodeId) -> bool:

@@ -153,6 +153,8 @@ def start(
         source,
         operation.source_seq,
         deployment.durable_seq,
+        None,
+        deployment.previous_seq,
     )
     deployment.running[operation.operation] = command
     if state.routers:
@@ -206,6 +208,8 @@ def start_move(
         0,
         deployment.durable_seq,
         due_s,
+        # A new version makes the former one the earlier one, unless the bounds reach back further.
+        deployment.previous_seq,
     )
     deployment.moving = command
     if state.routers:
@@ -373,20 +377,59 @@ def drop_past(context: Context, deployment: Deployment) -> None:
     """What led to the durable version is not needed any more, or too much."""
     if deployment.past:
         _forget(context, deployment.past)
+    deployment.past_payload_bytes = 0
     deployment.past_is_whole = False
+    deployment.previous_seq = 0
 
 
-def retire_log(context: Context, deployment: Deployment) -> None:
-    """The durable version includes the replay log: it is needed only should that version be lost,
-    and is kept for this as far as the bound allows."""
-    kept = len(deployment.past) + len(deployment.log)
-    if deployment.past_is_whole and kept <= context.config.rebuild_operations:
-        deployment.past += deployment.log
-        deployment.log.clear()
-        deployment.replaying.clear()
-        return
-    drop_past(context, deployment)
-    drop_log(context, deployment)
+def retire_log(context: Context, deployment: Deployment, former_seq: int) -> None:
+    """The durable version includes the replay log: the log is needed only should that version be
+    damaged or lost, and is kept for this as far as the bounds allow.
+
+    `former_seq` is the durable version before. Where the bounds do not reach back further, it is
+    the earlier version from which the newest can be computed anew.
+    """
+    past, log = deployment.past, deployment.log
+    log_bytes = payload_bytes(context, log)
+    deployment.past_payload_bytes += log_bytes
+    if not _is_kept(context, len(past) + len(log), deployment.past_payload_bytes):
+        drop_past(context, deployment)
+        if not former_seq or not _is_kept(context, len(log), log_bytes):
+            drop_log(context, deployment)
+            return
+        deployment.past_payload_bytes = log_bytes
+        deployment.previous_seq = former_seq
+    elif deployment.past_is_whole:
+        deployment.previous_seq = deployment.previous_seq or former_seq
+    elif not deployment.previous_seq:
+        # Nothing that leads to `former_seq` is kept, so `past` begins there.
+        if not former_seq:
+            drop_past(context, deployment)
+            drop_log(context, deployment)
+            return
+        deployment.previous_seq = former_seq
+    past += log
+    log.clear()
+    deployment.replaying.clear()
+
+
+def forget_previous(context: Context, deployment: Deployment) -> None:
+    """The StateManagers that hold the durable version do not have the earlier one."""
+    if not deployment.past_is_whole:
+        drop_past(context, deployment)
+    deployment.previous_seq = 0
+
+
+def payload_bytes(context: Context, names: list[OperationId]) -> int:
+    """Of these operations together."""
+    operations = context.state.operations
+    return sum([operations[name].payload_bytes for name in names])
+
+
+def _is_kept(context: Context, count: int, nbytes: int) -> bool:
+    """Whether so many operations with so large payloads are kept to compute a version anew."""
+    config = context.config
+    return count <= config.rebuild_operations and nbytes <= config.rebuild_payload_bytes_max
 
 
 def _forget(context: Context, names: list[OperationId]) -> None:

@@ -4,18 +4,30 @@ from typing import Final
 
 import msgspec
 
-from plexrl.errors import ExecutionError, InvalidRequestError, PlexRLError, from_wire
+from plexrl.errors import (
+    ExecutionError,
+    InvalidRequestError,
+    PlexRLError,
+    from_wire,
+    is_storage_full,
+)
 from plexrl.ids import FencingToken
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationFailed, OperationFinished
 from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.groups import end_burst, load, successor
 from plexrl.scheduler.jobs import JobTrigger
-from plexrl.scheduler.lifecycle import cycle_ended, end_job, job_event, restart
+from plexrl.scheduler.lifecycle import (
+    cycle_ended,
+    end_job,
+    job_event,
+    restart,
+    restart_when_there_is_room,
+)
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.operations import complete, fail, finish, retire_log
 from plexrl.scheduler.phases import switch_ended
-from plexrl.scheduler.rebuilding import is_republished
+from plexrl.scheduler.rebuilding import LOST_CODES, fall_back, is_republished
 from plexrl.scheduler.relocation import call_off
 from plexrl.scheduler.state import Deployment, Group, Residency, State
 from plexrl.scheduler.switch_cost import HOST, observe_move, state_lies
@@ -35,9 +47,6 @@ _DEVICE: Final = Residency.DEVICE
 _OFFLOADED: Final = Residency.OFFLOADED
 _SUSPENDS: Final = JobTrigger.OFFLOADED
 _GRANTED: Final = JobTrigger.GRANTED
-
-LOST_CODES = frozenset({"state_lost", "corrupt_state"})
-"""Errors of a load after which no restart can help."""
 
 
 def run_finished(context: Context, event: OperationFinished, now: float) -> None:
@@ -80,10 +89,20 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     meter_run(state, deployment, operation, now)
     error = read_error(event.error_json)
+    if is_storage_full(error.code) and not event.state_intact:
+        # Some ranks have done it, or a part of it. It is done again by all, from the state before.
+        restart_when_there_is_room(context, deployment, error.message, now)
+        return
     if deployment.moving is not None and deployment.moving.operation == event.operation:
-        if error.code in LOST_CODES:
+        if error.code in LOST_CODES and operation.kind == OperationKind.LOAD:
+            if fall_back(context, deployment):
+                restart(context, deployment, error.message, now, counts=False)
+                return
             job = context.job(deployment.job)
-            reason = f"the state of {deployment.deployment!r} cannot be had: {error.message}"
+            reason = (
+                f"the state of {deployment.deployment!r} cannot be had, nor computed anew from "
+                f"what was kept: {error.message}"
+            )
             end_job(context, job, JobTrigger.FAILED, reason, now)
         elif operation.kind == OperationKind.LOAD and isinstance(error, InvalidRequestError):
             # A model or a layout that cannot be, or a library that is not installed.
@@ -186,11 +205,13 @@ def _move_finished(
 
 
 def _version_made(context: Context, deployment: Deployment, event: OperationFinished) -> None:
+    former_seq = deployment.durable_seq
     deployment.durable_seq = deployment.completed_seq
     deployment.state_nodes[:] = deployment.nodes
     moved = event.moved
     state_lies(deployment, HOST if moved is None else moved.tier)
-    retire_log(context, deployment)
+    if former_seq < deployment.durable_seq:
+        retire_log(context, deployment, former_seq)
 
 
 def _hand_over(context: Context, group: Group, now: float) -> None:

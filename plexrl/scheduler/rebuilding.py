@@ -1,7 +1,8 @@
-"""State that is lost with its nodes, computed anew from what was kept.
+"""State that is damaged or lost, computed anew from what was kept.
 
-A WPG's version is made again by the mutations that led to it, repeated from the initial weights or
-from the checkpoint that was loaded last: the same bits, for the backends are deterministic. A
+A WPG's version is made again by the mutations that led to it, repeated from an earlier version,
+from the initial weights or from the checkpoint that was loaded last: the same bits, for the
+backends are deterministic. A
 rollout's weights are what it synced last; where the version it pulled is lost too, its trainer
 publishes again, and the rollout then has the trainer's present weights, which may be newer.
 """
@@ -10,13 +11,16 @@ from plexrl.errors import PlexRLError
 from plexrl.ids import FencingToken
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.operation_record import Operation
-from plexrl.scheduler.operations import enqueue_publish, publish_name
+from plexrl.scheduler.operations import enqueue_publish, payload_bytes, publish_name
 from plexrl.scheduler.placement import shares
 from plexrl.scheduler.state import Deployment
 from plexrl.wire.operations import OperationKind
 
 OUT_OF_REACH = frozenset({"state_lost", "unavailable", "connection_lost"})
 """Errors of a sync that another publish mends."""
+
+LOST_CODES = frozenset({"state_lost", "corrupt_state"})
+"""Errors of a load or a copy that say that the version is damaged or missing."""
 
 
 def rebuild(context: Context, deployment: Deployment) -> bool:
@@ -25,15 +29,45 @@ def rebuild(context: Context, deployment: Deployment) -> bool:
     nodes = context.state.nodes
     if all(nodes[each].alive for each in deployment.state_nodes):
         return False
+    return _begin_anew(deployment)
+
+
+def fall_back(context: Context, deployment: Deployment) -> bool:
+    """Have the next load begin from the version before the durable one, which is damaged or
+    missing, or from the initial weights. False: neither can lead to the present state, and nothing
+    has changed."""
+    previous_seq = deployment.previous_seq
+    if not previous_seq:
+        return _begin_anew(deployment)
+    operations = context.state.operations
+    behind = [name for name in deployment.past if operations[name].seq > previous_seq]
+    del deployment.past[len(deployment.past) - len(behind) :]
+    deployment.past_payload_bytes -= payload_bytes(context, behind)
+    deployment.log[:0] = behind
+    deployment.durable_seq = previous_seq
+    deployment.previous_seq = 0
+    _forget_place(deployment)
+    return True
+
+
+def _begin_anew(deployment: Deployment) -> bool:
+    """Have the next load begin from the initial weights, if all that came after is kept."""
     if not deployment.past_is_whole:
         return False
     deployment.log[:0] = deployment.past
     deployment.past.clear()
+    deployment.past_payload_bytes = 0
     deployment.durable_seq = 0
+    deployment.previous_seq = 0
     deployment.state_nodes = []
+    _forget_place(deployment)
+    return True
+
+
+def _forget_place(deployment: Deployment) -> None:
+    """In which tier the version lies is not known."""
     deployment.nvme_bytes = 0
     deployment.nvme_bytes_by_node.clear()
-    return True
 
 
 def is_republished(

@@ -18,6 +18,7 @@ from plexrl.ids import NodeId
 from plexrl.scheduler.commands import MigrateState, ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.estimates import MOVE_BYTES_PER_S
+from plexrl.scheduler.operations import forget_previous
 from plexrl.scheduler.overlaps import overlap_s
 from plexrl.scheduler.placement import Choice, find, join, leave, nearest, place, shares, ways
 from plexrl.scheduler.policies import Way
@@ -251,6 +252,8 @@ def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
         return False
     _release_left_nodes(context, deployment)
     deployment.state_nodes = list(deployment.nodes)
+    # Only the durable version was copied.
+    forget_previous(context, deployment)
     state_lies(deployment, HOST)
     deployment.state = WpgState.RECOVERING
     return True

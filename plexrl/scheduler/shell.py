@@ -486,7 +486,7 @@ class Shell:
                 raise
             except StorageError as error:
                 LOG.error("the core cannot be made anew yet: %s", error)
-                await asyncio.sleep(FULL_RETRY_S)
+                await asyncio.sleep(HELD_RETRY_S)
                 continue
             self.core.become(restored.core)
             return aside.steps(position)
@@ -510,11 +510,16 @@ class Shell:
         task = asyncio.current_task()
         assert task is not None
         try:
-            error = await self.agents.migrate(command, node)
-            if error is not None:
+            outcome = await self.agents.migrate(command, node)
+            if outcome is not None:
+                error, code = outcome
                 await self.report(
                     StateMigrated(
-                        deployment=command.deployment, node=node, seq=command.seq, error=error
+                        deployment=command.deployment,
+                        node=node,
+                        seq=command.seq,
+                        error=error,
+                        code=code,
                     )
                 )
         finally:

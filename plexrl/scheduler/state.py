@@ -284,6 +284,9 @@ class Deployment:
     """All of them in the order of ranks, once the WPG is ready."""
     failures: int = 0
     """Launches since an operation last completed."""
+    launch_at: float | None = None
+    """When its processes are started again: at the last start there was no room on a disk. Absent:
+    they are being started, or run."""
     queue: list[OperationId] = field(default_factory=list)
     running: dict[OperationId, RunOperation] = field(default_factory=dict)
     moving: RunOperation | None = None
@@ -291,11 +294,16 @@ class Deployment:
     log: list[OperationId] = field(default_factory=list)
     """Completed mutations behind `durable_seq`, oldest first."""
     past: list[OperationId] = field(default_factory=list)
-    """Mutations that led to `durable_seq`, oldest first, for the case that the nodes that hold that
-    version are lost."""
+    """Mutations that led to `durable_seq`, oldest first, for the case that this version is damaged
+    or lost. They begin at the initial weights, or else at version `previous_seq`."""
+    past_payload_bytes: int = 0
+    """Of the operations in `past`."""
     past_is_whole: bool = False
     """`past` and `log` together make the present state out of the initial weights. False: some were
     given up, being too many."""
+    previous_seq: int = 0
+    """An earlier complete version that the same StateManagers keep while they have room; `past`
+    leads from it to `durable_seq`. 0: there is none."""
     replaying: list[OperationId] = field(default_factory=list)
     """Part of `log` that the device's state still lacks."""
     completed_seq: int = 0

@@ -198,13 +198,15 @@ class StateManagerClient:
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None = None,
         next_use_s: float | None = None,
+        previous_seq: int = 0,
     ) -> MoveReport:
         """Store `parts` as version `seq` and give the arena's memory back.
 
         `next_use_s`: in how many seconds it is likely to be loaded again, if anybody knows.
 
-        Versions other than `seq` and `keep_seq` are dropped once this one is whole. An arena that
-        was loaded from or saved as version `seq` is taken to be unchanged: nothing is copied.
+        Versions other than `seq` and `keep_seq` are dropped once this one is whole; `previous_seq`
+        too, but only when room is short. An arena that was loaded from or saved as version `seq`
+        is taken to be unchanged: nothing is copied.
 
         Raises:
             StateTierFullError: no tier has room; the arena is as it was.
@@ -212,7 +214,7 @@ class StateManagerClient:
             UnavailableError: the daemon did not come back in time; the arena is as it was.
         """
         started = time.perf_counter()
-        report = self._save(seq, keep_seq, token, parts, meta, next_use_s)
+        report = self._save(seq, keep_seq, token, parts, meta, next_use_s, previous_seq)
         self._link.give_back()
         self._held = None
         self._puller.forget()
@@ -227,18 +229,26 @@ class StateManagerClient:
         token: int,
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None = None,
+        previous_seq: int = 0,
     ) -> MoveReport:
         """As `offload`, but the arena keeps its contents."""
-        return self._save(seq, keep_seq, token, parts, meta)
+        return self._save(seq, keep_seq, token, parts, meta, previous_seq=previous_seq)
 
     def load(
-        self, *, seq: int, token: int, sources: Sequence[str] = (), cast: bool = False
+        self,
+        *,
+        seq: int,
+        token: int,
+        sources: Sequence[str] = (),
+        cast: bool = False,
+        previous_seq: int = 0,
     ) -> LoadReport:
         """Bring version `seq` of this shard into the arena; it stays stored as well.
 
         A version that was saved by ranks of another layout (of data, tensor, pipeline or expert
         parallelism) is brought all the same, each byte once, from what this node and the
         StateManagers at `sources` have of it; `cast` lets elements change their dtype on the way.
+        `previous_seq` is kept only while there is room from now on.
 
         Raises:
             StateLostError: there is no such version, or what is there of it is not whole.
@@ -253,7 +263,13 @@ class StateManagerClient:
         if self._link.host is not None:
             self._link.host.detach()
         try:
-            request = Load(seq=seq, token=token, sources=tuple(sources), cast=cast)
+            request = Load(
+                seq=seq,
+                token=token,
+                sources=tuple(sources),
+                cast=cast,
+                previous_seq=previous_seq,
+            )
             answer = self._link.borrow(request, keep_contents=False)
         except CorruptStateError:
             self._link.give_back()
@@ -425,6 +441,7 @@ class StateManagerClient:
         parts: frozenset[StatePart],
         meta: Mapping[str, object] | None,
         next_use_s: float | None = None,
+        previous_seq: int = 0,
     ) -> MoveReport:
         self._check_whole()
         self._link.attach()
@@ -440,6 +457,7 @@ class StateManagerClient:
                 meta_json=msgspec.json.encode(dict(meta or {}), order="sorted").decode(),
                 same_as=same_as,
                 next_use_s=next_use_s,
+                previous_seq=previous_seq,
             )
         )
         self._held = (seq, answer["stamp"])

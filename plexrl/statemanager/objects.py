@@ -65,6 +65,8 @@ class Version:
     header_bytes: dict[TierName, int] = field(default_factory=dict)
     """Of its headers; it is named in the tiers that are keys."""
     users: int = 0
+    only_while_room: bool = False
+    """An earlier version, to be dropped before anything else."""
     retired: bool = False
     """Its name no longer means it."""
 

@@ -79,6 +79,8 @@ class Save(Request, frozen=True, kw_only=True):
     """Stamp of the stored version that the arena is known to equal; absent: of none."""
     next_use_s: float | None = None
     """Until it is expected to be loaded again; absent: nobody knows."""
+    previous_seq: int = 0
+    """An earlier version, kept only while there is room; 0: none."""
 
 
 class Load(Request, frozen=True, kw_only=True):
@@ -93,6 +95,8 @@ class Load(Request, frozen=True, kw_only=True):
     sources: tuple[str, ...] = ()
     cast: bool = False
     """Whether elements may change their dtype."""
+    previous_seq: int = 0
+    """As of `Save`."""
 
 
 class Attach(Request, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ Room is made by one thread at a time, which may spill meanwhile; moves in the ba
 it. Reserving what is free already takes no turn.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -74,6 +75,8 @@ class Rooms:
 
     def next_use(self, version: Version) -> float:
         """When a version is expected to be used; the catalog's lock is held."""
+        if version.only_while_room:
+            return math.inf
         predicted = None
         if version.manifest.kind == VersionKind.STATE:
             predicted = self._next_use.get(version.manifest.deployment)
@@ -110,6 +113,11 @@ class Rooms:
                         for tier in (HOST, NVME)
                     )
                     placement = place(needed_bytes, found, host, nvme, needed_nvme_bytes)
+                    if placement is None or placement.tier == NVME:
+                        needless = self.only_while_room()
+                        if not needless <= superseded:
+                            superseded |= needless
+                            continue
                     if placement is None or placement.tier == NVME:
                         clean = self._clean()
                         copies = catalog.sole_bytes(clean, NVME)
@@ -169,6 +177,32 @@ class Rooms:
             with self.background(version.manifest.deployment) as move:
                 self._copy_to_nvme(version, move.cancelled)
             return True
+
+    def move_out(self, name: str) -> None:
+        """Have a version on NVMe and no longer in host, in the background.
+
+        Raises:
+            OperationCancelledError: something more urgent came; it is in host.
+            StorageError: NVMe has no room, or it cannot be written; it is in host.
+        """
+        catalog = self._catalog
+        with self._holding(name) as version:
+            if version is None:
+                return
+            with self.background(version.manifest.deployment) as move:
+                self._copy_to_nvme(version, move.cancelled)
+            with catalog.lock:
+                if HOST in version.header_bytes:
+                    catalog.unname(version, HOST)
+
+    def only_while_room(self, tenant: str | None = None) -> frozenset[str]:
+        """Names of a tenant's (absent: all) versions that are to go before anything else. The
+        catalog's lock is held."""
+        return frozenset(
+            name
+            for name, version in self._catalog.current.items()
+            if version.only_while_room and tenant in (None, version.manifest.tenant)
+        )
 
     def spill_all(self, versions: Iterable[Version]) -> list[str]:
         """Spill versions in this order; returns the names of those that had to stay."""

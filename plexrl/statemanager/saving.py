@@ -290,7 +290,7 @@ class Saver:
     def _reserve_on_nvme(self, draft: _Draft, nbytes: int, superseded: Iterable[str]) -> int:
         if not self._rooms.take_free(NVME, nbytes):
             with self._catalog.lock:
-                self._catalog.drop(superseded)
+                self._catalog.drop({*superseded, *self._rooms.only_while_room()})
                 if not self._catalog.reserve(NVME, nbytes):
                     raise self._catalog.full(draft.manifest, nbytes)
         return nbytes

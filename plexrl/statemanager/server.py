@@ -22,6 +22,7 @@ from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.connection import peer_uid
 from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.drain import Drainer
+from plexrl.statemanager.earlier_versions import EarlierVersions
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.handlers.caller import Services
 from plexrl.statemanager.incarnations import Incarnations
@@ -75,6 +76,7 @@ class Server:
             life=uuid.uuid4().hex,
             amaxes=Amaxes(),
             bases=SharedBases(devices),
+            earlier=EarlierVersions(store),
             relays=Relays(store, key, config.published_versions),
         )
         self._drainer = Drainer(store, config.host_bytes) if config.drain else None
@@ -129,6 +131,7 @@ class Server:
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
         self.services.prefetcher.close()
+        self.services.earlier.close()
         self.services.checkpoints.close(CHECKPOINTS_TIMEOUT_S)
         if self._drainer is not None:
             self._drainer.close()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from plexrl.errors import StateTierFullError
+from plexrl.errors import QuotaExceededError, StateTierFullError
 from plexrl.statemanager.arrivals import Arrivals, Fetch
 from plexrl.statemanager.catalog import Catalog
 from plexrl.statemanager.config import StateManagerConfig
@@ -128,7 +128,12 @@ class Store:
             StateTierFullError: the host tier has no room, whatever is moved.
             QuotaExceededError: its tenant may not have so much.
         """
-        self.quotas.check_loan(state)
+        try:
+            self.quotas.check_loan(state)
+        except QuotaExceededError:
+            if not self._drop_earlier(state.tenant):
+                raise
+            self.quotas.check_loan(state)
         self.loans.lend(state)
 
     def put(
@@ -337,6 +342,21 @@ class Store:
         """Expect versions of so many bytes together: have memory for them resident soon."""
         self._pool.make_ready(nbytes)
 
+    def keep_while_room(self, names: Iterable[str]) -> None:
+        """From now on these versions are dropped before anything else, or when their tenant has
+        more than it may."""
+        with self._catalog.lock:
+            for name in names:
+                version = self._catalog.current.get(name)
+                if version is not None:
+                    version.only_while_room = True
+                    if self.quotas.is_exceeded(version.manifest.tenant):
+                        self._catalog.drop([name])
+
+    def move_out(self, name: str) -> None:
+        """Have a version on NVMe only, in the background. Raises as `Rooms.move_out`."""
+        self._rooms.move_out(name)
+
     def drop(self, names: Iterable[str]) -> None:
         """Give versions up; what is in use goes when its last user is done."""
         with self._catalog.lock:
@@ -425,7 +445,9 @@ class Store:
             manifest = replace(manifest, sections=(Section(start=0, nbytes=manifest.nbytes),))
         with self._catalog.lock:
             there = given.piece.nbytes if given is not None and given.piece is not None else 0
-            host_allowed = self.quotas.check(manifest, superseded, there)
+            # A tenant's earlier versions never count against what it needs.
+            needless = self._rooms.only_while_room(manifest.tenant)
+            host_allowed = self.quotas.check(manifest, superseded | needless, there)
             manifest = replace(manifest, ordinal=self._catalog.tick())
             self.quotas.begin(manifest, superseded, host_allowed=host_allowed)
         saved = partial(self._saver.save, manifest, memory, extents, superseded)
@@ -434,7 +456,16 @@ class Store:
         finally:
             self.quotas.end(manifest)
         with self._catalog.lock:
+            if needless and self.quotas.is_exceeded(manifest.tenant):
+                self._catalog.drop(needless)
             return _stored(version)
+
+    def _drop_earlier(self, tenant: str) -> bool:
+        """Drop a tenant's earlier versions; whether there were some."""
+        with self._catalog.lock:
+            names = self._rooms.only_while_room(tenant)
+            self._catalog.drop(names)
+            return bool(names)
 
     def _lease(self, version: Version, tier: TierName) -> Lease:
         return Lease(version, tier, self._mover, self._pool, self._objects, self._faults)

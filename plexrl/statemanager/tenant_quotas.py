@@ -104,6 +104,14 @@ class TenantQuotas:
         with self._catalog.lock:
             return self._taken(manifest.tenant, HOST) + manifest.nbytes <= limit
 
+    def is_exceeded(self, tenant: str) -> bool:
+        """Whether a tenant has more than it may. The lock is held."""
+        limit = self._limit(tenant)
+        return any(
+            most is not None and self._taken(tenant, tier) > most
+            for tier, most in ((HOST, limit.host_bytes), (None, limit.total_bytes))
+        )
+
     def used_by(self, tenant: str) -> dict[TierName, int]:
         """Bytes that a tenant's versions take in each tier, replicas once. A version in host with a
         copy on NVMe counts in both."""

@@ -13,8 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plexrl.errors import ConnectionLostError, PlexRLError, StorageError, UnavailableError
+from plexrl.errors import (
+    ConnectionLostError,
+    PlexRLError,
+    StorageError,
+    StorageFullError,
+    UnavailableError,
+    from_wire,
+)
 from plexrl.statemanager.address import announced
+from plexrl.statemanager.disk_space import is_full
 from plexrl.statemanager.tickets import Claims, Role
 from plexrl.wire.rpc import Peer
 from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
@@ -38,6 +46,8 @@ class _Running:
     is_wanted: bool = True
     """False: it is being stopped, so its end is no news."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    error: PlexRLError | None = None
+    """What kept it from starting, where it could tell."""
 
 
 class Agent:
@@ -242,6 +252,7 @@ class Agent:
                         "rank": config.rank,
                         "incarnation": config.incarnation,
                         "reason": f"it could not be started: {error}",
+                        "code": _code_of(error),
                     },
                 )
                 return
@@ -262,9 +273,13 @@ class Agent:
     def _became_ready(self, key: Key, worker: _Running) -> None:
         asyncio.get_running_loop().remove_reader(worker.process.ready.fileno())
         try:
-            worker.process.ready.recv()
+            told = worker.process.ready.recv()
         except (EOFError, OSError):
             # The process ended before it was ready; its sentinel tells of it.
+            return
+        if told is not True:
+            # Likewise.
+            worker.error = from_wire(told)
             return
         worker.is_ready = True
         self._report(
@@ -280,6 +295,9 @@ class Agent:
     def _ended(self, key: Key, worker: _Running) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(worker.process.sentinel)
+        if not worker.is_ready and worker.error is None and worker.process.ready.poll():
+            # What it said last may have come together with its end.
+            self._became_ready(key, worker)
         loop.remove_reader(worker.process.ready.fileno())
         worker.ended.set()
         if self._workers.get(key) is worker:
@@ -288,6 +306,9 @@ class Agent:
         if not worker.is_wanted:
             return
         reason = worker.process.exit_reason()
+        code = ""
+        if worker.error is not None:
+            reason, code = worker.error.message, worker.error.code
         LOG.warning("%s rank %d ended: %s", key[0], key[1], reason)
         self._report(
             "worker_exited",
@@ -296,6 +317,7 @@ class Agent:
                 "rank": key[1],
                 "incarnation": worker.config.incarnation,
                 "reason": reason,
+                "code": code,
             },
         )
 
@@ -334,3 +356,8 @@ class Agent:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _code_of(error: Exception) -> str:
+    """Of the error of ours that a failed start amounts to; empty: of none."""
+    return StorageFullError.code if isinstance(error, OSError) and is_full(error) else ""

@@ -32,6 +32,7 @@ def save_checkpoint(
     seq: int,
     keep_seq: int,
     token: int,
+    previous_seq: int = 0,
 ) -> Plain:
     """Have version `seq` written; returns once it is pinned. Every rank takes part.
 
@@ -45,7 +46,9 @@ def save_checkpoint(
     parts = backend.live_parts()
 
     def store() -> str:
-        client.snapshot(seq=seq, keep_seq=keep_seq, token=token, parts=parts)
+        client.snapshot(
+            seq=seq, keep_seq=keep_seq, token=token, parts=parts, previous_seq=previous_seq
+        )
         return f"{client.stamp(seq)} {client.path}"
 
     ranks = [value.split(" ", 1) for value in agree(backend.gather, store)]

@@ -28,7 +28,8 @@ class WorkerProcess(Protocol):
 
     @property
     def ready(self) -> Connection:
-        """Becomes readable when the worker takes requests; ends with the process."""
+        """Brings `True` when the worker takes requests, or an error as plain values where a full
+        file system kept it from starting; ends with the process."""
         ...
 
     def exit_reason(self) -> str:
@@ -126,10 +127,16 @@ def _main(config: WorkerConfig, ready: Connection) -> None:
     if agent is not None and not agent.is_alive():
         # It died between asking for this process and the fork; nobody wants it.
         os._exit(EXIT_ORPHANED)
-    from plexrl.worker.process import run_worker
+    from plexrl.worker.process import full_at_start, run_worker
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    run_worker(config, lambda: ready.send(True))
+    try:
+        run_worker(config, lambda: ready.send(True))
+    except (OSError, RuntimeError) as error:
+        full = full_at_start(error)
+        if full is not None:
+            ready.send(full.to_wire())
+        raise
 
 
 def tie_to_fork_server() -> None:

@@ -4,6 +4,7 @@ The main thread runs operations; threads read the sockets. While a rollout engin
 thread alternates between taking requests and drawing tokens.
 """
 
+import errno
 import logging
 import os
 import queue
@@ -257,6 +258,16 @@ def _call(
         arrays=arrays,
         seq=int(command["seq"]),
     )
+
+
+def full_at_start(error: BaseException) -> StorageFullError | None:
+    """What to tell the node agent of an error that ended a worker before it was ready, where the
+    cause is a full file system; None: it is not."""
+    # What torch writes itself fails with an error of its own, which only says so in words.
+    says_so = isinstance(error, RuntimeError) and os.strerror(errno.ENOSPC) in str(error)
+    if says_so or (isinstance(error, OSError) and is_full(error)):
+        return StorageFullError(f"there is no room to start: {error}")
+    return None
 
 
 def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ class RayWorkerActor:
     def serve(self, config: WorkerConfig, launcher: str) -> None:
         """Be the worker; tells the launcher at the Unix socket `launcher` this process's id, and
         `True` once requests can come. The connection ends with the process."""
-        from plexrl.worker.process import run_worker
+        from plexrl.worker.process import full_at_start, run_worker
 
         die_with_parent()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -26,7 +26,10 @@ class RayWorkerActor:
         connection.send(os.getpid())
         try:
             run_worker(config, lambda: connection.send(True))
-        except BaseException:
+        except BaseException as error:
+            full = full_at_start(error)
+            if full is not None:
+                connection.send(full.to_wire())
             traceback.print_exc()
         finally:
             # An actor outlives a call that fails; a worker has nothing more to do.

@@ -57,17 +57,23 @@ class StateMover:
         if not self.is_resident and kind != OperationKind.LOAD:
             raise ConflictError(f"{kind.value} needs the state on the device; it is offloaded")
         seq, token = int(command["seq"]), int(command["token"])
+        previous_seq = int(command.get("previous_seq", 0))
         match kind:
             case OperationKind.LOAD:
-                return self._load(seq, token)
+                return self._load(seq, token, previous_seq)
             case OperationKind.OFFLOAD:
-                next_use_s = command.get("next_use_s")
-                return self._offload(seq, int(command["keep_seq"]), token, next_use_s)
+                return self._offload(seq, token, previous_seq, command)
             case OperationKind.SNAPSHOT:
                 parts = self._backend.live_parts()
                 keep_seq = int(command["keep_seq"])
                 return _plain(
-                    self._client.snapshot(seq=seq, keep_seq=keep_seq, token=token, parts=parts)
+                    self._client.snapshot(
+                        seq=seq,
+                        keep_seq=keep_seq,
+                        token=token,
+                        parts=parts,
+                        previous_seq=previous_seq,
+                    )
                 )
             case OperationKind.PUBLISH:
                 self._check_weights()
@@ -101,6 +107,7 @@ class StateMover:
             seq=int(command["seq"]),
             keep_seq=int(command["keep_seq"]),
             token=int(command["token"]),
+            previous_seq=int(command.get("previous_seq", 0)),
         )
 
     def _check_weights(self) -> None:
@@ -109,7 +116,7 @@ class StateMover:
         if check is not None:
             check()
 
-    def _load(self, seq: int, token: int) -> Plain:
+    def _load(self, seq: int, token: int, previous_seq: int) -> Plain:
         if self.is_resident:
             return {}
         if not self._built:
@@ -119,7 +126,7 @@ class StateMover:
         # A process that has just built the model holds version 0: its bits depend on the spec only.
         is_stored = seq > 0 or self._was_offloaded
         if is_stored:
-            report = self._load_version(seq, token)
+            report = self._load_version(seq, token, previous_seq)
             self._backend.after_load(report.parts)
             measured = _plain(report)
         else:
@@ -149,16 +156,16 @@ class StateMover:
         base.forget_built()
         return filled
 
-    def _load_version(self, seq: int, token: int) -> LoadReport:
+    def _load_version(self, seq: int, token: int, previous_seq: int) -> LoadReport:
         """Load into the arena, which is registered once for the process's life; with host memory
         beside it, every time, as that is told of anew."""
         if self._backend.host_arena is None and self._backend.slices() == self._registered:
             try:
-                return self._client.load(seq=seq, token=token)
+                return self._client.load(seq=seq, token=token, previous_seq=previous_seq)
             except ConflictError as error:
                 LOG.info("the arena is registered again: %s", error)
         self._register(token)
-        return self._client.load(seq=seq, token=token)
+        return self._client.load(seq=seq, token=token, previous_seq=previous_seq)
 
     def _register(self, token: int) -> None:
         slices = self._backend.slices()
@@ -172,12 +179,17 @@ class StateMover:
         )
         self._registered = slices
 
-    def _offload(self, seq: int, keep_seq: int, token: int, next_use_s: float | None) -> Plain:
+    def _offload(self, seq: int, token: int, previous_seq: int, command: Plain) -> Plain:
         self._backend.before_offload()
         before = self._memory()
         parts = self._backend.live_parts()
         report = self._client.offload(
-            seq=seq, keep_seq=keep_seq, token=token, parts=parts, next_use_s=next_use_s
+            seq=seq,
+            keep_seq=int(command["keep_seq"]),
+            token=token,
+            parts=parts,
+            next_use_s=command.get("next_use_s"),
+            previous_seq=previous_seq,
         )
         self.is_resident = False
         self._was_offloaded = True

@@ -315,8 +315,9 @@ class FakeCluster:
             return
         if run.kind in MOVES:
             if wpg.device is not None:
+                kept = (run.keep_seq, run.previous_seq)
                 wpg.versions = {
-                    seq: version for seq, version in wpg.versions.items() if seq == run.keep_seq
+                    seq: version for seq, version in wpg.versions.items() if seq in kept
                 }
                 wpg.versions[run.seq] = list(wpg.device)
                 wpg.held_on[run.seq] = set(wpg.nodes)

@@ -186,7 +186,7 @@ def test_without_room_it_queues_for_gpus_and_loses_nothing() -> None:
 
 
 def test_the_only_durable_version_is_waited_for() -> None:
-    cluster = trained(offloaded=True)
+    cluster = trained(offloaded=True, rebuild_operations=0)
     cluster.submit("a:2", "a/actor", "forward_backward")
     cluster.lose_node("n0")
     cluster.pass_time(1000.0)
@@ -199,7 +199,7 @@ def test_the_only_durable_version_is_waited_for() -> None:
 
 
 def test_a_version_of_which_a_lost_node_has_a_part_is_waited_for() -> None:
-    cluster = cluster_of(2, snapshot_operations=1)
+    cluster = cluster_of(2, snapshot_operations=1, rebuild_operations=0)
     cluster.job("a")
     cluster.deploy("a/actor", workers=4)
     for index in range(2):

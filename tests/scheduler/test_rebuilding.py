@@ -4,7 +4,14 @@ import json
 
 import pytest
 
-from plexrl.errors import InvalidRequestError, PlexRLError, StateLostError, StateTierFullError
+from plexrl.errors import (
+    CorruptStateError,
+    ExecutionError,
+    InvalidRequestError,
+    PlexRLError,
+    StateLostError,
+    StateTierFullError,
+)
 from plexrl.ids import BlobRef
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.commands import Command, DiscardBlobs, RunOperation
@@ -131,26 +138,140 @@ class Discards(FakeCluster):
         super().take(commands)
 
 
-def test_payloads_are_kept_up_to_the_bound_and_then_given_up_together() -> None:
-    cluster = Discards(snapshot_operations=1, rebuild_operations=3)
+def test_payloads_are_kept_up_to_the_bound_and_those_behind_an_earlier_version_after() -> None:
+    assert discards(rebuild_operations=3) == [0, 0, 0, 0, 3, 3, 3]
+    assert discards(rebuild_payload_bytes_max=300) == [0, 0, 0, 0, 3, 3, 3]
+    assert discards(rebuild_operations=0) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def discards(**changes: object) -> list[int]:
+    """Payloads given up after each of seven operations of 100 bytes."""
+    cluster = Discards(snapshot_operations=1, **changes)
     cluster.start_node()
     with_jobs(cluster, "a")
     lost = []
-    for index in range(5):
+    for index in range(7):
         event = ev.OperationSubmitted(
             operation=f"a:{index}",
             deployment="a/actor",
             kind=OperationKind.FORWARD_BACKWARD,
             params_json="{}",
             payload=BlobRef(f"blob:{index}"),
+            payload_bytes=100,
         )
         cluster.send(event)
         cluster.settle()
         lost.append(len(cluster.discarded))
     # The version of the first n is made when the next one is about to run.
-    assert lost == [0, 0, 0, 0, 4]
     cluster.send(ev.JobFinished(job="a", outcome="completed"))
-    assert cluster.discarded == [f"blob:{index}" for index in range(5)]
+    assert sorted(cluster.discarded) == [f"blob:{index}" for index in range(7)]
+    return lost
+
+
+def offloaded_after(steps: int, **changes: object) -> FakeCluster:
+    """`a` has trained, with a version after every step, and has been offloaded for `b`."""
+    cluster = Discards(**{"snapshot_operations": 1, "rebuild_operations": 4, **changes})
+    cluster.start_node(gpus=2)
+    with_jobs(cluster, "a", "b")
+    train(cluster, *range(steps))
+    cluster.submit("b:0", "b/actor", "forward_backward")
+    cluster.settle()
+    assert cluster.wpgs["a/actor"].device is None
+    return cluster
+
+
+def load_of_a(cluster: FakeCluster) -> RunOperation:
+    """The load of `a`, once it is under way."""
+    while True:
+        for run in cluster.runs:
+            if (run.deployment, run.kind) == ("a/actor", OperationKind.LOAD):
+                return run
+        if cluster.launches:
+            cluster.launch(cluster.launches[0])
+        elif cluster.runs:
+            cluster.execute(cluster.runs[0])
+        else:
+            assert cluster.timer_at is not None, "nobody loads it"
+            cluster.pass_time(cluster.timer_at - cluster.now)
+
+
+def damage(cluster: FakeCluster, error: PlexRLError) -> int:
+    """The load under way finds its version damaged; returns which it was."""
+    run = load_of_a(cluster)
+    cluster.wpgs["a/actor"].versions.pop(run.seq, None)
+    refuse(cluster, run, error)
+    return run.seq
+
+
+@pytest.mark.parametrize("error", [CorruptStateError("a block"), StateLostError("no file")])
+@pytest.mark.parametrize("steps", [3, 9])
+def test_a_damaged_version_is_computed_anew_from_an_earlier_one(
+    error: PlexRLError, steps: int
+) -> None:
+    cluster = offloaded_after(steps)
+    cluster.submit("a:last", "a/actor", "forward_backward")
+    damaged = damage(cluster, error)
+    assert damaged == steps
+    earlier = load_of_a(cluster).seq
+    assert 0 < earlier < damaged
+    assert damaged - earlier <= 4, "no more is repeated than is kept"
+    cluster.settle()
+    done = [f"a:{index}" for index in range(steps)]
+    assert cluster.wpgs["a/actor"].device == [*done, "a:last"]
+    assert cluster.state_of("a:last") == "finished"
+    assert job(cluster)["state"] != "FAILED"
+
+
+def test_without_an_earlier_version_it_is_computed_anew_from_the_start() -> None:
+    cluster = offloaded_after(3)
+    cluster.submit("a:3", "a/actor", "forward_backward")
+    seqs = [damage(cluster, StateLostError("no file")) for _ in range(2)]
+    assert seqs[1] < seqs[0]
+    assert load_of_a(cluster).seq == 0
+    cluster.settle()
+    assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", "a:3"]
+
+
+def test_a_job_fails_when_neither_an_earlier_version_nor_the_start_is_left() -> None:
+    cluster = offloaded_after(9)
+    cluster.submit("a:9", "a/actor", "forward_backward")
+    for _ in range(2):
+        damage(cluster, StateLostError("no file"))
+    assert job(cluster)["state"] == "FAILED"
+    assert "cannot be had, nor computed anew" in str(job(cluster)["reason"])
+    assert cluster.state_of("a:9") == "cancelled"
+
+
+def test_damaged_versions_are_no_failures_of_the_workers() -> None:
+    cluster = offloaded_after(3, launch_attempts=1)
+    cluster.submit("a:3", "a/actor", "forward_backward")
+    for _ in range(2):
+        damage(cluster, StateLostError("no file"))
+    cluster.settle()
+    assert cluster.state_of("a:3") == "finished"
+
+
+def test_a_scheduler_that_was_restarted_knows_the_earlier_version() -> None:
+    cluster = offloaded_after(9)
+    cluster.restart_scheduler(restored=True)
+    cluster.submit("a:9", "a/actor", "forward_backward")
+    damage(cluster, CorruptStateError("a block"))
+    cluster.settle()
+    assert cluster.wpgs["a/actor"].device == [f"a:{index}" for index in range(10)]
+
+
+def test_an_offload_that_finds_its_state_lost_starts_the_workers_over() -> None:
+    cluster = offloaded_after(3)
+    train(cluster, 3)
+    cluster.submit("b:1", "b/actor", "forward_backward")
+    while not cluster.runs:
+        assert cluster.timer_at is not None
+        cluster.pass_time(cluster.timer_at - cluster.now)
+    (offload,) = cluster.runs
+    assert (offload.deployment, offload.kind) == ("a/actor", OperationKind.OFFLOAD)
+    refuse(cluster, offload, StateLostError("the last pull was cut"))
+    train(cluster, 4)
+    assert cluster.wpgs["a/actor"].device == [f"a:{index}" for index in range(5)]
 
 
 @pytest.mark.parametrize("rebuild_operations", [0, 2])
@@ -260,7 +381,7 @@ def test_an_error_that_no_publish_mends_restarts_the_rollout() -> None:
     cluster.submit("draw", "a/rollout", "generate")
     cluster.launch(cluster.launches[0])
     cluster.execute(cluster.runs[0])
-    refuse(cluster, cluster.runs[0], StateTierFullError("no room"))
+    refuse(cluster, cluster.runs[0], ExecutionError("it broke"))
     assert [launch.deployment for launch in cluster.launches] == ["a/rollout"]
     cluster.settle()
     assert cluster.wpgs["a/rollout"].device == ["sync"]
@@ -269,3 +390,73 @@ def test_an_error_that_no_publish_mends_restarts_the_rollout() -> None:
 def test_a_negative_bound_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="rebuild_operations"):
         config(rebuild_operations=-1)
+
+
+def test_a_damaged_version_is_not_waited_for_on_its_way_elsewhere() -> None:
+    cluster = trained()
+    drain(cluster, "n0")
+    while not cluster.migrations:
+        cluster.execute(cluster.runs[0])
+    for _ in range(2):
+        (migration,) = cluster.migrations
+        cluster.migrations.clear()
+        cluster.send(
+            ev.StateMigrated(
+                deployment="a/actor",
+                node=migration.nodes[0],
+                seq=migration.seq,
+                error="a block is damaged",
+                code="corrupt_state",
+            )
+        )
+    assert not cluster.migrations, "neither version can be copied"
+    train(cluster, 3)
+    assert explained(cluster, "a")["nodes"] == ["n1"]
+    assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", "a:3"]
+
+
+def test_workers_that_find_no_room_to_start_are_started_until_there_is_room() -> None:
+    cluster = trained(launch_attempts=2)
+    cluster.submit("a:3", "a/actor", "forward_backward")
+    cluster.kill("a/actor")
+    for _ in range(10):
+        (launch,) = cluster.launches
+        for rank in launch.ranks:
+            exited = ev.WorkerExited(
+                deployment="a/actor",
+                rank=rank.rank,
+                incarnation=launch.incarnation,
+                reason="No space left on device",
+                code="storage_full",
+            )
+            cluster.send(exited)
+        assert not cluster.launches, "not again at once"
+        view = cluster.core.operation_view("a:3", cluster.now)
+        assert "No space left on device" in str(view)
+        cluster.pass_time(5.0)
+    train(cluster, 4)
+    assert cluster.wpgs["a/actor"].device == [f"a:{index}" for index in range(5)]
+
+
+@pytest.mark.parametrize("kind", ["forward_backward", "optim_step", "save_checkpoint"])
+def test_an_operation_for_which_one_rank_had_no_room_is_done_again_by_all(kind: str) -> None:
+    """However often, it is neither lost nor a failure of the workers."""
+    cluster = trained(launch_attempts=1)
+    cluster.submit("a:3", "a/actor", kind)
+    cluster.submit("a:4", "a/actor", "forward_backward")
+    for _ in range(5):
+        while not any(run.operation == "a:3" for run in cluster.runs):
+            if cluster.launches:
+                cluster.launch(cluster.launches[0])
+            elif cluster.runs:
+                cluster.execute(cluster.runs[0])
+            else:
+                cluster.pass_time(5.0)
+        (run,) = cluster.runs
+        refuse(cluster, run, StateTierFullError("no room for the copy of the moments"))
+        assert cluster.state_of("a:3") == "pending"
+        assert "no room for the copy" in str(cluster.core.operation_view("a:3", cluster.now))
+    cluster.settle()
+    assert cluster.state_of("a:3") == "finished"
+    applied = ["a:3"] if kind != "save_checkpoint" else []
+    assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", *applied, "a:4"]

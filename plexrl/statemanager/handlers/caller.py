@@ -10,6 +10,7 @@ from plexrl.statemanager.amax import Amaxes
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceBackend
+from plexrl.statemanager.earlier_versions import EarlierVersions
 from plexrl.statemanager.fencing import Fencing
 from plexrl.statemanager.incarnations import Incarnations
 from plexrl.statemanager.move_line import MoveLine
@@ -51,6 +52,7 @@ class Services:
     relays: Relays
     amaxes: Amaxes
     bases: SharedBases
+    earlier: EarlierVersions
     life: str
     """Differs between two runs of a daemon."""
 

@@ -42,7 +42,9 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
         caller.services.fencing.admit(own.group, request.token)
         keep = {request.seq, request.keep_seq}
         there = _versions(caller, own, VersionKind.STATE)
-        superseded = names_of([v for v in there if v.manifest.seq not in keep])
+        others = [v for v in there if v.manifest.seq not in keep]
+        superseded = names_of(others)
+        earlier = names_of([v for v in others if v.manifest.seq == request.previous_seq])
         found = [v for v in there if v.manifest.world_size == own.world_size]
         stored = _unchanged(own, request, found)
         moved = 0
@@ -58,7 +60,8 @@ def _save(caller: Caller, request: Save, _: Sequence[int]) -> Reply:
                 moved = _without_last(manifest)
         else:
             store.touch(stored.manifest.name)
-        store.drop(superseded)
+        store.drop(name for name in superseded if name not in earlier)
+        caller.services.earlier.keep(earlier)
         if request.next_use_s is not None:
             store.expect_in(own.deployment, request.next_use_s)
         report = move_report(moved, time.perf_counter() - started, stored.tier)
@@ -86,6 +89,9 @@ def _load(caller: Caller, request: Load, _: Sequence[int]) -> Reply:
             fill(own.loan)
         [loaded] = found
         manifest = loaded.manifest
+        there = _versions(caller, own, VersionKind.STATE)
+        earlier = [v for v in there if v.manifest.seq == request.previous_seq != request.seq]
+        caller.services.earlier.keep(names_of(earlier))
         seconds = time.perf_counter() - started
         fds = (*lent.fds, *opened_host(own))
         return Reply(
