@@ -413,7 +413,7 @@ def _into_history(
         # A move of the trainer may have waited for it.
         context.touch(context.deployment(operation.source).group)
     if operation.started_at is not None:
-        bill(state, deployment, operation, now)
+        bill(state, deployment, operation)
     index = state.finished_count + 1
     state.finished_count = operation.index = index
     finished, bound = state.finished, context.history
