@@ -1,17 +1,10 @@
 """Who gets GPUs next: quotas, priorities, weighted fairness and response ratio (PlexRL §5.2.3).
 
-The order of waiting deployments, first criterion first:
-
-1. the job already has GPUs for another deployment (it holds them idle until it is whole);
-2. it has waited beyond `starvation_bound_s`;
-3. priority class;
-4. its tenant's share: GPUs held and lately used, over its weight (least first);
-5. response ratio of the wait to the job's expected length;
-6. time of submission, then name.
-
-A job that asked for a gang gets GPUs for all its deployments at once or for none. One that waits
-beyond the starvation bound is passed by no other job that would take free GPUs it might be waiting
-for; where the policy does not backfill, nobody is.
+Those who wait are looked at in the order of their turns (`turns`). A job that asked for a gang gets
+GPUs for all its deployments at once or for none. One that waits beyond the starvation bound is
+passed by nobody behind it who would take free GPUs that it might be waiting for; where the policy
+does not backfill, nobody is passed. Who could not have GPUs even if all other jobs ended
+(`feasibility`) holds nobody up.
 """
 
 import heapq
@@ -19,6 +12,7 @@ from collections.abc import Sequence
 
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.fair_shares import begin_to_wait, tenant_share
 from plexrl.scheduler.feasibility import gang_of, is_possible
 from plexrl.scheduler.line_heads import Head
 from plexrl.scheduler.placement import leave, patience_ends_at, place, shares, ways
@@ -26,25 +20,17 @@ from plexrl.scheduler.policies import Way
 from plexrl.scheduler.room import NOTHING, Room
 from plexrl.scheduler.rooms import Rooms
 from plexrl.scheduler.scarcity import alike, is_rival, over_quota
-from plexrl.scheduler.state import Deployment, Job, Tenant
-from plexrl.scheduler.usage import recent_gpu_seconds
+from plexrl.scheduler.state import Deployment, Tenant
+from plexrl.scheduler.turns import Turn, is_partial, is_unpassable, turn_of
 from plexrl.scheduler.waiting import File, Rank, Size
-
-JOB_S = 3600.0
-"""Length of a job that its user said nothing about."""
-
-SHARE_WINDOW_S = 3600.0
-"""GPU-seconds used count as much as the same number held over this time."""
 
 _Wish = tuple[str, int]
 """(node type, workers) of a deployment that nobody may pass."""
 
-_Turn = tuple[bool, bool, int, float, float, float, str]
-"""The criteria above, the lowest first."""
-
 
 def enqueue_deployment(context: Context, deployment: Deployment) -> None:
     """A deployment was created: it waits for GPUs until the end of this event at least."""
+    begin_to_wait(context, context.job(deployment.job).tenant, deployment.created_at)
     context.wait(deployment)
     context.newcomers.append(deployment.deployment)
     _wake_when_patience_ends(context, deployment)
@@ -95,14 +81,14 @@ class _Pass:
         self._newcomers = None if newcomers is None else set(newcomers)
         """Who alone may be placed; None: everybody."""
         self._rooms = Rooms(context)
-        self._turns: list[tuple[_Turn, DeploymentId]] = []
+        self._turns: list[tuple[Turn, DeploymentId]] = []
         self._heads: dict[DeploymentId, tuple[Size, File, Head]] = {}
         """Whose turn it is of each file."""
         self._passed: dict[tuple[Size, File], Head] = {}
         """The last of each file whose turn it was."""
         self._ended: dict[tuple[Size, File], None] = {}
         """Files of which there was room for nobody any more."""
-        self._at: _Turn | None = None
+        self._at: Turn | None = None
         """Whose turn it is."""
         self._wishes: dict[DeploymentId, tuple[Size, Rank]] = {}
         self._seen: set[DeploymentId] = set()
@@ -166,7 +152,7 @@ class _Pass:
                     sizes.add(_size_of(self._context.deployment(name)))
             if self._turns:
                 for name in waiting.singles:
-                    if self._is_unpassable(self._context.deployment(name)):
+                    if is_unpassable(self._context, self._context.deployment(name), self._now):
                         self._push(name)
         if not self._turns:
             return
@@ -186,12 +172,12 @@ class _Pass:
         turn = self._turn(self._context.deployment(name))
         heapq.heappush(self._turns, (turn, name))
 
-    def _turn(self, deployment: Deployment) -> _Turn:
+    def _turn(self, deployment: Deployment) -> Turn:
         tenant = self._context.job(deployment.job).tenant
         share = self._shares.get(tenant)
         if share is None:
             share = self._shares[tenant] = tenant_share(self._context, tenant, self._now)
-        return _turn(self._context, deployment, share, self._now)
+        return turn_of(self._context, deployment, share, self._now)
 
     def _next_of_file(self, size: Size, file: File) -> None:
         """It is the turn of the next of a file for whom there may be room."""
@@ -249,20 +235,13 @@ class _Pass:
         context = self._context
         for name in context.waiting.of_wish(size, rank):
             deployment = context.deployment(name)
-            if context.policy.backfills and not _starves(context, deployment, self._now):
-                return
-            if is_possible(context, deployment):
+            if is_unpassable(context, deployment, self._now):
                 self._wishes[name] = size, rank
                 self._push(name)
                 return
-
-    def _is_unpassable(self, deployment: Deployment) -> bool:
-        """Whether nobody behind it may pass it: it has waited too long, or the policy lets nobody
-        pass; and the nodes in service could hold it."""
-        context = self._context
-        if context.policy.backfills and not _starves(context, deployment, self._now):
-            return False
-        return is_possible(context, deployment)
+            if is_possible(context, deployment):
+                # Those behind it have waited less.
+                return
 
     def _is_nobody_else_to_pass(self) -> bool:
         """Whether all who are left wish what somebody ahead may be waiting for."""
@@ -293,7 +272,7 @@ class _Pass:
                 if len(gang) == 1:
                     self._failed |= likeness
                     self._note_search(deployment, only[deployment.deployment])
-        if self._is_unpassable(deployment):
+        if is_unpassable(context, deployment, now):
             self._ahead.update((each.node_type, each.workers) for each in gang)
         return False
 
@@ -347,7 +326,7 @@ class _Pass:
             return False
         if self._newcomers is None or name in self._newcomers:
             return True
-        return self._is_unpassable(self._context.deployment(name))
+        return is_unpassable(self._context, self._context.deployment(name), self._now)
 
 
 def why_not_yet(context: Context, deployment: Deployment) -> tuple[str, str] | None:
@@ -377,7 +356,7 @@ def _place_all(
         done.append(deployment)
     for deployment in gang:
         context.waiting.remove(deployment.deployment)
-        context.hold(context.job(deployment.job).tenant, deployment, +1)
+        context.hold(deployment, +1, now)
     return True
 
 
@@ -387,7 +366,7 @@ def _ways_left(
     """How each of `gang` may get GPUs behind those `ahead`, whom nobody may pass: none that they
     may be waiting for, free or in a group of the size they want."""
     found = {each.deployment: ways(context, each, now) for each in gang}
-    if _is_partial(context, context.job(gang[0].job)):
+    if is_partial(context, context.job(gang[0].job)):
         return found
     for each in gang:
         rivals = [workers for kind, workers in ahead if alike(kind, each.node_type)]
@@ -397,38 +376,6 @@ def _ways_left(
             left = [way for way in found[each.deployment] if way != Way.DEDICATED]
             found[each.deployment] = tuple(left)
     return found
-
-
-def _starves(context: Context, deployment: Deployment, now: float) -> bool:
-    return now - deployment.created_at >= context.config.starvation_bound_s
-
-
-def _is_partial(context: Context, job: Job) -> bool:
-    return any(context.deployment(name).group is not None for name in job.deployments)
-
-
-def _turn(context: Context, deployment: Deployment, share: float, now: float) -> _Turn:
-    job = context.job(deployment.job)
-    expected_s = job.expected_s or JOB_S
-    ratio = (now - deployment.created_at + expected_s) / expected_s
-    return (
-        not _is_partial(context, job),
-        not _starves(context, deployment, now),
-        -job.priority,
-        share,
-        -ratio,
-        deployment.created_at,
-        deployment.deployment,
-    )
-
-
-def tenant_share(context: Context, name: TenantId, now: float) -> float:
-    """GPUs the tenant holds, and GPU-seconds it used lately, over its weight."""
-    tenant = context.state.tenants.get(name)
-    weight = 1.0 if tenant is None else tenant.weight
-    used = 0.0 if tenant is None else recent_gpu_seconds(tenant, now)
-    gpus, _ = context.holdings(name)
-    return (gpus + used / SHARE_WINDOW_S) / weight
 
 
 def _size_of(deployment: Deployment) -> Size:

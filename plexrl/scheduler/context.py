@@ -7,11 +7,12 @@ from plexrl.ids import BlobRef, DeploymentId, GroupId, JobId, OperationId, Tenan
 from plexrl.scheduler.commands import Command, DiscardBlobs, SetTimer
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.contention import Contention, Resident
+from plexrl.scheduler.fair_shares import settle
 from plexrl.scheduler.inventory import Inventory
 from plexrl.scheduler.ordering import Ordering, make_ordering
 from plexrl.scheduler.policies import PlacementPolicy, make_policy
 from plexrl.scheduler.profiler import ProfilerConfig
-from plexrl.scheduler.state import Deployment, Group, Job, State, WpgState
+from plexrl.scheduler.state import Deployment, Group, HeldTime, Job, State, WpgState
 from plexrl.scheduler.waiting import Waiting
 
 TIMERS_MIN = 1024
@@ -99,7 +100,7 @@ class Context:
             if deployment.state == WpgState.WAITING:
                 self.wait(deployment)
             elif deployment.group is not None:
-                self.hold(self.job(deployment.job).tenant, deployment, +1)
+                self._count_held(self.job(deployment.job).tenant, deployment, +1)
 
     def wait(self, deployment: Deployment) -> None:
         """The deployment waits for GPUs, behind all that do."""
@@ -119,8 +120,22 @@ class Context:
     def _is_placed(self, job: Job) -> bool:
         return any(self.state.deployments[name].group is not None for name in job.deployments)
 
-    def hold(self, tenant: TenantId, deployment: Deployment, sign: int) -> None:
+    def hold(self, deployment: Deployment, sign: int, now: float) -> None:
         """Count (or, negative, discount) the deployment's GPUs among those its tenant holds."""
+        tenant = self.job(deployment.job).tenant
+        held = self.state.held.get(tenant)
+        if held is None:
+            held = self.state.held[tenant] = HeldTime(at=now)
+        settle(held, self.holdings(tenant)[0], now)
+        if sign > 0:
+            held.waited_at = now
+        self._count_held(tenant, deployment, sign)
+
+    def active_tenants(self) -> list[TenantId]:
+        """Tenants that wait for GPUs or hold some."""
+        return list(dict.fromkeys((*self.waiting.by_tenant, *self._held)))
+
+    def _count_held(self, tenant: TenantId, deployment: Deployment, sign: int) -> None:
         gpus, jobs = self._held.setdefault(tenant, (0, {}))
         count = jobs.get(deployment.job, 0) + sign
         if count:

@@ -76,7 +76,7 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
         )
         kept = tuple(sorted({*nodes, *deployment.state_nodes}))
         context.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
-    _leave_group(context, deployment)
+    _leave_group(context, deployment, now)
     deployment.relocation = None
     context.relocating.pop(deployment.deployment, None)
     deployment.state = WpgState.STOPPED
@@ -88,11 +88,11 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
     deployment.cycles.clear()
 
 
-def _leave_group(context: Context, deployment: Deployment) -> None:
+def _leave_group(context: Context, deployment: Deployment, now: float) -> None:
     context.waiting.remove(deployment.deployment)
     if deployment.group is None:
         return
-    context.hold(context.job(deployment.job).tenant, deployment, -1)
+    context.hold(deployment, -1, now)
     release_lock(context, deployment)
     leave(context, deployment)
 

@@ -471,7 +471,7 @@ def _into_history(
         # A move of the trainer may have waited for it.
         context.touch(context.deployment(operation.source).group)
     if operation.started_at is not None:
-        bill(state, deployment, operation, now)
+        bill(state, deployment, operation)
     elif operation.state is _FAILED:
         count_failure(state, deployment, operation)
     index = state.finished_count + 1

@@ -11,6 +11,7 @@ node waits for that node, or, where lost nodes do not come back, its job ends.
 from plexrl.ids import NodeId
 from plexrl.scheduler.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.fair_shares import begin_to_wait
 from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import end_job, has_gpu, job_event, release_lock, stop
 from plexrl.scheduler.placement import leave
@@ -134,7 +135,7 @@ def _replace(context: Context, deployment: Deployment, now: float) -> None:
         # Copies of a version that were on their way there.
         context.emit(ReleaseState(deployment=deployment.deployment, nodes=unwanted))
     job = context.job(deployment.job)
-    context.hold(job.tenant, deployment, -1)
+    context.hold(deployment, -1, now)
     release_lock(context, deployment)
     leave(context, deployment)
     deployment.ranks = ()
@@ -147,7 +148,7 @@ def _replace(context: Context, deployment: Deployment, now: float) -> None:
     context.relocating.pop(deployment.deployment, None)
     deployment.state = WpgState.WAITING
     job_event(job, JobTrigger.DISPLACED)
-    _enqueue(context, deployment)
+    _enqueue(context, deployment, now)
     for name in sorted(context.relocating):
         # One that waited for this WPG to pull its weights waits no more.
         context.touch(context.deployment(name).group)
@@ -165,7 +166,8 @@ def _give_up(context: Context, deployment: Deployment, now: float) -> None:
     end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
 
 
-def _enqueue(context: Context, deployment: Deployment) -> None:
+def _enqueue(context: Context, deployment: Deployment, now: float) -> None:
+    begin_to_wait(context, context.job(deployment.job).tenant, now)
     context.wait(deployment)
     # They are kept in the order of their creation.
     context.waiting.put_in_order(context.state.deployments)

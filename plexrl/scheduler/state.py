@@ -166,9 +166,17 @@ class Tenant:
     """The highest priority class of its jobs; an operator's jobs may have any."""
     gpu_seconds: float = 0.0
     """Used in all."""
-    recent_gpu_seconds: float = 0.0
-    """Used, fading; as of `recent_at`."""
-    recent_at: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldTime:
+    """GPU time that a tenant's jobs held, for the order of admission."""
+
+    at: float
+    gpu_seconds: float = 0.0
+    """Up to `at`, fading (`fair_shares`)."""
+    waited_at: float | None = None
+    """When one of its deployments last began to wait for GPUs, or got some."""
 
 
 class MoveCause(StrEnum):
@@ -462,6 +470,7 @@ class State:
     nodes: dict[NodeId, Node] = field(default_factory=dict)
     routers: list[RouterId] = field(default_factory=list)
     tenants: dict[TenantId, Tenant] = field(default_factory=dict)
+    held: dict[TenantId, HeldTime] = field(default_factory=dict)
     in_flight: dict[TenantId, InFlight] = field(default_factory=dict)
     jobs: dict[JobId, Job] = field(default_factory=dict)
     ended: dict[JobId, None] = field(default_factory=dict)

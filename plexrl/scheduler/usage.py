@@ -8,22 +8,15 @@ nobody's; the load of the state into new workers is their job's.
 Operations that run side by side share the time they overlap in equal parts.
 """
 
-import math
 from typing import Final
 
 from plexrl.scheduler.limits import TOTAL_MAX
 from plexrl.scheduler.operation_record import Operation
-from plexrl.scheduler.state import Deployment, State, Tenant, UsageRow
+from plexrl.scheduler.state import Deployment, State, UsageRow
 from plexrl.wire.operations import OperationState
 
 _FAILED: Final = OperationState.FAILED
 """Named once: to reach a member of an enumeration through its class takes longer than a call."""
-
-HALF_LIFE_S = 3600.0
-"""Of the use that counts against a tenant in admission."""
-
-FADE_STEP_S = 10.0
-"""Use is let fade in steps no shorter than this, far below the half-life."""
 
 
 def meter(state: State, deployment: Deployment, now: float) -> None:
@@ -54,7 +47,7 @@ def meter_run(state: State, deployment: Deployment, operation: Operation, now: f
         operation.gpu_seconds += (now - since) * deployment.workers
 
 
-def bill(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
+def bill(state: State, deployment: Deployment, operation: Operation) -> None:
     """Enter a run that has come to its end; replays are entered nowhere."""
     cause, gpu_seconds = operation.caused_by, operation.gpu_seconds
     causer = deployment if cause is None else state.deployments.get(cause)
@@ -76,11 +69,6 @@ def bill(state: State, deployment: Deployment, operation: Operation, now: float)
     tenant = None if payer_tenant is None else state.tenants.get(payer_tenant)
     if tenant is not None:
         tenant.gpu_seconds += gpu_seconds
-        recent_at = tenant.recent_at
-        if recent_at is None or now - recent_at >= FADE_STEP_S:
-            tenant.recent_gpu_seconds = recent_gpu_seconds(tenant, now)
-            tenant.recent_at = now
-        tenant.recent_gpu_seconds += gpu_seconds
 
 
 def count_failure(state: State, deployment: Deployment, operation: Operation) -> None:
@@ -91,10 +79,3 @@ def count_failure(state: State, deployment: Deployment, operation: Operation) ->
         row = usage[operation.kind] = UsageRow()
     row.operations += 1
     row.failed += 1
-
-
-def recent_gpu_seconds(tenant: Tenant, now: float) -> float:
-    """The tenant's use, older use counting less."""
-    if tenant.recent_at is None:
-        return 0.0
-    return tenant.recent_gpu_seconds * math.exp2(-(now - tenant.recent_at) / HALF_LIFE_S)

@@ -6,11 +6,12 @@ from typing import Any
 import msgspec
 
 from plexrl.ids import BlobRef, DeploymentId, OperationId, TenantId
-from plexrl.scheduler.admission import quota_of, tenant_share
+from plexrl.scheduler.admission import quota_of
 from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
 from plexrl.scheduler.failures import failure_view, halting_failure, job_failure
+from plexrl.scheduler.fair_shares import tenant_share
 from plexrl.scheduler.feasibility import is_possible
 from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.operation_record import Operation

@@ -17,8 +17,9 @@ does. Five lines matter:
 All of it follows from the state; `Context.reconfigure` makes it anew.
 """
 
+import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from sortedcontainers import SortedList
 
@@ -44,6 +45,7 @@ class Rank(NamedTuple):
     tenant: TenantId
     priority: int
     expected_s: float
+    """A step of expected lengths."""
 
 
 class Likeness(NamedTuple):
@@ -65,6 +67,19 @@ if TYPE_CHECKING:
     _Queue = SortedList[tuple[float, DeploymentId]]
     """(time of creation, name), in the order of turns."""
 
+JOB_S = 3600.0
+"""Length of a job that its user said nothing about."""
+
+_STEPS: Final = (4, 22)
+"""Powers of two between which expected lengths are told apart: 16 s and 48 days."""
+
+
+def expected_step(expected_s: float) -> float:
+    """The expected length, down to a power of two: so there are few ranks, however many jobs."""
+    _, exponent = math.frexp(expected_s or JOB_S)
+    return 2.0 ** min(max(exponent - 1, _STEPS[0]), _STEPS[1])
+
+
 KeyT = TypeVar("KeyT", Likeness, Rank, TenantId)
 
 
@@ -79,6 +94,9 @@ class Waiting:
         self.askers: dict[Size, dict[TenantId, _Queue]] = {}
         self.singles: dict[DeploymentId, None] = {}
         self.counts = QueueCounts()
+        self.by_tenant: dict[TenantId, int] = {}
+        """How many of each tenant wait."""
+        self._tenants: dict[DeploymentId, TenantId] = {}
 
     def __contains__(self, name: object) -> bool:
         return name in self._filed
@@ -99,6 +117,8 @@ class Waiting:
             self.askers,
             self.singles,
             self.counts,
+            self.by_tenant,
+            self._tenants,
         ):
             part.clear()
 
@@ -111,12 +131,14 @@ class Waiting:
         self.remove(name)
         place = Place(-job.priority, deployment.created_at, name)
         self.counts.add(deployment.node_type, place)
+        self._tenants[name] = job.tenant
+        self.by_tenant[job.tenant] = self.by_tenant.get(job.tenant, 0) + 1
         if is_single:
             self._filed[name] = None
             self.singles[name] = None
             return
         size = Size(deployment.node_type, deployment.workers, shares)
-        rank = Rank(job.tenant, job.priority, job.expected_s)
+        rank = Rank(job.tenant, job.priority, expected_step(job.expected_s))
         likeness = Likeness(rank, deployment.state_bytes, deployment.trace)
         head = Head(deployment.created_at, name, duty, deployment.state_bytes)
         self._filed[name] = head, size, likeness
@@ -138,6 +160,10 @@ class Waiting:
             self._take_out(name)
             del self._filed[name]
             self.counts.remove(name)
+            tenant = self._tenants.pop(name)
+            self.by_tenant[tenant] -= 1
+            if not self.by_tenant[tenant]:
+                del self.by_tenant[tenant]
 
     def put_in_order(self, names: Iterable[DeploymentId]) -> None:
         """Iterate over those who wait in this order from now on."""

@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 from plexrl.ids import DeploymentId
 from plexrl.scheduler import SchedulerCore, admission
 from plexrl.scheduler import events as ev
-from plexrl.scheduler.admission import tenant_share, why_not_yet
+from plexrl.scheduler.admission import why_not_yet
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.feasibility import gang_of, is_possible
+from plexrl.scheduler.fair_shares import tenant_share
+from plexrl.scheduler.feasibility import gang_of
 from plexrl.scheduler.state import Deployment
+from plexrl.scheduler.turns import Turn, is_unpassable, turn_of
 from tests.scheduler.fake_cluster import FakeCluster
 
 GPUS = 4
@@ -29,9 +31,9 @@ def by_walking(context: Context, now: float) -> list[DeploymentId]:
     ahead: set[tuple[str, int]] = set()
     left = {name: context.deployment(name) for name in context.waiting}
 
-    def turn(each: Deployment) -> admission._Turn:
+    def turn(each: Deployment) -> Turn:
         share = tenant_share(context, context.job(each.job).tenant, now)
-        return admission._turn(context, each, share, now)
+        return turn_of(context, each, share, now)
 
     while left:
         deployment = min(left.values(), key=turn)
@@ -43,9 +45,7 @@ def by_walking(context: Context, now: float) -> list[DeploymentId]:
         only = admission._ways_left(context, gang, ahead, now)
         if admission._place_all(context, gang, only, now):
             placed += [each.deployment for each in gang]
-        elif is_possible(context, deployment) and (
-            not context.policy.backfills or admission._starves(context, deployment, now)
-        ):
+        elif is_unpassable(context, deployment, now):
             ahead.update((each.node_type, each.workers) for each in gang)
     return placed
 
