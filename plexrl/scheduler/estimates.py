@@ -12,6 +12,9 @@ KEPT: Final = 1.0 - WEIGHT
 MOVE_BYTES_PER_S = 2e9
 """Of a state move that nothing is known about yet: a slow host copy."""
 
+LINK_BYTES_PER_S = 5e10
+"""Of one GPU's link to its host at best (PCIe 5, 16 lanes): no move is faster."""
+
 LAW_FADING: Final = 0.02
 """Of what a path's law knows, with every move: the last fifty or so count."""
 LAW_KEPT: Final = 1.0 - LAW_FADING

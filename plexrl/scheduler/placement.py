@@ -24,7 +24,7 @@ from plexrl.scheduler.overlaps import give_time_back
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.scarcity import is_scarce
 from plexrl.scheduler.state import Deployment, Group, PlacementRecord, Reservation
-from plexrl.scheduler.switch_cost import load_s, offload_s
+from plexrl.scheduler.switch_cost import load_s, moves_at_best_s
 
 CANDIDATES_PER_PASS = 256
 """Groups fitted at a time, the least loaded first; the first pass with a fit ends the search. As
@@ -225,11 +225,8 @@ def _resident(
 ) -> Resident:
     # To two digits: with every move measured they change in the last ones, and what is predicted
     # of the same residents would have to be predicted anew.
-    return Resident(
-        trace=trace,
-        load_s=float(f"{load_s(context, deployment, ranks):.2g}"),
-        offload_s=float(f"{offload_s(context, deployment, ranks):.2g}"),
-    )
+    load, offload = moves_at_best_s(context, deployment, ranks)
+    return Resident(trace=trace, load_s=float(f"{load:.2g}"), offload_s=float(f"{offload:.2g}"))
 
 
 def fitting(

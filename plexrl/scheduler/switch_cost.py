@@ -9,7 +9,7 @@ one node, whose ranks move at once; of a WPG that has no GPUs yet, by those that
 
 from typing import TYPE_CHECKING, Final
 
-from plexrl.scheduler.estimates import MOVE_BYTES_PER_S, MoveLaw
+from plexrl.scheduler.estimates import LINK_BYTES_PER_S, MOVE_BYTES_PER_S, MoveLaw
 from plexrl.scheduler.limits import bounded_bytes
 from plexrl.wire.operations import OperationKind
 
@@ -49,6 +49,32 @@ def offload_s(
     return known if known is not None else _by_law(context, deployment, _OFFLOAD, ranks=ranks)
 
 
+def moves_at_best_s(
+    context: "Context", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
+) -> tuple[float, float]:
+    """(load, offload) in seconds: predicted where moves were measured, else at full link speed.
+
+    This answers whether jobs of known demand may share a group. The cautious guess must not answer
+    it: a job that is alone on its GPUs is never offloaded, so nothing would ever be measured, and
+    jobs with large states would never share. A refusal at full link speed is right in any case. If
+    moves turn out to be slower, the members' measured waiting closes the group and moves the worst
+    hit, and the next job is judged by the measurement.
+    """
+    at_best_s = deployment.state_bytes / deployment.workers / LINK_BYTES_PER_S
+    estimates = deployment.estimates
+    load_tier, own_load_s = HOST, estimates.seconds_by_kind.get(_LOAD)
+    if deployment.nvme_bytes:
+        load_tier, own_load_s = NVME, estimates.nvme_load_seconds
+    own_offload_s = estimates.seconds_by_kind.get(_OFFLOAD)
+    loads = own_load_s is not None or _law(context, deployment, _LOAD, load_tier, ranks) is not None
+    law = _law(context, deployment, _OFFLOAD, HOST, ranks)
+    offloads = own_offload_s is not None or law is not None
+    return (
+        load_s(context, deployment, ranks) if loads else at_best_s,
+        offload_s(context, deployment, ranks) if offloads else at_best_s,
+    )
+
+
 def round_trip_s(context: "Context", deployment: "Deployment") -> float:
     """Predicted seconds of an offload and the load that undoes it."""
     return offload_s(context, deployment) + load_s(context, deployment)
@@ -68,8 +94,11 @@ def switch_cost(context: "Context", group: "Group", deployment: "Deployment") ->
 def observe_move(
     context: "Context", deployment: "Deployment", operation: "Operation", event: "OperationFinished"
 ) -> None:
-    """Take in what a load or an offload took."""
+    """Take in what a load or an offload took. The first load of a new model builds it instead of
+    moving state, so it says nothing about later ones."""
     moved, kind, seconds = event.moved, operation.kind, event.compute_s
+    if kind is _LOAD and operation.seq == 0 and (moved is None or not moved.bytes_moved):
+        return
     tier = HOST if moved is None else moved.tier
     if tier == NVME and kind is _LOAD:
         deployment.estimates.observe_nvme_load(seconds)
@@ -119,19 +148,30 @@ def _by_law(
     ranks: "tuple[RankPlacement, ...] | None" = None,
 ) -> float:
     if deployment.ranks:
-        ranks, nodes = deployment.ranks, len(deployment.nodes)
+        nodes = len(deployment.nodes)
     else:
-        ranks = ranks or ()
-        nodes = len({rank.node for rank in ranks}) or 1
+        nodes = len({rank.node for rank in ranks or ()}) or 1
     nbytes = deployment.state_bytes / nodes
-    laws = context.state.move_laws
-    law = laws.get(_path(context, ranks, kind, tier))
-    if law is None:
-        # The bytes of the other direction go over the same links. Jobs that each have GPUs of their
-        # own are loaded and never offloaded: by the guess alone they would never share.
-        back = _LOAD if kind is _OFFLOAD else _OFFLOAD
-        law = laws.get(_path(context, ranks, back, tier))
+    law = _law(context, deployment, kind, tier, ranks)
     return law.seconds(nbytes) if law is not None else nbytes / MOVE_BYTES_PER_S
+
+
+def _law(
+    context: "Context",
+    deployment: "Deployment",
+    kind: OperationKind,
+    tier: str,
+    ranks: "tuple[RankPlacement, ...] | None",
+) -> MoveLaw | None:
+    """What is known of the path on the GPUs that the deployment has, or on `ranks`."""
+    there = deployment.ranks or ranks or ()
+    laws = context.state.move_laws
+    law = laws.get(_path(context, there, kind, tier))
+    if law is None:
+        # The bytes of the other direction go over the same links.
+        back = _LOAD if kind is _OFFLOAD else _OFFLOAD
+        law = laws.get(_path(context, there, back, tier))
+    return law
 
 
 def _path(

@@ -18,6 +18,7 @@ from plexrl.scheduler import SchedulerConfig, SchedulerCore
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.demand import DemandTrace
+from plexrl.scheduler.switch_cost import HOST
 from plexrl.sim.profiles import Cycle, JobProfile
 from plexrl.sim.shell import (
     FOREVER_S,
@@ -200,8 +201,14 @@ class VirtualCluster:
 
     def _finish(self, run: tuple[cmd.RunOperation, float]) -> None:
         command, took_s = run
+        moved = None
+        if command.kind in (OperationKind.LOAD, OperationKind.OFFLOAD):
+            state_bytes = self._jobs[command.job].plan.profile.state_bytes
+            moved = ev.StateMoved(bytes_moved=state_bytes, tier=HOST)
         self._send(
-            ev.OperationFinished(operation=command.operation, token=command.token, compute_s=took_s)
+            ev.OperationFinished(
+                operation=command.operation, token=command.token, compute_s=took_s, moved=moved
+            )
         )
         answer = self._answers.pop(command.operation, None)
         if answer is not None:

@@ -132,6 +132,32 @@ def test_a_group_holds_as_many_members_without_a_profile_as_it_may(residents_max
     assert placed == ["g1"] * residents_max + [None]
 
 
+@pytest.mark.parametrize("policy", ["spread", "spread+backfill"])
+def test_declared_demand_shares_at_once_though_no_move_was_measured(policy: str) -> None:
+    cluster = FakeCluster(policy=policy)
+    large = {"gpu_memory_bytes": 80 << 30, "host_memory_bytes": 2048 << 30}
+    cluster.nodes["n"] = ev.NodeJoined(node="n", gpus=8, statemanager="sm:n", **large)
+    cluster.start_node()
+    for job in ("a", "b"):
+        cluster.job(job)
+        cluster.deploy(f"{job}/actor", workers=8, state_bytes=100 << 30, trace=trace(40.0))
+        cluster.settle()
+    assert group_of(cluster, "b") == group_of(cluster, "a") == "g1"
+
+
+def test_a_state_too_large_for_the_fastest_link_shares_with_nobody() -> None:
+    cluster = FakeCluster(policy="spread")
+    large = {"gpu_memory_bytes": 80 << 30, "host_memory_bytes": 2048 << 30}
+    cluster.nodes["n"] = ev.NodeJoined(node="n", gpus=1, statemanager="sm:n", **large)
+    cluster.start_node()
+    for job in ("a", "b"):
+        cluster.job(job)
+        demand = trace(1.6, period_s=4.0)
+        cluster.deploy(f"{job}/actor", workers=1, state_bytes=79 << 30, trace=demand)
+        cluster.settle()
+    assert (group_of(cluster, "a"), group_of(cluster, "b")) == ("g1", None)
+
+
 def test_a_later_start_needs_a_smaller_shift() -> None:
     cluster = cluster_of(2, "spread")
     submit(cluster, "a", trace(60.0))

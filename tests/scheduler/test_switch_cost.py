@@ -134,6 +134,16 @@ def test_without_any_move_the_guess_is_cautious(cluster: FakeCluster) -> None:
     assert predicted(cluster, first) == (10**8 / MOVE_BYTES_PER_S,) * 2
 
 
+def test_the_load_that_builds_a_model_says_nothing_about_later_ones(cluster: FakeCluster) -> None:
+    first = deploy(cluster, "a", 10**8)
+    cluster.submit("a:1", first, "forward")
+    (build,) = cluster.runs
+    cluster.execute(build, report=False)
+    cluster.runs.remove(build)
+    cluster.send(ev.OperationFinished(operation=build.operation, token=build.token, compute_s=90.0))
+    assert predicted(cluster, first) == (10**8 / MOVE_BYTES_PER_S,) * 2
+
+
 def test_a_newcomer_is_predicted_by_the_moves_of_others(cluster: FakeCluster) -> None:
     first, second = deploy(cluster, "a", STATE), deploy(cluster, "b", STATE)
     for index in range(3):
