@@ -13,6 +13,7 @@ from typing import IO
 from plexrl.cluster.lifeline import PARENT
 from plexrl.cluster.part_record import PartRecord
 from plexrl.cluster.parts import Folders, Part, write_config
+from plexrl.cluster.start_progress import is_at_work
 from plexrl.cluster.tuning import tuned
 from plexrl.errors import PlexRLError, UnavailableError, from_wire
 
@@ -20,7 +21,11 @@ LOG = logging.getLogger(__name__)
 
 MOVES_MEMORY = ("plexrl.statemanager", "plexrl.worker")
 """Parts that copy much, or whose children do: workers pull weights themselves."""
-READY_TIMEOUT_S = 60.0
+START_SLEEP_S_MAX = 60.0
+"""A part that has slept for this long in all before it serves is given up. Time in which it works,
+or is kept from it by others, does not count."""
+LOOK_S = 0.25
+"""Between two looks at whether a part that starts is at work."""
 STOP_TIMEOUT_S = 20.0
 RESTART_S = 0.2
 RESTART_S_MAX = 5.0
@@ -31,10 +36,17 @@ STABLE_S = 10.0
 class PartProcesses:
     """Owns the processes of some parts."""
 
-    def __init__(self, folders: Folders, record: PartRecord | None = None) -> None:
+    def __init__(
+        self,
+        folders: Folders,
+        record: PartRecord | None = None,
+        *,
+        start_sleep_s_max: float = START_SLEEP_S_MAX,
+    ) -> None:
         """`record` is told of parts that end and serve again."""
         self._folders = folders
         self._record = record
+        self._start_sleep_s_max = start_sleep_s_max
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._outputs: dict[str, asyncio.BaseTransport] = {}
         """The reading ends of what they write to."""
@@ -73,17 +85,14 @@ class PartProcesses:
                 start_new_session=True,
             )
         self._processes[part.name] = process
-        try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                line = await reader.readline()
-        except TimeoutError:
-            line = b""
+        line, failure = await self._first_line(process, reader)
         if b'"ready"' not in line:
             if process.returncode is None:
                 process.kill()
+            self._close_output(part)
             if line.startswith(b'{"error"'):
                 raise from_wire(json.loads(line)["error"])
-            raise UnavailableError(f"{part.name} did not start: see {log_path}")
+            raise UnavailableError(f"{part.name} did not start ({failure}): see {log_path}")
         LOG.info("%s runs as process %d", part.name, process.pid)
 
     def watch(self, parts: Sequence[Part]) -> None:
@@ -110,6 +119,31 @@ class PartProcesses:
                 process.kill()
                 await process.wait()
         self._close_output(part)
+
+    async def _first_line(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader
+    ) -> tuple[bytes, str]:
+        """(what a part that starts says, empty if it ends or hangs before; why it says nothing)."""
+        told = asyncio.ensure_future(reader.readline())
+        ended = asyncio.ensure_future(process.wait())
+        slept_s = 0.0
+        try:
+            while slept_s < self._start_sleep_s_max:
+                done, _ = await asyncio.wait(
+                    {told, ended}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if told in done:
+                    return told.result(), "it ended"
+                if ended in done:
+                    # What it said last may still be in the pipe.
+                    await asyncio.wait({told}, timeout=LOOK_S)
+                    return told.result() if told.done() else b"", "it ended"
+                if not await asyncio.to_thread(is_at_work, process.pid):
+                    slept_s += LOOK_S
+            return b"", f"it did nothing for {slept_s:g} s"
+        finally:
+            told.cancel()
+            ended.cancel()
 
     def _close_output(self, part: Part) -> None:
         output = self._outputs.pop(part.name, None)

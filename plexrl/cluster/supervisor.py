@@ -195,7 +195,7 @@ def run_cluster(
     console.setFormatter(PlainFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[console])
     if ray is None:
-        _run(Supervisor(options), ready, lifeline)
+        run_supervisor(Supervisor(options), ready, lifeline)
         return
     from plexrl.cluster.ray_connection import connect, disconnect
     from plexrl.cluster.ray_nodes import RayNodes
@@ -208,26 +208,47 @@ def run_cluster(
             ray.scheduler_settings(),
             lambda folders, record: RayNodes(options, ray, folders, record),
         )
-        _run(supervisor, ready, lifeline)
+        run_supervisor(supervisor, ready, lifeline)
     finally:
         disconnect()
 
 
-def _run(supervisor: Supervisor, ready: Callable[[Endpoint], None], lifeline: int | None) -> None:
+def run_supervisor(
+    supervisor: Supervisor, ready: Callable[[Endpoint], None], lifeline: int | None
+) -> None:
+    """Run it until a signal or the end of `lifeline`, also where the cluster is still starting."""
+
     async def run() -> None:
-        stop = asyncio.Event()
+        stop, up = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
+
+        def tell(endpoint: Endpoint) -> None:
+            up.set()
+            ready(endpoint)
+
+        serving = asyncio.create_task(supervisor.run(stop, tell))
+
+        def end() -> None:
+            if not up.is_set() and not stop.is_set():
+                # A start has no deadline while it makes progress, so it is not waited for.
+                serving.cancel()
+            stop.set()
+
         for sig in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sig, stop.set)
+            loop.add_signal_handler(sig, end)
         if lifeline is not None:
 
             def check(fd: int) -> None:
                 if not os.read(fd, 1):
                     loop.remove_reader(fd)
-                    stop.set()
+                    end()
 
             loop.add_reader(lifeline, check, lifeline)
-        await supervisor.run(stop, ready)
+        try:
+            await serving
+        except asyncio.CancelledError:
+            if not stop.is_set():
+                raise
 
     asyncio.run(run())
 

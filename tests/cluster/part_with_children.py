@@ -13,5 +13,7 @@ if __name__ == "__main__":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with Path(config["pids"]).open("a") as pids:
         pids.write(f"{child.pid}\n")
+    if config.get("ends"):
+        sys.exit(1)
     print_ready()
     time.sleep(600)

@@ -1,5 +1,6 @@
 """A cluster that ends leaves nothing behind, however it ends."""
 
+import asyncio
 import json
 import os
 import signal
@@ -12,8 +13,10 @@ import psutil
 import pytest
 
 import plexrl
+from plexrl.cluster.config import ClusterOptions
 from plexrl.cluster.embedded import start_embedded
 from plexrl.cluster.parts import Folders
+from plexrl.cluster.supervisor import Supervisor, run_supervisor
 from plexrl.errors import UnavailableError
 from tests.cluster.tools import VOCABULARY, process_of, some_batch, wait_until
 
@@ -38,6 +41,28 @@ def test_a_signal_ends_every_process_and_removes_every_file(
     assert not folders.run.exists()
     assert not folders.shared_memory.exists()
     assert not (tmp_path / "cluster.json").exists()
+
+
+class NeverStarting:
+    """Nodes that are still starting when a signal comes, and for ever."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+
+    async def start(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+def test_a_signal_ends_a_cluster_that_is_still_starting(tmp_path: Path) -> None:
+    nodes = NeverStarting()
+    supervisor = Supervisor(ClusterOptions(data_dir=tmp_path), nodes=lambda _: nodes)
+    run_supervisor(supervisor, lambda _: None, None)
+    assert nodes.stopped
+    assert not Folders.of(tmp_path).run.exists()
 
 
 def test_a_killed_supervisor_takes_its_processes_along_and_the_next_one_cleans_up(
