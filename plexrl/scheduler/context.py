@@ -63,6 +63,9 @@ class Context:
             # Of a snapshot from before their order was kept.
             ended.sort(key=lambda job: (job.ended_at or 0.0, job.job))
             self.state.ended = {job.job: None for job in ended}
+        # Of a snapshot from before it was kept, it is lower.
+        tokens = (group.token for group in self.state.groups.values())
+        self.state.tokens_made = max(self.state.tokens_made, *tokens, 0)
         self.reconfigure(self.config)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
