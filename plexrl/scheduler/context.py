@@ -73,6 +73,9 @@ class Context:
         for job in self.state.jobs.values():
             if not job.state.is_final:
                 self.count_live_job(job.tenant, +1)
+        # Of a snapshot from before it was kept, it is lower.
+        tokens = (group.token for group in self.state.groups.values())
+        self.state.tokens_made = max(self.state.tokens_made, *tokens, 0)
         self.reconfigure(self.config)
 
     def reconfigure(self, config: SchedulerConfig) -> None:

@@ -9,7 +9,7 @@ fencing token, by an offload of the holder and a load of its own state.
 from collections.abc import Sequence
 from typing import Final
 
-from plexrl.ids import DeploymentId, FencingToken, OperationId
+from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.foresight import holds_back, prefetch
 from plexrl.scheduler.hrrs import Candidate
@@ -328,7 +328,7 @@ def successor(context: Context, group: Group, now: float) -> Deployment | None:
 
 def _grant(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Give the free lock to `deployment` and bring its state onto the GPUs."""
-    group.token = FencingToken(group.token + 1)
+    context.state.fence(group)
     group.holder = deployment.deployment
     group.incoming = None
     load(context, group, deployment, now)
@@ -356,7 +356,7 @@ def _switch(
 def _offload(context: Context, group: Group, holder: Deployment, now: float) -> None:
     """Take the holder's state off the GPUs; no operation of the old token runs any more."""
     end_burst(holder, now)
-    group.token = FencingToken(group.token + 1)
+    context.state.fence(group)
     holder.residency = _MOVING
     start_move(context, group, holder, _OFFLOAD, holder.completed_seq, now)
 

@@ -21,7 +21,7 @@ BYTES_MAX = 1 << 50
 """Of one piece of state, one payload and one tier: 1 PiB."""
 TOKENS_MAX = 1 << 40
 """Of one operation."""
-SECONDS_MAX = 1e12
+SECONDS_MAX = 1e15
 TOTAL_MAX = (1 << 62) - 1
 """A sum that has reached this stays there."""
 

@@ -8,7 +8,6 @@ publishes again, and the rollout then has the trainer's present weights, which m
 """
 
 from plexrl.errors import PlexRLError
-from plexrl.ids import FencingToken
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.operations import enqueue_publish, payload_bytes, publish_name
@@ -95,7 +94,7 @@ def is_republished(
     group = context.group_of(deployment)
     assert group is not None, f"{deployment.deployment} runs without a group"
     # Under the same token the workers would give the answer that they gave.
-    group.token = FencingToken(group.token + 1)
+    context.state.fence(group)
     return True
 
 

@@ -497,3 +497,11 @@ class State:
     """Timers that were left when those without a purpose were last thrown away."""
     groups_made: int = 0
     moves_made: int = 0
+    tokens_made: int = 0
+    """The highest token of any group so far."""
+
+    def fence(self, group: Group) -> None:
+        """Give the group a token that no run has had: not of this group, nor of one that a member
+        was on before, whose late report would count as one of now."""
+        self.tokens_made = max(self.tokens_made, group.token) + 1
+        group.token = FencingToken(self.tokens_made)

@@ -72,3 +72,25 @@ def test_the_id_of_a_sync_that_is_forgotten_may_be_used_again_while_its_publish_
     assert cluster.wpgs["a/rollout"].device == ["sync"]
     cluster.restart_scheduler()
     cluster.settle()
+
+
+def test_a_report_of_a_run_on_the_group_of_before_is_not_taken_for_one_of_its_repetition() -> None:
+    cluster = FakeCluster(node_replace_s=0.0, rebuild_operations=10)
+    for node in ("n1", "n2"):
+        cluster.join_node(2, node=node)
+    cluster.join_router()
+    with_jobs(cluster, "a")
+    cluster.submit("step", "a/actor", "optim_step")
+    while cluster.runs[0].operation != "step":
+        cluster.execute(cluster.runs[0])
+    run = cluster.runs[0]
+    late = ev.OperationFinished(operation="step", token=run.token, compute_s=0.1)
+    cluster.execute(run)
+    cluster.lose_node("n1")
+    cluster.submit("next", "a/actor", "forward")
+    cluster.launch(cluster.launches[0])
+    while cluster.runs[0].operation != "step":
+        cluster.execute(cluster.runs[0])
+    assert cluster.runs[0].replay
+    cluster.send(late)
+    assert [run.operation for run in cluster.runs] == ["step"], "the repetition is not over"

@@ -138,7 +138,9 @@ def test_no_trace_that_is_accepted_is_a_fault(
     for index, (period_s, offset, busy, slack, jitter) in enumerate(demands):
         offset_s = offset * period_s
         segment = Segment(
-            offset_s=offset_s, duration_s=busy * (period_s - offset_s), slack_s=slack * period_s
+            offset_s=offset_s,
+            duration_s=busy * (period_s - offset_s) * (1.0 - 1e-12),
+            slack_s=slack * period_s,
         )
         trace = DemandTrace(period_s=period_s, segments=(segment,), jitter_s=jitter * period_s)
         cluster.job(f"j{index}")

@@ -1,0 +1,157 @@
+"""Why each accepted operation of a core will be looked at again; a core without this is stuck.
+
+An operation that has not ended must have a *cause* to go on: something under way outside the core
+whose report touches it (a run, a launch, a copy, a node or a router that is away), a timer, another
+operation with a cause of its own, or GPUs that others have. The causes are read off the state and
+what the cluster was told, without the core's own rules of turns.
+"""
+
+from collections.abc import Iterator
+
+from plexrl.ids import DeploymentId, OperationId
+from plexrl.scheduler.operation_record import Operation
+from plexrl.scheduler.state import Deployment, Group, State, WpgState
+from plexrl.wire.operations import OperationState
+from tests.scheduler.fake_cluster import FakeCluster
+
+
+def stuck(cluster: FakeCluster) -> list[str]:
+    """What is accepted, not final, and has no cause to go on."""
+    return list(_Look(cluster).stuck())
+
+
+class _Look:
+    """One look at a core between two events."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        context = cluster.core._context
+        self._cluster = cluster
+        self._state: State = context.state
+        self._timers = {what for at, what in context.timers if at > cluster.now - 1e-9}
+        # Nothing ever comes due without a wake-up that the shell was asked for.
+        self._is_awake = not context.timers or context.timer_at is not None
+        self._sent = {(run.operation, run.token) for run in cluster.runs}
+        self._launches = {(each.deployment, each.incarnation) for each in cluster.launches}
+        self._migrations = {each.deployment for each in cluster.migrations}
+
+    def stuck(self) -> Iterator[str]:
+        if not self._is_awake:
+            yield "there are timers and no wake-up was asked for"
+        for name, operation in self._state.operations.items():
+            if operation.state.is_final:
+                continue
+            deployment = self._state.deployments.get(operation.deployment)
+            if deployment is None:
+                yield f"{name}: its deployment is forgotten"
+            elif not self._has_cause(deployment, operation, set()):
+                yield f"{name} ({operation.kind}, {operation.state}) on {self._tell(deployment)}"
+
+    def _tell(self, deployment: Deployment) -> str:
+        group = self._state.groups.get(deployment.group) if deployment.group else None
+        return (
+            f"{deployment.deployment} {deployment.state} {deployment.residency} queue="
+            f"{deployment.queue[:4]} running={list(deployment.running)} moving="
+            f"{deployment.moving and deployment.moving.operation} replaying="
+            f"{deployment.replaying[:3]} relocation={deployment.relocation} group={group}"
+        )
+
+    def _has_cause(
+        self, deployment: Deployment, operation: Operation, seen: set[OperationId]
+    ) -> bool:
+        if operation.operation in seen:
+            # Two that wait for each other.
+            return False
+        seen = seen | {operation.operation}
+        if operation.state == OperationState.RUNNING:
+            return self._is_in_flight(deployment, operation.operation)
+        if operation.operation not in deployment.queue:
+            return False
+        return self._goes_on(deployment, seen)
+
+    def _is_in_flight(self, deployment: Deployment, name: OperationId) -> bool:
+        command = deployment.running.get(name)
+        if command is None and deployment.moving is not None:
+            command = deployment.moving if deployment.moving.operation == name else None
+        if command is None:
+            return False
+        return (name, command.token) in self._sent or not self._cluster.has_router
+
+    def _goes_on(self, deployment: Deployment, seen: set[OperationId]) -> bool:
+        """Whether something will happen after which the deployment's queue is looked at."""
+        match deployment.state:
+            case WpgState.WAITING:
+                return deployment.deployment in self._cluster.core._context.waiting
+            case WpgState.LAUNCHING | WpgState.RECOVERING:
+                key = (deployment.deployment, deployment.incarnation)
+                return key in self._launches or self._misses_a_node(deployment)
+            case WpgState.MIGRATING:
+                return (
+                    deployment.deployment in self._migrations
+                    or f"migration:{deployment.deployment}" in self._timers
+                    or self._misses_a_node(deployment)
+                )
+            case WpgState.READY:
+                return self._has_a_turn(deployment, seen)
+            case _:
+                return False
+
+    def _misses_a_node(self, deployment: Deployment) -> bool:
+        nodes = self._state.nodes
+        names = {*deployment.nodes, *deployment.state_nodes, *deployment.awaited_nodes}
+        if any(not nodes[name].alive for name in names):
+            return True
+        return any(rank.gpu >= nodes[rank.node].gpus for rank in deployment.ranks)
+
+    def _has_a_turn(self, deployment: Deployment, seen: set[OperationId]) -> bool:
+        assert deployment.group is not None
+        group = self._state.groups[deployment.group]
+        if self._is_busy(deployment):
+            return True
+        waits_for = self._dependency(deployment)
+        if waits_for is not None:
+            owner = self._state.deployments[waits_for.deployment]
+            if self._has_cause(owner, waits_for, seen):
+                return True
+        return waits_for is None and self._group_goes_on(group, deployment)
+
+    def _is_busy(self, deployment: Deployment) -> bool:
+        names = list(deployment.running)
+        if deployment.moving is not None:
+            names.append(deployment.moving.operation)
+        return any(self._is_in_flight(deployment, name) for name in names)
+
+    def _dependency(self, deployment: Deployment) -> Operation | None:
+        """The publish that the deployment's next operation waits for, if it has not ended."""
+        group = self._state.groups[deployment.group or ""]  # type: ignore[index]
+        names: list[OperationId] = []
+        if group.holder == deployment.deployment and deployment.replaying:
+            names = deployment.replaying[:1]
+        elif deployment.queue:
+            names = deployment.queue[:1]
+        for name in names:
+            after = self._state.operations[name].after
+            found = None if after is None else self._state.operations.get(after)
+            if found is not None and not found.state.is_final:
+                return found
+        return None
+
+    def _group_goes_on(self, group: Group, deployment: Deployment) -> bool:
+        """Whether a member's report, or a timer, has the group looked at."""
+        if f"group:{group.group}" in self._timers:
+            return True
+        members = [self._state.deployments[name] for name in group.members]
+        if any(self._is_busy(member) for member in members):
+            return True
+        if deployment.relocation is None:
+            return False
+        # It stops for a move: that waits for a pull of its weights, which has a cause or has not.
+        return any(self._pulls(other, deployment.deployment) for other in self._of_job(deployment))
+
+    def _of_job(self, deployment: Deployment) -> list[Deployment]:
+        names = self._state.jobs[deployment.job].deployments
+        return [self._state.deployments[name] for name in names]
+
+    def _pulls(self, other: Deployment, source: DeploymentId) -> bool:
+        return any(
+            self._state.operations[name].source == source for name in (*other.queue, *other.running)
+        )
