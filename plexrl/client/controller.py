@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from plexrl.client.transport import Call
-from plexrl.errors import from_wire
+from plexrl.errors import JobEndedError, from_wire
 from plexrl.wire.operations import HALTED, OperationKind
 
 if TYPE_CHECKING:
     from plexrl.client.requests import Submission
 
+COMPLETED = "COMPLETED"
+"""The state of a job that ended well."""
 LASTING = HALTED - {OperationKind.SYNC_WEIGHTS}
 """Kinds that a job is completed after; weights that are synced are of no use once it has ended."""
 
@@ -87,6 +89,23 @@ class Controller:
         """Of each deployment the last operation whose effect is to last."""
         with self._lock:
             return list(self._last.values())
+
+
+def check_completed(view: Mapping[str, Any]) -> None:
+    """Look at a job that was to be completed.
+
+    Raises:
+        EarlierFailureError: nobody took note of a failure.
+        JobEndedError: it has ended otherwise.
+    """
+    if view.get("failure") is not None:
+        raise from_wire(view["failure"])
+    state = view.get("state", COMPLETED)
+    if state != COMPLETED:
+        raise JobEndedError(
+            f"job {view['job']!r} has ended ({state.lower()}): {view['reason']}",
+            reason=view["reason"],
+        )
 
 
 def acknowledge_call(operation: str) -> Call:

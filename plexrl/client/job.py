@@ -10,11 +10,12 @@ from urllib.parse import quote
 
 from plexrl.client import requests
 from plexrl.client.checkpoints import CheckpointFuture, list_call
-from plexrl.client.controller import Controller
+from plexrl.client.controller import Controller, check_completed
 from plexrl.client.demand import DemandTrace, plain_trace
 from plexrl.client.deployment import Deployment
 from plexrl.client.futures import Future, wait_final
 from plexrl.client.generations import GenerateFuture
+from plexrl.client.heartbeats import send_heartbeats
 from plexrl.client.results import (
     Chunk,
     ForwardResult,
@@ -25,11 +26,7 @@ from plexrl.client.results import (
 )
 from plexrl.client.transport import Call, Transport
 from plexrl.errors import (
-    ConnectionLostError,
-    ControllerReplacedError,
-    JobEndedError,
     PlexRLError,
-    from_wire,
 )
 from plexrl.parallelism import Parallelism
 from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
@@ -221,8 +218,7 @@ class Job:
         if heartbeat:
             # A third of the shortest useful timeout: two beats may be lost.
             period_s = min(20.0, float(view.get("controller_timeout_s", 60.0)) / 3)
-            beating = threading.Thread(target=self._beat, args=(period_s,), daemon=True)
-            beating.start()
+            send_heartbeats(transport, self._control, self.job, self._ended, period_s)
 
     @property
     def controller(self) -> Controller | None:
@@ -454,6 +450,7 @@ class Job:
         Raises:
             EarlierFailureError: one of them failed and its future was not read; the job has ended
                 as failed.
+            JobEndedError: it was to be completed, and has ended otherwise before.
         """
         if outcome == "completed":
             for operation in self._control.last_operations():
@@ -462,8 +459,8 @@ class Job:
         body = {"outcome": outcome, "reason": reason}
         call = Call(method="POST", path=f"{self._path}/finish", json=body)
         view = self._transport.request(call).json()
-        if outcome == "completed" and view.get("failure") is not None:
-            raise from_wire(view["failure"])
+        if outcome == "completed":
+            check_completed(view)
 
     def __enter__(self) -> "Job":
         return self
@@ -475,7 +472,8 @@ class Job:
         trace: TracebackType | None,
     ) -> None:
         if error is None:
-            self.finish()
+            if not self._ended.is_set():
+                self._complete()
             return
         interrupted = isinstance(error, KeyboardInterrupt)
         try:
@@ -486,25 +484,15 @@ class Job:
             # The block's own error is the one to show.
             LOG.warning("the job could not be ended: %s", second)
 
+    def _complete(self) -> None:
+        try:
+            self.finish()
+        except KeyboardInterrupt:
+            # Whoever interrupts the wait for the last operations does not want them.
+            self.finish("cancelled", "KeyboardInterrupt")
+            raise
+
     def _deploy(self, name: str, kind: str, model: "ModelSpec", options: Plain) -> str:
         self._control.check()
         call = requests.create_deployment(self.job, name, kind, model, options)
         return str(self._transport.request(call).json()["deployment"])
-
-    def _beat(self, period_s: float) -> None:
-        call = Call(method="POST", path=f"{self._path}/heartbeat")
-        while not self._ended.wait(period_s):
-            try:
-                mark = self._control.mark
-                self._control.heard(self._transport.request(call).json().get("failure"), mark)
-            except JobEndedError:
-                return
-            except ControllerReplacedError as error:
-                LOG.error("%s", error)
-                return
-            except ConnectionLostError as error:
-                if self._transport.is_closed:
-                    return
-                LOG.warning("a heartbeat of %s failed: %s", self.job, error)
-            except PlexRLError as error:
-                LOG.warning("a heartbeat of %s failed: %s", self.job, error)

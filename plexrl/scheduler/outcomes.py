@@ -7,6 +7,7 @@ import msgspec
 from plexrl.errors import (
     ExecutionError,
     InvalidRequestError,
+    NonFiniteWeightsError,
     PlexRLError,
     from_wire,
     is_storage_full,
@@ -129,7 +130,9 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
             deployment.idle_since = now
         context.touch(deployment.group)
     else:
-        restart(context, deployment, error.message, now)
+        # Workers that say so are sound: only what they hold is not.
+        counts = not isinstance(error, NonFiniteWeightsError)
+        restart(context, deployment, error.message, now, counts=counts)
 
 
 def read_error(error_json: str) -> PlexRLError:

@@ -134,6 +134,19 @@ def test_the_next_call_raises_a_failure_until_recover_is_called(job: plexrl.Job)
     assert actor.optim_step(learning_rate=1e-3).result().metrics["grad_norm"] < 1e3
 
 
+def test_a_block_does_not_pass_over_that_its_job_has_ended_otherwise(
+    cluster: plexrl.Cluster,
+) -> None:
+    def ended_by_another() -> None:
+        with cluster.create_job("ended") as job:
+            cluster.attach_job(job.job, heartbeat=False).finish("failed", "it was in the way")
+
+    with pytest.raises(errors.JobEndedError, match="in the way"):
+        ended_by_another()
+    with cluster.create_job("own") as job:
+        job.finish("failed", "enough")
+
+
 def test_an_async_controller_is_told_too(embedded: EmbeddedCluster) -> None:
     async def diverge() -> None:
         async with (

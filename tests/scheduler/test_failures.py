@@ -7,7 +7,8 @@ from plexrl.scheduler import events as ev
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 
-NO_ROOM = '{"code": "execution_failed", "message": "no luck", "details": {}}'
+NO_LUCK = '{"code": "execution_failed", "message": "no luck", "details": {}}'
+SPOILT = '{"code": "non_finite_weights", "message": "w is nan", "details": {}}'
 DROPPED = '{"code": "non_finite_gradient", "message": "the norm is nan", "details": {}}'
 
 
@@ -22,7 +23,9 @@ def cluster() -> FakeCluster:
     return made
 
 
-def fail(cluster: FakeCluster, operation: str, *, state_intact: bool = True) -> None:
+def fail(
+    cluster: FakeCluster, operation: str, *, state_intact: bool = True, error: str = NO_LUCK
+) -> None:
     """The run in flight of an operation fails."""
     while not (found := [each for each in cluster.runs if each.operation == operation]):
         cluster.execute(cluster.runs[0])
@@ -30,7 +33,7 @@ def fail(cluster: FakeCluster, operation: str, *, state_intact: bool = True) -> 
     cluster.runs.remove(run)
     cluster.send(
         ev.OperationFailed(
-            operation=operation, token=run.token, error_json=NO_ROOM, state_intact=state_intact
+            operation=operation, token=run.token, error_json=error, state_intact=state_intact
         )
     )
 
@@ -114,6 +117,20 @@ def test_a_failure_is_acknowledged_for_all_that_it_halts(
     fail(cluster, "a:step")
     acknowledge(cluster, deployment=deployment)
     assert failure_of(cluster, "a/actor") is failure_of(cluster, "a/rollout") is None
+
+
+def test_steps_to_weights_that_are_not_finite_end_no_job_however_many() -> None:
+    cluster = FakeCluster(launch_attempts=2)
+    cluster.start_node()
+    cluster.job("a", halts_on_failure=True)
+    cluster.deploy("a/actor")
+    for number in range(5):
+        cluster.submit(f"a:{number}", "a/actor", "optim_step")
+        while cluster.launches:
+            cluster.launch(cluster.launches[0])
+        fail(cluster, f"a:{number}", state_intact=False, error=SPOILT)
+        acknowledge(cluster, operation=f"a:{number}")
+    assert not cluster.core.job_view("a", cluster.now)["ended_at"]
 
 
 def test_a_failed_checkpoint_halts_nothing_and_is_not_passed_over(cluster: FakeCluster) -> None:
