@@ -142,6 +142,26 @@ class Cluster(RuleBasedStateMachine):
             )
         )
 
+    @precondition(lambda self: self._loads())
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        """A load finds its version damaged: it is computed anew, if what led to it is kept."""
+        run = data.draw(st.sampled_from(self._loads()))
+        self.cluster.wpgs[run.deployment].versions.pop(run.seq, None)
+        self.cluster.runs.remove(run)
+        self.cluster.send(
+            ev.OperationFailed(
+                operation=run.operation,
+                token=run.token,
+                error_json='{"code": "corrupt_state", "message": "a block", "details": {}}',
+                state_intact=True,
+            )
+        )
+        view = self.cluster.core.deployment_view(run.deployment, self.cluster.now)
+        if view["state"] == "stopped" and run.deployment in self.submitted:
+            assert self.cluster.config.rebuild_operations < 1000, f"{run} can be computed anew"
+            del self.submitted[run.deployment]
+
     @rule(node=st.sampled_from(NODES), gpus=st.sampled_from((1, 2, 2)))
     def lose_or_return_node(self, node: str, gpus: int) -> None:
         if node in self.up:
@@ -215,6 +235,15 @@ class Cluster(RuleBasedStateMachine):
             run
             for run in self.cluster.runs
             if run.kind == "offload" and wpgs[run.deployment].device is not None
+        ]
+
+    def _loads(self) -> list[RunOperation]:
+        """Of versions; asked for and not carried out."""
+        wpgs = self.cluster.wpgs
+        return [
+            run
+            for run in self.cluster.runs
+            if run.kind == "load" and run.seq and wpgs[run.deployment].device is None
         ]
 
     def _join(self, node: str, gpus: int) -> None:
