@@ -1,5 +1,6 @@
 """`plexrl up` and `plexrl demo`: what runs until it is done."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,13 @@ from plexrl.cli.context import (
     write_json,
     write_text,
 )
-from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions
+from plexrl.cluster.config import (
+    JOURNAL_VARIABLE,
+    ORDERINGS,
+    POLICIES,
+    ClusterOptions,
+    check_argument,
+)
 from plexrl.errors import InvalidRequestError, JournalMissingError
 from plexrl.parallelism import Parallelism
 
@@ -26,6 +33,7 @@ GPUS_PER_NODE = 4
 
 
 def up(
+    context: typer.Context,
     data_dir: DataDir = DATA_DIR,
     nodes: Annotated[int | None, typer.Option(help="Virtual nodes; 1 if not said.")] = None,
     gpus_per_node: Annotated[
@@ -41,7 +49,11 @@ def up(
         str, typer.Option(help=f"Turns within a group: {', '.join(ORDERINGS)}.")
     ] = "hrrs",
     journal: Annotated[
-        str | None, typer.Option(help="A path, or postgresql://user@host/name.")
+        str | None,
+        typer.Option(
+            help="A path, or postgresql://user@host/name; with a password only by the variable.",
+            envvar=JOURNAL_VARIABLE,
+        ),
     ] = None,
     new_journal: Annotated[
         bool,
@@ -58,6 +70,10 @@ def up(
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all. There is no TLS.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the API; 0 takes a free one.")] = 0,
+    api_docs: Annotated[
+        bool,
+        typer.Option("--api-docs", help="Describe the HTTP API at /docs, for anybody."),
+    ] = False,
     journal_bytes_max: Annotated[int | None, typer.Option(help="Bound of the journal.")] = None,
     ray: Annotated[
         str | None, typer.Option(help="Run on the nodes of this Ray cluster: host:port, or auto.")
@@ -126,15 +142,22 @@ def up(
             "--nodes, --node-types and --blocks are of virtual nodes; with --ray they are Ray's"
         )
 
+    # Taken out, so that it is not for what this process starts.
+    os.environ.pop(JOURNAL_VARIABLE, None)
+    source = context.get_parameter_source("journal")
+    if journal is not None and source is not None and source.name == "COMMANDLINE":
+        check_argument(journal)
+
     def ready(endpoint: Endpoint) -> None:
         if as_json:
             write_text(endpoint.to_json() + "\n")
         else:
+            docs = f"  API documentation: {endpoint.url.partition(',')[0]}/docs\n"
             write_text(
                 f"PlexRL is up. Ctrl-C ends it.\n\n"
                 f"  export PLEXRL_URL={endpoint.url}\n"
                 f"  export PLEXRL_API_KEY={endpoint.api_key}   # the operator's\n\n"
-                f"  API documentation: {endpoint.url.partition(',')[0]}/docs\n"
+                f"{docs if api_docs else ''}"
                 f"  logs and state:    {endpoint.data_dir}\n"
             )
         sys.stdout.flush()
@@ -152,6 +175,7 @@ def up(
         node_types=_names(node_types),
         blocks=_names(blocks),
         host=host,
+        api_docs=api_docs,
         port=port,
         journal_bytes_max=journal_bytes_max,
         routers=routers,

@@ -5,10 +5,11 @@ that it never outlives whoever holds the other end.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from plexrl.cluster.config import ClusterOptions
+from plexrl.cluster.config import JOURNAL_VARIABLE, ClusterOptions, check_argument
 from plexrl.cluster.ray_options import RayOptions
 from plexrl.cluster.supervisor import Endpoint, run_cluster
 from plexrl.errors import PlexRLError
@@ -34,7 +35,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=lambda text: tuple(text.split(",")))
     for name in ("header-timeout-s", "body-timeout-s"):
         parser.add_argument(f"--{name}", type=float)
-    for name in ("pin-workers", "new-journal"):
+    for name in ("pin-workers", "new-journal", "api-docs"):
         parser.add_argument(f"--{name}", type=lambda text: text == "True")
     for name in NUMBERS:
         parser.add_argument(f"--{name}", type=int)
@@ -43,12 +44,19 @@ def main() -> None:
         parser.add_argument(f"--ray-{name}", type=kind)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
 
+    # Taken out, so that it is not for what this process starts.
+    named = os.environ.pop(JOURNAL_VARIABLE, None)
+
     def ready(endpoint: Endpoint) -> None:
         sys.stdout.write(endpoint.to_json() + "\n")
         sys.stdout.flush()
 
     ray = {name: given.pop(name) for name in list(given) if name.startswith("ray_")}
     try:
+        if "journal" in given:
+            check_argument(given["journal"])
+        elif named is not None:
+            given["journal"] = named
         options = (
             RayOptions(
                 **{name.removeprefix("ray_"): value for name, value in ray.items()},

@@ -4,10 +4,14 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 from plexrl.errors import InvalidRequestError
 
 GIB = 1 << 30
+JOURNAL_VARIABLE = "PLEXRL_JOURNAL"
+"""Environment variable that names the journal. Every user of the machine can read the arguments of
+processes; the environment of a process can be read by its own user only."""
 HTTP = ("http://", "https://")
 
 POLICIES = ("isolated", "pack", "spread", "spread+backfill", "co-execution")
@@ -48,6 +52,21 @@ RANGES = {
 """Least and most of every size in `ClusterOptions`."""
 
 
+def check_argument(journal: str) -> None:
+    """Refuse a journal's URL that holds a password, for it was an argument.
+
+    Raises:
+        InvalidRequestError: it does.
+    """
+    url = urlsplit(journal)
+    if url.password is not None or "password" in parse_qs(url.query):
+        raise InvalidRequestError(
+            "the journal's URL holds a password, and every user of this machine can read the "
+            f"arguments of processes: set {JOURNAL_VARIABLE} to the URL instead of --journal, or "
+            "keep the password in ~/.pgpass; change a password that others may have read"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
     """An embedded cluster: every part a process of this machine."""
@@ -79,6 +98,8 @@ class ClusterOptions:
     """Address that the routers listen on; `0.0.0.0` or `::` for all of the machine's."""
     port: int = 0
     """Of the first router; 0 takes the one of the last start on `data_dir`, or a free one."""
+    api_docs: bool = False
+    """Whether the routers describe the HTTP API at `/docs` and `/openapi.json`, without a key."""
     routers: int = 1
     """Each takes requests of all clients; the second one takes the port after the first, or a free
     one, and so on."""

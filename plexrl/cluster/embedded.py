@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from plexrl.cluster.config import JOURNAL_VARIABLE
 from plexrl.errors import UnavailableError
 
 STOP_TIMEOUT_S = 60.0
@@ -59,6 +60,11 @@ def start_embedded(data_dir: Path | None = None, **options: Any) -> EmbeddedClus
     """
     temporary = data_dir is None
     folder = Path(tempfile.mkdtemp(prefix="plexrl-data-")) if data_dir is None else data_dir
+    # Not an argument: the URL of a database may hold a password.
+    journal = options.pop("journal", None)
+    environment = {name: value for name, value in os.environ.items() if name != JOURNAL_VARIABLE}
+    if journal is not None:
+        environment[JOURNAL_VARIABLE] = journal
     arguments = [
         word
         for name, value in options.items()
@@ -71,7 +77,7 @@ def start_embedded(data_dir: Path | None = None, **options: Any) -> EmbeddedClus
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ},
+        env=environment,
         # A Ctrl-C in the terminal is the controller's; the cluster ends with its connection.
         start_new_session=True,
     )

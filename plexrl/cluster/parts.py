@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.cluster.config import ClusterOptions
+from plexrl.cluster.operator_key import write_private
 from plexrl.private_folder import (
     is_private_folder,
     make_private_folder,
@@ -165,6 +166,7 @@ def router_parts(options: ClusterOptions, folders: Folders, ports: Sequence[int]
                 "host": options.host,
                 "port": port,
                 "data_dir": str(folders.data),
+                "api_docs": options.api_docs,
                 "parts_file": str(folders.parts_file),
                 "otlp_endpoint": options.otlp_endpoint if index == 0 else None,
                 **_given(options, ROUTER_BOUNDS),
@@ -261,5 +263,6 @@ def _cores(options: ClusterOptions, node: int) -> list[int]:
 def write_config(part: Part, folders: Folders) -> Path:
     """The part's configuration file."""
     path = folders.run / f"{part.name}.json"
-    path.write_text(json.dumps(part.config, indent=1))
+    # The scheduler's may hold the password of the journal's database.
+    write_private(path, json.dumps(part.config, indent=1))
     return path

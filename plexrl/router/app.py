@@ -23,6 +23,7 @@ from plexrl.router.executor import Executor
 from plexrl.router.gateway import Gateway
 from plexrl.router.health import ClusterHealth
 from plexrl.router.metrics_log import MetricsLog
+from plexrl.router.public_errors import public_error
 from plexrl.router.routes_cluster import cluster_routes
 from plexrl.router.routes_jobs import deployment_routes, job_routes
 from plexrl.router.routes_operations import operation_routes
@@ -73,6 +74,9 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
         title="PlexRL",
         description=DESCRIPTION,
         lifespan=lifespan,
+        docs_url="/docs" if config.api_docs else None,
+        redoc_url="/redoc" if config.api_docs else None,
+        openapi_url="/openapi.json" if config.api_docs else None,
         responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
     )
     app.add_middleware(AskedAgain)
@@ -138,9 +142,9 @@ def _make_gateway(config: RouterConfig) -> Gateway:
 
 
 async def _typed(request: Request, error: Exception) -> JSONResponse:
-    del request
     assert isinstance(error, PlexRLError)
-    return error_response(error)
+    is_operator = getattr(request.state, "is_operator", False)
+    return error_response(error if is_operator else public_error(error))
 
 
 async def _refused_body(request: Request, error: Exception) -> JSONResponse:

@@ -21,6 +21,8 @@ class RouterConfig:
     """Where blobs, metrics and checkpoints lie, shared by all routers."""
     otlp_endpoint: str | None = None
     """Where finished operations are sent as OpenTelemetry spans; absent: nowhere."""
+    api_docs: bool = False
+    """Whether `/docs`, `/redoc` and `/openapi.json` are there, for anybody without a key."""
     parts_file: str | None = None
     """Where the supervisor records which parts it started again; absent: there is no record."""
     body_bytes_max: int = 1 << 30

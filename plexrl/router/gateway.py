@@ -80,6 +80,7 @@ class Gateway:
             AuthenticationError: no key, or an unknown one.
         """
         caller = await self._callers.of_key(bearer_key(request.headers.get("authorization", "")))
+        request.state.is_operator = caller.is_operator
         return replace(caller, controller=request.headers.get(CONTROLLER_HEADER, ""))
 
     async def operator(self, request: Request) -> Caller:

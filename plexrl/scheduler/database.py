@@ -195,7 +195,9 @@ class Postgres:
     fence = "SELECT epoch, holder FROM lease WHERE name = %s FOR UPDATE"
 
     def __init__(self, url: sa.URL) -> None:
-        self.name = url.render_as_string(hide_password=True)
+        # A password may stand in the query too.
+        shown = url.difference_update_query(("password",))
+        self.name = shown.render_as_string(hide_password=True)
         self.engine = sa.create_engine(
             url.set(drivername="postgresql+psycopg"),
             isolation_level="READ COMMITTED",
