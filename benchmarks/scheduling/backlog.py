@@ -95,9 +95,9 @@ def _slowest(policy: str, kind: Callable[[random.Random], Wish]) -> dict[str, fl
     slowest: dict[str, float] = {}
 
     def handle(event: ev.Event, now: float) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         core.handle(event, now)
-        took_s = time.perf_counter() - began
+        took_s = time.thread_time() - began
         name = type(event).__name__
         slowest[name] = max(slowest.get(name, 0.0), took_s)
 

@@ -24,7 +24,7 @@ def enqueue_deployment(context: Context, deployment: Deployment) -> None:
 
 def wake_patient(context: Context) -> None:
     """The settings are others: whoever waits may share at a time at which it could not before."""
-    for name in context.waiting:
+    for name in sorted(context.waiting):
         _wake_when_patience_ends(context, context.deployment(name))
 
 

@@ -9,7 +9,7 @@ that wish the same.
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from plexrl.ids import DeploymentId, TenantId
@@ -23,7 +23,7 @@ from plexrl.scheduler.room import NOTHING, Room
 from plexrl.scheduler.rooms import Rooms
 from plexrl.scheduler.scarcity import alike, is_rival, over_quota
 from plexrl.scheduler.state import Deployment
-from plexrl.scheduler.turns import Turn, is_partial, is_unpassable, turn_of
+from plexrl.scheduler.turns import Turn, is_partial, is_unpassable, response_ratio, turn_of
 from plexrl.scheduler.waiting import File, Owner, Size, Sizes, Unit, size_of
 
 if TYPE_CHECKING:
@@ -34,12 +34,14 @@ Wish = tuple[str, int]
 
 
 class _Bundle(NamedTuple):
-    """All queues of one owner that want the same sizes: not opened before the owner's turn."""
+    """All queues of one owner that want the same sizes: not opened before the turn of the first."""
 
     is_wish: bool
     """Its wishes, else its files."""
     sizes: Sizes
     owner: Owner
+    first: tuple[float, float, DeploymentId]
+    """The end of the earliest turn in it, whether or not there is room for whose it is."""
 
 
 class _Spot(NamedTuple):
@@ -65,16 +67,22 @@ class AdmissionPass:
         self._rooms = Rooms(context)
         self._turns: list[tuple[Turn, int]] = []
         """A heap: the second is the number of what has that turn."""
-        self._numbered: list[tuple[_Bundle | DeploymentId, bool]] = []
-        """With whether it may be placed: of a wish nobody is."""
+        self._numbered: list[tuple[Owner | _Bundle | DeploymentId, bool]] = []
+        """With whether it is a candidate: who stands for a wish is none."""
+        self._bundles: dict[Owner, list[tuple[bool, Sizes]]] = {}
+        """(is a wish, sizes) of each owner whose turn has not come yet."""
         self._candidates = 0
-        """Of those in the heap, how many may be placed."""
+        """Deployments in the heap that may be placed, and bundles that may hold some."""
         self._heads: dict[DeploymentId, tuple[_Spot, Head]] = {}
         """Whose turn it is of each file."""
         self._passed: dict[_Spot, Head] = {}
         """The last of each file whose turn it was."""
         self._ended: dict[_Spot, None] = {}
         """Files of which there was room for nobody any more."""
+        self._unopened: dict[Sizes, int] = {}
+        """How many bundles of files are still to be opened."""
+        self._closed: dict[Sizes, None] = {}
+        """Sizes for which there is no room, so that their bundles need not be opened."""
         self._at: Turn | None = None
         """Whose turn it is."""
         self._wishes: dict[DeploymentId, tuple[Sizes, Owner]] = {}
@@ -93,14 +101,18 @@ class AdmissionPass:
             turn, number = heapq.heappop(self._turns)
             what, is_candidate = self._numbered[number]
             turn_now = self._turn_of(what)
-            if turn_now > turn and what not in self._seen:
+            if turn_now > turn:
                 # What was placed meanwhile counts against its tenant.
                 heapq.heappush(self._turns, (turn_now, number))
                 continue
-            self._candidates -= is_candidate
+            if isinstance(what, Owner):
+                self._open_owner(what)
+                continue
             if isinstance(what, _Bundle):
-                self._open(what)
-            elif what not in self._seen:
+                self._open(what.is_wish, what.sizes, what.owner)
+                continue
+            self._candidates -= is_candidate
+            if what not in self._seen:
                 self._at = turn
                 self._take_turn(what)
         return self._placed
@@ -131,8 +143,10 @@ class AdmissionPass:
             for each, owners in waiting.files.items():
                 if not self._rooms.of_all(each).is_nothing:
                     sizes.update(each)
+                    self._unopened[each] = len(owners)
+                    self._candidates += len(owners)
                     for owner in owners:
-                        self._push(_Bundle(False, each, owner))
+                        self._bundles.setdefault(owner, []).append((False, each))
             for name in waiting.singles:
                 self._push(name)
         else:
@@ -145,36 +159,54 @@ class AdmissionPass:
                 elif self._holds(_spot_of(unit), unit.head):
                     self._push(unit.head.name)
                     sizes.update(unit.sizes)
-            for name in waiting.singles if self._turns else ():
+            for name in waiting.singles if self._candidates else ():
                 if is_unpassable(self._context, self._context.deployment(name), self._now):
                     self._push(name, is_candidate=False)
-        if not self._turns:
+        if not self._candidates:
             return
         # Who only stands for a wish keeps others from groups of that size, and from free GPUs.
         any_free = any(self._rooms.of(size).free_state_bytes != NOTHING for size in sizes)
         for each, wishes in waiting.wishes.items():
             if any_free or waiting.singles or any(is_rival(size, sizes) for size in each):
-                for owner, queues in wishes.items():
-                    if self._is_any_unpassable(queues.values()):
-                        self._push(_Bundle(True, each, owner), is_candidate=False)
+                for owner in wishes:
+                    self._bundles.setdefault(owner, []).append((True, each))
+        for owner in self._bundles:
+            self._push(owner, is_candidate=False)
 
-    def _is_any_unpassable(self, queues: "Iterable[Queue]") -> bool:
-        """Whether one of them has waited long enough, whether or not it could ever have GPUs."""
-        if not self._context.policy.backfills:
-            return True
-        since = self._now - self._context.config.starvation_bound_s
-        return any(queue[0][0] <= since for queue in queues)
+    def _first_unpassable(
+        self, queues: "Mapping[float, Queue]"
+    ) -> tuple[float, float, DeploymentId] | None:
+        """The end of the earliest turn of those that have waited long enough, whether or not they
+        could ever have GPUs."""
+        first = self._earliest([(expected_s, queue[0]) for expected_s, queue in queues.items()])
+        if first is None or not self._context.policy.backfills or first[0] == -math.inf:
+            return first
+        return None
 
-    def _push(self, what: _Bundle | DeploymentId, *, is_candidate: bool = True) -> None:
+    def _earliest(
+        self, firsts: Sequence[tuple[float, tuple[float, DeploymentId]]]
+    ) -> tuple[float, float, DeploymentId] | None:
+        """The end of the earliest turn of one owner, given the first of each expected length."""
+        found = None
+        for expected_s, (created_at, name) in firsts:
+            ratio = response_ratio(self._context, created_at, expected_s, self._now)
+            turn = -ratio, created_at, name
+            if found is None or turn < found:
+                found = turn
+        return found
+
+    def _push(self, what: Owner | _Bundle | DeploymentId, *, is_candidate: bool = True) -> None:
         heapq.heappush(self._turns, (self._turn_of(what), len(self._numbered)))
         self._numbered.append((what, is_candidate))
         self._candidates += is_candidate
 
-    def _turn_of(self, what: _Bundle | DeploymentId) -> Turn:
-        """Of a bundle the earliest that one of its units may have."""
+    def _turn_of(self, what: Owner | _Bundle | DeploymentId) -> Turn:
+        """Of an owner or a bundle the earliest that one of its units may have."""
+        if isinstance(what, Owner):
+            return True, -what.priority, self._share(what.tenant), -math.inf, -math.inf, ""
         if isinstance(what, _Bundle):
             tenant, priority = what.owner
-            return True, -priority, self._share(tenant), -math.inf, -math.inf, ""
+            return True, -priority, self._share(tenant), *what.first
         deployment = self._context.deployment(what)
         share = self._share(self._context.job(deployment.job).tenant)
         return turn_of(self._context, deployment, share, self._now)
@@ -185,18 +217,54 @@ class AdmissionPass:
             share = self._shares[tenant] = tenant_share(self._context, tenant, self._now)
         return share
 
-    def _open(self, bundle: _Bundle) -> None:
-        _, sizes, owner = bundle
-        if bundle.is_wish:
+    def _open_owner(self, owner: Owner) -> None:
+        waiting = self._context.waiting
+        for is_wish, sizes in self._bundles.pop(owner):
+            if is_wish:
+                wishes = waiting.wishes.get(sizes, {}).get(owner, {})
+                first = self._first_unpassable(wishes)
+            elif sizes in self._closed or self._is_nothing_for(sizes):
+                self._open(is_wish, sizes, owner)
+                continue
+            else:
+                files = waiting.files.get(sizes, {}).get(owner, {})
+                first = self._earliest(
+                    [(file.expected_s, heads.least) for file, heads in files.items()]
+                )
+            if first is not None:
+                self._push(_Bundle(is_wish, sizes, owner, first), is_candidate=False)
+
+    def _open(self, is_wish: bool, sizes: Sizes, owner: Owner) -> None:
+        if is_wish:
             self._next_of_wish(sizes, owner)
             return
-        is_nothing = self._rooms.of_all(sizes).is_nothing
-        for file in self._context.waiting.files[sizes].get(owner, ()):
-            spot = _Spot(sizes, owner, file)
-            if is_nothing:
-                self._ended[spot] = None
-            else:
-                self._next_of_file(spot)
+        files = self._context.waiting.files.get(sizes, {}).get(owner, ())
+        is_closed = sizes in self._closed or self._is_nothing_for(sizes)
+        self._unopened[sizes] -= 1
+        if is_closed:
+            self._ended.update((_Spot(sizes, owner, file), None) for file in files)
+            return
+        self._candidates -= 1
+        for file in files:
+            self._next_of_file(_Spot(sizes, owner, file))
+
+    def _is_nothing_for(self, sizes: Sizes) -> bool:
+        """Whether there is no room any more for anybody who wants these sizes: close them."""
+        if self._rooms.of_all(sizes).holds(
+            *self._context.waiting.least[sizes]
+        ) and not self._is_blocked(sizes):
+            return False
+        self._closed[sizes] = None
+        self._candidates -= self._unopened[sizes]
+        return True
+
+    def _is_blocked(self, sizes: Sizes) -> bool:
+        """Whether somebody ahead, whom nobody may pass, waits for GPUs as these sizes want them."""
+        return bool(self._ahead) and any(
+            size.workers == workers and alike(kind, size.node_type)
+            for kind, workers in self._ahead
+            for size in sizes
+        )
 
     def _next_of_file(self, spot: _Spot) -> None:
         """It is the turn of the next of a file for whom there may be room."""
@@ -222,12 +290,19 @@ class AdmissionPass:
 
     def _offer(self, node_type: str, workers: int) -> None:
         """There is a new group that others may join, too: those that had no room have some now."""
-        for spot in list(self._ended):
-            for size in spot.sizes:
-                if size.shares and size.workers == workers and alike(size.node_type, node_type):
-                    del self._ended[spot]
-                    self._next_of_file(spot)
-                    break
+
+        def suits(sizes: Sizes) -> bool:
+            return any(
+                size.shares and size.workers == workers and alike(size.node_type, node_type)
+                for size in sizes
+            )
+
+        for sizes in [each for each in self._closed if suits(each)]:
+            del self._closed[sizes]
+            self._candidates += self._unopened[sizes]
+        for spot in [each for each in self._ended if suits(each.sizes)]:
+            del self._ended[spot]
+            self._next_of_file(spot)
 
     def _room(self, spot: _Spot) -> Room | None:
         """What there is for a file behind those who may not be passed, and after so many searches;

@@ -18,12 +18,15 @@ class Rooms:
         """By the policy: a new group has room for others."""
         self._known: dict[tuple[Size, bool, bool], Room] = {}
         self._gangs: dict[tuple[Sizes, tuple[bool, ...]], Room] = {}
+        self._free: int | None = None
+        """GPUs in no group."""
         self._refused: dict[Size, int] = {}
         """The smallest state for which no free GPUs were found where there seemed to be some. What
         is free becomes less only."""
 
     def forget(self) -> None:
         """Somebody was placed."""
+        self._free = None
         self._known.clear()
         self._gangs.clear()
 
@@ -58,7 +61,11 @@ class Rooms:
         return found
 
     def _may_hold(self, sizes: Sizes, takes_free: tuple[bool, ...]) -> bool:
-        free = self._context.inventory.pool.free_gpus()
+        if self._free is None:
+            self._free = self._context.inventory.pool.free_gpus()
+        free = self._free
+        if free < sum([size.workers for size in sizes if not size.shares]):
+            return False
         new: set[int] = set()
         """GPUs of the gang's own groups that others of it may join."""
         # Those that may take free GPUs first, for they make the groups.

@@ -21,7 +21,7 @@ All of it follows from the state; `Context.reconfigure` makes it anew.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from sortedcontainers import SortedList
@@ -123,13 +123,15 @@ def size_of(deployment: Deployment) -> Size:
 
 
 class Waiting:
-    """Deployments without GPUs, iterated over in the order of their creation."""
+    """Deployments without GPUs."""
 
     def __init__(self) -> None:
         self._units: dict[DeploymentId, Unit | None] = {}
         """Of each that waits; None: in no queue."""
         self._lines: dict[Sizes, dict[Likeness, Queue]] = {}
         self.files: dict[Sizes, dict[Owner, dict[File, LineHeads]]] = {}
+        self.least: dict[Sizes, tuple[float, int]] = {}
+        """Duty and state bytes that nobody of `files` has less of."""
         self.wishes: dict[Sizes, dict[Owner, dict[float, Queue]]] = {}
         self.askers: dict[Size, dict[TenantId, Queue]] = {}
         self.singles: dict[DeploymentId, None] = {}
@@ -150,7 +152,8 @@ class Waiting:
     def clear(self) -> None:
         """Forget everybody."""
         for part in (
-            *(self._units, self._lines, self.files, self.wishes, self.askers, self.singles),
+            *(self._units, self._lines, self.files, self.least, self.wishes, self.askers),
+            self.singles,
             *(self.counts, self.by_tenant, self._tenants),
         ):
             part.clear()
@@ -183,6 +186,8 @@ class Waiting:
             self._units[member.name] = unit
             queue = self.askers.setdefault(member.size, {}).setdefault(job.tenant, SortedList())
             queue.add((member.created_at, member.name))
+        duty, state_bytes = self.least.get(unit.sizes, (head.duty, head.state_bytes))
+        self.least[unit.sizes] = min(duty, head.duty), min(state_bytes, head.state_bytes)
         entry = head.created_at, head.name
         line = self._lines.setdefault(unit.sizes, {}).setdefault(unit.likeness, SortedList())
         before = line[0][1] if line else None
@@ -210,10 +215,6 @@ class Waiting:
             self.by_tenant[tenant] -= 1
             if not self.by_tenant[tenant]:
                 del self.by_tenant[tenant]
-
-    def put_in_order(self, names: Iterable[DeploymentId]) -> None:
-        """Iterate over those who wait in this order from now on."""
-        self._units = {name: self._units[name] for name in names if name in self._units}
 
     def unit_of(self, name: DeploymentId) -> Unit | None:
         """The unit that one of those who wait belongs to; None: it stands in no queue."""
@@ -250,6 +251,8 @@ class Waiting:
                 heads.add(self._unit(line[1][1]).head)
             elif not heads:
                 _drop(self.files, unit.sizes, unit.owner, unit.file)
+                if unit.sizes not in self.files:
+                    del self.least[unit.sizes]
         line.remove(entry)
         if not line:
             del self._lines[unit.sizes][unit.likeness]
