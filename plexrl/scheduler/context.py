@@ -108,17 +108,22 @@ class Context:
     def wait(self, deployment: Deployment) -> None:
         """The deployment waits for GPUs, behind all that do."""
         job = self.job(deployment.job)
-        is_single = bool(job.gang) or self._is_placed(job)
-        self._file(deployment, job, is_single=is_single)
-        if not is_single:
-            # Those of a job that has lost its last GPUs stand in lines again.
+        self.waiting.enter(deployment, job)
+        if self._is_placed(job):
+            self.waiting.single_out(deployment.deployment)
+        elif not job.gang:
+            self._line_up([deployment], job)
+            # Those of a job that has lost its last GPUs stand in queues again.
             for name in job.deployments:
                 if name in self.waiting.singles:
-                    self._file(self.deployment(name), job, is_single=False)
+                    self._line_up([self.deployment(name)], job)
+        elif len(job.deployments) >= job.gang:
+            gang = [self.deployment(name) for name in job.deployments if name in self.waiting]
+            self._line_up(gang, job)
 
-    def _file(self, deployment: Deployment, job: Job, *, is_single: bool) -> None:
-        duty, shares = self.inventory.duty_when_placed(deployment), deployment.shares
-        self.waiting.add(deployment, job, duty=duty, shares=shares, is_single=is_single)
+    def _line_up(self, deployments: list[Deployment], job: Job) -> None:
+        duty = self.inventory.duty_when_placed(deployments[0])
+        self.waiting.line_up(deployments, job, duty)
 
     def _is_placed(self, job: Job) -> bool:
         return any(self.state.deployments[name].group is not None for name in job.deployments)

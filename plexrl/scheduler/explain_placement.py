@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.admission import why_not_yet
+from plexrl.scheduler.admission_pass import why_not_yet
 from plexrl.scheduler.capacity import Shape
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.feasibility import why_impossible

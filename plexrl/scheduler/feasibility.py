@@ -104,7 +104,7 @@ def is_possible(context: Context, deployment: Deployment) -> bool:
     other jobs ended now."""
     job, inventory = context.job(deployment.job), context.inventory
     gang = gang_of(context, deployment)
-    if len(gang) == 1 and len(job.deployments) == 1:
+    if len(job.deployments) == 1:
         need = _need(deployment)
         known = inventory.holds.get(need)
         if known is None:
@@ -116,7 +116,7 @@ def is_possible(context: Context, deployment: Deployment) -> bool:
         if group is not None:
             for kind, gpus in inventory.gpus_in_service(context.state.groups[group]).items():
                 free[kind] -= gpus
-    return fits_as_placed(free, most_needs(context, gang))
+    return fit_as_placed(context, free, gang)
 
 
 def why_impossible(context: Context, deployment: Deployment) -> str | None:
@@ -126,12 +126,16 @@ def why_impossible(context: Context, deployment: Deployment) -> str | None:
     return _why(context, context.job(deployment.job), gang_of(context, deployment))
 
 
-def most_needs(context: Context, deployments: Sequence[Deployment]) -> list[Need]:
-    """What suffices for `deployments` on an empty cluster, in the order in which they are placed:
-    GPUs of its own for each, but for those that are sure to be put on one group."""
+def fit_as_placed(
+    context: Context, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
+) -> bool:
+    """Whether `deployments` find GPUs one after the other: GPUs of its own for each, but for those
+    that are sure to be put on one group."""
     order = sorted(deployments, key=lambda d: (-d.workers, d.created_at, d.deployment))
+    if fits_as_placed(free, [_need(each) for each in order]):
+        return True
     if not _may_pack(context, order):
-        return [_need(each) for each in order]
+        return False
     found: list[Need] = []
     packed: set[tuple[int, str]] = set()
     for each in order:
@@ -140,7 +144,7 @@ def most_needs(context: Context, deployments: Sequence[Deployment]) -> list[Need
             found.append(_need(each))
         if each.shares:
             packed.add(key)
-    return found
+    return fits_as_placed(free, found)
 
 
 def gang_of(context: Context, deployment: Deployment) -> list[Deployment]:

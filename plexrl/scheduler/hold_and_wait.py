@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from plexrl.ids import GroupId, JobId
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.feasibility import fits_as_placed, is_possible, most_needs
+from plexrl.scheduler.feasibility import fit_as_placed, is_possible
 from plexrl.scheduler.node_pool import NodeKind
 from plexrl.scheduler.replacement import displace, may_displace
 from plexrl.scheduler.scarcity import over_quota
@@ -90,9 +90,7 @@ def _stuck(context: Context, idle: Sequence[Job]) -> list[Job]:
             waiting = [
                 context.deployment(each) for each in job.deployments if each in context.waiting
             ]
-            if fits_as_placed(free, most_needs(context, waiting)) and _has_quota(
-                context, job, waiting, left
-            ):
+            if fit_as_placed(context, free, waiting) and _has_quota(context, job, waiting, left):
                 del left[name]
                 break
         else:

@@ -58,6 +58,12 @@ class LineHeads:
         for block in self._blocks:
             yield from block.heads
 
+    @property
+    def least(self) -> tuple[float, DeploymentId]:
+        """(time of creation, name) of the first of all."""
+        head = self._blocks[0].heads[0]
+        return head.created_at, head.name
+
     def add(self, head: Head) -> None:
         """It is the first of its line from now on."""
         blocks, lasts = self._blocks, self._lasts

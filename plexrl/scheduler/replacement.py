@@ -169,6 +169,4 @@ def _give_up(context: Context, deployment: Deployment, now: float) -> None:
 def _enqueue(context: Context, deployment: Deployment, now: float) -> None:
     begin_to_wait(context, context.job(deployment.job).tenant, now)
     context.wait(deployment)
-    # They are kept in the order of their creation.
-    context.waiting.put_in_order(context.state.deployments)
     context.place_waiting = True

@@ -5,7 +5,7 @@ import numpy as np
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.room import NOTHING, Room
-from plexrl.scheduler.waiting import Size
+from plexrl.scheduler.waiting import Size, Sizes
 
 
 class Rooms:
@@ -17,20 +17,25 @@ class Rooms:
         self.anybody_shares = kept_apart != (Way.DEDICATED,)
         """By the policy: a new group has room for others."""
         self._known: dict[tuple[Size, bool, bool], Room] = {}
+        self._gangs: dict[tuple[Sizes, tuple[bool, ...]], Room] = {}
+        self._free: int | None = None
+        """GPUs in no group."""
         self._refused: dict[Size, int] = {}
         """The smallest state for which no free GPUs were found where there seemed to be some. What
         is free becomes less only."""
 
     def forget(self) -> None:
         """Somebody was placed."""
+        self._free = None
         self._known.clear()
+        self._gangs.clear()
 
     def refused(self, size: Size, state_bytes: int) -> None:
         """No free GPUs were found for a deployment of that size, and there are none for larger
         ones."""
         least = self._refused.get(size)
         self._refused[size] = state_bytes if least is None else min(least, state_bytes)
-        self._known.clear()
+        self.forget()
 
     def of(self, size: Size, *, takes_free: bool = True, joins: bool = True) -> Room:
         """What there is for deployments of a size: among free GPUs if they may take them, and in
@@ -40,6 +45,45 @@ class Rooms:
         if found is None:
             found = self._known[key] = self._look(size, takes_free, joins)
         return found
+
+    def of_all(self, sizes: Sizes) -> Room:
+        """What there is for units of these sizes, if nobody is ahead of them."""
+        return self.of(sizes[0]) if len(sizes) == 1 else self.of_gang(sizes, (True,) * len(sizes))
+
+    def of_gang(self, sizes: Sizes, takes_free: tuple[bool, ...]) -> Room:
+        """What there is for gangs of these sizes; `takes_free` says which of them may take free
+        GPUs. Duties and states are not looked at, so units of a gang count as asking for none."""
+        key = sizes, takes_free
+        found = self._gangs.get(key)
+        if found is None:
+            free_state_bytes = 0 if self._may_hold(sizes, takes_free) else NOTHING
+            found = self._gangs[key] = Room(free_state_bytes=free_state_bytes)
+        return found
+
+    def _may_hold(self, sizes: Sizes, takes_free: tuple[bool, ...]) -> bool:
+        if self._free is None:
+            self._free = self._context.inventory.pool.free_gpus()
+        free = self._free
+        if free < sum([size.workers for size in sizes if not size.shares]):
+            return False
+        new: set[int] = set()
+        """GPUs of the gang's own groups that others of it may join."""
+        # Those that may take free GPUs first, for they make the groups.
+        for may_take, size in sorted(zip(takes_free, sizes, strict=True), reverse=True):
+            is_sharing = size.shares and self.anybody_shares
+            if is_sharing and (size.workers in new or self._is_any_group_open(size)):
+                continue
+            if not may_take or self.of(size, joins=False).is_nothing:
+                return False
+            free -= size.workers
+            if free < 0:
+                return False
+            if is_sharing:
+                new.add(size.workers)
+        return True
+
+    def _is_any_group_open(self, size: Size) -> bool:
+        return not self.of(size, takes_free=False).is_nothing
 
     def _look(self, size: Size, takes_free: bool, joins: bool) -> Room:
         free_state_bytes = self._free_state_bytes(size) if takes_free else NOTHING

@@ -30,20 +30,18 @@ Turn = tuple[bool, int, float, float, float, str]
 def turn_of(context: Context, deployment: Deployment, share: float, now: float) -> Turn:
     """The deployment's place in the order, with its tenant's share."""
     job = context.job(deployment.job)
-    waited_s = now - deployment.created_at
+    created_at, expected_s = deployment.created_at, expected_step(job.expected_s)
+    ratio = response_ratio(context, created_at, expected_s, now)
+    is_whole = not is_partial(context, job)
+    return is_whole, -job.priority, share, -ratio, created_at, deployment.deployment
+
+
+def response_ratio(context: Context, created_at: float, expected_s: float, now: float) -> float:
+    """Of one that waits since `created_at`; infinite beyond the bound."""
+    waited_s = now - created_at
     if waited_s >= context.config.starvation_bound_s:
-        ratio = math.inf
-    else:
-        expected_s = expected_step(job.expected_s)
-        ratio = (waited_s + expected_s) / expected_s
-    return (
-        not is_partial(context, job),
-        -job.priority,
-        share,
-        -ratio,
-        deployment.created_at,
-        deployment.deployment,
-    )
+        return math.inf
+    return (waited_s + expected_s) / expected_s
 
 
 def is_unpassable(context: Context, deployment: Deployment, now: float) -> bool:

@@ -1,24 +1,27 @@
-"""Who waits for GPUs, in lines: of those alike, only the first needs to be looked at.
+"""Who waits for GPUs, in queues: of those alike, only the first needs to be looked at.
 
 A backlog holds many deployments and few kinds. Where there is no room for the first of a kind there
 is none for the others, so a pass of the admission costs what the kinds cost, not what the backlog
-does. Five lines matter:
+does. A *unit* is a deployment, or all deployments of a gang, which get GPUs at once. A unit's
+*sizes* are what its deployments want. Units stand in these queues:
 
-* a *line* of deployments that all fit or all do not: same tenant, class, length, size and demand;
-  in it, who came first has the better turn for as long as they wait;
-* a *file*: the first of all lines of one tenant, class and length that want the same GPUs, with a
-  profile all of them or none; of them, too, who came first has the better turn, and the first for
+* a *line*: units that all fit or all do not: same tenant, class, expected length, sizes and demand.
+  In it, who came first has the better turn for as long as they wait;
+* a *file*: the first of all lines of one tenant, class and length that want the same sizes, with a
+  profile all of them or none. Of them, too, who came first has the better turn, and the first for
   whom there is room is found without a look at the others;
-* a *wish*: those of one tenant, class and length that want the same GPUs; the first of them stands
-  for all in keeping others from passing;
-* an *asker*: all of one tenant that want the same GPUs; the same quotas hold them;
-* *singles*, in no line: whose job has GPUs for another deployment already, or asked for a gang.
+* a *wish*: all of one tenant, class and length that want the same sizes. The first of them stands
+  for all in keeping others from passing.
+
+Besides, *askers* are all deployments of one tenant that want the same size: the same quotas hold
+them. In no queue are the *singles*, whose job has GPUs for another deployment already, and the
+deployments of gangs that are not complete yet.
 
 All of it follows from the state; `Context.reconfigure` makes it anew.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from sortedcontainers import SortedList
@@ -39,33 +42,67 @@ class Size(NamedTuple):
     """On a group that others may be on too."""
 
 
-class Rank(NamedTuple):
-    """What, beside the time of coming, a turn depends on."""
+Sizes = tuple[Size, ...]
+"""Of a unit, ascending."""
+
+
+class Owner(NamedTuple):
+    """Whose turn depends on the same share and class."""
 
     tenant: TenantId
     priority: int
-    expected_s: float
-    """A step of expected lengths."""
 
 
 class Likeness(NamedTuple):
-    """What a line has in common, beside its size."""
+    """What a line has in common, beside its sizes."""
 
-    rank: Rank
-    state_bytes: int
-    trace: DemandTrace | None
+    owner: Owner
+    expected_s: float
+    """A step of expected lengths."""
+    demand: tuple[tuple[int, DemandTrace | None], ...]
+    """State bytes and trace of each deployment, in the order of the sizes."""
 
 
 class File(NamedTuple):
-    """What lines have in common whose first are kept together, beside their size."""
+    """What lines have in common whose first are kept together, beside sizes and owner."""
 
-    rank: Rank
+    expected_s: float
     has_profile: bool
 
 
+class Member(NamedTuple):
+    """One deployment of a unit."""
+
+    created_at: float
+    name: DeploymentId
+    size: Size
+
+
+class Unit(NamedTuple):
+    """Where a unit stands."""
+
+    head: Head
+    sizes: Sizes
+    likeness: Likeness
+    members: tuple["Member", ...]
+    """The unit has the turn of the one that was created first."""
+
+    @property
+    def owner(self) -> Owner:
+        return self.likeness.owner
+
+    @property
+    def file(self) -> File:
+        has_profile = any(trace is not None for _, trace in self.likeness.demand)
+        return File(self.likeness.expected_s, has_profile)
+
+
 if TYPE_CHECKING:
-    _Queue = SortedList[tuple[float, DeploymentId]]
+    Queue = SortedList[tuple[float, DeploymentId]]
     """(time of creation, name), in the order of turns."""
+
+KeyT = TypeVar("KeyT", File, float)
+ValueT = TypeVar("ValueT")
 
 JOB_S = 3600.0
 """Length of a job that its user said nothing about."""
@@ -75,23 +112,28 @@ _STEPS: Final = (4, 22)
 
 
 def expected_step(expected_s: float) -> float:
-    """The expected length, down to a power of two: so there are few ranks, however many jobs."""
+    """The expected length, down to a power of two: so there are few files, however many jobs."""
     _, exponent = math.frexp(expected_s or JOB_S)
     return 2.0 ** min(max(exponent - 1, _STEPS[0]), _STEPS[1])
 
 
-KeyT = TypeVar("KeyT", Likeness, Rank, TenantId)
+def size_of(deployment: Deployment) -> Size:
+    """The GPUs that one deployment asks for."""
+    return Size(deployment.node_type, deployment.workers, deployment.shares)
 
 
 class Waiting:
-    """Deployments without GPUs, iterated over in the order of their creation."""
+    """Deployments without GPUs."""
 
     def __init__(self) -> None:
-        self._filed: dict[DeploymentId, tuple[Head, Size, Likeness] | None] = {}
-        self._lines: dict[Size, dict[Likeness, _Queue]] = {}
-        self.files: dict[Size, dict[File, LineHeads]] = {}
-        self.wishes: dict[Size, dict[Rank, _Queue]] = {}
-        self.askers: dict[Size, dict[TenantId, _Queue]] = {}
+        self._units: dict[DeploymentId, Unit | None] = {}
+        """Of each that waits; None: in no queue."""
+        self._lines: dict[Sizes, dict[Likeness, Queue]] = {}
+        self.files: dict[Sizes, dict[Owner, dict[File, LineHeads]]] = {}
+        self.least: dict[Sizes, tuple[float, int]] = {}
+        """Duty and state bytes that nobody of `files` has less of."""
+        self.wishes: dict[Sizes, dict[Owner, dict[float, Queue]]] = {}
+        self.askers: dict[Size, dict[TenantId, Queue]] = {}
         self.singles: dict[DeploymentId, None] = {}
         self.counts = QueueCounts()
         self.by_tenant: dict[TenantId, int] = {}
@@ -99,162 +141,157 @@ class Waiting:
         self._tenants: dict[DeploymentId, TenantId] = {}
 
     def __contains__(self, name: object) -> bool:
-        return name in self._filed
+        return name in self._units
 
     def __iter__(self) -> Iterator[DeploymentId]:
-        return iter(self._filed)
+        return iter(self._units)
 
     def __len__(self) -> int:
-        return len(self._filed)
+        return len(self._units)
 
     def clear(self) -> None:
         """Forget everybody."""
         for part in (
-            self._filed,
-            self._lines,
-            self.files,
-            self.wishes,
-            self.askers,
+            *(self._units, self._lines, self.files, self.least, self.wishes, self.askers),
             self.singles,
-            self.counts,
-            self.by_tenant,
-            self._tenants,
+            *(self.counts, self.by_tenant, self._tenants),
         ):
             part.clear()
 
-    def add(
-        self, deployment: Deployment, job: Job, *, duty: float, shares: bool, is_single: bool
-    ) -> None:
-        """The deployment waits from now on, behind all that were created before it; `duty` is what
-        it would count for in a group."""
+    def enter(self, deployment: Deployment, job: Job) -> None:
+        """The deployment waits from now on, in no queue yet; one that waits leaves its queues."""
         name = deployment.deployment
-        self.remove(name)
-        place = Place(-job.priority, deployment.created_at, name)
-        self.counts.add(deployment.node_type, place)
+        if name in self._units:
+            self._take_out(name)
+            return
+        self._units[name] = None
         self._tenants[name] = job.tenant
         self.by_tenant[job.tenant] = self.by_tenant.get(job.tenant, 0) + 1
-        if is_single:
-            self._filed[name] = None
-            self.singles[name] = None
-            return
-        size = Size(deployment.node_type, deployment.workers, shares)
-        rank = Rank(job.tenant, job.priority, expected_step(job.expected_s))
-        likeness = Likeness(rank, deployment.state_bytes, deployment.trace)
-        head = Head(deployment.created_at, name, duty, deployment.state_bytes)
-        self._filed[name] = head, size, likeness
-        entry = deployment.created_at, name
-        line = self._lines.setdefault(size, {}).setdefault(likeness, SortedList())
-        first = line[0][1] if line else None
+        self.counts.add(deployment.node_type, Place(-job.priority, deployment.created_at, name))
+
+    def line_up(self, deployments: Sequence[Deployment], job: Job, duty: float) -> None:
+        """Those that wait get GPUs at once, and stand in the queues from now on; `duty` is what a
+        single one would count for in a group."""
+        for each in deployments:
+            self._take_out(each.deployment)
+        ordered = sorted(deployments, key=lambda each: (size_of(each), each.created_at))
+        members = [Member(each.created_at, each.deployment, size_of(each)) for each in ordered]
+        first, demand = min(members), tuple((each.state_bytes, each.trace) for each in ordered)
+        needs = (duty, ordered[0].state_bytes) if len(ordered) == 1 else (0.0, 0)
+        head = Head(first.created_at, first.name, *needs)
+        owner = Owner(job.tenant, job.priority)
+        likeness = Likeness(owner, expected_step(job.expected_s), demand)
+        unit = Unit(head, tuple(each.size for each in members), likeness, tuple(members))
+        for member in members:
+            self._units[member.name] = unit
+            queue = self.askers.setdefault(member.size, {}).setdefault(job.tenant, SortedList())
+            queue.add((member.created_at, member.name))
+        duty, state_bytes = self.least.get(unit.sizes, (head.duty, head.state_bytes))
+        self.least[unit.sizes] = min(duty, head.duty), min(state_bytes, head.state_bytes)
+        entry = head.created_at, head.name
+        line = self._lines.setdefault(unit.sizes, {}).setdefault(unit.likeness, SortedList())
+        before = line[0][1] if line else None
         line.add(entry)
-        if line[0][1] == name:
-            heads = self._heads(size, likeness)
-            if first is not None:
-                heads.remove(self._head(first))
+        if line[0][1] == head.name:
+            heads = self._heads(unit)
+            if before is not None:
+                heads.remove(self._unit(before).head)
             heads.add(head)
-        self.wishes.setdefault(size, {}).setdefault(rank, SortedList()).add(entry)
-        self.askers.setdefault(size, {}).setdefault(job.tenant, SortedList()).add(entry)
+        wishes = self.wishes.setdefault(unit.sizes, {}).setdefault(owner, {})
+        wishes.setdefault(unit.likeness.expected_s, SortedList()).add(entry)
+
+    def single_out(self, name: DeploymentId) -> None:
+        """Its job has GPUs now: it stands in no queue any more, and keeps its place among all."""
+        self._take_out(name)
+        self.singles[name] = None
 
     def remove(self, name: DeploymentId) -> None:
         """It has GPUs, or its job has ended."""
-        if name in self._filed:
+        if name in self._units:
             self._take_out(name)
-            del self._filed[name]
+            del self._units[name]
             self.counts.remove(name)
             tenant = self._tenants.pop(name)
             self.by_tenant[tenant] -= 1
             if not self.by_tenant[tenant]:
                 del self.by_tenant[tenant]
 
-    def put_in_order(self, names: Iterable[DeploymentId]) -> None:
-        """Iterate over those who wait in this order from now on."""
-        self._filed = {name: self._filed[name] for name in names if name in self._filed}
-
-    def single_out(self, name: DeploymentId) -> None:
-        """Its job has GPUs now: it stands in no line any more, and keeps its place among all."""
-        self._take_out(name)
-        self._filed[name] = None
-        self.singles[name] = None
-
-    def place_of(self, name: DeploymentId) -> tuple[Size, File, Head] | None:
-        """Where one of those who wait stands, and what it needs; None: in no line."""
-        filed = self._filed[name]
-        if filed is None:
-            return None
-        head, size, likeness = filed
-        return size, _file_of(likeness), head
-
-    def of_wish(self, size: Size, rank: Rank) -> Iterator[DeploymentId]:
-        """Those that wish the same, in the order of their turns."""
-        for _, name in self.wishes.get(size, {}).get(rank, ()):
-            yield name
+    def unit_of(self, name: DeploymentId) -> Unit | None:
+        """The unit that one of those who wait belongs to; None: it stands in no queue."""
+        return self._units[name]
 
     def check(self) -> None:
-        """Assert that each file has the first of its lines, and those only; that all count."""
-        assert len(self.counts) == len(self._filed), "some who wait are not counted"
+        """Assert that each file has the first of its lines, and those only."""
         heads = [
-            self._head(line[0][1]) for lines in self._lines.values() for line in lines.values()
+            self._unit(line[0][1]).head for lines in self._lines.values() for line in lines.values()
         ]
         filed = []
-        for size, files in self.files.items():
-            for file, line_heads in files.items():
-                line_heads.check()
-                for head in line_heads:
-                    filed.append(head)
-                    found = self._filed[head.name]
-                    assert found is not None, f"{head.name} is in no line"
-                    assert found[1] == size
-                    assert _file_of(found[2]) == file
+        for sizes, owners in self.files.items():
+            for owner, files in owners.items():
+                for file, line_heads in files.items():
+                    line_heads.check()
+                    for head in line_heads:
+                        filed.append(head)
+                        unit = self._unit(head.name)
+                        assert (unit.sizes, unit.owner, unit.file) == (sizes, owner, file)
         assert sorted(filed) == sorted(heads), "a file has not the first of its lines"
 
     def _take_out(self, name: DeploymentId) -> None:
-        filed = self._filed[name]
-        if filed is None:
-            del self.singles[name]
+        """Out of all queues, with the rest of its gang."""
+        self.singles.pop(name, None)
+        unit = self._units[name]
+        if unit is None:
             return
-        head, size, likeness = filed
-        entry = head.created_at, name
-        line = self._lines[size][likeness]
-        if line[0][1] == name:
-            heads = self._heads(size, likeness)
-            heads.remove(head)
+        entry = unit.head.created_at, unit.head.name
+        line = self._lines[unit.sizes][unit.likeness]
+        if line[0][1] == unit.head.name:
+            heads = self._heads(unit)
+            heads.remove(unit.head)
             if len(line) > 1:
-                heads.add(self._head(line[1][1]))
+                heads.add(self._unit(line[1][1]).head)
             elif not heads:
-                files = self.files[size]
-                del files[_file_of(likeness)]
-                if not files:
-                    del self.files[size]
-        _leave(self._lines, size, likeness, entry)
-        _leave(self.wishes, size, likeness.rank, entry)
-        _leave(self.askers, size, likeness.rank.tenant, entry)
+                _drop(self.files, unit.sizes, unit.owner, unit.file)
+                if unit.sizes not in self.files:
+                    del self.least[unit.sizes]
+        line.remove(entry)
+        if not line:
+            del self._lines[unit.sizes][unit.likeness]
+            if not self._lines[unit.sizes]:
+                del self._lines[unit.sizes]
+        wish = self.wishes[unit.sizes][unit.owner][unit.likeness.expected_s]
+        wish.remove(entry)
+        if not wish:
+            _drop(self.wishes, unit.sizes, unit.owner, unit.likeness.expected_s)
+        for member in unit.members:
+            self._units[member.name] = None
+            askers = self.askers[member.size]
+            queue = askers[unit.owner.tenant]
+            queue.remove((member.created_at, member.name))
+            if not queue:
+                del askers[unit.owner.tenant]
+                if not askers:
+                    del self.askers[member.size]
 
-    def _heads(self, size: Size, likeness: Likeness) -> LineHeads:
-        files = self.files.setdefault(size, {})
-        file = _file_of(likeness)
-        found = files.get(file)
+    def _heads(self, unit: Unit) -> LineHeads:
+        files = self.files.setdefault(unit.sizes, {}).setdefault(unit.owner, {})
+        found = files.get(unit.file)
         if found is None:
-            found = files[file] = LineHeads()
+            found = files[unit.file] = LineHeads()
         return found
 
-    def _head(self, name: DeploymentId) -> Head:
-        filed = self._filed[name]
-        assert filed is not None, f"{name} is in no line"
-        return filed[0]
+    def _unit(self, name: DeploymentId) -> Unit:
+        unit = self._units[name]
+        assert unit is not None, f"{name} is in no queue"
+        return unit
 
 
-def _file_of(likeness: Likeness) -> File:
-    return File(likeness.rank, likeness.trace is not None)
-
-
-def _leave(
-    queues: dict[Size, dict[KeyT, "_Queue"]],
-    size: Size,
-    key: KeyT,
-    entry: tuple[float, DeploymentId],
+def _drop(
+    queues: dict[Sizes, dict[Owner, dict[KeyT, ValueT]]], sizes: Sizes, owner: Owner, key: KeyT
 ) -> None:
-    by_key = queues[size]
-    by_key[key].remove(entry)
-    if not by_key[key]:
-        del by_key[key]
-        if not by_key:
-            del queues[size]
+    """Forget an empty queue, and what was kept for it alone."""
+    owners = queues[sizes]
+    del owners[owner][key]
+    if not owners[owner]:
+        del owners[owner]
+        if not owners:
+            del queues[sizes]

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler import SchedulerCore, admission
+from plexrl.scheduler import SchedulerCore, admission_pass
 from plexrl.scheduler import events as ev
-from plexrl.scheduler.admission import why_not_yet
+from plexrl.scheduler.admission_pass import why_not_yet
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.demand import DemandTrace, Segment
 from plexrl.scheduler.fair_shares import tenant_share
@@ -42,8 +42,8 @@ def by_walking(context: Context, now: float) -> list[DeploymentId]:
             left.pop(each.deployment, None)
         if why_not_yet(context, deployment) is not None:
             continue
-        only = admission._ways_left(context, gang, ahead, now)
-        if admission._place_all(context, gang, only, now):
+        only = admission_pass._ways_left(context, gang, ahead, now)
+        if admission_pass._place_all(context, gang, only, now):
             placed += [each.deployment for each in gang]
         elif is_unpassable(context, deployment, now):
             ahead.update((each.node_type, each.workers) for each in gang)
@@ -124,7 +124,7 @@ def test_of_a_backlog_of_which_no_two_are_alike_few_are_looked_at(policy: str) -
     placed = [each for each in context.state.deployments.values() if each.group]
     cluster.send(ev.JobFinished(job=placed[0].job, outcome="completed"))
     assert len(context.waiting) > 80
-    looks = admission._Pass(context, cluster.now, None)
+    looks = admission_pass.AdmissionPass(context, cluster.now, None)
     assert looks.run() == []
     assert len(looks._seen) <= 6
 
@@ -142,7 +142,7 @@ def test_the_room_of_who_may_not_be_passed_is_not_offered_to_the_backlog_behind_
         cluster.deploy(f"j{number}/a", workers=1, trace=trace(20.0 + number / 20))
     context = cluster.core._context
     assert len(context.waiting) == 51, "three GPUs are free, and kept for the large job"
-    looks = admission._Pass(context, cluster.now, None)
+    looks = admission_pass.AdmissionPass(context, cluster.now, None)
     assert looks.run() == []
     assert len(looks._seen) <= 2
 
