@@ -13,7 +13,7 @@ from typing import IO
 from plexrl.cluster.lifeline import PARENT
 from plexrl.cluster.part_record import PartRecord
 from plexrl.cluster.parts import Folders, Part, write_config
-from plexrl.cluster.start_progress import is_at_work
+from plexrl.cluster.progress import is_at_work
 from plexrl.cluster.tuning import tuned
 from plexrl.errors import PlexRLError, UnavailableError, from_wire
 
@@ -26,7 +26,8 @@ START_SLEEP_S_MAX = 60.0
 or is kept from it by others, does not count."""
 LOOK_S = 0.25
 """Between two looks at whether a part that starts is at work."""
-STOP_TIMEOUT_S = 20.0
+STOP_SLEEP_S_MAX = 20.0
+"""Likewise of a part that is to end: a StateManager writes its host tier to the disk first."""
 RESTART_S = 0.2
 RESTART_S_MAX = 5.0
 STABLE_S = 10.0
@@ -42,11 +43,13 @@ class PartProcesses:
         record: PartRecord | None = None,
         *,
         start_sleep_s_max: float = START_SLEEP_S_MAX,
+        stop_sleep_s_max: float = STOP_SLEEP_S_MAX,
     ) -> None:
         """`record` is told of parts that end and serve again."""
         self._folders = folders
         self._record = record
         self._start_sleep_s_max = start_sleep_s_max
+        self._stop_sleep_s_max = stop_sleep_s_max
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._outputs: dict[str, asyncio.BaseTransport] = {}
         """The reading ends of what they write to."""
@@ -111,14 +114,23 @@ class PartProcesses:
         process = self._processes.get(part.name)
         if process is not None and process.returncode is None:
             process.terminate()
-            try:
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await process.wait()
-            except TimeoutError:
-                LOG.error("%s did not end in %g s; killed", part.name, STOP_TIMEOUT_S)
+            if not await self._ends(process):
+                LOG.error("%s was to end, and did nothing; killed", part.name)
                 process.kill()
                 await process.wait()
         self._close_output(part)
+
+    async def _ends(self, process: asyncio.subprocess.Process) -> bool:
+        ended = asyncio.ensure_future(process.wait())
+        slept_s = 0.0
+        while slept_s < self._stop_sleep_s_max:
+            done, _ = await asyncio.wait({ended}, timeout=LOOK_S)
+            if done:
+                return True
+            if not await asyncio.to_thread(is_at_work, process.pid):
+                slept_s += LOOK_S
+        ended.cancel()
+        return False
 
     async def _first_line(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader

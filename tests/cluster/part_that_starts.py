@@ -1,12 +1,25 @@
-"""A part that works for some seconds of CPU time before it is ready, or hangs instead."""
+"""A part that works for some seconds before it is ready or before it ends, or hangs."""
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from plexrl.cluster.process import print_ready
+
+
+def end(config: dict[str, Any]) -> None:
+    """Work for a while, then end."""
+    until_s = time.process_time() + config["ends_s"]
+    while time.process_time() < until_s:
+        pass
+    with Path(config["served"]).open("a") as served:
+        served.write("0\n")
+    sys.exit(0)
+
 
 if __name__ == "__main__":
     config = json.loads(Path(sys.argv[2]).read_text())
@@ -18,5 +31,7 @@ if __name__ == "__main__":
         pass
     with Path(config["served"]).open("a") as served:
         served.write(f"{os.getpid()}\n")
+    if config["ends_s"]:
+        signal.signal(signal.SIGTERM, lambda *_: end(config))
     print_ready()
     time.sleep(600)

@@ -56,7 +56,8 @@ def test_a_killed_part_is_started_again_though_its_child_holds_its_output(tmp_pa
 def starting_part(folders: Folders, pids: Path, **config: object) -> Part:
     folders.make()
     served = str(pids.with_name("served"))
-    fields = {"pids": str(pids), "served": served, "hangs": False, "works_s": 0.0, **config}
+    usual = {"hangs": False, "works_s": 0.0, "ends_s": 0.0}
+    fields = {"pids": str(pids), "served": served, **usual, **config}
     return Part("slow", "tests.cluster.part_that_starts", fields)
 
 
@@ -85,6 +86,21 @@ def test_a_slow_start_that_works_is_neither_killed_nor_begun_anew(tmp_path: Path
         await processes.end(part)
 
     asyncio.run(run())
+
+
+def test_a_part_that_works_at_its_end_is_not_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    folders = Folders(tmp_path / "data", tmp_path / "run", tmp_path / "memory")
+    part = starting_part(folders, pids, ends_s=2.5)
+
+    async def run() -> None:
+        processes = PartProcesses(folders, stop_sleep_s_max=1.0)
+        await processes.start(part)
+        async with asyncio.timeout(DEADLINE_S):
+            await processes.end(part)
+
+    asyncio.run(run())
+    assert started(pids.with_name("served"))[-1] == 0
 
 
 def test_a_start_that_hangs_is_given_up(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""Whether a process that is starting makes progress.
+"""Whether a process that starts or ends makes progress.
 
 On a busy machine a start may take many times as long as usual, and to kill it and begin anew makes
 it take longer still. So what is bounded is not how long a start takes but how long it *sleeps*.
 While any of its threads runs, is ready to run, or waits for a disk, it is at work, however slowly.
-A start that hangs sleeps.
+A start that hangs sleeps. The same holds for a process that is to end and has much to write first.
 """
 
 from pathlib import Path
