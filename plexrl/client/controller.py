@@ -72,11 +72,11 @@ class Controller:
                 if not self._awaited[operation]:
                     del self._awaited[operation]
 
-    def acknowledged(self) -> None:
-        """The cluster was told that this controller knows of a failure."""
+    def acknowledged(self, answer: Mapping[str, Any]) -> None:
+        """The cluster took note that this controller knows of a failure; `answer` has the next."""
         with self._lock:
             self._mark += 1
-            self._failure = None
+            self._failure = answer.get("failure")
 
     def submitted(self, submission: "Submission", view: Mapping[str, Any], mark: int) -> None:
         """An operation was accepted; `view` is the answer."""

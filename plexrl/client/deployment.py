@@ -51,9 +51,9 @@ class Deployment:
     def recover(self) -> None:
         """Go on after a failed operation whose future was not read: what it halted is accepted
         again. The weights, and the gradients that wait for a step, are those of before it."""
-        self._transport.request(recover_call(self.deployment))
+        answer = self._transport.request(recover_call(self.deployment)).json()
         if self._transport.controller is not None:
-            self._transport.controller.acknowledged()
+            self._transport.controller.acknowledged(answer)
 
     def status(self) -> Plain:
         """Where it runs and where its state lies; of a rollout its `engines` too, where they have

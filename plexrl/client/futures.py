@@ -157,12 +157,12 @@ class Future(Generic[ResultT]):
         if self._is_acknowledged or controller is None or not isinstance(error, PlexRLError):
             return
         try:
-            self._transport.request(acknowledge_call(self.operation))
+            answer = self._transport.request(acknowledge_call(self.operation)).json()
         except PlexRLError as second:
             # The operation's own error is the one to show; the next call tells of it again.
             LOG.warning("the failure of %s is not taken note of: %s", self.operation, second)
             return
-        controller.acknowledged()
+        controller.acknowledged(answer)
         self._is_acknowledged = True
 
     def done(self) -> bool:
@@ -234,11 +234,11 @@ class AsyncFuture(Generic[ResultT]):
         if controller is None:
             return
         try:
-            await self._transport.request(acknowledge_call(self.operation))
+            response = await self._transport.request(acknowledge_call(self.operation))
         except PlexRLError as second:
             LOG.warning("the failure of %s is not taken note of: %s", self.operation, second)
             return
-        controller.acknowledged()
+        controller.acknowledged(response.json())
 
     async def cancel(self) -> None:
         """As `Future.cancel`."""

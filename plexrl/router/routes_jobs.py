@@ -181,13 +181,13 @@ def deployment_routes(gateway: Gateway) -> APIRouter:
 
     @routes.post(
         "/{job}/deployments/{name}/recover",
-        status_code=204,
-        summary="Acknowledge the failed operation that halts a deployment",
+        summary="Acknowledge whatever halts a deployment",
+        description="`failure` is what is left to acknowledge of the job.",
     )
-    async def recover(request: Request, job: str, name: str) -> None:
+    async def recover(request: Request, job: str, name: str) -> Plain:
         caller = await gateway.caller(request)
         fields = {"deployment": f"{job}/{name}", **caller.claim}
-        await gateway.scheduler.call("acknowledge", fields)
+        return await gateway.scheduler.call("acknowledge", fields)
 
     @routes.get(
         "/{job}/deployments/{name}/tokenizer",

@@ -125,16 +125,16 @@ def operation_routes(gateway: Gateway) -> APIRouter:
 
     @routes.post(
         "/operations/{operation:path}/acknowledge",
-        status_code=204,
         summary="Take note of an operation's failure",
         description="After a failed `forward_backward`, `optim_step`, `zero_grad`, "
         "`load_checkpoint` or `sync_weights` such operations of its deployment, checkpoints and "
         "syncs from it get 409 `earlier_failure` until this is called for the operation, or for "
-        "one that failed of it. Of an operation that has not failed it changes nothing.",
+        "one that failed of it. Of an operation that has not failed it changes nothing. `failure` "
+        "is what is left to acknowledge of the job.",
     )
-    async def acknowledge(request: Request, operation: str) -> None:
+    async def acknowledge(request: Request, operation: str) -> Plain:
         caller = await gateway.caller(request)
-        await gateway.scheduler.call("acknowledge", {"operation": operation, **caller.claim})
+        return await gateway.scheduler.call("acknowledge", {"operation": operation, **caller.claim})
 
     @routes.delete(
         "/operations/{operation:path}",

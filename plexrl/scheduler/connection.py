@@ -323,7 +323,12 @@ class RouterCalls:
         if event.deployment is not None:
             self._check_deployment(scope, event.deployment)
         await self._shell.request(event)
-        return {}
+        if event.operation is not None:
+            job = self._core.operation_view(event.operation, self._now())["job"]
+        else:
+            assert event.deployment is not None, "the event was taken"
+            job = self._core.deployment_view(event.deployment, self._now())["job"]
+        return {"failure": self._core.job_view(job, self._now())["failure"]}
 
     async def _wait_operation(self, scope: Scope, call: calls.WaitOperation) -> Plain:
         self._check_operation(scope, call.operation)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
+from plexrl.scheduler.cycle_records import BusySpan, Cycle, OpenCycle
 from plexrl.scheduler.demand import (
     PERIOD_S_MAX,
     PERIOD_S_MIN,
@@ -21,7 +22,7 @@ from plexrl.scheduler.demand import (
     DemandTrace,
     Segment,
 )
-from plexrl.scheduler.state import BusySpan, Cycle, Deployment, OpenCycle
+from plexrl.scheduler.state import Deployment
 from plexrl.wire.operations import OperationKind
 
 WARM_UP_CYCLES = 1

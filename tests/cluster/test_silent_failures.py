@@ -32,8 +32,13 @@ with plexrl.connect() as cluster, cluster.create_job("unread", job_id=sys.argv[1
     for step in range(int(sys.argv[3])):
         sampling = plexrl.SamplingParams(max_tokens=4, seed=step)
         samples = rollout.generate(prompts, n=2, sampling=sampling).result().samples
-        batch = plexrl.Batch.from_samples(prompts, samples, [[1.0, -1.0], [-1.0, 1.0]])
-        actor.forward_backward(batch, plexrl.losses.grpo())
+        if sys.argv[4] == "grpo":
+            batch = plexrl.Batch.from_samples(prompts, samples, [[1.0, -1.0], [-1.0, 1.0]])
+            actor.forward_backward(batch, plexrl.losses.grpo())
+        else:
+            completions = [group[0].tokens for group in samples]
+            batch = plexrl.Batch.from_completions(prompts, completions)
+            actor.forward_backward(batch, plexrl.losses.cross_entropy())
         actor.optim_step(learning_rate=float(sys.argv[2]))
         rollout.sync_weights(actor)
         actor.save_checkpoint(f"step{step}")
@@ -45,11 +50,11 @@ def environment(embedded: EmbeddedCluster) -> dict[str, str]:
 
 
 def run_unread(
-    embedded: EmbeddedCluster, job: str, learning_rate: float, steps: int
+    embedded: EmbeddedCluster, job: str, learning_rate: float, steps: int, loss: str = "grpo"
 ) -> "subprocess.CompletedProcess[str]":
     """A training loop in the README's style, in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-c", UNREAD, job, str(learning_rate), str(steps)],
+        [sys.executable, "-c", UNREAD, job, str(learning_rate), str(steps), loss],
         env=environment(embedded),
         capture_output=True,
         text=True,
@@ -58,14 +63,28 @@ def run_unread(
     )
 
 
-@pytest.mark.parametrize(("learning_rate", "steps"), [(1e25, 6), (NOT_FINITE, 1)])
+@pytest.mark.parametrize(
+    ("learning_rate", "steps", "loss", "error"),
+    [
+        # The first step is to weights that a float32 holds and no forward pass can compute with.
+        (1e25, 6, "cross_entropy", "EarlierFailureError"),
+        # Samples of such weights have logprobs that are not numbers.
+        (1e25, 6, "grpo", "NonFiniteInputError"),
+        (NOT_FINITE, 1, "grpo", "EarlierFailureError"),
+    ],
+)
 def test_a_loop_that_reads_no_futures_fails_loudly_when_it_diverges(
-    embedded: EmbeddedCluster, cluster: plexrl.Cluster, learning_rate: float, steps: int
+    embedded: EmbeddedCluster,
+    cluster: plexrl.Cluster,
+    learning_rate: float,
+    steps: int,
+    loss: str,
+    error: str,
 ) -> None:
-    name = f"unread-{steps}"
-    ended = run_unread(embedded, name, learning_rate, steps)
+    name = f"unread-{steps}-{loss}"
+    ended = run_unread(embedded, name, learning_rate, steps, loss)
     assert ended.returncode != 0, ended.stderr
-    assert "Error" in ended.stderr.splitlines()[-1]
+    assert error in ended.stderr
     job = cluster.attach_job(name, heartbeat=False)
     assert job.status()["state"] == "FAILED"
     for checkpoint in job.checkpoints():

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.scheduler import profiler
+from plexrl.scheduler.cycle_records import BusySpan, Cycle
 from plexrl.scheduler.demand import DemandTrace, Segment
 from plexrl.scheduler.estimates import Estimates
 from plexrl.scheduler.profiler import ProfilerConfig
-from plexrl.scheduler.state import BusySpan, Cycle, Deployment
+from plexrl.scheduler.state import Deployment
 from plexrl.wire.operations import OperationKind
 
 CONFIG = ProfilerConfig(cycles=3, drift_tolerance=0.2)
