@@ -162,7 +162,7 @@ class Shell:
         """
         self._check(event)
         if self._held is not None:
-            raise self._held
+            raise self._held.with_traceback(None)
         item = _Item(event, asyncio.get_running_loop().create_future(), is_report=False)
         try:
             self._queue.put_nowait(item)
