@@ -440,9 +440,11 @@ class Shell:
             return
         if self._snapshot is None or self._snapshot.done():
             self._room_tried_at = now
-            work = self._write_snapshot(self._position, self._at, self.core.dump(), kept=1)
-            self._snapshot = asyncio.create_task(work)
-            self._snapshot_position = self._position
+            body = self._dump()
+            if body is not None:
+                self._snapshot_position = self._position
+                work = self._write_snapshot(self._position, self._at, body, kept=1)
+                self._snapshot = asyncio.create_task(work)
 
     async def _handle(self, event: Event, position: int, now: float) -> list[Command]:
         """What follows from an event, also where a step of it fails.
