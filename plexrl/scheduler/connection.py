@@ -243,7 +243,7 @@ class RouterCalls:
     async def _status(self, scope: Scope, _: calls.Nothing) -> Plain:
         view = self._core.status(self._now(), scope)
         # Messages name the operator's paths and hosts.
-        view["conditions"] = self._shell.conditions.view(with_messages=scope is None)
+        view["conditions"] = self._shell.hold.conditions.view(with_messages=scope is None)
         return view if scope is not None else {**view, **self._shell.faults()}
 
     # Jobs and deployments
