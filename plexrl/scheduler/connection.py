@@ -244,6 +244,11 @@ class RouterCalls:
         view = self._core.status(self._now(), scope)
         # Messages name the operator's paths and hosts.
         view["conditions"] = self._shell.hold.conditions.view(with_messages=scope is None)
+        if scope is None and view["held"]:
+            reasons = sorted({f"{each['deployment']}: {each['message']}" for each in view["held"]})
+            found = {"code": "deployments_held", "message": "; ".join(reasons)}
+            since = min(each["since"] for each in view["held"])
+            view["conditions"].append({**found, "since": since})
         return view if scope is not None else {**view, **self._shell.faults()}
 
     # Jobs and deployments

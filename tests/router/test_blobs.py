@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -171,12 +171,13 @@ def test_a_full_disk_is_told_apart_and_leaves_nothing_half(tmp_path: Path) -> No
             for step in range(2000):
                 metrics.append("j", step, {"loss": 1.0})
 
-        for attempt in (
+        attempts: tuple[Callable[[], None], ...] = (
             lambda: asyncio.run(store_it()),
             lambda: asyncio.run(take_in(5000)),
             lambda: asyncio.run(take_in(2 * INLINE_BYTES_MAX)),
             log_metrics,
-        ):
+        )
+        for attempt in attempts:
             with pytest.raises(StorageFullError, match="free space there") as caught:
                 attempt()
             assert caught.value.details["retry_after_s"]
