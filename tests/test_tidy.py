@@ -26,7 +26,7 @@ DIRECTION = (
 
 SHELLS_IN_SCHEDULER = {
     *("journal", "sql_journal", "database", "schema", "recovery", "leadership"),
-    *("shell", "links", "service", "set_aside", "held_door"),
+    *("shell", "links", "service", "set_aside", "held_door", "journal_hold"),
     *("connection", "tenant_calls", "__main__"),
 }
 OTHER_CORES = (

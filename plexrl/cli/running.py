@@ -75,6 +75,9 @@ def up(
         typer.Option("--api-docs", help="Describe the HTTP API at /docs, for anybody."),
     ] = False,
     journal_bytes_max: Annotated[int | None, typer.Option(help="Bound of the journal.")] = None,
+    lease_s: Annotated[
+        float | None, typer.Option(help="Silence of the scheduler until a standby leads.")
+    ] = None,
     ray: Annotated[
         str | None, typer.Option(help="Run on the nodes of this Ray cluster: host:port, or auto.")
     ] = None,
@@ -178,6 +181,7 @@ def up(
         api_docs=api_docs,
         port=port,
         journal_bytes_max=journal_bytes_max,
+        lease_s=lease_s,
         routers=routers,
         otlp_endpoint=otlp_endpoint,
         pending_operations_max=pending_operations_max,

@@ -33,7 +33,7 @@ def main() -> None:
         parser.add_argument(f"--{name}")
     for name in ("node-types", "blocks"):
         parser.add_argument(f"--{name}", type=lambda text: tuple(text.split(",")))
-    for name in ("header-timeout-s", "body-timeout-s"):
+    for name in ("header-timeout-s", "body-timeout-s", "lease-s"):
         parser.add_argument(f"--{name}", type=float)
     for name in ("pin-workers", "new-journal", "api-docs"):
         parser.add_argument(f"--{name}", type=lambda text: text == "True")

@@ -38,6 +38,7 @@ RANGES = {
     "deployment_payload_bytes_max": (1, 1 << 62),
     "tenant_payload_bytes_max": (1, 1 << 62),
     "journal_bytes_max": (1, 1 << 62),
+    "lease_s": (0.1, 86_400),
     "connections_max": (1, 1 << 20),
     "address_connections_max": (1, 1 << 20),
     "json_bytes_max": (1, 1 << 40),
@@ -141,6 +142,9 @@ class ClusterOptions:
     """Begin an empty journal although `data_dir` has state of former jobs, which are given up."""
     journal_bytes_max: int | None = None
     """Bound of the journal; absent: the disk's."""
+    lease_s: float | None = None
+    """Silence of the scheduler after which a standby on the same journal leads; absent: its own
+    default."""
 
     @property
     def is_exposed(self) -> bool:

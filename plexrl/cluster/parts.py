@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -9,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plexrl.cluster.config import ClusterOptions
+from plexrl.cluster.config import GIB, ClusterOptions
 from plexrl.cluster.operator_key import write_private
+from plexrl.errors import InvalidRequestError
 from plexrl.private_folder import (
     is_private_folder,
     make_private_folder,
     remove_private_folder,
 )
+
+LOG = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
@@ -101,7 +105,7 @@ class NodePlace:
 
 
 BOUNDS = (
-    *("pending_operations_max", "tenant_operations_max"),
+    *("lease_s", "pending_operations_max", "tenant_operations_max"),
     *("deployment_payload_bytes_max", "tenant_payload_bytes_max", "tenant_live_jobs_max"),
 )
 """Settings of the scheduler that are its own where none are given."""
@@ -231,6 +235,33 @@ def _runtime_folder() -> Path:
     if told.is_absolute() and len(str(told)) <= RUNTIME_PATH_MAX and is_private_folder(told):
         return told
     return TEMPORARY
+
+
+def check_shared_memory(options: ClusterOptions, folder: Path = SHARED_MEMORY) -> None:
+    """Refuse a host tier that the memory file system can never hold.
+
+    Raises:
+        InvalidRequestError: it is larger than the file system.
+    """
+    if not folder.is_dir():
+        return
+    found = os.statvfs(folder)
+    size = found.f_frsize * found.f_blocks
+    wanted = options.host_memory_bytes
+    if wanted > size:
+        raise InvalidRequestError(
+            f"a host tier of {wanted / GIB:.2f} GiB does not fit into {folder}, which has "
+            f"{size / GIB:.2f} GiB: choose less with --host-memory, or make {folder} larger "
+            f"(`mount -o remount,size=… {folder}`, or `docker run --shm-size=…`)",
+            host_memory_bytes=wanted,
+            size_bytes=size,
+        )
+    if options.nodes * wanted > size:
+        LOG.warning(
+            "the host tiers of %d nodes may take %.2f GiB of %s, which has %.2f GiB: where it is "
+            "full, state goes to disk, and work may wait for room",
+            *(options.nodes, options.nodes * wanted / GIB, folder, size / GIB),
+        )
 
 
 def _scheduler_socket(folders: Folders) -> str:

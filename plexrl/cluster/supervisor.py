@@ -23,6 +23,7 @@ from plexrl.cluster.parts import (
     Folders,
     NodePlace,
     Part,
+    check_shared_memory,
     node_parts,
     router_parts,
     scheduler_part,
@@ -44,6 +45,7 @@ EXPOSED = (
     "prompts, completions and results, and act with those keys. Put a proxy that ends TLS before "
     "it, or leave --host at 127.0.0.1."
 )
+WRITE_AGAIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class LocalNodes:
         self._parts: list[Part] = []
 
     async def start(self) -> None:
+        check_shared_memory(self._options)
         for index in range(self._options.nodes):
             place = NodePlace.of_virtual(self._options, index)
             self._parts += node_parts(self._options, self._folders, place)
@@ -140,6 +143,7 @@ class Supervisor:
         scheduler: Part | None = None
         routers: list[Part] = []
         log = ExitStack()
+        writing: asyncio.Task[None] | None = None
         try:
             self._folders.make()
             log.enter_context(_logged_to(self._folders.data / "logs" / "up.log"))
@@ -154,7 +158,12 @@ class Supervisor:
                 await processes.start(router)
             url = self._options.url(ports)
             endpoint = Endpoint(url, key, os.getpid(), str(self._folders.data))
-            write_private(endpoint_file, json.dumps({"url": url, "pid": endpoint.pid}))
+            writing = asyncio.create_task(
+                _write_when_there_is_room(
+                    endpoint_file, json.dumps({"url": url, "pid": endpoint.pid})
+                )
+            )
+            await asyncio.sleep(0)
             processes.watch((scheduler, *routers))
             LOG.info("the cluster is up: process %d, %s", endpoint.pid, url)
             if self._options.is_exposed:
@@ -166,6 +175,9 @@ class Supervisor:
             LOG.info("the cluster ends: %s", error)
             raise
         finally:
+            if writing is not None:
+                writing.cancel()
+                await asyncio.gather(writing, return_exceptions=True)
             await processes.unwatch()
             for router in reversed(routers):
                 await processes.end(router)
@@ -279,6 +291,18 @@ def _logged_to(path: Path) -> Iterator[None]:
         logger.setLevel(level)
         logger.removeHandler(handler)
         handler.close()
+
+
+async def _write_when_there_is_room(path: Path, text: str) -> None:
+    """A full disk is no reason for a cluster not to run: only commands without a URL miss the file
+    until there is room."""
+    while True:
+        try:
+            write_private(path, text)
+            return
+        except OSError as error:
+            LOG.warning("%s cannot be written (%s); trying again", path, error)
+        await asyncio.sleep(WRITE_AGAIN_S)
 
 
 def _lock(data_dir: Path) -> IO[str]:

@@ -6,6 +6,7 @@ not read: what checks, plans and sends them works on the page cache's own bytes.
 """
 
 import asyncio
+import errno
 import hashlib
 import itertools
 import logging
@@ -21,7 +22,12 @@ from urllib.parse import quote, unquote
 
 import xxhash
 
-from plexrl.errors import PayloadTooLargeError, StorageError, UnknownOperationError
+from plexrl.errors import (
+    PayloadTooLargeError,
+    StorageError,
+    StorageFullError,
+    UnknownOperationError,
+)
 from plexrl.ids import BlobRef
 from plexrl.private_folder import make_private_folder
 from plexrl.wire.tensors import Body
@@ -40,6 +46,10 @@ threads would cost an operation's latency more."""
 
 RECENT_BYTES_MAX = 64 << 20
 """Of small payloads, kept in memory until they are first read."""
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+FULL_RETRY_S = 1.0
+"""When a full disk is tried again."""
 
 NAME_BYTES_MAX = 200
 """Of a file's name, of which systems take 255; a longer one is cut and told apart by a digest."""
@@ -147,7 +157,7 @@ class BlobStore:
         try:
             upload.path.rename(self._path(ref))
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise unwritable(self._directory, error) from error
 
     def discard(self, ref: BlobRef) -> None:
         """Give a blob up; one that is gone already is no error."""
@@ -204,16 +214,11 @@ class BlobStore:
         try:
             with part.open("wb", buffering=0) as file:
                 for each in parts:
-                    _write_all(file.fileno(), [each])
+                    write_all(file.fileno(), [each])
             part.rename(path)
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> StorageError:
-        return StorageError(
-            f"the blob store {self._directory} cannot be written ({error}): free space there"
-        )
+            raise unwritable(self._directory, error) from error
 
     def _part_path(self, name: str) -> Path:
         return self._directory / f"{name[:150]}.{_PROCESS}.{next(_NUMBERS)}.part"
@@ -233,7 +238,7 @@ class _Arriving:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise unwritable(self.path.parent, error) from error
 
     async def append(self, chunks: list[bytes]) -> None:
         """Add to the file, as soon as the former addition is done."""
@@ -264,14 +269,21 @@ class _Arriving:
         for chunk in chunks:
             self._digest.update(chunk)
         try:
-            _write_all(self._fd, chunks)
+            write_all(self._fd, chunks)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise unwritable(self.path.parent, error) from error
 
-    def _unwritable(self, error: OSError) -> StorageError:
-        return StorageError(
-            f"the blob store {self.path.parent} cannot be written ({error}): free space there"
+
+def unwritable(where: Path, error: OSError) -> StorageError:
+    """What an error of the system while something is written below `where` means to a caller."""
+    if error.errno in FULL:
+        return StorageFullError(
+            f"the disk of {where} is full ({error.strerror}): free space there; the same request "
+            "succeeds then",
+            path=str(where),
+            retry_after_s=FULL_RETRY_S,
         )
+    return StorageError(f"{where} cannot be written ({error}): see its disk and its owner")
 
 
 def _file_name(ref: BlobRef) -> str:
@@ -283,7 +295,8 @@ def _file_name(ref: BlobRef) -> str:
     return f"{name[:120]}~{digest}{Path(ref).suffix}"
 
 
-def _write_all(fd: int, chunks: Sequence[Body]) -> None:
+def write_all(fd: int, chunks: Sequence[Body]) -> None:
+    """Write all of `chunks`, however little the system takes at a time. Raises `OSError`."""
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
         while view.nbytes:

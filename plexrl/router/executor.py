@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from plexrl.errors import ConnectionLostError, ExecutionError, PlexRLError
+from plexrl.errors import ConnectionLostError, ExecutionError, PlexRLError, StorageFullError
 from plexrl.ids import BlobRef
 from plexrl.router.blobs import RESULT_SUFFIX, BlobStore
 from plexrl.router.reductions import gather_metrics, gather_moves, state_moved
@@ -29,6 +29,13 @@ LOG = logging.getLogger(__name__)
 
 OTHER_RANKS_TIMEOUT_S = 5.0
 """How long the other ranks are waited for once one has failed: they may hang in a collective."""
+
+STORE_RETRY_S = 1.0
+"""Between two tries to store a result on a disk that is full."""
+
+UNCHANGING = frozenset({OperationKind.PUBLISH, OperationKind.SNAPSHOT})
+"""Kinds that leave a rank's state as it is, and may be repeated on ranks that were done with them.
+"""
 
 Plain = dict[str, Any]
 _Grant = tuple[str, int, tuple[str, ...]]
@@ -52,6 +59,7 @@ class Executor:
         self._blobs = blobs
         self._links: dict[str, WorkerLink] = {}
         self._runs: dict[str, _Run] = {}
+        self._unstored: dict[str, str] = {}
         self.scheduler: SchedulerLink | None = None
         self.specs: DeploymentSpecs | None = None
         self.checkpoint_quota: CheckpointQuota | None = None
@@ -98,6 +106,10 @@ class Executor:
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, DiscardBlobs)
         self._blobs.discard_all(command.blobs)
+
+    def held(self, operation: str) -> str | None:
+        """Why this router cannot store the result of an operation that was carried out."""
+        return self._unstored.get(operation)
 
     async def close(self) -> None:
         """Stop everything; the scheduler has another router carry on."""
@@ -190,7 +202,9 @@ class Executor:
     ) -> None:
         failed = [a[0] for a in answers if a is not None and a[0]["reply"] == "failed"]
         if failed:
-            intact = len(failed) == len(answers) and all(f["state_intact"] for f in failed)
+            # A rank that succeeded where another failed has changed, if the kind changes anything.
+            is_even = len(failed) == len(answers) or command.kind in UNCHANGING
+            intact = is_even and None not in answers and all(f["state_intact"] for f in failed)
             self._report(
                 "operation_failed",
                 command,
@@ -220,7 +234,7 @@ class Executor:
         ref: BlobRef | None = None
         if body:
             ref = BlobRef(f"{command.operation}{RESULT_SUFFIX}")
-            await self._blobs.write(ref, *body)
+            await self._store(command, ref, body)
         compute_s = max(float(header["compute_s"]) for header, _ in finished)
         self._report(
             "operation_finished",
@@ -233,6 +247,22 @@ class Executor:
             error_json="" if refusal is None or command.replay else json.dumps(refusal),
             moved=state_moved(command.kind, result),
         )
+
+    async def _store(self, command: RunOperation, ref: BlobRef, body: "Sequence[Body]") -> None:
+        """Store a result, as soon as there is room: the operation was carried out, and its result
+        is nowhere else but in the memory of this router and of the workers."""
+        try:
+            while True:
+                try:
+                    await self._blobs.write(ref, *body)
+                    return
+                except StorageFullError as error:
+                    if command.operation not in self._unstored:
+                        LOG.warning("the result of %s waits for room: %s", command.operation, error)
+                    self._unstored[command.operation] = error.message
+                await asyncio.sleep(STORE_RETRY_S)
+        finally:
+            self._unstored.pop(command.operation, None)
 
     def _report_failure(
         self, command: RunOperation, error: PlexRLError, *, state_intact: bool

@@ -15,6 +15,7 @@ from plexrl.errors import (
     ConnectionLostError,
     OverloadedError,
     PermissionDeniedError,
+    StorageFullError,
 )
 from plexrl.router.arrivals import Arrivals, steady
 from plexrl.router.blobs import BlobStore, Upload
@@ -119,6 +120,7 @@ class Gateway:
         Raises:
             PayloadTooLargeError: it is longer.
             OverloadedError: too many bytes are arriving already.
+            StorageFullError: there is no room for it.
             ConnectionLostError: the client went away before its end.
         """
         body = request.scope["state"][BODY_KEY]
@@ -131,7 +133,8 @@ class Gateway:
                 upload = await self.blobs.receive(chunks, self.body_bytes_max)
         except ClientDisconnect as error:
             raise ConnectionLostError("the client went away before its request's end") from error
-        except OverloadedError:
+        except (OverloadedError, StorageFullError):
+            # A client that is still sending would not hear why.
             await self._drain(request, body.timeout_s)
             raise
         try:

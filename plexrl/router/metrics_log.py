@@ -2,17 +2,14 @@
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from urllib.parse import quote
 
-from plexrl.errors import (
-    NonFiniteInputError,
-    PayloadTooLargeError,
-    QuotaExceededError,
-    StorageError,
-)
+from plexrl.errors import NonFiniteInputError, PayloadTooLargeError, QuotaExceededError
 from plexrl.private_folder import make_private_folder
+from plexrl.router.blobs import unwritable, write_all
 
 PAGE_BYTES = 1 << 20
 """About as much is read at a time."""
@@ -34,7 +31,7 @@ class MetricsLog:
             NonFiniteInputError: JSON has no such numbers.
             PayloadTooLargeError: the row is too large.
             QuotaExceededError: the job has as many bytes of metrics as it may have.
-            StorageError: the file cannot be written.
+            StorageError: the file cannot be written; it stays as it was.
         """
         wrong = sorted(name for name, value in values.items() if not math.isfinite(value))
         if wrong:
@@ -48,18 +45,24 @@ class MetricsLog:
                 metrics_row_bytes_max=self._row_bytes_max,
             )
         try:
-            with self._path(job).open("ab") as file:
-                if file.tell() + len(line) > self._job_bytes_max:
+            with self._path(job).open("ab", buffering=0) as file:
+                size = file.seek(0, os.SEEK_END)
+                if size + len(line) > self._job_bytes_max:
                     raise QuotaExceededError(
-                        f"job {job!r} has {file.tell()} bytes of metrics, and "
-                        f"{self._job_bytes_max} are the most: report less often, or have the "
-                        "operator raise metrics_job_bytes_max",
-                        used=file.tell(),
+                        f"job {job!r} has {size} bytes of metrics, and {self._job_bytes_max} are "
+                        "the most: report less often, or have the operator raise "
+                        "metrics_job_bytes_max",
+                        used=size,
                         quota=self._job_bytes_max,
                     )
-                file.write(line)
+                try:
+                    write_all(file.fileno(), [line])
+                except OSError:
+                    # Half a line would make the whole file unreadable.
+                    file.truncate(size)
+                    raise
         except OSError as error:
-            raise StorageError(f"the metrics of {job!r} cannot be written: {error}") from error
+            raise unwritable(self._directory, error) from error
 
     def page(self, job: str, after: int) -> bytes:
         """As JSON, `{"rows": […]}`: rows behind number `after`, counted from 1, each with its

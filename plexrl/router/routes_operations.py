@@ -44,6 +44,8 @@ from plexrl.wire.tensors import (
 Plain = dict[str, Any]
 
 WAIT_S_MAX = 60.0
+HELD: Plain = {"rule": "held", "holder": None, "eta_s": None, "position": 0}
+"""Explanation of an operation whose result cannot be stored now; the reason comes with it."""
 SLICE_BYTES = 256 << 10
 """Of a large result, handed to the server at a time."""
 REFUSALS = (
@@ -114,6 +116,9 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         caller = await gateway.caller(request)
         view = await gateway.operation(caller, operation, max(0.0, min(wait_s, WAIT_S_MAX)))
         if view["state"] not in FINAL:
+            if (held := gateway.executor.held(operation)) is not None:
+                reason = f"it was carried out, and its result waits for room: {held}"
+                view["explanation"] = {**(view["explanation"] or {}), **HELD, "reason": reason}
             return JSONResponse(view, status_code=202)
         if view["state"] != "finished":
             return final_response(from_wire(view["error"]))

@@ -90,6 +90,9 @@ def _reason(
             return f"the weights it pulls are not published yet{why}", "dependency", eta_s
     if now < deployment.held_back_until:
         wait_s = deployment.held_back_until - now
+        if deployment.held_code:
+            why = f"it is held and will be tried again: {deployment.held_back_reason}"
+            return why, "held", wait_s + ahead
         return f"a switch to it failed ({deployment.held_back_reason})", "backoff", wait_s + ahead
     if group.holder == deployment.deployment:
         if deployment.moving is not None or deployment.replaying:

@@ -12,6 +12,7 @@ from typing import Final
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.foresight import holds_back, prefetch
+from plexrl.scheduler.holding import renew_token
 from plexrl.scheduler.hrrs import Candidate
 from plexrl.scheduler.lifecycle import launch
 from plexrl.scheduler.operation_record import Operation
@@ -57,7 +58,8 @@ def advance(context: Context, group: Group, now: float) -> None:
     if holder.moving is not None or holder.state is not _READY:
         return
     if holder.replaying:
-        if not holder.running and may_replay(context, holder):
+        held = now < holder.held_back_until
+        if not holder.running and not held and may_replay(context, holder):
             _replay_next(context, group, holder, now)
         return
     if holder.relocation is not None and stops(context, holder):
@@ -380,6 +382,9 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
         if head is None or now < holder.held_back_until:
             return
         if holder.running:
+            if head.token == group.token:
+                # It was held, and is sent again under another token once these have ended.
+                return
             if head.kind != _GENERATE and not head.in_flight:
                 return
             if any(each.kind != _GENERATE for each in holder.running.values()):
@@ -391,6 +396,7 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
             _snapshot(context, group, holder, now)
             return
         _go_on_with_burst(context, holder, head, now)
+        renew_token(context, group, head)
         holder.queue.pop(0)
         start(context, group, holder, head, now)
         if head.kind != _GENERATE:
@@ -451,4 +457,5 @@ def _gap_s_max(context: Context, deployment: Deployment) -> float:
 
 def _replay_next(context: Context, group: Group, holder: Deployment, now: float) -> None:
     operation = context.state.operations[holder.replaying[0]]
+    renew_token(context, group, operation)
     start(context, group, holder, operation, now, replay=True)

@@ -14,9 +14,11 @@ from plexrl.errors import (
 )
 from plexrl.ids import FencingToken
 from plexrl.scheduler.context import Context
+from plexrl.scheduler.early_ends import early_end
 from plexrl.scheduler.events import OperationFailed, OperationFinished
 from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.groups import end_burst, load, successor
+from plexrl.scheduler.holding import hold, hold_over, is_held
 from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import (
     cycle_ended,
@@ -63,6 +65,8 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         _move_finished(context, deployment, operation, event, now)
     else:
         deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
+        if deployment.held_code:
+            hold_over(deployment)
         if command.replay:
             deployment.replaying.remove(name)
         else:
@@ -120,9 +124,18 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         if is_republished(context, deployment, operation, error, now):
             context.touch(deployment.group)
             return
+        if is_held(error, state_intact=event.state_intact):
+            del deployment.running[event.operation]
+            hold(context, deployment, operation, error, now)
+            return
         restart(context, deployment, f"replaying {event.operation!r}: {error.message}", now)
         return
     del deployment.running[event.operation]
+    if is_held(error, state_intact=event.state_intact):
+        if not operation.is_aborted and not _is_late(operation, now):
+            hold(context, deployment, operation, error, now)
+            return
+        error = early_end(operation, now)
     fail(context, operation, error, now)
     if event.state_intact:
         deployment.failures = 0
@@ -133,6 +146,10 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         # Workers that say so are sound: only what they hold is not.
         counts = not isinstance(error, NonFiniteWeightsError)
         restart(context, deployment, error.message, now, counts=counts)
+
+
+def _is_late(operation: Operation, now: float) -> bool:
+    return operation.deadline_at is not None and now >= operation.deadline_at
 
 
 def read_error(error_json: str) -> PlexRLError:

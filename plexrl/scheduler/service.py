@@ -99,7 +99,7 @@ class Service:
                 return
             if stopping.done():
                 return
-            held = self.shell.held
+            held = self.shell.hold.error
             if held is None:
                 continue
             if OPERATOR in self._core.tenants():

@@ -24,7 +24,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from plexrl.conditions import Conditions
 from plexrl.errors import (
     JournalFullError,
     JournalUnavailableError,
@@ -52,6 +51,7 @@ from plexrl.scheduler.commands import (
 from plexrl.scheduler.core import SchedulerCore
 from plexrl.scheduler.events import CODEC, Event, ServiceResumed, StateMigrated, TimerFired
 from plexrl.scheduler.journal import Entry, Journal
+from plexrl.scheduler.journal_hold import HELD_RETRY_S, JournalHold
 from plexrl.scheduler.links import AgentLinks, RouterLinks
 from plexrl.scheduler.recovery import restore
 from plexrl.scheduler.set_aside import NOTHING_ASIDE, SetAside, answer, follow_up
@@ -60,15 +60,8 @@ LOG = logging.getLogger(__name__)
 
 QUEUE_MAX = 10_000
 BATCH_MAX = 512
-HELD_RETRY_S = 0.5
-"""Between two tries to write what a journal that cannot take events has kept waiting."""
-ROOM_RETRY_S = 30.0
-"""Between two tries to make room in a full journal."""
 SLOW_S = 5.0
 """A transaction that takes longer holds requests back: they would time out one after another."""
-BEAT_S = 1.0
-STOPPED_S = 5.0
-"""A pause between two beats that is so long says that the process was stopped."""
 
 
 class Clock:
@@ -137,18 +130,9 @@ class Shell:
         self._kept: deque[_Item] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._migrating: set[asyncio.Task[None]] = set()
-        self.conditions = Conditions()
-        self._held: StorageError | None = None
-        self._room_tried_at: float | None = None
-        self._beaten_at = time.monotonic()
-        self._was_stopped = False
+        self.hold = JournalHold()
         self._awaited: dict[OperationId, set[asyncio.Future[None]]] = {}
         self._ended_count, _ = core.ended_since(0)
-
-    @property
-    def held(self) -> StorageError | None:
-        """Why requests are refused now."""
-        return self._held
 
     async def request(self, event: Event) -> None:
         """Have a client's event accepted.
@@ -161,8 +145,8 @@ class Shell:
             OverloadedError: too many events wait.
         """
         self._check(event)
-        if self._held is not None:
-            raise self._held
+        if self.hold.error is not None:
+            raise self.hold.error.with_traceback(None)
         item = _Item(event, asyncio.get_running_loop().create_future(), is_report=False)
         try:
             self._queue.put_nowait(item)
@@ -219,7 +203,7 @@ class Shell:
             LeaseLostError: another scheduler leads; the core must not be asked or told any more.
         """
         batch: list[_Item] = []
-        beating = asyncio.create_task(self._beat())
+        beating = asyncio.create_task(self.hold.beat())
         try:
             while True:
                 batch = await self._next_batch()
@@ -248,10 +232,10 @@ class Shell:
                 await self._write_snapshot(self._position, self._at, body)
 
     async def _take_in(self, batch: list[_Item]) -> None:
-        self._notice_stop()
-        if self._was_stopped:
+        self.hold.notice_stop()
+        if self.hold.was_deaf:
             # First of all: events that follow would look for what was silent meanwhile.
-            self._was_stopped = False
+            self.hold.was_deaf = False
             batch.insert(0, _unawaited(ServiceResumed()))
         now = self.clock.now()
         try:
@@ -261,7 +245,7 @@ class Shell:
         except StorageError as error:
             await self._not_journalled(batch, error)
             return
-        self._resume(batch)
+        self.hold.end(core_knows=isinstance(batch[0].event, ServiceResumed))
         commands: list[Command] = []
         refusals: list[PlexRLError | None] = []
         for place, item in enumerate(batch, start=position - len(batch) + 1):
@@ -287,7 +271,7 @@ class Shell:
         try:
             done, _ = await asyncio.wait({writing}, timeout=SLOW_S)
             if not done:
-                self._hold(
+                self.hold.begin(
                     JournalUnavailableError(
                         f"the journal's database has not answered for {SLOW_S:g} s: see that it "
                         "runs, and that its disk is not overloaded"
@@ -376,50 +360,17 @@ class Shell:
         for item in waiting:
             _settle(item, error)
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(BEAT_S)
-            self._notice_stop()
-
-    def _notice_stop(self) -> None:
-        """Find out whether this process was stopped, or its machine asleep."""
-        now = time.monotonic()
-        if now - self._beaten_at > STOPPED_S + BEAT_S:
-            LOG.warning("this process did not run for %.1f s", now - self._beaten_at)
-            self._was_stopped = True
-        self._beaten_at = now
-
-    def _hold(self, error: StorageError) -> None:
-        """Refuse requests with `error` from here on."""
-        error.details.setdefault("retry_after_s", HELD_RETRY_S)
-        if self._held is None or self._held.code != error.code:
-            LOG.error("holding: %s", error)
-        if self._held is not None and self._held.code != error.code:
-            self.conditions.clear(self._held.code)
-        self._held = error
-        self.conditions.hold(error)
-
-    def _resume(self, batch: list[_Item]) -> None:
-        """The journal has taken `batch` in."""
-        if self._held is None:
-            return
-        LOG.warning("the journal takes events in again; going on")
-        self.conditions.clear(self._held.code)
-        self._held = None
-        self._room_tried_at = None
-        self._was_stopped = not isinstance(batch[0].event, ServiceResumed)
-
     async def _next_batch(self) -> list[_Item]:
         batch = list(self._kept)
         self._kept.clear()
-        if not batch and self._held is None:
+        if not batch and self.hold.error is None:
             batch.append(await self._queue.get())
         while len(batch) < BATCH_MAX and not self._queue.empty():
             batch.append(self._queue.get_nowait())
         return batch
 
     async def _not_journalled(self, batch: list[_Item], error: StorageError) -> None:
-        self._hold(error)
+        self.hold.begin(error)
         for item in batch:
             if item.is_report:
                 self._kept.append(item)
@@ -435,14 +386,12 @@ class Shell:
 
     def _make_room(self) -> None:
         """Have the events that a snapshot replaces deleted, and the snapshot before it."""
-        now = time.monotonic()
-        if self._room_tried_at is not None and now < self._room_tried_at + ROOM_RETRY_S:
+        is_busy = self._snapshot is not None and not self._snapshot.done()
+        if is_busy or not self.hold.may_make_room() or (body := self._dump()) is None:
             return
-        if self._snapshot is None or self._snapshot.done():
-            self._room_tried_at = now
-            work = self._write_snapshot(self._position, self._at, self.core.dump(), kept=1)
-            self._snapshot = asyncio.create_task(work)
-            self._snapshot_position = self._position
+        self._snapshot_position = self._position
+        work = self._write_snapshot(self._position, self._at, body, kept=1)
+        self._snapshot = asyncio.create_task(work)
 
     async def _handle(self, event: Event, position: int, now: float) -> list[Command]:
         """What follows from an event, also where a step of it fails.

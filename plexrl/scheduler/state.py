@@ -309,6 +309,11 @@ class Deployment:
     """After a snapshot that found no room; the log grows meanwhile."""
     held_back_until: float = 0.0
     held_back_reason: str = ""
+    held_code: str = ""
+    """Of the condition that its last run met, such as `storage_full`; empty: none."""
+    held_since: float = 0.0
+    held_count: int = 0
+    """Runs in a row that met it."""
 
     @property
     def is_ready(self) -> bool:

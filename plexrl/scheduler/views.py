@@ -14,6 +14,7 @@ from plexrl.scheduler.failures import failure_view, halting_failure, job_failure
 from plexrl.scheduler.fair_shares import tenant_share
 from plexrl.scheduler.feasibility import is_possible
 from plexrl.scheduler.forgetting import owner_of
+from plexrl.scheduler.holding import held_view
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.state import Deployment, Group, Job, Node, State, Tenant
 from plexrl.scheduler.switch_cost import load_s, offload_s
@@ -260,6 +261,7 @@ def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
             for name in names
         ),
         "operations_pending": sum(len(state.deployments[name].queue) for name in names),
+        "held": held_view(context, names),
     }
 
 

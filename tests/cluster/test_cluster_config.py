@@ -5,9 +5,16 @@ from pathlib import Path
 import pytest
 
 from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions
-from plexrl.cluster.parts import Folders, parts, router_parts
+from plexrl.cluster.parts import (
+    Folders,
+    check_shared_memory,
+    parts,
+    router_parts,
+    scheduler_part,
+)
 from plexrl.errors import InvalidRequestError
 from plexrl.scheduler import ordering, policies
+from tests.small_disk import small_disk
 
 
 def test_the_names_offered_are_the_schedulers() -> None:
@@ -51,3 +58,20 @@ def test_routers_are_told_their_bounds_and_no_others(tmp_path: Path) -> None:
     assert router.config["connections_max"] == 99
     assert router.config["header_timeout_s"] == 1.5
     assert "json_bytes_max" not in router.config
+
+
+def test_a_host_tier_that_shared_memory_cannot_hold_is_refused_with_advice(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "shm", "64m") as memory:
+        options = ClusterOptions(data_dir=tmp_path, host_memory_bytes=1 << 30)
+        with pytest.raises(InvalidRequestError, match=r"1\.00 GiB .* 0\.06 GiB: .*--shm-size"):
+            check_shared_memory(options, memory.path)
+        fitting = ClusterOptions(data_dir=tmp_path, host_memory_bytes=48 << 20)
+        check_shared_memory(fitting, memory.path)
+
+
+def test_the_lease_is_the_schedulers_own_unless_it_is_chosen(tmp_path: Path) -> None:
+    folders = Folders.of(tmp_path)
+    chosen = ClusterOptions(data_dir=tmp_path, lease_s=30.0)
+    assert scheduler_part(chosen, folders, "digest").config["lease_s"] == 30.0
+    usual = ClusterOptions(data_dir=tmp_path)
+    assert "lease_s" not in scheduler_part(usual, folders, "digest").config

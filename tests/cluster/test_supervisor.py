@@ -59,7 +59,7 @@ class NeverStarting:
 
 def test_a_signal_ends_a_cluster_that_is_still_starting(tmp_path: Path) -> None:
     nodes = NeverStarting()
-    supervisor = Supervisor(ClusterOptions(data_dir=tmp_path), nodes=lambda _: nodes)
+    supervisor = Supervisor(ClusterOptions(data_dir=tmp_path), nodes=lambda *_: nodes)
     run_supervisor(supervisor, lambda _: None, None)
     assert nodes.stopped
     assert not Folders.of(tmp_path).run.exists()

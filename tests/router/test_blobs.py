@@ -3,14 +3,21 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from plexrl.errors import PayloadTooLargeError, StorageError, UnknownOperationError
+from plexrl.errors import (
+    PayloadTooLargeError,
+    StorageError,
+    StorageFullError,
+    UnknownOperationError,
+)
 from plexrl.ids import BlobRef
 from plexrl.router.blobs import INLINE_BYTES_MAX, RECENT_BYTES_MAX, BlobStore, Upload
+from plexrl.router.metrics_log import MetricsLog
+from tests.small_disk import small_disk
 
 
 @pytest.mark.parametrize("size", [0, 10, INLINE_BYTES_MAX + 1])
@@ -82,7 +89,7 @@ def test_old_results_go_and_payloads_and_new_results_stay(tmp_path: Path) -> Non
 def test_a_store_that_cannot_be_written_says_so_and_keeps_nothing_half(tmp_path: Path) -> None:
     store = BlobStore(tmp_path / "blobs")
     (tmp_path / "blobs").rmdir()
-    with pytest.raises(StorageError, match="free space there"):
+    with pytest.raises(StorageError, match="cannot be written"):
         asyncio.run(store.write(BlobRef("a"), b"x"))
 
 
@@ -142,5 +149,41 @@ def test_a_body_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 def test_an_upload_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     store = BlobStore(tmp_path / "blobs")
     (tmp_path / "blobs").rmdir()
-    with pytest.raises(StorageError, match="free space there"):
+    with pytest.raises(StorageError, match="cannot be written"):
         asyncio.run(store.receive(arriving(bytes(2 * INLINE_BYTES_MAX)), 1 << 30))
+
+
+def test_a_full_disk_is_told_apart_and_leaves_nothing_half(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        store = BlobStore(disk.path / "blobs")
+        metrics = MetricsLog(disk.path / "metrics", row_bytes_max=1 << 20, job_bytes_max=1 << 30)
+        metrics.append("j", 1, {"loss": 1.0})
+        disk.fill()
+
+        async def store_it() -> None:
+            await store.write(BlobRef("a.out"), b"x" * 5000)
+
+        async def take_in(size: int) -> None:
+            upload = await store.receive(arriving(b"x" * size), 1 << 30)
+            await store.publish(upload, BlobRef("b.in"))
+
+        def log_metrics() -> None:
+            for step in range(2000):
+                metrics.append("j", step, {"loss": 1.0})
+
+        attempts: tuple[Callable[[], None], ...] = (
+            lambda: asyncio.run(store_it()),
+            lambda: asyncio.run(take_in(5000)),
+            lambda: asyncio.run(take_in(2 * INLINE_BYTES_MAX)),
+            log_metrics,
+        )
+        for attempt in attempts:
+            with pytest.raises(StorageFullError, match="free space there") as caught:
+                attempt()
+            assert caught.value.details["retry_after_s"]
+        assert list((disk.path / "blobs").iterdir()) == []
+        assert (disk.path / "metrics" / "j.jsonl").read_bytes().endswith(b"}\n"), "half a line"
+        disk.free()
+        asyncio.run(store_it())
+        asyncio.run(take_in(2 * INLINE_BYTES_MAX))
+        metrics.append("j", 5, {"loss": 1.0})

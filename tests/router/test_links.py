@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 
-from plexrl.errors import ConflictError, UnavailableError
-from plexrl.ids import DeploymentId, OperationId
+from plexrl.errors import ConflictError, StorageFullError, UnavailableError
+from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, JobId, OperationId
 from plexrl.router.blobs import BlobStore
 from plexrl.router.executor import Executor
 from plexrl.router.scheduler_link import SchedulerLink
+from plexrl.router.specs import DeploymentSpecs
 from plexrl.router.worker_link import WorkerGoneError, WorkerLink
-from plexrl.scheduler.commands import CODEC, AbortOperation
+from plexrl.scheduler.commands import CODEC, AbortOperation, RunOperation
 from plexrl.wire.frame_socket import FrameSocket
+from plexrl.wire.operations import OperationKind
 from plexrl.wire.rpc import Handler, Peer
+from tests.small_disk import SmallDisk, small_disk
 
 Plain = dict[str, Any]
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 
 
 async def in_time(work: Awaitable[Any]) -> Any:
@@ -202,3 +205,110 @@ def test_a_report_that_a_stopping_scheduler_refuses_is_made_again(tmp_path: Path
 
     asyncio.run(run())
     assert told == [1, 1, 2, 3]
+
+
+def run_of(kind: OperationKind, *addresses: str) -> Plain:
+    command = RunOperation(
+        OperationId("o"),
+        DeploymentId("j/a"),
+        JobId("j"),
+        kind,
+        GroupId("g"),
+        FencingToken(1),
+        1,
+        False,
+        "{}",
+        None,
+        addresses,
+    )
+    return {"command": CODEC.to_plain(command)}
+
+
+@asynccontextmanager
+async def executor_at(
+    folder: Path, blobs: Path
+) -> AsyncIterator[tuple[Executor, "asyncio.Queue[tuple[str, Plain]]"]]:
+    """An executor, and what it reports to its scheduler."""
+    told: asyncio.Queue[tuple[str, Plain]] = asyncio.Queue()
+
+    def note(method: str) -> Handler:
+        async def taken(peer: Peer, params: Plain) -> Plain:
+            del peer
+            told.put_nowait((method, params))
+            return {}
+
+        return taken
+
+    methods = ("operation_finished", "operation_failed")
+    server = await scheduler_at(
+        folder / "s", {"hello": nothing, **{name: note(name) for name in methods}}
+    )
+    executor = Executor(BlobStore(blobs))
+    executor.scheduler = SchedulerLink(str(folder / "s"), "r", {})
+    executor.specs = DeploymentSpecs(executor.scheduler)
+    running = asyncio.create_task(executor.scheduler.run())
+    try:
+        yield executor, told
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await executor.close()
+        server.close()
+
+
+def test_a_result_waits_for_room_and_is_neither_lost_nor_computed_again(tmp_path: Path) -> None:
+    async def run(disk: SmallDisk) -> None:
+        async with (
+            executor_at(tmp_path, disk.path / "blobs") as (executor, told),
+            worker_at(tmp_path / "w") as (heard, connections),
+        ):
+            disk.fill()
+            await executor.on_run(None, run_of(OperationKind.BARRIER, str(tmp_path / "w")))  # type: ignore[arg-type]
+            await in_time(heard.get())
+            answer = {"reply": "finished", "operation": "o", "token": 1}
+            answer |= {"result": {}, "compute_s": 0.1}
+            await connections[0].send(answer, (b"x" * 5000,))
+            async with asyncio.timeout(LIMIT_S):
+                while executor.held("o") is None:  # noqa: ASYNC110 (nobody tells)
+                    await asyncio.sleep(0.01)
+            assert "free space there" in str(executor.held("o"))
+            assert told.empty()
+            disk.free()
+            method, report = await in_time(told.get())
+            assert method == "operation_finished"
+            assert executor.held("o") is None
+            assert heard.empty(), "the workers were asked again"
+            stored = await BlobStore(disk.path / "blobs").read(BlobRef(report["result"]))
+            assert bytes(stored) == b"x" * 5000
+
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        asyncio.run(run(disk))
+
+
+@pytest.mark.parametrize(
+    ("kind", "intact"), [(OperationKind.PUBLISH, True), (OperationKind.OPTIM_STEP, False)]
+)
+def test_ranks_that_differ_are_as_before_only_if_the_kind_changes_nothing(
+    tmp_path: Path, kind: OperationKind, intact: bool
+) -> None:
+    async def run() -> Plain:
+        async with (
+            executor_at(tmp_path, tmp_path / "blobs") as (executor, told),
+            worker_at(tmp_path / "w0") as (heard0, connections0),
+            worker_at(tmp_path / "w1") as (heard1, connections1),
+        ):
+            command = run_of(kind, str(tmp_path / "w0"), str(tmp_path / "w1"))
+            await executor.on_run(None, command)  # type: ignore[arg-type]
+            await in_time(heard0.get())
+            await in_time(heard1.get())
+            name: Plain = {"operation": "o", "token": 1}
+            done = {**name, "reply": "finished", "result": {}, "compute_s": 0.1}
+            await connections0[0].send(done, ())
+            error = StorageFullError("no room").to_wire()
+            refused = {**name, "reply": "failed", "error": error, "state_intact": True}
+            await connections1[0].send(refused, ())
+            method, report = await in_time(told.get())
+            assert method == "operation_failed"
+            return report  # type: ignore[no-any-return]
+
+    assert asyncio.run(run())["state_intact"] is intact

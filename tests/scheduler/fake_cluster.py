@@ -44,6 +44,8 @@ class Wpg:
     nodes: set[str] = field(default_factory=set)
     """Where the processes are."""
     highest_token: int = 0
+    refused: set[tuple[str, int]] = field(default_factory=set)
+    """Runs that these processes have answered with a refusal, which they would repeat."""
 
 
 class FakeCluster:
@@ -265,6 +267,7 @@ class FakeCluster:
         if launch.incarnation < wpg.incarnation:
             return
         wpg.incarnation, wpg.device, wpg.highest_token = launch.incarnation, None, 0
+        wpg.refused.clear()
         wpg.nodes = {rank.node for rank in launch.ranks}
         for rank in launch.ranks:
             self.send(
@@ -300,10 +303,42 @@ class FakeCluster:
             return
         assert run.token >= wpg.highest_token, "a stale run reached the workers"
         wpg.highest_token = run.token
+        name = (run.operation, run.token)
+        assert name not in wpg.refused, "a run that was refused is asked for under the same name"
         self._apply(wpg, run)
         if report:
             self.runs.remove(run)
             self.send(ev.OperationFinished(operation=run.operation, token=run.token, compute_s=0.1))
+
+    def refusable(self) -> list[cmd.RunOperation]:
+        """Runs that the workers could refuse: they are there, and have not carried the run out."""
+        found = []
+        for run in self.runs:
+            wpg = self.wpgs[run.deployment]
+            is_there = wpg.nodes and all(
+                address.endswith(f":{wpg.incarnation}") for address in run.addresses
+            )
+            if is_there and run.kind not in MOVES and run.operation not in (wpg.device or ()):
+                found.append(run)
+        return found
+
+    def refuse(self, run: cmd.RunOperation, code: str = "storage_full") -> None:
+        """The workers refuse a run for want of room, and change nothing."""
+        wpg = self.wpgs[run.deployment]
+        assert run.token >= wpg.highest_token, "a stale run reached the workers"
+        wpg.highest_token = run.token
+        name = (run.operation, run.token)
+        assert name not in wpg.refused, "a run that was refused is asked for under the same name"
+        wpg.refused.add(name)
+        self.runs.remove(run)
+        self.send(
+            ev.OperationFailed(
+                operation=run.operation,
+                token=run.token,
+                error_json=f'{{"code": "{code}", "message": "no room", "details": {{}}}}',
+                state_intact=True,
+            )
+        )
 
     def _apply(self, wpg: Wpg, run: cmd.RunOperation) -> None:
         if run.kind == OperationKind.LOAD:

@@ -162,6 +162,11 @@ class Cluster(RuleBasedStateMachine):
             assert self.cluster.config.rebuild_operations < 1000, f"{run} can be computed anew"
             del self.submitted[run.deployment]
 
+    @precondition(lambda self: self.cluster.refusable())
+    @rule(data=st.data())
+    def refuse_run(self, data: st.DataObject) -> None:
+        self.cluster.refuse(data.draw(st.sampled_from(self.cluster.refusable())))
+
     @rule(node=st.sampled_from(NODES), gpus=st.sampled_from((1, 2, 2)))
     def lose_or_return_node(self, node: str, gpus: int) -> None:
         if node in self.up:

@@ -1,0 +1,179 @@
+"""Operations that meet a full disk are held: nobody's work fails, and it is tried again."""
+
+import pytest
+
+from plexrl.scheduler import events as ev
+from plexrl.scheduler.holding import HOLD_S_MAX
+from tests.scheduler.fake_cluster import FakeCluster
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    cluster = FakeCluster()
+    cluster.start_node()
+    cluster.send(ev.TenantCreated(tenant="t", key_digest="t"))
+    for job in ("a", "b"):
+        cluster.job(job)
+        cluster.deploy(f"{job}/actor", workers=4)
+    cluster.submit("a:0", "a/actor", "barrier")
+    cluster.settle()
+    return cluster
+
+
+def test_a_held_operation_goes_back_to_the_head_of_its_queue(cluster: FakeCluster) -> None:
+    for index in (1, 2, 3):
+        cluster.submit(f"a:{index}", "a/actor", "optim_step")
+    cluster.refuse(cluster.runs[0])
+    assert [cluster.state_of(f"a:{index}") for index in (1, 2, 3)] == ["pending"] * 3
+    explanation = cluster.core.operation_view("a:1", cluster.now)["explanation"]
+    assert explanation["rule"] == "held"
+    assert "no room" in explanation["reason"]
+    assert explanation["position"] == 0
+    assert 0 < explanation["eta_s"] < HOLD_S_MAX
+    cluster.settle()
+    assert [cluster.state_of(f"a:{index}") for index in (1, 2, 3)] == ["finished"] * 3
+    assert cluster.wpgs["a/actor"].device == ["a:1", "a:2", "a:3"]
+
+
+@pytest.mark.parametrize(
+    "code", ["storage_full", "state_tier_full", "journal_full", "device_memory_full", "unavailable"]
+)
+def test_every_condition_that_passes_holds(cluster: FakeCluster, code: str) -> None:
+    cluster.submit("a:1", "a/actor", "optim_step")
+    cluster.refuse(cluster.runs[0], code)
+    assert cluster.state_of("a:1") == "pending"
+    cluster.settle()
+    assert cluster.state_of("a:1") == "finished"
+
+
+def test_a_held_operation_is_tried_ever_more_rarely_but_without_end(cluster: FakeCluster) -> None:
+    cluster.submit("a:1", "a/actor", "optim_step")
+    pauses = []
+    for _ in range(12):
+        (run,) = cluster.runs
+        refused_at = cluster.now
+        cluster.refuse(run)
+        while not cluster.runs:
+            assert cluster.timer_at is not None
+            cluster.pass_time(cluster.timer_at - cluster.now)
+        pauses.append(cluster.now - refused_at)
+    assert pauses == sorted(pauses)
+    assert pauses[0] < 2
+    assert pauses[-1] == pytest.approx(HOLD_S_MAX)
+    cluster.settle()
+    assert cluster.state_of("a:1") == "finished"
+
+
+def test_the_status_names_the_held_until_their_work_goes_on(cluster: FakeCluster) -> None:
+    cluster.submit("a:1", "a/actor", "optim_step")
+    cluster.refuse(cluster.runs[0])
+    since = cluster.now
+    held = cluster.core.status(cluster.now)["held"]
+    assert [(each["deployment"], each["code"], each["since"]) for each in held] == [
+        ("a/actor", "storage_full", since)
+    ]
+    assert cluster.core.status(cluster.now, "somebody else")["held"] == []
+    cluster.settle()
+    assert cluster.core.status(cluster.now)["held"] == []
+
+
+def test_others_have_the_group_while_one_is_held(cluster: FakeCluster) -> None:
+    cluster.submit("a:1", "a/actor", "optim_step")
+    for _ in range(5):
+        (run,) = cluster.runs
+        cluster.refuse(run)
+        cluster.pass_time(HOLD_S_MAX)
+    (run,) = cluster.runs
+    cluster.refuse(run)
+    cluster.submit("b:1", "b/actor", "optim_step")
+    cluster.pass_time(0.5)
+    assert [run.kind for run in cluster.runs] == ["offload"]
+    cluster.settle()
+    assert cluster.state_of("b:1") == cluster.state_of("a:1") == "finished"
+
+
+def test_a_held_publish_keeps_its_sync_waiting(cluster: FakeCluster) -> None:
+    cluster.send(ev.JobFinished(job="b", outcome="completed"))
+    cluster.job("c")
+    cluster.deploy("c/actor", workers=2)
+    cluster.send(ev.JobFinished(job="a", outcome="completed"))
+    cluster.deploy("c/rollout", "rollout", workers=1)
+    cluster.settle()
+    cluster.submit("c:1", "c/rollout", "sync_weights", source="c/actor")
+    while not any(run.kind == "publish" for run in cluster.runs):
+        cluster.execute(cluster.runs[0])
+    (publish,) = [run for run in cluster.runs if run.kind == "publish"]
+    cluster.refuse(publish, "state_tier_full")
+    assert cluster.state_of("c:1") == "pending"
+    explanation = cluster.core.operation_view("c:1", cluster.now)["explanation"]
+    assert "no room" in explanation["reason"]
+    cluster.settle()
+    assert cluster.state_of("c:1") == "finished"
+
+
+def test_a_deadline_ends_the_tries_of_a_held_operation(cluster: FakeCluster) -> None:
+    cluster.submit("a:1", "a/actor", "optim_step", deadline_s=3.0)
+    cluster.refuse(cluster.runs[0])
+    cluster.pass_time(1.5)
+    cluster.pass_time(2.0)
+    (run,) = cluster.runs
+    assert run.operation == "a:1", "what runs at its deadline is finished"
+    cluster.refuse(run)
+    view = cluster.core.operation_view("a:1", cluster.now)
+    assert view["error"]["code"] == "deadline_exceeded"
+    cluster.submit("a:2", "a/actor", "optim_step")
+    cluster.settle()
+    assert cluster.state_of("a:2") == "finished"
+
+
+def test_a_held_operation_can_be_cancelled(cluster: FakeCluster) -> None:
+    cluster.submit("a:1", "a/actor", "optim_step")
+    cluster.refuse(cluster.runs[0])
+    cluster.send(ev.OperationCancelled(operation="a:1"))
+    assert cluster.state_of("a:1") == "cancelled"
+    cluster.submit("a:2", "a/actor", "optim_step")
+    cluster.settle()
+    assert cluster.wpgs["a/actor"].device == ["a:2"]
+    assert cluster.core.status(cluster.now)["held"] == []
+
+
+def test_a_held_replay_is_repeated_and_costs_no_attempt() -> None:
+    cluster = FakeCluster(launch_attempts=1)
+    cluster.start_node()
+    cluster.send(ev.TenantCreated(tenant="t", key_digest="t"))
+    cluster.job("a")
+    cluster.deploy("a/actor")
+    cluster.submit("a:1", "a/actor", "optim_step")
+    cluster.submit("a:2", "a/actor", "optim_step")
+    cluster.settle()
+    cluster.kill("a/actor")
+    cluster.submit("a:3", "a/actor", "optim_step")
+    while not any(run.replay for run in cluster.runs):
+        if cluster.launches:
+            cluster.launch(cluster.launches[0])
+        else:
+            cluster.execute(cluster.runs[0])
+    for _ in range(3):
+        (run,) = cluster.runs
+        assert run.replay
+        cluster.refuse(run)
+        cluster.pass_time(HOLD_S_MAX)
+    cluster.settle()
+    assert cluster.wpgs["a/actor"].device == ["a:1", "a:2", "a:3"]
+
+
+def test_silence_while_the_scheduler_could_not_hear_is_no_controllers_doing() -> None:
+    cluster = FakeCluster()
+    cluster.start_node()
+    cluster.send(ev.TenantCreated(tenant="t", key_digest="t"))
+    cluster.send(
+        ev.JobSubmitted(
+            job="a", tenant="t", name="a", controller_timeout_s=10, reattach_timeout_s=10
+        )
+    )
+    cluster.now += 100
+    cluster.send(ev.ServiceResumed())
+    cluster.pass_time(5)
+    assert cluster.core.job_view("a", cluster.now)["attached"]
+    cluster.pass_time(30)
+    assert cluster.core.job_view("a", cluster.now)["state"] == "CANCELLED"
