@@ -6,6 +6,9 @@ from typing import Any
 
 from plexrl.errors import InvalidRequestError
 
+REBUILD_PAYLOAD_BYTES_MAX = 1 << 62
+"""No bound: `rebuild_operations` alone bounds what is kept."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
@@ -52,5 +55,7 @@ class RayOptions:
             "node_replace_s": self.node_replace_s,
             "snapshot_operations": self.snapshot_operations,
             "rebuild_operations": self.rebuild_operations,
+            # A version and an earlier one are lost with their node. Only the whole past helps.
+            "rebuild_payload_bytes_max": REBUILD_PAYLOAD_BYTES_MAX,
             "lost_nodes_return": False,
         }

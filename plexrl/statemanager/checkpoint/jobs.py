@@ -93,12 +93,17 @@ class CheckpointJobs:
 
         Raises:
             OverloadedError: too many wait already; the task's resources stay the caller's.
+            StorageFullError: likewise, and the disk has no room for them.
         StorageError: the directory of the job's checkpoints cannot be written; likewise.
         """
         bytes_per_s = self._config.checkpoint_bytes_per_s or None
         entry = _Entry(task, Progress(bytes_per_s=bytes_per_s))
         with self._lock:
             if self._active > self._config.checkpoints_waiting_max:
+                for one in self._entries.values():
+                    if isinstance(one.error, StorageFullError):
+                        # It ends no sooner than there is room.
+                        raise one.error
                 raise OverloadedError(
                     f"{self._active - 1} checkpoints wait on {self._config.node!r} already: try "
                     "again when one is written, or raise checkpoints_waiting_max",

@@ -18,6 +18,7 @@ from plexrl.errors import (
     OverloadedError,
     PermissionDeniedError,
     StateLostError,
+    StorageFullError,
     from_wire,
 )
 from plexrl.statemanager.checkpoint.plan import CheckpointFormat
@@ -275,12 +276,16 @@ def test_a_full_disk_delays_the_checkpoint_and_nothing_else(
 def test_a_checkpoint_that_waits_for_room_can_be_given_up(
     start: StartDaemon, make_shard: MakeShard, folder: Path
 ) -> None:
-    daemon = start()
+    daemon = start(checkpoints_waiting_max=1)
     shards = ranks(make_shard, daemon, 1)
     snapshot(shards, 2)
     daemon.limit_files(MIB)
-    write(shards[0].client, "large", 2)
-    wait_until(lambda: status(shards[0].client, "large").error is not None)
+    for name in ("large", "another"):
+        write(shards[0].client, name, 2)
+        wait_until(lambda name=name: status(shards[0].client, name).error is not None)
+    with pytest.raises(StorageFullError):
+        write(shards[0].client, "third", 2)
+    shards[0].client.request(CancelCheckpoint(deployment=DEPLOYMENT, name="another"))
     shards[0].client.request(CancelCheckpoint(deployment=DEPLOYMENT, name="large"))
     assert status(shards[0].client, "large").state == CheckpointState.CANCELLED
     assert not list((folder / "job").iterdir())
