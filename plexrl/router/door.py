@@ -121,7 +121,11 @@ class Door:
                 connection.authenticated()
         body = IncomingBody(scope, receive, self._bytes_max, self._timeout_s)
         state[BODY_KEY] = body
-        await self._app(scope, body.receive, send)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            # It refers to the request, and the request to it: a collection for each is dear.
+            del state[BODY_KEY]
 
 
 def closing(response: JSONResponse) -> JSONResponse:

@@ -51,6 +51,8 @@ class GuardedProtocol(H11Protocol):
         """Give its place up."""
         self._cancel_deadline()
         self._connections.lost(self)
+        # It refers to itself by it.
+        self.app_state.pop(STATE_KEY, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

@@ -53,3 +53,21 @@ def test_a_body_that_stops_coming_is_given_up_and_one_that_comes_is_whole() -> N
     assert asyncio.run(read(ends=True, stall_s=60.0)) == [b"one", b"two"]
     with pytest.raises(ConnectionLostError, match="send it again"):
         asyncio.run(read(ends=False, stall_s=0.5))
+
+
+def test_a_body_that_drips_in_is_given_up_though_it_never_stops() -> None:
+    async def dripping() -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0.01)
+            yield b"x"
+
+    async def read() -> None:
+        async for _ in steady(dripping(), 0.5):
+            pass
+
+    async def run() -> None:
+        async with asyncio.timeout(30.0):
+            await read()
+
+    with pytest.raises(ConnectionLostError, match="more slowly"):
+        asyncio.run(run())
