@@ -7,14 +7,18 @@ sees codes and times.
 """
 
 import asyncio
+import logging
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 from plexrl.cluster.part_record import PartHistory, read_parts
-from plexrl.errors import PlexRLError
+from plexrl.conditions import Conditions
+from plexrl.errors import PlexRLError, StorageFullError, UnavailableError
 from plexrl.router.scheduler_link import SchedulerLink
+
+LOG = logging.getLogger(__name__)
 
 Plain = dict[str, Any]
 CACHE_S = 2.0
@@ -22,7 +26,6 @@ CACHE_S = 2.0
 ASK_S = 2.0
 FREE_BYTES_MIN = 64 << 20
 """With less room left on its disk the data directory counts as full."""
-EVERYTHING: Plain = {"tenant": None, "as_operator": True}
 
 
 class ClusterHealth:
@@ -41,8 +44,8 @@ class ClusterHealth:
         self._free_bytes_min = free_bytes_min
         self._looking: asyncio.Task[list[Plain]] | None = None
         self._looked_at = -CACHE_S
-        self._since: dict[str, float] = {}
-        """Of the conditions that this router found itself."""
+        self._own = Conditions()
+        """That this router found itself."""
 
     async def public(self) -> Plain:
         """For anybody, without a key: codes, times and counts, no names and no messages."""
@@ -79,38 +82,32 @@ class ClusterHealth:
             for part, history in self.parts().items()
             if history.down_since is not None
         ]
-        scheduler, error = await self._ask_scheduler()
-        own = {"scheduler_away": error, "disk_full": self._disk_full()}
-        return [*found, *scheduler, *self._own(own)]
+        scheduler = await self._ask_scheduler()
+        self._look_at_disk()
+        return [*found, *scheduler, *self._own.view()]
 
-    def _own(self, messages: dict[str, str | None]) -> list[Plain]:
-        """Conditions of this router's: a code's message, or None where it does not hold."""
-        now = time.time()
-        found = []
-        for code, message in messages.items():
-            if message is None:
-                self._since.pop(code, None)
-            else:
-                since = self._since.setdefault(code, now)
-                found.append({"code": code, "message": message, "since": since})
-        return found
-
-    async def _ask_scheduler(self) -> tuple[list[Plain], str | None]:
+    async def _ask_scheduler(self) -> list[Plain]:
         try:
-            status = await self._scheduler.call("status", EVERYTHING, timeout_s=ASK_S)
+            answer = await self._scheduler.call("conditions", {}, timeout_s=ASK_S)
         except PlexRLError as error:
-            return [], f"the scheduler does not answer: {error.message}"
-        return list(status.get("conditions", ())), None
+            self._own.hold(UnavailableError(f"the scheduler does not answer: {error.message}"))
+            return []
+        self._own.clear(UnavailableError.code)
+        return list(answer["conditions"])
 
-    def _disk_full(self) -> str | None:
+    def _look_at_disk(self) -> None:
         try:
             disk = os.statvfs(self._data_dir)
         except OSError as error:
-            return f"the data directory {self._data_dir} cannot be looked at: {error}"
+            LOG.error("the data directory %s cannot be looked at: %s", self._data_dir, error)
+            return
         free_bytes = disk.f_bavail * disk.f_frsize
         if free_bytes >= self._free_bytes_min:
-            return None
-        return (
-            f"the disk of {self._data_dir} has {free_bytes >> 20} MiB left: free some space; work "
-            "that needs room waits for it"
+            self._own.clear(StorageFullError.code)
+            return
+        self._own.hold(
+            StorageFullError(
+                f"the disk of {self._data_dir} has {free_bytes >> 20} MiB left: free some space; "
+                "work that needs room waits for it"
+            )
         )

@@ -15,6 +15,7 @@ import pytest
 from plexrl.cluster.config import JOURNAL_VARIABLE
 from plexrl.cluster.embedded import start_embedded
 from plexrl.cluster.parts import Folders
+from tests.cluster.tools import wait_until
 from tests.scheduler.postgres import PostgresServer, server_folder
 
 PASSWORD = "s3cret-of-the-journal"
@@ -77,12 +78,28 @@ def test_a_password_is_no_argument_of_any_process_and_in_no_answer_or_log(
             httpx.get(f"{endpoint['url']}/v1/health", timeout=60),
         ]
         assert answers[0].status_code >= 500
+        wait_until(
+            lambda: "journal_unavailable" in httpx.get(f"{endpoint['url']}/v1/health").text,
+            "health does not report that the database is away",
+        )
         told = " ".join(f"{each.text} {each.headers}" for each in answers)
         for secret in (PASSWORD, "postgresql", "journal1", "host="):
             assert secret not in told
-        told = operator.get(f"{endpoint['url']}/v1/status", timeout=60).text
+        status = operator.get(f"{endpoint['url']}/v1/status", timeout=60).json()
         operator.close()
-        assert PASSWORD not in told
+        (condition,) = status["conditions"]
+        assert condition["code"] == "journal_unavailable"
+        assert "does not answer" in condition["message"], "the operator is told more"
+        shown = subprocess.run(
+            [sys.executable, "-m", "plexrl.cli.app", "status", "--data-dir", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        assert "What is wrong now" in shown
+        assert "journal_unavailable" in shown
+        assert PASSWORD not in str(status) + shown
     finally:
         if is_stopped:
             server.start()
