@@ -83,6 +83,8 @@ class AdmissionPass:
         """How many bundles of files are still to be opened."""
         self._closed: dict[Sizes, None] = {}
         """Sizes for which there is no room, so that their bundles need not be opened."""
+        self._skipped: dict[Sizes, list[Owner]] = {}
+        """Whose bundles of files were not opened, for their sizes were closed."""
         self._at: Turn | None = None
         """Whose turn it is."""
         self._wishes: dict[DeploymentId, tuple[Sizes, Owner]] = {}
@@ -220,11 +222,14 @@ class AdmissionPass:
     def _open_owner(self, owner: Owner) -> None:
         waiting = self._context.waiting
         for is_wish, sizes in self._bundles.pop(owner):
+            if is_wish and self._is_ahead(sizes):
+                continue
             if is_wish:
                 wishes = waiting.wishes.get(sizes, {}).get(owner, {})
                 first = self._first_unpassable(wishes)
             elif sizes in self._closed or self._is_nothing_for(sizes):
-                self._open(is_wish, sizes, owner)
+                self._unopened[sizes] -= 1
+                self._skipped.setdefault(sizes, []).append(owner)
                 continue
             else:
                 files = waiting.files.get(sizes, {}).get(owner, {})
@@ -238,21 +243,20 @@ class AdmissionPass:
         if is_wish:
             self._next_of_wish(sizes, owner)
             return
-        files = self._context.waiting.files.get(sizes, {}).get(owner, ())
         is_closed = sizes in self._closed or self._is_nothing_for(sizes)
         self._unopened[sizes] -= 1
         if is_closed:
-            self._ended.update((_Spot(sizes, owner, file), None) for file in files)
+            self._skipped.setdefault(sizes, []).append(owner)
             return
         self._candidates -= 1
-        for file in files:
+        for file in self._context.waiting.files.get(sizes, {}).get(owner, ()):
             self._next_of_file(_Spot(sizes, owner, file))
 
     def _is_nothing_for(self, sizes: Sizes) -> bool:
-        """Whether there is no room any more for anybody who wants these sizes: close them."""
-        if self._rooms.of_all(sizes).holds(
-            *self._context.waiting.least[sizes]
-        ) and not self._is_blocked(sizes):
+        """Whether nobody who wants these sizes waits any more, or has room: close them."""
+        least = self._context.waiting.least.get(sizes)
+        is_open = least is not None and self._rooms.of_all(sizes).holds(*least)
+        if is_open and not self._is_blocked(sizes):
             return False
         self._closed[sizes] = None
         self._candidates -= self._unopened[sizes]
@@ -300,6 +304,9 @@ class AdmissionPass:
         for sizes in [each for each in self._closed if suits(each)]:
             del self._closed[sizes]
             self._candidates += self._unopened[sizes]
+            for owner in self._skipped.pop(sizes, ()):
+                for file in self._context.waiting.files.get(sizes, {}).get(owner, ()):
+                    self._next_of_file(_Spot(sizes, owner, file))
         for spot in [each for each in self._ended if suits(each.sizes)]:
             del self._ended[spot]
             self._next_of_file(spot)
@@ -333,9 +340,13 @@ class AdmissionPass:
         context = self._context
         return ways(context, context.deployment(head.name), self._now) != (Way.DEDICATED,)
 
+    def _is_ahead(self, sizes: Sizes) -> bool:
+        """Whether others that wish the same are ahead already, and keep these from GPUs, too."""
+        return all((size.node_type, size.workers) in self._ahead for size in sizes)
+
     def _next_of_wish(self, sizes: Sizes, owner: Owner) -> None:
         """The next of those of one owner that wish the same stands for all of them."""
-        if all((size.node_type, size.workers) in self._ahead for size in sizes):
+        if self._is_ahead(sizes):
             return
         context = self._context
         found: list[tuple[Turn, DeploymentId]] = []

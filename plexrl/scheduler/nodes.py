@@ -9,7 +9,7 @@ from plexrl.scheduler.jobs import JobTrigger
 from plexrl.scheduler.lifecycle import end_job, launch, restart, send_launch, worker_ready
 from plexrl.scheduler.rebuilding import LOST_CODES, fall_back
 from plexrl.scheduler.relocation import migrated, send_migration, settle
-from plexrl.scheduler.replacement import look_at_node, replace_shrunk
+from plexrl.scheduler.replacement import look_at_node, placed_on, replace_shrunk
 from plexrl.scheduler.state import Deployment, Node, WpgState
 
 MIGRATION_RETRY_S = 2.0
@@ -34,10 +34,8 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
     replace_shrunk(context, event.node, now)
     seen = {(worker.deployment, worker.rank): worker for worker in event.workers}
     wanted = set()
-    for deployment in list(context.state.deployments.values()):
+    for deployment in placed_on(context, event.node):
         ranks = [rank.rank for rank in deployment.ranks if rank.node == event.node]
-        if not ranks or deployment.state in (WpgState.WAITING, WpgState.STOPPED):
-            continue
         if deployment.state == WpgState.MIGRATING:
             send_migration(context, deployment)
             continue
@@ -150,11 +148,10 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
     context.inventory.node_changed(node)
     # Those who waited for its GPUs hold up nobody any more.
     context.place_waiting = True
-    for deployment in list(context.state.deployments.values()):
+    for deployment in placed_on(context, event.node):
         here = [rank.rank for rank in deployment.ranks if rank.node == event.node]
-        if not here or deployment.state in (WpgState.WAITING, WpgState.STOPPED):
-            continue
-        if deployment.state == WpgState.MIGRATING:
+        # Its job may have ended by the loss of another of its deployments.
+        if deployment.state in (WpgState.STOPPED, WpgState.MIGRATING):
             continue
         if deployment.state == WpgState.RECOVERING:
             # It is launched again when the node is back; whoever was ready there is dead.

@@ -26,7 +26,7 @@ def look_at_node(context: Context, name: NodeId, now: float) -> None:
     node = context.state.nodes[name]
     if not node.alive:
         if _is_given_up(context, node, now):
-            for deployment in [*_on(context, name), *_elsewhere(context, name)]:
+            for deployment in [*placed_on(context, name), *_elsewhere(context, name)]:
                 _replace(context, deployment, now)
     elif node.is_draining:
         drain(context, name, now)
@@ -37,7 +37,7 @@ def look_at_node(context: Context, name: NodeId, now: float) -> None:
 def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
     """Move the WPGs on GPUs that the node has no more; their workers there are gone."""
     gpus = context.state.nodes[name].gpus
-    for deployment in _on(context, name):
+    for deployment in placed_on(context, name):
         if all(rank.gpu < gpus for rank in deployment.ranks if rank.node == name):
             continue
         if deployment.state not in (WpgState.RECOVERING, WpgState.MIGRATING):
@@ -69,6 +69,15 @@ def displace(context: Context, deployment: Deployment, reason: str, now: float) 
     _replace(context, deployment, now)
 
 
+def placed_on(context: Context, node: NodeId) -> list[Deployment]:
+    """The deployments with ranks on a node, by the age of their groups."""
+    return [
+        context.deployment(member)
+        for name in context.inventory.groups_on(node)
+        for member in list(context.state.groups[name].members)
+    ]
+
+
 def awaited(context: Context, deployment: Deployment) -> tuple[NodeId, ...]:
     """The nodes without which the WPG cannot go on: it has ranks on them that no launch reaches, or
     only they hold its state. None for one that waits for nothing but its processes."""
@@ -80,21 +89,14 @@ def awaited(context: Context, deployment: Deployment) -> tuple[NodeId, ...]:
     return tuple(sorted(lacking))
 
 
-def _on(context: Context, node: NodeId) -> list[Deployment]:
-    """The deployments with ranks on a node."""
-    return [
-        context.deployment(member)
-        for name in context.inventory.groups_on(node)
-        for member in list(context.state.groups[name].members)
-    ]
-
-
 def _elsewhere(context: Context, node: NodeId) -> list[Deployment]:
     """The deployments without ranks on a node whose durable version lies there: it was yet to be
     copied to where they are, or they wait for GPUs."""
+    placed = [name for group in context.state.groups.values() for name in group.members]
+    found = map(context.deployment, [*placed, *sorted(context.waiting.displaced)])
     return [
         deployment
-        for deployment in context.state.deployments.values()
+        for deployment in found
         if deployment.state in (WpgState.MIGRATING, WpgState.WAITING)
         and node in deployment.state_nodes
         and node not in deployment.nodes

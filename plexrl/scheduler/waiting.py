@@ -135,6 +135,8 @@ class Waiting:
         self.wishes: dict[Sizes, dict[Owner, dict[float, Queue]]] = {}
         self.askers: dict[Size, dict[TenantId, Queue]] = {}
         self.singles: dict[DeploymentId, None] = {}
+        self.displaced: dict[DeploymentId, None] = {}
+        """Those that had GPUs before, and may have state on nodes."""
         self.counts = QueueCounts()
         self.by_tenant: dict[TenantId, int] = {}
         """How many of each tenant wait."""
@@ -153,7 +155,7 @@ class Waiting:
         """Forget everybody."""
         for part in (
             *(self._units, self._lines, self.files, self.least, self.wishes, self.askers),
-            self.singles,
+            *(self.singles, self.displaced),
             *(self.counts, self.by_tenant, self._tenants),
         ):
             part.clear()
@@ -165,6 +167,8 @@ class Waiting:
             self._take_out(name)
             return
         self._units[name] = None
+        if deployment.incarnation:
+            self.displaced[name] = None
         self._tenants[name] = job.tenant
         self.by_tenant[job.tenant] = self.by_tenant.get(job.tenant, 0) + 1
         self.counts.add(deployment.node_type, Place(-job.priority, deployment.created_at, name))
@@ -210,6 +214,7 @@ class Waiting:
         if name in self._units:
             self._take_out(name)
             del self._units[name]
+            self.displaced.pop(name, None)
             self.counts.remove(name)
             tenant = self._tenants.pop(name)
             self.by_tenant[tenant] -= 1
