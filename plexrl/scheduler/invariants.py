@@ -94,7 +94,13 @@ def _check_deployment(context: Context, deployment: Deployment) -> None:
     previous = deployment.previous_seq
     if previous:
         assert previous < deployment.durable_seq, f"{name}: {previous} is no earlier version"
-        assert previous + 1 in past, f"{name}: nothing leads on from version {previous}"
+        behind = [each for each in deployment.past if state.operations[each].seq > previous]
+        first_behind = state.operations[behind[0]] if behind else None
+        # What overwrites all leads on from any version.
+        leads_on = first_behind is not None and (
+            first_behind.seq == previous + 1 or first_behind.kind in SUPERSEDING
+        )
+        assert leads_on, f"{name}: nothing leads on from version {previous}"
     if past:
         assert deployment.past_is_whole or previous + 1 == past[0], f"{name}: {past} is of no use"
         assert past[-1] == deployment.durable_seq, f"{name}: what led to its version lacks its end"

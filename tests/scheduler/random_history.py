@@ -151,9 +151,15 @@ class History:
                 exclusive=chance.random() < 0.1,
             )
             self.deployments[actor] = kind
-            if has_rollout:
+            if not has_rollout:
+                return
+            try:
                 cluster.deploy(f"{job}/rollout", "rollout", workers=1)
-                self.deployments[f"{job}/rollout"] = "rollout"
+            except PlexRLError:
+                # There is no room for all of it: a gang that is never whole waits rightly.
+                self._end(job, "cancelled")
+                return
+            self.deployments[f"{job}/rollout"] = "rollout"
 
     def submit(self) -> None:
         if not self.deployments:

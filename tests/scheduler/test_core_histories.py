@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from plexrl.scheduler.ordering import ORDERINGS
 from tests.scheduler.fake_cluster import FakeCluster
+from tests.scheduler.liveness import stuck
 
 TRAINERS = ("a/actor", "b/actor", "c/actor")
 ROLLOUT = "a/rollout"
@@ -86,6 +87,10 @@ class History(RuleBasedStateMachine):
                 assert wpg.device == [op for op in wanted if op in wpg.device]
             else:
                 assert wpg.device == wanted[: len(wpg.device)]
+
+    @invariant()
+    def every_accepted_operation_has_a_cause_to_go_on(self) -> None:
+        assert not stuck(self.cluster)
 
     def teardown(self) -> None:
         self.cluster.settle()

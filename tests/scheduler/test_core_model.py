@@ -17,6 +17,7 @@ from plexrl.scheduler import events as ev
 from plexrl.scheduler.commands import RunOperation
 from plexrl.scheduler.demand import DemandTrace, Segment
 from tests.scheduler.fake_cluster import FakeCluster
+from tests.scheduler.liveness import stuck
 
 NODES = ("n1", "n2", "n3")
 WARM = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))
@@ -208,6 +209,10 @@ class Cluster(RuleBasedStateMachine):
             wpg = self.cluster.wpgs.get(name)
             if wpg is not None and wpg.device is not None:
                 assert wpg.device == wanted[: len(wpg.device)], name
+
+    @invariant()
+    def every_accepted_operation_has_a_cause_to_go_on(self) -> None:
+        assert not stuck(self.cluster)
 
     def teardown(self) -> None:
         for node in NODES:

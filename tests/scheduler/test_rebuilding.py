@@ -346,7 +346,7 @@ def test_a_sync_that_is_repeated_is_tried_again_when_its_new_publish_ends_badly(
     else:
         (publish,) = cluster.runs
         cluster.runs.remove(publish)
-        error_json = json.dumps(StateTierFullError("no room").to_wire())
+        error_json = json.dumps(ExecutionError("no weights").to_wire())
         cluster.send(
             ev.OperationFailed(
                 operation=publish.operation,
