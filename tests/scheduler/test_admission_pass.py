@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from plexrl.ids import DeploymentId
 from plexrl.scheduler import SchedulerCore, admission_pass
 from plexrl.scheduler import events as ev
-from plexrl.scheduler.admission_pass import why_not_yet
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.demand import DemandTrace, Segment
 from plexrl.scheduler.fair_shares import tenant_share
 from plexrl.scheduler.feasibility import gang_of
+from plexrl.scheduler.gangs import place_all, ways_left, why_not_yet
 from plexrl.scheduler.state import Deployment
 from plexrl.scheduler.turns import Turn, is_unpassable, turn_of
 from tests.scheduler.fake_cluster import FakeCluster
@@ -42,8 +42,8 @@ def by_walking(context: Context, now: float) -> list[DeploymentId]:
             left.pop(each.deployment, None)
         if why_not_yet(context, deployment) is not None:
             continue
-        only = admission_pass._ways_left(context, gang, ahead, now)
-        if admission_pass._place_all(context, gang, only, now):
+        only = ways_left(context, gang, ahead, now)
+        if place_all(context, gang, only, now):
             placed += [each.deployment for each in gang]
         elif is_unpassable(context, deployment, now):
             ahead.update((each.node_type, each.workers) for each in gang)
