@@ -1,23 +1,34 @@
-"""The scheduler's speed: placement, admission, dispatch, journal, restart.
+"""The scheduler's speed: placement, admission, backlogs, dispatch, journal, restart.
 
     python benchmarks/scheduler.py [--json] [part …]
 
-Parts: tree, placement, admission, reads, dispatch, journal, restart; all by default. The last
-column is the ratio to a plain baseline measured in the same run: a binary tree in plain Python
+Parts: tree, placement, admission, backlog, reads, dispatch, journal, restart; all by default. The
+last column is the ratio to a plain baseline measured in the same run: a binary tree in plain Python
 (tree), a scan of every group, shift and slot (placement), a look through all groups and nodes for
 each job (admission), a look at every group after each event (dispatch), one client with a commit
-for each event (journal), a replay of all events without a snapshot (restart). Reads have none.
+for each event (journal), a replay of all events without a snapshot (restart). Backlogs and reads
+have none.
 """
 
 import sys
 
 from benchmarks.report import report
-from benchmarks.scheduling import admission, dispatch, journal, placement, reads, restart, tree
+from benchmarks.scheduling import (
+    admission,
+    backlog,
+    dispatch,
+    journal,
+    placement,
+    reads,
+    restart,
+    tree,
+)
 
 PARTS = {
     "tree": tree.measure,
     "placement": placement.measure,
     "admission": admission.measure,
+    "backlog": backlog.measure,
     "reads": reads.measure,
     "dispatch": dispatch.measure,
     "journal": journal.measure,

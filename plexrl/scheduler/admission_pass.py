@@ -16,21 +16,19 @@ from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.fair_shares import tenant_share
 from plexrl.scheduler.feasibility import gang_of, is_possible
+from plexrl.scheduler.gangs import Wish, likeness_of, place_all, ways_left, why_not_yet
 from plexrl.scheduler.line_heads import Head
-from plexrl.scheduler.placement import leave, place, ways
+from plexrl.scheduler.placement import ways
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.room import NOTHING, Room
 from plexrl.scheduler.rooms import Rooms
-from plexrl.scheduler.scarcity import alike, is_rival, over_quota
+from plexrl.scheduler.scarcity import alike, is_rival
 from plexrl.scheduler.state import Deployment
-from plexrl.scheduler.turns import Turn, is_partial, is_unpassable, response_ratio, turn_of
+from plexrl.scheduler.turns import Turn, is_unpassable, response_ratio, turn_of
 from plexrl.scheduler.waiting import File, Owner, Size, Sizes, Unit, size_of
 
 if TYPE_CHECKING:
     from plexrl.scheduler.waiting import Queue
-
-Wish = tuple[str, int]
-"""(node type, workers) of a deployment that nobody may pass."""
 
 
 class _Bundle(NamedTuple):
@@ -373,10 +371,10 @@ class AdmissionPass:
         if why_not_yet(context, deployment) is not None:
             return False
         if is_tried or self._may_try(gang):
-            only = _ways_left(context, gang, self._ahead, now)
-            likeness = tuple(_likeness(each, only[each.deployment]) for each in gang)
+            only = ways_left(context, gang, self._ahead, now)
+            likeness = tuple(likeness_of(each, only[each.deployment]) for each in gang)
             if likeness not in self._failed and self._failed.isdisjoint((e,) for e in likeness):
-                if _place_all(context, gang, only, now):
+                if place_all(context, gang, only, now):
                     self._note_placed(gang)
                     return True
                 self._failed.add(likeness)
@@ -436,70 +434,9 @@ class AdmissionPass:
         return first.state_bytes <= self._rooms.of(size, joins=False).free_state_bytes
 
 
-def why_not_yet(context: Context, deployment: Deployment) -> tuple[str, str] | None:
-    """(reason, rule) for which `deployment` may not have GPUs even where some are free."""
-    job = context.job(deployment.job)
-    if job.gang and len(job.deployments) < job.gang:
-        have = len(job.deployments)
-        return f"its gang of {job.gang} has {have} deployments so far", "gang"
-    gpus = sum(each.workers for each in gang_of(context, deployment))
-    reason = over_quota(context, job, gpus)
-    return None if reason is None else (reason, "quota")
-
-
 def _spot_of(unit: Unit) -> _Spot:
     return _Spot(unit.sizes, unit.owner, unit.file)
 
 
-def _place_all(
-    context: Context, gang: list[Deployment], only: dict[DeploymentId, tuple[Way, ...]], now: float
-) -> bool:
-    done: list[Deployment] = []
-    # The largest first: it has the fewest places to go.
-    for deployment in sorted(gang, key=lambda d: (-d.workers, d.created_at, d.deployment)):
-        if place(context, deployment, now, only=only[deployment.deployment]) is None:
-            for each in reversed(done):
-                leave(context, each)
-                each.ranks = ()
-                each.nodes = ()
-                each.placement = None
-            return False
-        done.append(deployment)
-    for deployment in gang:
-        context.waiting.remove(deployment.deployment)
-        context.hold(deployment, +1, now)
-    return True
-
-
-def _ways_left(
-    context: Context, gang: list[Deployment], ahead: set[Wish], now: float
-) -> dict[DeploymentId, tuple[Way, ...]]:
-    """How each of `gang` may get GPUs behind those `ahead`, whom nobody may pass: none that they
-    may be waiting for, free or in a group of the size they want."""
-    found = {each.deployment: ways(context, each, now) for each in gang}
-    if is_partial(context, context.job(gang[0].job)):
-        return found
-    for each in gang:
-        rivals = [workers for kind, workers in ahead if alike(kind, each.node_type)]
-        if each.workers in rivals:
-            found[each.deployment] = ()
-        elif rivals:
-            left = [way for way in found[each.deployment] if way != Way.DEDICATED]
-            found[each.deployment] = tuple(left)
-    return found
-
-
 def _size_key(size: Size) -> str:
     return f"{size.node_type}/{size.workers}"
-
-
-def _likeness(deployment: Deployment, only: tuple[Way, ...]) -> tuple[object, ...]:
-    """What two deployments share that both fit or both do not."""
-    return (
-        deployment.workers,
-        deployment.node_type,
-        deployment.shares,
-        deployment.state_bytes,
-        deployment.trace,
-        only,
-    )

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.admission_pass import why_not_yet
 from plexrl.scheduler.capacity import Shape
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.feasibility import why_impossible
+from plexrl.scheduler.gangs import why_not_yet
 from plexrl.scheduler.node_pool import NodeKind
 from plexrl.scheduler.placement import fitting, nearest, ways
 from plexrl.scheduler.policies import Way

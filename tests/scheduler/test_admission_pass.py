@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from plexrl.ids import DeploymentId
 from plexrl.scheduler import SchedulerCore, admission_pass
 from plexrl.scheduler import events as ev
-from plexrl.scheduler.admission_pass import why_not_yet
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.demand import DemandTrace, Segment
 from plexrl.scheduler.fair_shares import tenant_share
 from plexrl.scheduler.feasibility import gang_of
+from plexrl.scheduler.gangs import place_all, ways_left, why_not_yet
 from plexrl.scheduler.state import Deployment
 from plexrl.scheduler.turns import Turn, is_unpassable, turn_of
 from tests.scheduler.fake_cluster import FakeCluster
@@ -42,8 +42,8 @@ def by_walking(context: Context, now: float) -> list[DeploymentId]:
             left.pop(each.deployment, None)
         if why_not_yet(context, deployment) is not None:
             continue
-        only = admission_pass._ways_left(context, gang, ahead, now)
-        if admission_pass._place_all(context, gang, only, now):
+        only = ways_left(context, gang, ahead, now)
+        if place_all(context, gang, only, now):
             placed += [each.deployment for each in gang]
         elif is_unpassable(context, deployment, now):
             ahead.update((each.node_type, each.workers) for each in gang)
@@ -187,3 +187,50 @@ def test_who_had_no_room_any_more_joins_a_group_that_is_made_before_its_turn(pol
     # until one is made of those that it does not want.
     cluster.send(ev.JobFinished(job="there-x", outcome="completed"))
     assert list(waiting) == ["first/a", "early/a"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_of_a_backlog_of_gangs_few_are_looked_at(policy: str) -> None:
+    cluster = FakeCluster(policy=policy, searches_max=5)
+    cluster.start_node(GPUS)
+    for number in range(100):
+        cluster.job(f"j{number}", gang=2, expected_s=60.0 + number)
+        for name, kind in (("a", "train"), ("b", "rollout")):
+            fields = {"trace": trace(90.0 + number / 90)} if kind == "train" else {}
+            cluster.deploy(f"j{number}/{name}", kind, workers=2, **fields)
+    context = cluster.core._context
+    assert len(context.waiting) == 198
+    for pause_s in (0.0, cluster.config.starvation_bound_s):
+        cluster.pass_time(pause_s)
+        looks = admission_pass.AdmissionPass(context, cluster.now, None)
+        assert looks.run() == []
+        assert len(looks._seen) <= 20
+    placed = {each.job for each in context.state.deployments.values() if each.group}
+    cluster.send(ev.JobFinished(job=placed.pop(), outcome="completed"))
+    assert len(context.waiting) == 196
+
+
+def test_jobs_of_any_expected_lengths_stand_in_few_queues() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node(GPUS)
+    for number in range(200):
+        cluster.job(f"j{number}", expected_s=1.5**number % 1e9)
+        cluster.deploy(f"j{number}/a", workers=1)
+    (owners,) = cluster.core._context.waiting.files.values()
+    (files,) = owners.values()
+    assert len(files) <= 19
+
+
+def test_a_pass_opens_no_queues_of_tenants_whose_turn_does_not_come() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node(GPUS)
+    for number in range(100):
+        cluster.job(f"j{number}", f"t{number}", priority=-number)
+        cluster.deploy(f"j{number}/a", workers=GPUS)
+    context = cluster.core._context
+    cluster.core._handlers[ev.JobFinished](
+        ev.JobFinished(job="j0", outcome="completed"), cluster.now
+    )
+    looks = admission_pass.AdmissionPass(context, cluster.now, None)
+    assert len(looks.run()) == 1
+    assert len(looks._bundles) >= 90
