@@ -312,7 +312,7 @@ class SchedulerCore:
 
     def _worker_exited(self, event: ev.WorkerExited, now: float) -> None:
         deployment = self._current(event.deployment, event.incarnation)
-        if deployment is None or deployment.launch_at is not None:
+        if deployment is None:
             return
         reason = f"rank {event.rank}: {event.reason}"
         if is_storage_full(event.code):
@@ -326,7 +326,8 @@ class SchedulerCore:
         if deployment is None or deployment.incarnation != incarnation:
             return None
         gone = (WpgState.STOPPED, WpgState.MIGRATING, WpgState.WAITING)
-        return None if deployment.state in gone else deployment
+        # Where a launch waits for room, the processes of before it are stopped.
+        return None if deployment.state in gone or deployment.launch_at is not None else deployment
 
     def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
         context = self._context

@@ -146,7 +146,10 @@ def has_gpu(context: Context, rank: RankPlacement) -> bool:
 
 
 def send_launch(context: Context, deployment: Deployment) -> None:
-    """Issue (or issue again) the launch of the current incarnation."""
+    """Issue (or issue again) the launch of the current incarnation. One that waits for room is
+    stopped, and another follows it."""
+    if deployment.launch_at is not None:
+        return
     if not all(has_gpu(context, rank) for rank in deployment.ranks):
         return
     assert deployment.group is not None, f"{deployment.deployment} launches without GPUs"

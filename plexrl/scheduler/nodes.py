@@ -42,7 +42,8 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         missing = False
         for rank in ranks:
             worker = seen.get((deployment.deployment, rank))
-            if worker is not None and worker.incarnation == deployment.incarnation:
+            incarnation = deployment.incarnation if deployment.launch_at is None else None
+            if worker is not None and worker.incarnation == incarnation:
                 wanted.add((worker.deployment, worker.rank))
                 worker_ready(context, deployment, rank, worker.address, now)
             else:

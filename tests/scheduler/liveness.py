@@ -83,7 +83,11 @@ class _Look:
                 return deployment.deployment in self._cluster.core._context.waiting
             case WpgState.LAUNCHING | WpgState.RECOVERING:
                 key = (deployment.deployment, deployment.incarnation)
-                return key in self._launches or self._misses_a_node(deployment)
+                return (
+                    key in self._launches
+                    or f"launch:{deployment.deployment}" in self._timers
+                    or self._misses_a_node(deployment)
+                )
             case WpgState.MIGRATING:
                 return (
                     deployment.deployment in self._migrations

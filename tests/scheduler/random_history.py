@@ -32,7 +32,7 @@ WARM = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.
 POLICIES = ("isolated", "pack", "pack", "spread", "spread+backfill", "co-execution")
 TRAIN_KINDS = ("forward_backward", "optim_step", "forward", "barrier", "load_checkpoint")
 INTACT_CODES = ("state_tier_full", "execution_failed", "unavailable")
-BROKEN_CODES = ("execution_failed", "connection_lost", "state_lost")
+BROKEN_CODES = ("execution_failed", "connection_lost", "state_lost", "state_tier_full")
 QUIET_S = 5000.0
 """Timers further away than this are of no operation."""
 STEPS_MAX = 4000

@@ -94,3 +94,19 @@ def test_a_report_of_a_run_on_the_group_of_before_is_not_taken_for_one_of_its_re
     assert cluster.runs[0].replay
     cluster.send(late)
     assert [run.operation for run in cluster.runs] == ["step"], "the repetition is not over"
+
+
+def test_a_launch_that_waits_for_room_is_not_made_sooner_by_its_node(cluster: FakeCluster) -> None:
+    with_jobs(cluster, "a")
+    full = ev.WorkerExited(
+        deployment="a/actor", rank=0, incarnation=1, reason="no room", code="storage_full"
+    )
+    cluster.send(full)
+    cluster.join_node()
+    assert not cluster.launches, "what it would launch was stopped"
+    cluster.send(full)
+    cluster.pass_time(60.0)
+    assert [launch.incarnation for launch in cluster.launches] == [2]
+    cluster.launch(cluster.launches[0])
+    cluster.kill("a/actor")
+    assert [launch.incarnation for launch in cluster.launches] == [3]
