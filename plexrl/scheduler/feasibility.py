@@ -17,7 +17,7 @@ from plexrl.scheduler.policies import Way
 from plexrl.scheduler.state import Deployment, Job
 
 if TYPE_CHECKING:
-    from plexrl.ids import NodeId
+    from plexrl.ids import NodeId, TenantId
 
 SEARCH_STEPS_MAX = 2000
 """Choices looked at before needs count as fitting: kinds of nodes are few, and so are needs."""
@@ -124,6 +124,30 @@ def why_impossible(context: Context, deployment: Deployment) -> str | None:
     if is_possible(context, deployment):
         return None
     return _why(context, context.job(deployment.job), gang_of(context, deployment))
+
+
+def count_impossible(context: Context, tenant: "TenantId | None") -> int:
+    """How many waiting deployments of a tenant, or of all, `is_possible` says no of. It is asked
+    once for all that need the same."""
+    waiting = context.waiting
+    known: dict[object, bool] = {}
+    count = 0
+    for sizes, likeness, line in waiting.lines():
+        if tenant is not None and likeness.owner.tenant != tenant:
+            continue
+        # A backlog may hold as many traces as jobs. Of a single deployment its size alone counts.
+        demand = likeness.demand
+        key = sizes, (demand[0][0] if len(demand) == 1 else demand)
+        is_held = known.get(key)
+        if is_held is None:
+            is_held = known[key] = is_possible(context, context.deployment(line[0][1]))
+        if not is_held:
+            count += len(line) * len(sizes)
+    for name in waiting.in_no_queue():
+        deployment = context.deployment(name)
+        is_asked = tenant in (None, context.job(deployment.job).tenant)
+        count += is_asked and not is_possible(context, deployment)
+    return count
 
 
 def fit_as_placed(

@@ -12,7 +12,7 @@ from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
 from plexrl.scheduler.failures import failure_view, halting_failure, job_failure
 from plexrl.scheduler.fair_shares import tenant_share
-from plexrl.scheduler.feasibility import is_possible
+from plexrl.scheduler.feasibility import count_impossible
 from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.holding import held_view
 from plexrl.scheduler.operation_record import Operation
@@ -250,16 +250,15 @@ def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
     )
     live = [job for job in jobs if not job.state.is_final]
     names = [name for job in live for name in job.deployments]
+    by_tenant = context.waiting.by_tenant
+    waiting = len(context.waiting) if tenant is None else by_tenant.get(tenant, 0)
     return {
         **view,
         "jobs_live": len(live),
         "jobs_total": len(jobs)
         + sum(each.jobs for name, each in state.forgotten.items() if tenant in (None, name)),
-        "deployments_waiting": sum(name in context.waiting for name in names),
-        "deployments_impossible": sum(
-            name in context.waiting and not is_possible(context, context.deployment(name))
-            for name in names
-        ),
+        "deployments_waiting": waiting,
+        "deployments_impossible": count_impossible(context, tenant),
         "operations_pending": sum(len(state.deployments[name].queue) for name in names),
         "held": held_view(context, names),
     }

@@ -221,6 +221,16 @@ class Waiting:
             if not self.by_tenant[tenant]:
                 del self.by_tenant[tenant]
 
+    def lines(self) -> "Iterator[tuple[Sizes, Likeness, Queue]]":
+        """All lines, with the first deployments of their units."""
+        for sizes, lines in self._lines.items():
+            for likeness, line in lines.items():
+                yield sizes, likeness, line
+
+    def in_no_queue(self) -> list[DeploymentId]:
+        """Singles, and the deployments of gangs that are not complete yet."""
+        return [name for name, unit in self._units.items() if unit is None]
+
     def unit_of(self, name: DeploymentId) -> Unit | None:
         """The unit that one of those who wait belongs to; None: it stands in no queue."""
         return self._units[name]
@@ -240,6 +250,7 @@ class Waiting:
                         unit = self._unit(head.name)
                         assert (unit.sizes, unit.owner, unit.file) == (sizes, owner, file)
         assert sorted(filed) == sorted(heads), "a file has not the first of its lines"
+        assert len(self.counts) == len(self._units), "some who wait are not counted"
 
     def _take_out(self, name: DeploymentId) -> None:
         """Out of all queues, with the rest of its gang."""

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl import errors
+from plexrl.ids import TenantId
 from plexrl.scheduler import events as ev
-from plexrl.scheduler.feasibility import Need, fits
+from plexrl.scheduler.feasibility import Need, fits, is_possible
 from plexrl.scheduler.node_pool import NodeKind
 from plexrl.scheduler.policies import POLICIES
 from tests.scheduler.fake_cluster import FakeCluster
@@ -198,3 +199,21 @@ def test_needs_fit_where_some_choice_of_kinds_holds_them_all(
         )
 
     assert fits(free, needs) == holds(free, needs)
+
+
+def test_the_status_counts_what_a_look_at_every_deployment_finds() -> None:
+    cluster = cluster_of(4, 4, policy="isolated")
+    for index in range(3):
+        alone(cluster, f"small{index}", 2)
+        cluster.job(f"gang{index}", gang=2)
+        for each in ("one", "two"):
+            cluster.deploy(f"gang{index}/{each}", "rollout", workers=4)
+    cluster.job("incomplete", gang=2)
+    cluster.deploy("incomplete/one", "rollout", workers=4)
+    cluster.lose_node("n1")
+    context = cluster.core._context
+    waiting = [context.deployment(name) for name in context.waiting]
+    found = sum(not is_possible(context, each) for each in waiting)
+    assert cluster.core.status(cluster.now)["deployments_impossible"] == found
+    assert cluster.core.status(cluster.now, TenantId("t"))["deployments_impossible"] == found
+    assert 0 < found < len(waiting)
