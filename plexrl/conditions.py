@@ -39,9 +39,6 @@ class Conditions:
         for code in codes or tuple(self._held):
             self._held.pop(code, None)
 
-    def view(self, *, with_messages: bool = True) -> list[dict[str, object]]:
+    def view(self) -> list[dict[str, object]]:
         """All of them as plain values."""
-        return [
-            {name: value for name, value in plain.items() if with_messages or name != "message"}
-            for plain in map(msgspec.to_builtins, self._held.values())
-        ]
+        return [msgspec.to_builtins(condition) for condition in self._held.values()]

@@ -27,10 +27,11 @@ def status(
     """The cluster in a few numbers, and what is wrong with it."""
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.status()
-    shown_below = ("now", "conditions", "restarts", "last_restart_at", "parts")
+    shown_below = ("now", "held", "conditions", "restarts", "last_restart_at", "parts")
     rows = [
         (name.replace("_", " "), value) for name, value in found.items() if name not in shown_below
     ]
+    rows.append(("deployments held", len(found["held"])))
     rows.append(("parts restarted", _restarts(found["restarts"], found["last_restart_at"])))
     rows.append(("conditions", len(found["conditions"]) or "none"))
     Output(as_json).table("Cluster", ("what", "value"), rows, found)

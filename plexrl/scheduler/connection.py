@@ -212,12 +212,23 @@ class RouterCalls:
         """Calls of the router itself."""
         return {
             **self._tenants.reports(),
+            "conditions": (calls.Nothing, self._conditions),
             "needless_payloads": (calls.NeedlessPayloads, self._needless_payloads),
             "operation_finished": (ev.OperationFinished, self._operation_finished),
             "operation_failed": (ev.OperationFailed, self._operation_failed),
         }
 
     # The cluster
+
+    async def _conditions(self, _: calls.Nothing) -> Plain:
+        """What holds work now: the journal's state, and how many deployments wait for room."""
+        conditions = self._shell.hold.conditions.view()
+        if held := self._core.held_deployments():
+            reasons = "; ".join(f"{each['deployment']}: {each['message']}" for each in held[:10])
+            message = f"{len(held)} deployments wait for room: {reasons}"
+            since = min(each["since"] for each in held)
+            conditions.append({"code": "deployments_held", "message": message, "since": since})
+        return {"conditions": conditions}
 
     async def _needless_payloads(self, call: calls.NeedlessPayloads) -> Plain:
         # A leader that was replaced unawares does not know what has been accepted since.
@@ -242,13 +253,6 @@ class RouterCalls:
 
     async def _status(self, scope: Scope, _: calls.Nothing) -> Plain:
         view = self._core.status(self._now(), scope)
-        # Messages name the operator's paths and hosts.
-        view["conditions"] = self._shell.hold.conditions.view(with_messages=scope is None)
-        if scope is None and view["held"]:
-            reasons = sorted({f"{each['deployment']}: {each['message']}" for each in view["held"]})
-            found = {"code": "deployments_held", "message": "; ".join(reasons)}
-            since = min(each["since"] for each in view["held"])
-            view["conditions"].append({**found, "since": since})
         return view if scope is not None else {**view, **self._shell.faults()}
 
     # Jobs and deployments

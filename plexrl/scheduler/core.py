@@ -42,13 +42,15 @@ from plexrl.scheduler.eta import promise
 from plexrl.scheduler.explain_job import explain_job
 from plexrl.scheduler.failures import check_not_halted, failure_view, job_failure
 from plexrl.scheduler.forgetting import owner_of
+from plexrl.scheduler.holding import held_view
 from plexrl.scheduler.invariants import check
 from plexrl.scheduler.lifecycle import (
     excuse_silence,
     has_gpu,
-    issue_again,
     restart,
     restart_when_there_is_room,
+    router_joined,
+    router_lost,
     worker_ready,
 )
 from plexrl.scheduler.limits import check_numbers, within_limits
@@ -112,8 +114,8 @@ class SchedulerCore:
             ev.SchedulerStarted: self._scheduler_started,
             ev.NodeJoined: partial(node_joined, context),
             ev.NodeLost: partial(node_lost, context),
-            ev.RouterJoined: self._router_joined,
-            ev.RouterLost: self._router_lost,
+            ev.RouterJoined: partial(router_joined, context),
+            ev.RouterLost: partial(router_lost, context),
             ev.TenantCreated: partial(tenant_created, context),
             ev.ApiKeyAdded: partial(api_key_added, context),
             ev.ApiKeyRevoked: partial(api_key_revoked, context),
@@ -212,20 +214,6 @@ class SchedulerCore:
         except ValueError as error:
             raise InvalidRequestError(f"settings_json is no JSON object: {error}") from error
         self._context.reconfigure(with_core_settings(self._context.config, settings))
-
-    def _router_joined(self, event: ev.RouterJoined, now: float) -> None:
-        del now
-        context = self._context
-        if event.router not in context.state.routers:
-            context.state.routers.append(event.router)
-        issue_again(self._context)
-
-    def _router_lost(self, event: ev.RouterLost, now: float) -> None:
-        del now
-        if event.router in self._context.state.routers:
-            self._context.state.routers.remove(event.router)
-            if self._context.state.routers:
-                issue_again(self._context)
 
     def _tenant_configured(self, event: ev.TenantConfigured, now: float) -> None:
         del now
@@ -477,6 +465,10 @@ class SchedulerCore:
     def status(self, now: float, tenant: TenantId | None = None) -> View:
         """The cluster in a few numbers, as a tenant or (None) the operator may see them."""
         return cluster_view(self._context, tenant, now)
+
+    def held_deployments(self) -> list[View]:
+        """Those whose work waits for room, with the reason."""
+        return held_view(self._context, self._context.state.deployments)
 
     def needless_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
         """Those of no operation that is yet to end or kept for a recovery."""

@@ -56,7 +56,7 @@ class HeldDoor:
             peer.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = Peer(reader, writer, _Answers(self._hello, self._status, self._refuse))
+        peer = Peer(reader, writer, _Answers(self._hello, self._view, self._refuse))
         self._peers.add(peer)
         try:
             await peer.run()
@@ -67,10 +67,9 @@ class HeldDoor:
         del peer, params
         return {}
 
-    async def _status(self, peer: Peer, params: Plain) -> Plain:
-        del peer
-        is_operator = params.get("tenant") is None
-        return {"conditions": self._conditions.view(with_messages=is_operator)}
+    async def _view(self, peer: Peer, params: Plain) -> Plain:
+        del peer, params
+        return {"conditions": self._conditions.view()}
 
     async def _refuse(self, peer: Peer, params: Plain) -> Plain:
         del peer, params
@@ -81,8 +80,8 @@ class HeldDoor:
 class _Answers(Mapping[str, Handler]):
     """Every method has a handler."""
 
-    def __init__(self, hello: Handler, status: Handler, other: Handler) -> None:
-        self._known = {"hello": hello, "status": status}
+    def __init__(self, hello: Handler, conditions: Handler, other: Handler) -> None:
+        self._known = {"hello": hello, "conditions": conditions}
         self._other = other
 
     def __getitem__(self, method: str) -> Handler:

@@ -7,7 +7,7 @@ from plexrl.scheduler.admission import admit
 from plexrl.scheduler.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.early_ends import abort, early_end
-from plexrl.scheduler.events import Event
+from plexrl.scheduler.events import Event, RouterJoined, RouterLost
 from plexrl.scheduler.forgetting import last_incarnation
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.operations import drop_log, drop_past, fail
@@ -260,6 +260,23 @@ def worker_ready(
         if now < deployment.held_back_until:
             # The group that was to be looked at then may have been another.
             context.wake(deployment.held_back_until, f"group:{deployment.group}")
+
+
+def router_joined(context: Context, event: RouterJoined, now: float) -> None:
+    """A router is there to carry out what is in flight."""
+    del now
+    if event.router not in context.state.routers:
+        context.state.routers.append(event.router)
+    issue_again(context)
+
+
+def router_lost(context: Context, event: RouterLost, now: float) -> None:
+    """A router is gone; another carries out what is in flight."""
+    del now
+    if event.router in context.state.routers:
+        context.state.routers.remove(event.router)
+        if context.state.routers:
+            issue_again(context)
 
 
 def excuse_silence(context: Context, event: Event, now: float) -> None:

@@ -56,7 +56,7 @@ async def until(ask: Callable[[], Awaitable[bool]], process: SchedulerProcess) -
 async def codes(process: SchedulerProcess) -> list[str]:
     """Of the conditions that hold the scheduler."""
     async with process.connected("looks") as peer:
-        answer = await peer.call("status", {"tenant": None, "as_operator": True})
+        answer = await peer.call("conditions")
         return [each["code"] for each in answer["conditions"]]
 
 
