@@ -3,8 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import plexrl
 from plexrl.cluster.lifeline import PARENT
+from plexrl.deployment_spec import DeploymentSpec
+from plexrl.worker.config import WorkerConfig
+from plexrl.worker.launcher import LocalLauncher
+from tests.small_disk import small_disk
 
 TIED = "from plexrl.worker.launcher import tie_to_fork_server; tie_to_fork_server(); print('lives')"
 
@@ -39,3 +45,35 @@ def test_a_process_whose_fork_server_is_another_ends() -> None:
         f"import plexrl.worker.fork_server_lifeline as lifeline; lifeline.FORK_SERVER = 1; {TIED}"
     )
     assert output_of(code) == ""
+
+
+def test_a_worker_that_finds_no_room_to_start_says_so(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        disk.fill()
+        spec = DeploymentSpec(
+            model=plexrl.tiny_qwen2("0123", seed=1), kind="train", backend="fsdp", workers=1
+        )
+        config = WorkerConfig(
+            deployment="j/actor",
+            job="j",
+            kind="train",
+            incarnation=1,
+            rank=0,
+            world_size=1,
+            group="g",
+            address=str(tmp_path / "w.sock"),
+            # The ranks of a train deployment find each other over this file.
+            rendezvous=str(disk.path / "r"),
+            statemanager=str(tmp_path / "sm.sock"),
+            ticket=b"",
+            checkpoint_dir=str(tmp_path),
+            spec_json=spec.to_json(),
+            log_path=str(tmp_path / "0.log"),
+            threads=1,
+        )
+        worker = LocalLauncher().start(config)
+        try:
+            assert worker.ready.poll(120), "it says nothing"
+            assert worker.ready.recv()["code"] == "storage_full"
+        finally:
+            worker.stop()

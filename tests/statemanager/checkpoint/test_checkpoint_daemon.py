@@ -3,6 +3,7 @@
 import random
 import threading
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,11 @@ def test_a_full_disk_delays_the_checkpoint_and_nothing_else(
     assert sorted(path.name for path in (folder / "job").iterdir()) == ["fits", "large"]
 
 
+def waits(shard: Shard, name: str) -> bool:
+    """Whether a checkpoint that is not over tells of an error."""
+    return status(shard.client, name).error is not None
+
+
 def test_a_checkpoint_that_waits_for_room_can_be_given_up(
     start: StartDaemon, make_shard: MakeShard, folder: Path
 ) -> None:
@@ -282,7 +288,7 @@ def test_a_checkpoint_that_waits_for_room_can_be_given_up(
     daemon.limit_files(MIB)
     for name in ("large", "another"):
         write(shards[0].client, name, 2)
-        wait_until(lambda name=name: status(shards[0].client, name).error is not None)
+        wait_until(partial(waits, shards[0], name))
     with pytest.raises(StorageFullError):
         write(shards[0].client, "third", 2)
     shards[0].client.request(CancelCheckpoint(deployment=DEPLOYMENT, name="another"))
