@@ -20,7 +20,8 @@ from plexrl.scheduler.policies import Way
 from plexrl.scheduler.room import NOTHING, Room
 from plexrl.scheduler.rooms import Rooms
 from plexrl.scheduler.scarcity import alike, is_rival, over_quota
-from plexrl.scheduler.state import Deployment, Tenant
+from plexrl.scheduler.state import Deployment
+from plexrl.scheduler.tenant_record import Tenant
 from plexrl.scheduler.turns import Turn, is_partial, is_unpassable, turn_of
 from plexrl.scheduler.waiting import File, Rank, Size
 
