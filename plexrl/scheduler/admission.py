@@ -11,7 +11,8 @@ from plexrl.scheduler.admission_pass import AdmissionPass
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.fair_shares import begin_to_wait
 from plexrl.scheduler.placement import patience_ends_at, shares
-from plexrl.scheduler.state import Deployment, Tenant
+from plexrl.scheduler.state import Deployment
+from plexrl.scheduler.tenant_record import Tenant
 
 
 def enqueue_deployment(context: Context, deployment: Deployment) -> None:

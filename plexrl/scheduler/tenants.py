@@ -10,7 +10,8 @@ from plexrl.errors import (
 from plexrl.ids import TenantId
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import ApiKeyAdded, ApiKeyRevoked, TenantConfigured, TenantCreated
-from plexrl.scheduler.state import Job, State, Tenant
+from plexrl.scheduler.state import Job, State
+from plexrl.scheduler.tenant_record import Tenant
 from plexrl.wire.operations import OperationKind
 
 WEIGHT_MAX = 1e6

@@ -16,8 +16,9 @@ from plexrl.scheduler.feasibility import count_impossible
 from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.holding import held_view
 from plexrl.scheduler.operation_record import Operation
-from plexrl.scheduler.state import Deployment, Group, Job, Node, State, Tenant
+from plexrl.scheduler.state import Deployment, Group, Job, Node, State
 from plexrl.scheduler.switch_cost import load_s, offload_s
+from plexrl.scheduler.tenant_record import Tenant
 from plexrl.scheduler.tenants import key_id, live_jobs_bound
 
 View = dict[str, Any]
