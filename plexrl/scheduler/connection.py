@@ -222,7 +222,7 @@ class RouterCalls:
 
     async def _conditions(self, _: calls.Nothing) -> Plain:
         """What holds work now: the journal's state, and how many deployments wait for room."""
-        conditions = self._shell.hold.conditions.view()
+        conditions = [*self._shell.hold.conditions.view(), *self._shell.fault_conditions.view()]
         if held := self._core.held_deployments():
             reasons = "; ".join(f"{each['deployment']}: {each['message']}" for each in held[:10])
             message = f"{len(held)} deployments wait for room: {reasons}"

@@ -24,12 +24,14 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from plexrl.conditions import Conditions
 from plexrl.errors import (
     JournalFullError,
     JournalUnavailableError,
     LeaseLostError,
     OverloadedError,
     PlexRLError,
+    SchedulerFaultError,
     StorageError,
     UnavailableError,
     UnknownOperationError,
@@ -122,6 +124,8 @@ class Shell:
         self._snapshot_wanted = False
         self._snapshot_error = ""
         self._aside = aside
+        self.fault_conditions = Conditions()
+        """Faults of ours that this process has met; they last as long as it does."""
         self._sound = asyncio.Event()
         """Cleared while the core is half changed by a fault."""
         self._sound.set()
@@ -323,6 +327,7 @@ class Shell:
             raise
         except Exception as error:
             self._snapshot_error = f"{type(error).__name__}: {error}"
+            self.fault_conditions.hold(SchedulerFaultError(self._snapshot_error))
             LOG.critical(
                 "a fault of PlexRL: the state at event %d cannot be written down; the scheduler "
                 "goes on, and its journal grows: please report it",
@@ -406,6 +411,7 @@ class Shell:
             except Fault as fault:
                 self._sound.clear()
                 skipped = await self._make_anew(event, position, fault)
+                self.fault_conditions.hold(answer(event, position))
                 # Soon: every other fault costs a replay of what has come since.
                 self._snapshot_wanted = True
                 if EVENT not in skipped:

@@ -168,6 +168,7 @@ def test_who_sends_an_event_that_fails_is_told_and_nothing_has_changed(
     assert shell.core.tenants() == ["t1", "t2", "last"]
     assert shell.faults()["steps_set_aside"] == 1
     assert "OperationSubmitted" in str(shell.faults()["newest_set_aside"])
+    assert [each["code"] for each in shell.fault_conditions.view()] == ["scheduler_fault"]
     assert [each.levelno for each in caplog.records].count(logging.CRITICAL) == 1
     caplog.clear()
     again = restore(cluster.config, journal)
