@@ -75,7 +75,8 @@ KINDS: dict[str, Callable[[random.Random], Wish]] = {
 
 def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
     """(table rows, figures)."""
-    rows, figures = [], {}
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
     for name, kind in KINDS.items():
         for policy in ("pack", "spread+backfill"):
             slowest = _slowest(policy, kind)
