@@ -87,11 +87,13 @@ class Metered(FakeCluster):
             for table in (mine, theirs):
                 for key in [key for key in table if key[1] == "offload"]:
                     table["*", "offload"] = table.get(("*", "offload"), 0.0) + table.pop(key)
-        assert theirs.keys() == mine.keys()
-        for key, value in mine.items():
-            assert theirs[key] == pytest.approx(value, rel=1e-9, abs=1e-9), key
-        for key, count in self.counts.items():
-            assert key[1] == "offload" or rows[key]["operations"] == count, key
+        assert mine.keys() <= theirs.keys()
+        for key, seconds in theirs.items():
+            assert seconds == pytest.approx(mine.get(key, 0.0), rel=1e-9, abs=1e-9), key
+        for key, row in rows.items():
+            # An operation that fails before it begins is counted, but it never ran.
+            never_ran = row["operations"] - self.counts.get(key, 0)
+            assert key[1] == "offload" or 0 <= never_ran <= row["failed"], key
         for tenant in self.core.list_tenants(self.now):
             jobs = self.core.list_jobs(tenant["tenant"], self.now)
             total = sum(job["gpu_seconds"] for job in jobs)
@@ -173,8 +175,9 @@ def test_a_switch_is_billed_to_whoever_wanted_it() -> None:
             cluster.execute(cluster.runs[0])
     rows = {(u["job"], u["kind"]): u["gpu_seconds"] for u in cluster.core.usage(None)}
     offloads = {job: seconds for (job, kind), seconds in rows.items() if kind == "offload"}
-    # The last 0.95 s of the first second: before that, more of the holder's burst was waited for.
-    assert offloads == pytest.approx({"a": 7.9, "b": 7.9, "c": 7.9})
+    # A holder that pauses keeps its GPUs for as long as a switch would take: until a move has been
+    # measured for next to no time, then for 0.05 s.
+    assert offloads == pytest.approx({"a": 8.0, "b": 8.0, "c": 7.9}, rel=1e-6)
     assert {job: rows[job, "load"] for job in "abc"} == {"a": 14.0, "b": 6.0, "c": 6.0}
 
 
