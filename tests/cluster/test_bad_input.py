@@ -1,5 +1,6 @@
 """Every bad request gets a typed error that says what to do, and the cluster goes on."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -8,13 +9,15 @@ import pytest
 
 import plexrl
 from plexrl import errors
+from plexrl.client.requests import create_job
+from plexrl.client.transport import Transport
 from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.ticket_key import read_ticket_key
 from plexrl.statemanager.tickets import Claims, Role
 from plexrl.wire.tensors import MEDIA_TYPE, encode_body
-from tests.cluster.tools import VOCABULARY, some_batch
+from tests.cluster.tools import VOCABULARY, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
 
@@ -292,26 +295,31 @@ def test_a_second_writer_with_a_stale_token_is_refused(
     actor.barrier().result()
 
 
-def fill_the_journal(cluster: plexrl.Cluster) -> None:
-    for index in range(2000):
-        cluster.create_job("j" * 90, job_id=f"job-{index}")
+def test_a_full_journal_holds_requests_until_the_cluster_has_more_room(tmp_path: Path) -> None:
+    wanted = 400
 
-
-def test_a_full_journal_refuses_with_the_mend_and_the_cluster_goes_on(tmp_path: Path) -> None:
     small = start_embedded(tmp_path / "data", gpus_per_node=1, journal_bytes_max=65_536)
-    try:
-        with plexrl.connect(small.url, small.api_key, timeout_s=5) as cluster:
-            with pytest.raises(errors.JournalFullError, match="free disk space"):
-                fill_the_journal(cluster)
-            accepted = len(cluster.jobs())
-            assert accepted > 10
-            assert cluster.status()["jobs_total"] == accepted
-    finally:
+
+    def fill_the_journal() -> None:
+        transport = Transport(small.url, small.api_key, 60.0)
+        for index in range(wanted):
+            transport.request(create_job("j" * 90, f"job-{index}", {}))
+        transport.close()
+
+    with plexrl.connect(small.url, small.api_key) as cluster, ThreadPoolExecutor(1) as pool:
+        filling = pool.submit(fill_the_journal)
+
+        def is_full() -> bool:
+            return "journal_full" in [each["code"] for each in cluster.status()["conditions"]]
+
+        wait_until(is_full, "the journal never became full")
+        accepted = len(cluster.jobs())
+        assert 10 < accepted < wanted
         small.close()
-    roomy = start_embedded(tmp_path / "data", gpus_per_node=1)
-    try:
-        with plexrl.connect(roomy.url, roomy.api_key) as cluster:
-            assert cluster.status()["jobs_total"] == accepted
-            cluster.create_job("after").finish()
-    finally:
-        roomy.close()
+        roomy = start_embedded(tmp_path / "data", gpus_per_node=1)
+        try:
+            assert roomy.url == small.url
+            filling.result(120)
+            assert cluster.status()["jobs_total"] == wanted
+        finally:
+            roomy.close()
