@@ -41,8 +41,9 @@ def jobs(
         ]
         title = f"{found[0]['name']} of {found[0]['tenant']}: {found[0]['state']}"
         output.table(title, (*columns, "engine"), rows, found[0])
-        if found[0]["failure"] is not None and not as_json:
-            print_line(found[0]["failure"]["message"])
+        for text in (found[0]["reason"], (found[0]["failure"] or {}).get("message")):
+            if text and not as_json:
+                print_line(text)
         return
     summary = [
         (
@@ -53,12 +54,14 @@ def jobs(
             ", ".join(
                 f"{d['deployment'].rsplit('/', 1)[1]} {d['residency']}" for d in each["deployments"]
             ),
-            each["reason"],
         )
         for each in found
     ]
-    headings = ("job", "tenant", "state", "attached", "deployments", "reason")
+    headings = ("job", "tenant", "state", "attached", "deployments")
     output.table("Jobs", headings, summary, found)
+    for each in found:
+        if each["reason"] and not as_json:
+            print_line(f"{each['job']}: {each['reason']}")
 
 
 def logs(
