@@ -34,13 +34,17 @@ def jobs(
         found = cluster.jobs() if job is None else [_with_engines(cluster, job)]
     output = Output(as_json)
     if job is not None:
-        columns = ("deployment", "kind", "state", "residency", "group", "workers", "pending")
+        columns = ("kind", "state", "residency", "group", "workers", "pending")
         rows = [
-            (*(d[name] for name in columns), "; ".join(map(_engine, d["engines"])))
+            (
+                d["deployment"].rpartition("/")[2],
+                *(d[name] for name in columns),
+                "; ".join(map(_engine, d["engines"])),
+            )
             for d in found[0]["deployments"]
         ]
         title = f"{found[0]['name']} of {found[0]['tenant']}: {found[0]['state']}"
-        output.table(title, (*columns, "engine"), rows, found[0])
+        output.table(title, ("deployment", *columns, "engine"), rows, found[0])
         for text in (found[0]["reason"], (found[0]["failure"] or {}).get("message")):
             if text and not as_json:
                 print_line(text)
