@@ -61,13 +61,13 @@ class Output:
     """Prints tables for people, JSON for programs."""
 
     def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
+        self.is_json = as_json
 
     def table(
         self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], found: Any
     ) -> None:
         """`rows` as a table, or `found` as JSON."""
-        if self._as_json:
+        if self.is_json:
             write_json(found)
             return
         print_table(title, columns, rows)
@@ -79,10 +79,19 @@ class Output:
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """A table for people; markup in cells means nothing."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=plain_cell(title), title_justify="left")
+    # Without a frame: many columns are to fit into 80 characters.
+    table = Table(
+        title=plain_cell(title),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:

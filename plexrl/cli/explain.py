@@ -53,7 +53,7 @@ def _operations(operations: list[Plain]) -> None:
         more = f", {len(others)} more" if others else ""
         rows.append(
             (
-                deployment,
+                deployment.rpartition("/")[2],
                 f"{first['kind']} {_short(first['operation'])}{more}",
                 reason,
                 rule,
@@ -90,7 +90,7 @@ def _deployments(deployments: list[Plain]) -> None:
         placement = each["placement"] or {}
         rows.append(
             (
-                each["deployment"],
+                each["deployment"].rpartition("/")[2],
                 each["state"],
                 each["group"] or "none",
                 ", ".join(each["nodes"]),

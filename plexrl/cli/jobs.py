@@ -34,15 +34,20 @@ def jobs(
         found = cluster.jobs() if job is None else [_with_engines(cluster, job)]
     output = Output(as_json)
     if job is not None:
-        columns = ("deployment", "kind", "state", "residency", "group", "workers", "pending")
+        columns = ("kind", "state", "residency", "group", "workers", "pending")
         rows = [
-            (*(d[name] for name in columns), "; ".join(map(_engine, d["engines"])))
+            (
+                d["deployment"].rpartition("/")[2],
+                *(d[name] for name in columns),
+                "; ".join(map(_engine, d["engines"])),
+            )
             for d in found[0]["deployments"]
         ]
         title = f"{found[0]['name']} of {found[0]['tenant']}: {found[0]['state']}"
-        output.table(title, (*columns, "engine"), rows, found[0])
-        if found[0]["failure"] is not None and not as_json:
-            print_line(found[0]["failure"]["message"])
+        output.table(title, ("deployment", *columns, "engine"), rows, found[0])
+        for text in (found[0]["reason"], (found[0]["failure"] or {}).get("message")):
+            if text and not as_json:
+                print_line(text)
         return
     summary = [
         (
@@ -53,12 +58,14 @@ def jobs(
             ", ".join(
                 f"{d['deployment'].rsplit('/', 1)[1]} {d['residency']}" for d in each["deployments"]
             ),
-            each["reason"],
         )
         for each in found
     ]
-    headings = ("job", "tenant", "state", "attached", "deployments", "reason")
+    headings = ("job", "tenant", "state", "attached", "deployments")
     output.table("Jobs", headings, summary, found)
+    for each in found:
+        if each["reason"] and not as_json:
+            print_line(f"{each['job']}: {each['reason']}")
 
 
 def logs(

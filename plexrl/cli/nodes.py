@@ -29,7 +29,9 @@ def status(
         found = cluster.status()
     shown_below = ("now", "held", "conditions", "restarts", "last_restart_at", "parts")
     rows = [
-        (name.replace("_", " "), value) for name, value in found.items() if name not in shown_below
+        (name.replace("_", " "), value)
+        for name, value in found.items()
+        if name not in shown_below and value != ""
     ]
     rows.append(("deployments held", len(found["held"])))
     rows.append(("parts restarted", _restarts(found["restarts"], found["last_restart_at"])))

@@ -20,8 +20,8 @@ from plexrl.cli.context import (
 )
 from plexrl.errors import StorageError
 
-ERROR_MAX = 120
-"""Characters of an error in the table."""
+ERROR_MAX = 300
+"""Characters of an error's message below the table."""
 
 
 def operations(
@@ -57,19 +57,20 @@ def operations(
             row["deployment"].rpartition("/")[2],
             row["kind"],
             row["state"],
-            row["group"],
             seconds(row["queue_s"]),
             seconds(row["switch_s"]),
             seconds(row["transfer_s"]),
             seconds(row["compute_s"]),
-            row["payload_bytes"] or "",
-            "" if row["error"] is None else _error(row["error"]),
         )
         for row in found
     ]
     times = ("queue", "switch", "transfer", "compute")
-    columns = ("#", "deployment", "kind", "state", "group", *times, "payload", "error")
+    columns = ("#", "deployment", "kind", "state", *times)
     Output(as_json).table(f"Operations of {job}", columns, rows, found)
+    if not as_json:
+        for row in found:
+            if row["error"] is not None:
+                print_line(f"#{row['index']} {row['state']}: {_error(row['error'])}")
 
 
 def _error(error: dict[str, str]) -> str:

@@ -24,11 +24,8 @@ Limit = Annotated[str | None, typer.Option(help="A number, or `none` for no quot
 Bound = Annotated[
     str | None, typer.Option(help="A number, or `none` for the bound that the cluster has for all.")
 ]
-COLUMNS = (
-    *("tenant", "weight", "jobs", "jobs at most", "GPUs", "GPUs at most"),
-    *("GPU-hours", "GPU-hours at most", "share", "priority at most"),
-    *("live jobs", "checkpoints", "GiB of checkpoints"),
-)
+COLUMNS = ("tenant", "weight", "share", "priority at most", "jobs", "GPUs", "GPU-hours")
+STORED = ("tenant", "live jobs", "checkpoints", "GiB of checkpoints")
 
 
 @tenants_app.command("create")
@@ -53,7 +50,7 @@ def list_tenants(
     """All tenants: weights, quotas, what they hold and used."""
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.tenants()
-    Output(as_json).table("Tenants", COLUMNS, [_row(each) for each in found], found)
+    _show(Output(as_json), found, found)
 
 
 @tenants_app.command("keys")
@@ -151,7 +148,14 @@ def set_tenant(
         )
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.configure_tenant(name, **settings)
-    Output(as_json).table("Tenant", COLUMNS, [_row(found)], found)
+    _show(Output(as_json), [found], found)
+
+
+def _show(output: Output, tenants: list[dict[str, Any]], found: Any) -> None:
+    """Two tables, because one of all columns is wider than a terminal."""
+    output.table("Tenants", COLUMNS, [_row(each) for each in tenants], found)
+    if not output.is_json:
+        output.table("What they store", STORED, [_stored(each) for each in tenants], found)
 
 
 def _limit(key: str, text: str, kind: type[int] | type[float]) -> float | None:
@@ -165,18 +169,20 @@ def _limit(key: str, text: str, kind: type[int] | type[float]) -> float | None:
 
 
 def _row(tenant: dict[str, Any]) -> tuple[Any, ...]:
-    seconds_max = tenant["gpu_seconds_max"]
     return (
         tenant["tenant"],
         f"{tenant['weight']:g}",
-        tenant["jobs_running"],
-        _bound(tenant["jobs_max"]),
-        tenant["gpus_held"],
-        _bound(tenant["gpus_max"]),
-        f"{tenant['gpu_seconds'] / 3600:.3f}",
-        "none" if seconds_max is None else f"{seconds_max / 3600:.3f}",
         f"{tenant['share']:.2f}",
         "any" if tenant["is_operator"] else tenant["priority_max"],
+        _of(tenant["jobs_running"], tenant["jobs_max"]),
+        _of(tenant["gpus_held"], tenant["gpus_max"]),
+        _of(_hours(tenant["gpu_seconds"]), _hours(tenant["gpu_seconds_max"])),
+    )
+
+
+def _stored(tenant: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        tenant["tenant"],
         _of(tenant["live_jobs"], tenant["live_jobs_bound"]),
         _of(tenant["checkpoints"], tenant["checkpoints_bound"]),
         _of(_gib(tenant["checkpoint_bytes"]), _gib(tenant["checkpoint_bytes_bound"])),
@@ -188,8 +194,8 @@ def _of(used: object, bound: object) -> str:
 
 
 def _gib(nbytes: int | None) -> str | None:
-    return None if nbytes is None else f"{nbytes / GIB:.1f}"
+    return None if nbytes is None else f"{nbytes / GIB:.3g}"
 
 
-def _bound(limit: int | None) -> str:
-    return "none" if limit is None else str(limit)
+def _hours(gpu_seconds: float | None) -> str | None:
+    return None if gpu_seconds is None else f"{gpu_seconds / 3600:.3f}"

@@ -476,10 +476,9 @@ class Job:
                 self._complete()
             return
         interrupted = isinstance(error, KeyboardInterrupt)
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
         try:
-            self.finish(
-                "cancelled" if interrupted else "failed", f"{type(error).__name__}: {error}"
-            )
+            self.finish("cancelled" if interrupted else "failed", reason)
         except PlexRLError as second:
             # The block's own error is the one to show.
             LOG.warning("the job could not be ended: %s", second)

@@ -22,7 +22,13 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from plexrl.errors import ConnectionLostError, InvalidRequestError, PlexRLError, from_wire
+from plexrl.errors import (
+    ConnectionLostError,
+    InvalidRequestError,
+    NonFiniteInputError,
+    PlexRLError,
+    from_wire,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -389,15 +395,19 @@ def _build(
     headers = {} if call.content_type is None else {"content-type": call.content_type}
     if controller is not None:
         headers[CONTROLLER_HEADER] = controller.token
-    return client.build_request(
-        call.method,
-        url + call.path,
-        params=query,
-        json=call.json,
-        content=call.content,
-        headers=headers,
-        timeout=_timeout(call),
-    )
+    try:
+        return client.build_request(
+            call.method,
+            url + call.path,
+            params=query,
+            json=call.json,
+            content=call.content,
+            headers=headers,
+            timeout=_timeout(call),
+        )
+    except ValueError as error:
+        message = f"the request has a number that is not finite: leave it out ({error})"
+        raise NonFiniteInputError(message) from error
 
 
 def _lost(url: str, error: Exception) -> ConnectionLostError:

@@ -296,7 +296,8 @@ def _check_finite(name: str, array: Array, lengths: Array) -> None:
         row, position = _row_of(int(wrong[0]), lengths)
         raise NonFiniteInputError(
             f"{name} is {array[wrong[0]]} in row {row} at position {position}: every value must "
-            "be finite; give unused tokens 0",
+            "be finite; give unused tokens 0. Values that a model computed are not finite once its "
+            "training has diverged: look for extreme advantages or learning rates",
             array=name,
             row=row,
             position=position,

@@ -22,7 +22,8 @@ class Explanation:
     reason: str
     rule: str
     """`order`, `burst`, `slack`, `launching`, `recovering`, `migrating`, `relocation`, `capacity`,
-    `quota`, `gang`, `impossible`, `turn`, `dependency`, `backoff`, `switch`, `router`, `running`,
+    `quota`, `gang`, `impossible`, `turn`, `dependency`, `backoff`, `held`, `no room`, `switch`,
+    `router`, `running`,
     or the name of the ordering rule."""
     holder: str | None
     """Who has the group's lock; of another tenant's deployment only that it is one."""

@@ -78,8 +78,8 @@ def _check_nothing_lost(config: SchedulerConfig) -> None:
     for found in (path for each in STATE for path in Path(config.state_dir).glob(each)):
         raise JournalMissingError(
             f"the journal is empty, but there is state of former jobs, such as {found}: bring "
-            "the journal back, or begin a new one with --new-journal, which gives up the jobs that "
-            "the former one knew; their checkpoints are kept",
+            "the journal back, or begin a new one with --new-journal, which gives up the jobs, "
+            "tenants and API keys that the former one knew; checkpoints are kept",
             found=str(found),
         )
 

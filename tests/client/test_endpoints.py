@@ -13,6 +13,7 @@ from plexrl.client.transport import AsyncTransport, Call, Endpoints, Patience, T
 from plexrl.errors import (
     ConnectionLostError,
     InvalidRequestError,
+    NonFiniteInputError,
     OverloadedError,
     UnavailableError,
 )
@@ -35,6 +36,12 @@ def test_urls_may_be_a_list_but_not_none() -> None:
     for nothing in ("", " , "):
         with pytest.raises(InvalidRequestError, match="no URL"):
             Endpoints(nothing)
+
+
+def test_a_number_that_is_not_finite_is_refused_before_it_is_sent() -> None:
+    transport = Transport("http://127.0.0.1:1", "key", 1.0)
+    with pytest.raises(NonFiniteInputError, match="not finite"):
+        transport.request(Call(method="POST", path="/", json={"loss": float("nan")}))
 
 
 def test_the_refused_wait_as_long_as_they_are_told_or_longer_but_not_in_step() -> None:
