@@ -34,7 +34,8 @@ def test_a_state_that_was_spilled_is_seen_to_lie_on_nvme(tmp_path: Path) -> None
                 for index, actor in enumerate(actors[1:]):
                     step(actor, index + 1)
                 wait_until(lambda: first.status()["nvme_bytes"] > 0, "it was to be spilled")
-                # Another law holds for the other path.
+                # What a load from there costs is known once there has been one.
+                step(first, len(actors))
                 assert first.status()["load_s"] != before["load_s"]
     finally:
         running.close()
