@@ -84,7 +84,10 @@ class Pending:
 
     def poll(self, wait_s: float, give_up_at: float | None = None) -> Call:
         """The request that waits for the result."""
-        call = poll_call(self.operation, wait_s)
+        return self.patient(poll_call(self.operation, wait_s), give_up_at)
+
+    def patient(self, call: Call, give_up_at: float | None) -> Call:
+        """The same request, given up at `give_up_at` where the cluster holds; `held` says why."""
         return replace(call, give_up_at=give_up_at, on_held=self._hold)
 
     def explain(self) -> str:

@@ -34,6 +34,7 @@ class FakeRouter(ThreadingHTTPServer):
         self.faults: list[str] = []
         self.requests: list[tuple[str, str]] = []
         self.polls_until_done = 1
+        self.result: dict[str, Any] = {"metrics": {"loss": 0.5}}
 
     @property
     def url(self) -> str:
@@ -67,7 +68,9 @@ class FakeHandler(BaseHTTPRequestHandler):
             self.poll()
         else:
             logs = {"logs": [], "failed": [{"node": "n7", "reason": "it is silent"}]}
-            self.answer(200, {**JOB, "deployment": "j/actor", "jobs": [], "operations": [], **logs})
+            checkpoints = [{"name": "c", "seq": 1, "state": "durable"}]
+            body = {**JOB, "deployment": "j/actor", "jobs": [], "operations": [], **logs}
+            self.answer(200, {**body, "checkpoints": checkpoints})
 
     do_GET = do_POST = do_DELETE = handle_any
 
@@ -79,7 +82,7 @@ class FakeHandler(BaseHTTPRequestHandler):
             self.answer(202, {**view, "state": "pending", "explanation": reason})
             return
         body = encode_body(
-            {"operation": {**view, "state": "finished"}, "result": {"metrics": {"loss": 0.5}}},
+            {"operation": {**view, "state": "finished"}, "result": self.server.result},
             {"logprobs": np.arange(5, dtype=np.float32)},
         )
         self.answer(200, body)
@@ -174,6 +177,22 @@ def test_a_result_that_is_not_there_in_time_is_no_failure_while_the_cluster_hold
         future.result(timeout_s=0.05)
     router.faults = []
     assert future.result()["metrics"] == {"loss": 0.5}
+
+
+def test_a_checkpoint_that_is_not_durable_in_time_is_no_failure_while_the_cluster_holds(
+    router: FakeRouter, actor: plexrl.TrainDeployment
+) -> None:
+    router.result = {"job": "j", "name": "c", "seq": 1, "durable": False}
+    future = actor.save_checkpoint("c")
+    assert future.pinned() == router.result
+    # More than the listing is asked for in the time that is given, yet the test ends without them.
+    router.faults = ["no_answer"] * 500
+    with pytest.raises(errors.DeadlineExceededError, match="holds: injected"):
+        future.result(timeout_s=0.05)
+    router.faults = ["no_answer"] * 500
+    assert future.done() is False
+    router.faults = []
+    assert future.result()["durable"]
 
 
 @pytest.mark.parametrize("code", ["storage_full", "unavailable", "deadline_exceeded"])
