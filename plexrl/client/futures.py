@@ -62,6 +62,19 @@ def wait_final(transport: Transport, operation: str) -> None:
             return
 
 
+async def wait_final_async(transport: AsyncTransport, operation: str) -> None:
+    """As `wait_final`."""
+    while True:
+        try:
+            response = await transport.request(poll_call(operation, POLL_S))
+        except (ConnectionLostError, ControllerReplacedError):
+            raise
+        except PlexRLError:
+            return
+        if response.status_code != 202:
+            return
+
+
 def cancel_call(operation: str) -> Call:
     """The request that takes an operation back, or ends it early."""
     return Call(method="DELETE", path=f"/v1/operations/{quote(operation, safe='')}")

@@ -455,10 +455,13 @@ class Job:
         if outcome == "completed":
             for operation in self._control.last_operations():
                 wait_final(self._transport, operation)
-        self._ended.set()
         body = {"outcome": outcome, "reason": reason}
         call = Call(method="POST", path=f"{self._path}/finish", json=body)
-        view = self._transport.request(call).json()
+        try:
+            view = self._transport.request(call).json()
+        finally:
+            # Not before: a cluster that holds is to see that this controller lives.
+            self._ended.set()
         if outcome == "completed":
             check_completed(view)
 
