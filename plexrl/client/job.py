@@ -25,9 +25,7 @@ from plexrl.client.results import (
     TrainResult,
 )
 from plexrl.client.transport import Call, Transport
-from plexrl.errors import (
-    PlexRLError,
-)
+from plexrl.errors import PlexRLError
 from plexrl.parallelism import Parallelism
 from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
 
