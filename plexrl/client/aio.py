@@ -15,7 +15,7 @@ from plexrl.client import requests
 from plexrl.client.checkpoints import AsyncCheckpointFuture
 from plexrl.client.cluster import PATIENCE_S, Cluster, connect
 from plexrl.client.deployment import Deployment
-from plexrl.client.futures import AsyncFuture
+from plexrl.client.futures import AsyncFuture, wait_final_async
 from plexrl.client.generations import AsyncGenerateFuture
 from plexrl.client.job import MICRO_BATCH_TOKENS, Job
 from plexrl.client.requests import Submission
@@ -80,8 +80,8 @@ class AsyncDeployment:
                 mark = controller.mark
             call = submission.call.within(self._deadline_s)
             view = dict((await self._transport.request(call)).json())
-        if controller is not None:
-            controller.submitted(submission, view, mark)
+            if controller is not None:
+                controller.submitted(submission, view, mark)
         return view
 
 
@@ -285,7 +285,20 @@ class AsyncJob:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is None:
+            await self._wait_for_last_operations()
         await asyncio.to_thread(self._sync.__exit__, kind, error, trace)
+
+    async def _wait_for_last_operations(self) -> None:
+        """Waited for here, because a thread that waits for them could not be interrupted."""
+        controller = self._transport.controller
+        try:
+            for operation in [] if controller is None else controller.last_operations():
+                await wait_final_async(self._transport, operation)
+        except asyncio.CancelledError:
+            # Whoever interrupts the wait for the last operations does not want them.
+            await asyncio.to_thread(self._sync.finish, "cancelled", "CancelledError")
+            raise
 
 
 class AsyncCluster:

@@ -9,7 +9,13 @@ from urllib.parse import quote
 from plexrl.client.futures import AsyncFuture, Future, View
 from plexrl.client.results import Decoder
 from plexrl.client.transport import Call, Transport
-from plexrl.errors import CheckpointNotFoundError, OperationCancelledError, from_wire
+from plexrl.errors import (
+    CheckpointNotFoundError,
+    ConnectionLostError,
+    OperationCancelledError,
+    PlexRLError,
+    from_wire,
+)
 
 POLL_S_MIN = 0.05
 POLL_S_MAX = 1.0
@@ -84,18 +90,21 @@ class CheckpointFuture(Future[Plain]):
             time.sleep(min(self._pause_s, wait_s))
             self._pause_s = min(POLL_S_MAX, self._pause_s * 1.5)
         if not self._is_done:
-            self._look(self._saved)
+            self._look(self._saved, give_up_at)
 
-    def _look(self, saved: Plain) -> None:
-        from plexrl.errors import ConnectionLostError, PlexRLError
-
+    def _look(self, saved: Plain, give_up_at: float | None) -> None:
+        call = self._pending.patient(list_call(saved["job"]), give_up_at)
         try:
-            listing = self._transport.request(list_call(saved["job"]))
+            listing = self._transport.request(call)
+            self._pending.held = None
             self._is_done = settled(listing.json(), saved["name"], saved["seq"]) is not None
             self._result = {**saved, "durable": self._is_done}
         except ConnectionLostError:
             raise
         except PlexRLError as error:
+            if error is self._pending.held:
+                # No word about the checkpoint: the caller's time is over.
+                return
             self._is_done, self._error = True, error
 
 

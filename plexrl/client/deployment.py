@@ -86,6 +86,6 @@ class Deployment:
                 mark = controller.mark
             call = submission.call.within(self._deadline_s)
             view = dict(self._transport.request(call).json())
-        if controller is not None:
-            controller.submitted(submission, view, mark)
+            if controller is not None:
+                controller.submitted(submission, view, mark)
         return view

@@ -62,6 +62,19 @@ def wait_final(transport: Transport, operation: str) -> None:
             return
 
 
+async def wait_final_async(transport: AsyncTransport, operation: str) -> None:
+    """As `wait_final`."""
+    while True:
+        try:
+            response = await transport.request(poll_call(operation, POLL_S))
+        except (ConnectionLostError, ControllerReplacedError):
+            raise
+        except PlexRLError:
+            return
+        if response.status_code != 202:
+            return
+
+
 def cancel_call(operation: str) -> Call:
     """The request that takes an operation back, or ends it early."""
     return Call(method="DELETE", path=f"/v1/operations/{quote(operation, safe='')}")
@@ -84,7 +97,10 @@ class Pending:
 
     def poll(self, wait_s: float, give_up_at: float | None = None) -> Call:
         """The request that waits for the result."""
-        call = poll_call(self.operation, wait_s)
+        return self.patient(poll_call(self.operation, wait_s), give_up_at)
+
+    def patient(self, call: Call, give_up_at: float | None) -> Call:
+        """The same request, given up at `give_up_at` where the cluster holds; `held` says why."""
         return replace(call, give_up_at=give_up_at, on_held=self._hold)
 
     def explain(self) -> str:

@@ -25,9 +25,7 @@ from plexrl.client.results import (
     TrainResult,
 )
 from plexrl.client.transport import Call, Transport
-from plexrl.errors import (
-    PlexRLError,
-)
+from plexrl.errors import PlexRLError
 from plexrl.parallelism import Parallelism
 from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
 
@@ -455,10 +453,13 @@ class Job:
         if outcome == "completed":
             for operation in self._control.last_operations():
                 wait_final(self._transport, operation)
-        self._ended.set()
         body = {"outcome": outcome, "reason": reason}
         call = Call(method="POST", path=f"{self._path}/finish", json=body)
-        view = self._transport.request(call).json()
+        try:
+            view = self._transport.request(call).json()
+        finally:
+            # Not before: a cluster that holds is to see that this controller lives.
+            self._ended.set()
         if outcome == "completed":
             check_completed(view)
 

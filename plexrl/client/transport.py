@@ -239,7 +239,11 @@ class Transport:
         url = self._endpoints.current
         try:
             with self._client.stream(
-                call.method, url + call.path, params=call.query, timeout=_timeout(call)
+                call.method,
+                url + call.path,
+                params=call.query,
+                headers=_controller_header(self.controller),
+                timeout=_timeout(call),
             ) as response:
                 if response.status_code >= 400:
                     response.read()
@@ -312,7 +316,11 @@ class AsyncTransport:
         url = self._endpoints.current
         try:
             async with self._client.stream(
-                call.method, url + call.path, params=call.query, timeout=_timeout(call)
+                call.method,
+                url + call.path,
+                params=call.query,
+                headers=_controller_header(self.controller),
+                timeout=_timeout(call),
             ) as response:
                 if response.status_code >= 400:
                     await response.aread()
@@ -376,6 +384,10 @@ def _headers(api_key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"}
 
 
+def _controller_header(controller: "Controller | None") -> dict[str, str]:
+    return {} if controller is None else {CONTROLLER_HEADER: controller.token}
+
+
 def _timeout(call: Call) -> "httpx.Timeout":
     import httpx
 
@@ -392,9 +404,9 @@ def _build(
     if call.deadline_at is not None:
         # What is left of it: the tries so far, and their pauses, are in it.
         query = {**query, "deadline_s": max(call.deadline_at - time.monotonic(), LEFT_S_MIN)}
-    headers = {} if call.content_type is None else {"content-type": call.content_type}
-    if controller is not None:
-        headers[CONTROLLER_HEADER] = controller.token
+    headers = _controller_header(controller)
+    if call.content_type is not None:
+        headers["content-type"] = call.content_type
     try:
         return client.build_request(
             call.method,

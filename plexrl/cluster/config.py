@@ -4,7 +4,6 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
 
 from plexrl.errors import InvalidRequestError
 
@@ -22,6 +21,8 @@ ORDERINGS = (
 )
 """Likewise."""
 
+SECRETS = frozenset({"password", "sslpassword"})
+"""Parameters of a journal's URL that nobody else may read."""
 
 _COUNT = (1, 65_536)
 _BYTES = (1, 1 << 50)
@@ -59,8 +60,17 @@ def check_argument(journal: str) -> None:
     Raises:
         InvalidRequestError: it does.
     """
-    url = urlsplit(journal)
-    if url.password is not None or "password" in parse_qs(url.query):
+    if "://" not in journal:
+        return
+    import sqlalchemy as sa
+
+    # Read as whoever opens the journal reads it: it takes passwords that other readers of URLs
+    # take for a path, a query or an error.
+    try:
+        url = sa.make_url(journal)
+    except sa.exc.ArgumentError as error:
+        raise InvalidRequestError("the journal's URL cannot be read: check it") from error
+    if url.password is not None or SECRETS & url.query.keys():
         raise InvalidRequestError(
             "the journal's URL holds a password, and every user of this machine can read the "
             f"arguments of processes: set {JOURNAL_VARIABLE} to the URL instead of --journal, or "

@@ -65,6 +65,7 @@ class CheckpointQuota:
 
         Raises:
             QuotaExceededError: the tenant has as many checkpoints, or bytes of them, as it may.
+            StorageError: the disk cannot be looked at.
         """
         name = msgspec.json.decode(params_json, type=CheckpointParams).name
         while True:
@@ -78,8 +79,11 @@ class CheckpointQuota:
                 await asyncio.sleep(RETRY_S)
         if owner["is_operator"]:
             return
-        use = await asyncio.to_thread(self._use, owner["jobs"], (job, name))
-        checkpoints_max, bytes_max = await asyncio.to_thread(self._bounds, owner)
+        try:
+            use = await asyncio.to_thread(self._use, owner["jobs"], (job, name))
+            checkpoints_max, bytes_max = await asyncio.to_thread(self._bounds, owner)
+        except OSError as error:
+            raise StorageError(f"{self._folder} cannot be looked at: {error}") from error
         if use.checkpoints < checkpoints_max and use.nbytes < bytes_max:
             return
         raise QuotaExceededError(

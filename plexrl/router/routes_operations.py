@@ -24,6 +24,7 @@ from plexrl.errors import (
 from plexrl.ids import BlobRef
 from plexrl.router.answers import final_response
 from plexrl.router.blobs import INLINE_BYTES_MAX, PAYLOAD_SUFFIX, Upload
+from plexrl.router.callers import Caller
 from plexrl.router.gateway import FINAL, Gateway
 from plexrl.router.validation import (
     Checked,
@@ -117,7 +118,7 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         view = await gateway.operation(caller, operation, max(0.0, min(wait_s, WAIT_S_MAX)))
         if view["state"] not in FINAL:
             if (held := gateway.executor.held(operation)) is not None:
-                reason = f"it was carried out, and its result waits for room: {held}"
+                reason = held_reason(held, caller)
                 view["explanation"] = {**(view["explanation"] or {}), **HELD, "reason": reason}
             return JSONResponse(view, status_code=202)
         if view["state"] != "finished":
@@ -171,6 +172,12 @@ def operation_routes(gateway: Gateway) -> APIRouter:
         return await gateway.scheduler.call("list_operations", fields)
 
     return routes
+
+
+def held_reason(held: str, caller: Caller) -> str:
+    """Why a result is not there yet; where it is to be stored is the operator's business."""
+    reason = "it was carried out, and its result waits for room"
+    return f"{reason}: {held}" if caller.is_operator else f"{reason} on the cluster's disk"
 
 
 def _in_slices(parts: Sequence[Body]) -> Response:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,11 @@ class FakeRouter(ThreadingHTTPServer):
         self.faults: list[str] = []
         self.requests: list[tuple[str, str]] = []
         self.polls_until_done = 1
+        self.bodies: dict[str, Any] = {}
+        """The last JSON sent, by path."""
+        self.tokens: list[str | None] = []
+        self.on_poll: Callable[[], None] = lambda: None
+        self.result: dict[str, Any] = {"metrics": {"loss": 0.5}}
 
     @property
     def url(self) -> str:
@@ -46,7 +51,10 @@ class FakeHandler(BaseHTTPRequestHandler):
 
     def handle_any(self) -> None:
         length = int(self.headers.get("content-length", 0))
-        self.rfile.read(length)
+        sent = self.rfile.read(length)
+        if self.headers.get("content-type") == "application/json":
+            self.server.bodies[self.path] = json.loads(sent)
+        self.server.tokens.append(self.headers.get("plexrl-controller"))
         self.server.requests.append((self.command, self.path))
         fault = self.server.faults.pop(0) if self.server.faults else ""
         if fault == "reset":
@@ -63,23 +71,28 @@ class FakeHandler(BaseHTTPRequestHandler):
         elif "/operations/" in self.path and self.command == "POST":
             operation = self.path.partition("operation=")[2]
             self.answer(202, {"operation": operation, "state": "pending", "explanation": None})
+        elif self.path.partition("?")[0].endswith("/stream"):
+            self.answer(200, {"done": True})
         elif "/v1/operations/" in self.path:
             self.poll()
         else:
             logs = {"logs": [], "failed": [{"node": "n7", "reason": "it is silent"}]}
-            self.answer(200, {**JOB, "deployment": "j/actor", "jobs": [], "operations": [], **logs})
+            checkpoints = [{"name": "c", "seq": 1, "state": "durable"}]
+            body = {**JOB, "deployment": "j/actor", "jobs": [], "operations": [], **logs}
+            self.answer(200, {**body, "checkpoints": checkpoints})
 
     do_GET = do_POST = do_DELETE = handle_any
 
     def poll(self) -> None:
         view: dict[str, Any] = {"operation": "o", "state": "running"}
+        self.server.on_poll()
         self.server.polls_until_done -= 1
         if self.server.polls_until_done > 0:
             reason = {"reason": "b has the group", "eta_s": 2.0}
             self.answer(202, {**view, "state": "pending", "explanation": reason})
             return
         body = encode_body(
-            {"operation": {**view, "state": "finished"}, "result": {"metrics": {"loss": 0.5}}},
+            {"operation": {**view, "state": "finished"}, "result": self.server.result},
             {"logprobs": np.arange(5, dtype=np.float32)},
         )
         self.answer(200, body)
@@ -176,6 +189,22 @@ def test_a_result_that_is_not_there_in_time_is_no_failure_while_the_cluster_hold
     assert future.result()["metrics"] == {"loss": 0.5}
 
 
+def test_a_checkpoint_that_is_not_durable_in_time_is_no_failure_while_the_cluster_holds(
+    router: FakeRouter, actor: plexrl.TrainDeployment
+) -> None:
+    router.result = {"job": "j", "name": "c", "seq": 1, "durable": False}
+    future = actor.save_checkpoint("c")
+    assert future.pinned() == router.result
+    # More than the listing is asked for in the time that is given, yet the test ends without them.
+    router.faults = ["no_answer"] * 500
+    with pytest.raises(errors.DeadlineExceededError, match="holds: injected"):
+        future.result(timeout_s=0.05)
+    router.faults = ["no_answer"] * 500
+    assert future.done() is False
+    router.faults = []
+    assert future.result()["durable"]
+
+
 @pytest.mark.parametrize("code", ["storage_full", "unavailable", "deadline_exceeded"])
 def test_an_operations_own_error_is_final_whatever_its_status(
     router: FakeRouter, actor: plexrl.TrainDeployment, code: str
@@ -251,6 +280,41 @@ def test_a_job_ends_as_its_block_does(router: FakeRouter) -> None:
             raise RuntimeError("boom")
     finishes = [path for _, path in router.requests if path.endswith("/finish")]
     assert len(finishes) == 2
+
+
+def test_an_async_controller_can_be_interrupted_while_its_last_operation_waits(
+    router: FakeRouter,
+) -> None:
+    router.polls_until_done = 10**6
+    polling = threading.Event()
+    router.on_poll = polling.set
+
+    async def control() -> None:
+        async with (
+            await plexrl.connect_async(router.url, "key") as cluster,
+            await cluster.create_job("j") as job,
+        ):
+            actor = await job.train_deployment("actor", plexrl.tiny_qwen2("01"))
+            await actor.optim_step(learning_rate=0.1)
+
+    async def interrupt() -> None:
+        task = asyncio.create_task(control())
+        assert await asyncio.to_thread(polling.wait, 30.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(interrupt())
+    assert router.bodies["/v1/jobs/j/finish"]["outcome"] == "cancelled"
+
+
+def test_a_stream_names_its_controller(router: FakeRouter) -> None:
+    with plexrl.connect(router.url, "key") as cluster:
+        rollout = cluster.create_job("j").rollout_deployment("actor", plexrl.tiny_qwen2("01"))
+        router.tokens.clear()
+        assert list(rollout.generate([[3]], stream=True).stream()) == []
+    assert len(router.tokens) >= 2
+    assert len(set(router.tokens)) == 1, "the submission's and the stream's"
 
 
 def test_a_node_that_gave_no_logs_is_told_of(

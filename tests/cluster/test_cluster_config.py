@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from sqlalchemy import make_url
 
-from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions
+from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions, check_argument
 from plexrl.cluster.parts import (
     Folders,
     check_shared_memory,
@@ -20,6 +21,27 @@ from tests.small_disk import small_disk
 def test_the_names_offered_are_the_schedulers() -> None:
     assert POLICIES == policies.POLICIES
     assert tuple(ordering.ORDERINGS) == ORDERINGS
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        *("u:pw@h/db", "u:p[w@h/db", "u:p/w@h/db", "u:p?w@h/db", "u:p#w@h/db"),
+        *("u@h/db?password=pw", "u@h/db?sslpassword=pw"),
+    ],
+)
+def test_a_journals_password_is_seen_wherever_the_url_has_it(told: str) -> None:
+    url = f"postgresql://{told}"
+    found = make_url(url)
+    assert found.password or found.query, "the journal is opened with it"
+    with pytest.raises(InvalidRequestError, match="holds a password") as caught:
+        check_argument(url)
+    assert "w@" not in caught.value.message
+
+
+@pytest.mark.parametrize("journal", ["postgresql://u@h/db?connect_timeout=3", "/data/a:b@c"])
+def test_a_journal_without_a_password_may_be_an_argument(journal: str) -> None:
+    check_argument(journal)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 import pytest
 
 from plexrl import errors
+from plexrl.router.callers import Caller
 from plexrl.router.public_errors import public_error
+from plexrl.router.routes_operations import held_reason
 
 SECRET = "postgresql://plexrl@db.internal/journal"
 
@@ -35,3 +37,11 @@ def test_other_errors_are_told_as_they_are() -> None:
         errors.UnavailableError("the scheduler is restarting"),
     ):
         assert public_error(error) is error
+
+
+def test_only_the_operator_is_told_which_disk_a_result_waits_for() -> None:
+    held = f"the disk of {SECRET} is full"
+    assert SECRET in held_reason(held, Caller("operator", is_operator=True))
+    told = held_reason(held, Caller("t", is_operator=False))
+    assert "waits for room" in told
+    assert SECRET not in told
