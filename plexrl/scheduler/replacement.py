@@ -38,6 +38,9 @@ def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
     """Move the WPGs on GPUs that the node has no more; their workers there are gone."""
     gpus = context.state.nodes[name].gpus
     for deployment in placed_on(context, name):
+        if deployment.state == WpgState.STOPPED:
+            # Its job has ended by the loss of another of its deployments.
+            continue
         if all(rank.gpu < gpus for rank in deployment.ranks if rank.node == name):
             continue
         if deployment.state not in (WpgState.RECOVERING, WpgState.MIGRATING):
@@ -148,6 +151,7 @@ def _replace(context: Context, deployment: Deployment, now: float) -> None:
     deployment.residency = Residency.NONE
     deployment.relocation = None
     context.relocating.pop(deployment.deployment, None)
+    deployment.launch_at = None
     deployment.state = WpgState.WAITING
     job_event(job, JobTrigger.DISPLACED)
     _enqueue(context, deployment, now)
