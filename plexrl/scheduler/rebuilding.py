@@ -15,8 +15,9 @@ from plexrl.scheduler.placement import shares
 from plexrl.scheduler.state import Deployment
 from plexrl.wire.operations import OperationKind
 
-OUT_OF_REACH = frozenset({"state_lost", "unavailable", "connection_lost"})
-"""Errors of a sync that another publish mends."""
+OUT_OF_REACH = frozenset({"state_lost", "connection_lost"})
+"""Errors of a sync that another publish mends. A source that does not answer is waited for instead
+(`holding`): each try asks the nodes that the trainer is on then."""
 
 LOST_CODES = frozenset({"state_lost", "corrupt_state"})
 """Errors of a load or a copy that say that the version is damaged or missing."""

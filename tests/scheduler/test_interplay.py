@@ -136,6 +136,7 @@ def test_silent_state_managers_do_not_use_up_the_failures_of_a_rollout() -> None
     cluster.submit("s", "a/rollout", "sync_weights", source="a/train")
     cluster.settle()
     cluster.kill("a/rollout")
+    cluster.submit("g", "a/rollout", "generate")
     for _ in range(4):
         for _ in range(100):
             if any(run.operation == "s" for run in cluster.runs):
