@@ -64,6 +64,9 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         hold_over(deployment)
         if command.replay:
             deployment.replaying.remove(name)
+            if deployment.no_snapshot_until:
+                # The newest snapshot found no room: new work is done before the next one is tried.
+                deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         else:
             # Only new work counts as progress: an operation that kills its worker would else be
             # tried for ever, since every recovery loads and replays without harm.
@@ -91,6 +94,8 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     error = read_error(event.error_json)
     if is_storage_full(error.code) and not event.state_intact:
         # Some ranks have done it, or a part of it. It is done again by all, from the state before.
+        if deployment.moving is not None and operation.kind == OperationKind.SNAPSHOT:
+            deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         restart_when_there_is_room(context, deployment, error.message, now)
         return
     if deployment.moving is not None and deployment.moving.operation == event.operation:
@@ -205,6 +210,7 @@ def _move_finished(
     else:
         deployment.estimates.observe(kind, operation.tokens, event.compute_s)
         _version_made(context, deployment, event)
+        deployment.no_snapshot_until = 0.0
         deployment.idle_since = now
 
 

@@ -92,10 +92,6 @@ def is_republished(
     name = publish_name(context, operation.operation, str(deployment.failures))
     operation.after = name
     enqueue_publish(context, trainer, name, operation.operation, now)
-    group = context.group_of(deployment)
-    assert group is not None, f"{deployment.deployment} runs without a group"
-    # Under the same token the workers would give the answer that they gave.
-    context.state.fence(group)
     return True
 
 

@@ -153,3 +153,23 @@ def test_silent_state_managers_do_not_use_up_the_failures_of_a_rollout() -> None
     cluster.kill("a/rollout")
     cluster.settle()
     assert cluster.core.job_view("a", cluster.now)["state"] not in ("FAILED", "CANCELLED")
+
+
+def test_a_snapshot_that_leaves_a_part_on_a_full_disk_lets_training_go_on() -> None:
+    cluster = _started(snapshot_operations=2)
+    for number in range(4):
+        cluster.submit(f"a{number}", "a/train", "forward_backward")
+    snapshots = 0
+    for _ in range(60):
+        if cluster.launches:
+            cluster.launch(cluster.launches[0])
+        elif cluster.runs and cluster.runs[0].kind == "snapshot":
+            snapshots += 1
+            cluster.wpgs["a/train"].device = None
+            _fail(cluster, "storage_full", state_intact=False)
+        elif cluster.runs:
+            cluster.execute(cluster.runs[0])
+        else:
+            cluster.pass_time(1.0)
+    assert snapshots
+    assert cluster.state_of("a3") == "finished"
