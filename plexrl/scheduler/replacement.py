@@ -8,6 +8,8 @@ ago; no operation is lost, for queue and log stay. Any other whose durable versi
 node waits for that node, or, where lost nodes do not come back, its job ends.
 """
 
+from collections.abc import Iterator
+
 from plexrl.ids import NodeId
 from plexrl.scheduler.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
@@ -38,9 +40,6 @@ def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
     """Move the WPGs on GPUs that the node has no more; their workers there are gone."""
     gpus = context.state.nodes[name].gpus
     for deployment in placed_on(context, name):
-        if deployment.state == WpgState.STOPPED:
-            # Its job has ended by the loss of another of its deployments.
-            continue
         if all(rank.gpu < gpus for rank in deployment.ranks if rank.node == name):
             continue
         if deployment.state not in (WpgState.RECOVERING, WpgState.MIGRATING):
@@ -72,13 +71,17 @@ def displace(context: Context, deployment: Deployment, reason: str, now: float) 
     _replace(context, deployment, now)
 
 
-def placed_on(context: Context, node: NodeId) -> list[Deployment]:
-    """The deployments with ranks on a node, by the age of their groups."""
-    return [
+def placed_on(context: Context, node: NodeId) -> Iterator[Deployment]:
+    """The deployments with ranks on a node, by the age of their groups; without those that lose
+    their GPUs while the ones before them are looked at, for their job may end by these."""
+    members = [
         context.deployment(member)
         for name in context.inventory.groups_on(node)
-        for member in list(context.state.groups[name].members)
+        for member in context.state.groups[name].members
     ]
+    for deployment in members:
+        if deployment.group is not None:
+            yield deployment
 
 
 def awaited(context: Context, deployment: Deployment) -> tuple[NodeId, ...]:

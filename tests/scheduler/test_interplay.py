@@ -1,5 +1,6 @@
 """Mechanisms of the core that meet: holds, losses, deadlines, ends of jobs."""
 
+import pytest
 from msgspec.structs import replace
 
 from plexrl.scheduler import events as ev
@@ -173,3 +174,22 @@ def test_a_snapshot_that_leaves_a_part_on_a_full_disk_lets_training_go_on() -> N
             cluster.pass_time(1.0)
     assert snapshots
     assert cluster.state_of("a3") == "finished"
+
+
+@pytest.mark.parametrize("survives", [False, True])
+def test_a_node_that_comes_back_without_workers_ends_a_job_once(survives: bool) -> None:
+    cluster = FakeCluster(launch_attempts=1)
+    cluster.start_node()
+    cluster.job("a")
+    cluster.deploy("a/train", workers=4)
+    cluster.deploy("a/other", workers=4)
+    cluster.settle()
+    cluster.kill("a/train")
+    cluster.settle()
+    cluster.wpgs["a/train"].nodes = set()
+    if not survives:
+        cluster.wpgs["a/other"].nodes = set()
+    cluster.join_node()
+    assert cluster.core.job_view("a", cluster.now)["state"] == "FAILED"
+    for name in ("a/train", "a/other"):
+        assert cluster.core.deployment_view(name, cluster.now)["state"] == "stopped"
