@@ -49,9 +49,11 @@ def read_error(error_json: str) -> PlexRLError:
     """What a report says went wrong. One that cannot be read is journalled all the same, and must
     not end every replay."""
     try:
-        return from_wire(msgspec.json.decode(error_json, type=dict[str, object]))
+        error = from_wire(msgspec.json.decode(error_json, type=dict[str, object]))
     except (ValueError, RecursionError):
         return ExecutionError(f"the run failed, and its report cannot be read: {error_json[:200]}")
+    # Only the scheduler finds that an operation failed because of another one.
+    return ExecutionError(error.message) if isinstance(error, EarlierFailureError) else error
 
 
 def earlier_failure(failure: Failure) -> EarlierFailureError:

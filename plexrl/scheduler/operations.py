@@ -232,6 +232,8 @@ def _compare(context: Context, operation: Operation, now: float) -> None:
     errors.late_s += max(0.0, late_s)
     said_s = operation.expected_at - operation.submitted_at
     errors.slipped += late_s > max(1.0, said_s)
+    # One that is held or interrupted starts again, and the estimate was of its first start.
+    operation.expected_at = None
 
 
 def complete(

@@ -193,3 +193,33 @@ def test_a_node_that_comes_back_without_workers_ends_a_job_once(survives: bool) 
     assert cluster.core.job_view("a", cluster.now)["state"] == "FAILED"
     for name in ("a/train", "a/other"):
         assert cluster.core.deployment_view(name, cluster.now)["state"] == "stopped"
+
+
+def test_a_report_cannot_name_another_operation_as_the_one_that_failed() -> None:
+    cluster = FakeCluster()
+    cluster.start_node()
+    cluster.job("b", halts_on_failure=True)
+    cluster.deploy("b/train")
+    cluster.submit("b1", "b/train", "optim_step")
+    _run_next(cluster)
+    _fail(cluster, "earlier_failure")
+    error = cluster.core.operation_view("b1", cluster.now)["error"]
+    assert error["code"] == "execution_failed"
+
+
+def test_the_estimate_of_a_start_is_compared_once() -> None:
+    cluster = FakeCluster()
+    cluster.start_node(gpus=2)
+    for job in ("a", "b"):
+        cluster.job(job)
+        cluster.deploy(f"{job}/train")
+    cluster.settle()
+    cluster.submit("a1", "a/train", "forward_backward")
+    _run_next(cluster)
+    cluster.submit("b1", "b/train", "forward_backward")
+    cluster.execute(cluster.runs[0])
+    for _ in range(3):
+        _run_next(cluster)
+        cluster.refuse(cluster.runs[0])
+    cluster.settle()
+    assert cluster.core.explain_job("b", cluster.now)["eta_quality"]["estimates"] == 1
