@@ -215,11 +215,8 @@ def test_the_estimate_of_a_start_is_compared_once() -> None:
         cluster.deploy(f"{job}/train")
     cluster.settle()
     cluster.submit("a1", "a/train", "forward_backward")
-    _run_next(cluster)
-    cluster.submit("b1", "b/train", "forward_backward")
-    cluster.execute(cluster.runs[0])
     for _ in range(3):
         _run_next(cluster)
         cluster.refuse(cluster.runs[0])
     cluster.settle()
-    assert cluster.core.explain_job("b", cluster.now)["eta_quality"]["estimates"] == 1
+    assert cluster.core.explain_job("a", cluster.now)["eta_quality"]["estimates"] == 1
