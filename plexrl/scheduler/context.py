@@ -181,8 +181,8 @@ class Context:
             self.dirty[group] = None
 
     def wake(self, at: float, what: str) -> None:
-        """Look at `what` again at `at`: `group:<id>`, `job:<id>`, `placement:`, `migration:<id>` or
-        `node:<id>`."""
+        """Look at `what` again at `at`: `group:<id>`, `job:<id>`, `placement:`, `migration:<id>`,
+        `node:<id>`, `launch:<id>` or `deadline:<id>`."""
         heapq.heappush(self.timers, (at, what))
         if self.timer_at is not None and at < self.timer_at:
             self.wakes_sooner = True

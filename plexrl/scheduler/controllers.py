@@ -16,12 +16,11 @@ from plexrl.scheduler.events import (
     FailureAcknowledged,
     JobFinished,
 )
-from plexrl.scheduler.failures import acknowledge, job_failure, root_of
+from plexrl.scheduler.failures import acknowledge, job_failure, read_error, root_of
 from plexrl.scheduler.gradients import gradients_to_come
 from plexrl.scheduler.lifecycle import ENDINGS, end_job
 from plexrl.scheduler.lookups import find_deployment, find_job, find_live_job, find_operation
 from plexrl.scheduler.operations import enqueue_zero_grad
-from plexrl.scheduler.outcomes import read_error
 from plexrl.scheduler.state import Job
 
 if TYPE_CHECKING:

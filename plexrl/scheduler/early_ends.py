@@ -56,6 +56,13 @@ def deadline_passed(context: Context, name: OperationId, now: float) -> None:
         _end_run(context, operation)
 
 
+def is_over(operation: Operation, now: float) -> bool:
+    """Whether an operation that was not carried out is not to be begun again: its end was asked
+    for, or its deadline has passed."""
+    deadline_at = operation.deadline_at
+    return operation.is_aborted or (deadline_at is not None and now >= deadline_at)
+
+
 def early_end(operation: Operation, now: float) -> PlexRLError:
     """Why an operation that has not been carried out ends."""
     if operation.deadline_at is None or now < operation.deadline_at:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from plexrl.errors import EarlierFailureError, PlexRLError
+from plexrl.errors import EarlierFailureError, ExecutionError, PlexRLError, from_wire
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.operation_record import Failure, Operation
 from plexrl.scheduler.state import Deployment, Job, State
@@ -43,6 +43,17 @@ def failure_of(operation: Operation, error: PlexRLError, now: float) -> Failure:
         error_json=operation.error_json,
         at=now,
     )
+
+
+def read_error(error_json: str) -> PlexRLError:
+    """What a report says went wrong. One that cannot be read is journalled all the same, and must
+    not end every replay."""
+    try:
+        error = from_wire(msgspec.json.decode(error_json, type=dict[str, object]))
+    except (ValueError, RecursionError):
+        return ExecutionError(f"the run failed, and its report cannot be read: {error_json[:200]}")
+    # Only the scheduler finds that an operation failed because of another one.
+    return ExecutionError(error.message) if isinstance(error, EarlierFailureError) else error
 
 
 def earlier_failure(failure: Failure) -> EarlierFailureError:

@@ -38,13 +38,10 @@ def hold(
     context: Context, deployment: Deployment, operation: Operation, error: PlexRLError, now: float
 ) -> None:
     """Have a run, which is no longer in flight, tried again after a back-off."""
-    if not deployment.held_code:
-        deployment.held_since = now
-    deployment.held_code = error.code
+    note_condition(deployment, error.code, error.message, now)
     wait_s = min(HOLD_S_MIN * 2.0 ** min(deployment.held_count, 16), HOLD_S_MAX)
     deployment.held_count += 1
     deployment.held_back_until = now + wait_s
-    deployment.held_back_reason = error.message
     context.wake(deployment.held_back_until, f"group:{deployment.group}")
     context.touch(deployment.group)
     # The cycle at hand is no measure of the job's demand.
@@ -60,13 +57,22 @@ def hold(
         deployment.idle_since = deployment.wants_since = now
 
 
+def note_condition(deployment: Deployment, code: str, message: str, now: float) -> None:
+    """Have operators told what keeps the deployment's work from going on."""
+    if not deployment.held_code:
+        deployment.held_since = now
+    deployment.held_code = code
+    deployment.held_back_reason = message
+
+
 def hold_over(deployment: Deployment) -> None:
-    """A run of the deployment was completed."""
+    """A run of the deployment met no such condition, or nothing is left to be tried again."""
+    if not deployment.held_code:
+        return
     deployment.held_code = ""
     deployment.held_count = 0
     deployment.held_since = 0.0
     deployment.held_back_until = 0.0
-    deployment.held_back_reason = ""
 
 
 def renew_token(context: Context, group: Group, operation: Operation) -> None:

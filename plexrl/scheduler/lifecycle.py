@@ -2,13 +2,14 @@
 
 from typing import Final
 
-from plexrl.errors import OperationCancelledError
+from plexrl.errors import OperationCancelledError, StorageFullError
 from plexrl.scheduler.admission import admit
 from plexrl.scheduler.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.early_ends import abort, early_end
+from plexrl.scheduler.early_ends import abort, early_end, is_over
 from plexrl.scheduler.events import Event, RouterJoined, RouterLost
 from plexrl.scheduler.forgetting import last_incarnation
+from plexrl.scheduler.holding import hold_over, note_condition
 from plexrl.scheduler.jobs import JobState, JobTrigger, next_state
 from plexrl.scheduler.operations import drop_log, drop_past, fail
 from plexrl.scheduler.placement import leave
@@ -180,7 +181,7 @@ def restart_when_there_is_room(
     """As `restart`, for processes that ended because a file system was full: that is no failure of
     theirs, and they are tried again for as long as it lasts."""
     if stop(context, deployment, reason, now, counts=False):
-        deployment.held_back_reason = reason
+        note_condition(deployment, StorageFullError.code, reason, now)
         deployment.launch_at = now + NO_ROOM_PAUSE_S
         context.wake(deployment.launch_at, f"launch:{deployment.deployment}")
 
@@ -207,12 +208,12 @@ def stop(
         operation.started_at = None
         # What a fault made void is nobody's use.
         operation.gpu_seconds = 0.0
-    # A generation whose end was asked for is over: nobody wants it drawn again.
-    aborted = [name for name in interrupted if context.state.operations[name].is_aborted]
-    for name in aborted:
+    # Nobody wants these run again, and the timer of a deadline that has passed is used up.
+    over = [name for name in interrupted if is_over(context.state.operations[name], now)]
+    for name in over:
         operation = context.state.operations[name]
         fail(context, operation, early_end(operation, now), now)
-    deployment.queue[:0] = [name for name in interrupted if name not in aborted]
+    deployment.queue[:0] = [name for name in interrupted if name not in over]
     if deployment.moving is not None:
         # It is made anew when it is needed again, under a name of its own.
         del context.state.operations[deployment.moving.operation]
@@ -257,6 +258,8 @@ def worker_ready(
     if not deployment.is_ready:
         deployment.state = WpgState.READY
         context.touch(deployment.group)
+        if not deployment.queue and not deployment.log:
+            hold_over(deployment)
         if now < deployment.held_back_until:
             # The group that was to be looked at then may have been another.
             context.wake(deployment.held_back_until, f"group:{deployment.group}")

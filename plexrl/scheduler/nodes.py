@@ -151,8 +151,7 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
     context.place_waiting = True
     for deployment in placed_on(context, event.node):
         here = [rank.rank for rank in deployment.ranks if rank.node == event.node]
-        # Its job may have ended by the loss of another of its deployments.
-        if deployment.state in (WpgState.STOPPED, WpgState.MIGRATING):
+        if deployment.state == WpgState.MIGRATING:
             continue
         if deployment.state == WpgState.RECOVERING:
             # It is launched again when the node is back; whoever was ready there is dead.

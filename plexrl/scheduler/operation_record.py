@@ -74,7 +74,7 @@ class Operation:
     gpu_seconds: float = 0.0
     """Held so far: seconds times GPUs."""
     expected_at: float | None = None
-    """When it was expected to start, by the estimate made as it arrived."""
+    """When it was expected to start, by the estimate made as it arrived; absent once it has."""
     caused_by: DeploymentId | None = None
     """Of an offload: who gets the group, waiting or expected, and pays; absent: nobody, as in a
     drain, and the deployment's own job pays."""

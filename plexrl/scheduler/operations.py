@@ -7,15 +7,15 @@ import msgspec
 from plexrl.errors import (
     OperationCancelledError,
     PlexRLError,
-    from_wire,
 )
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.backpressure import ended, taken_in
 from plexrl.scheduler.commands import RunOperation
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationFinished, OperationSubmitted
-from plexrl.scheduler.failures import earlier_failure, failure_of
+from plexrl.scheduler.failures import earlier_failure, failure_of, read_error
 from plexrl.scheduler.gradients import gradients_after
+from plexrl.scheduler.holding import hold_over
 from plexrl.scheduler.next_use import next_use_s
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.phases import note_start
@@ -232,6 +232,8 @@ def _compare(context: Context, operation: Operation, now: float) -> None:
     errors.late_s += max(0.0, late_s)
     said_s = operation.expected_at - operation.submitted_at
     errors.slipped += late_s > max(1.0, said_s)
+    # One that is held or interrupted starts again, and the estimate was of its first start.
+    operation.expected_at = None
 
 
 def complete(
@@ -265,8 +267,7 @@ def complete(
             dependent.source_seq = operation.seq
     finish(context, deployment, operation, event, now)
     if operation.state is _FAILED:
-        error = from_wire(msgspec.json.decode(event.error_json, type=dict[str, object]))
-        _halt(context, deployment, operation, error, now)
+        _halt(context, deployment, operation, read_error(event.error_json), now)
 
 
 def _note_run(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
@@ -300,6 +301,8 @@ def fail(
     context.discard(operation.payload)
     own = context.deployment(operation.deployment)
     _into_history(context, own, operation, now)
+    if not own.queue and not own.running and not own.replaying:
+        hold_over(own)
     if operation.state is _FAILED and operation.kind in _MISSED:
         _halt(context, own, operation, error, now, place)
     dependent = _served(context, operation)
@@ -453,7 +456,11 @@ def finish(
 ) -> None:
     """Record that an operation was carried out, and what was measured of it."""
     operation.state = _FAILED if event.error_json else _FINISHED
-    operation.error_json = event.error_json or None
+    if event.error_json:
+        error = read_error(event.error_json)
+        operation.error_json = msgspec.json.encode(error.to_wire()).decode()
+    else:
+        operation.error_json = None
     operation.result_json = event.result_json
     operation.compute_s = event.compute_s
     operation.transfer_s = event.transfer_s

@@ -2,20 +2,16 @@
 
 from typing import Final
 
-import msgspec
-
 from plexrl.errors import (
-    ExecutionError,
     InvalidRequestError,
     NonFiniteWeightsError,
-    PlexRLError,
-    from_wire,
     is_storage_full,
 )
 from plexrl.ids import FencingToken
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.early_ends import early_end
+from plexrl.scheduler.early_ends import early_end, is_over
 from plexrl.scheduler.events import OperationFailed, OperationFinished
+from plexrl.scheduler.failures import read_error
 from plexrl.scheduler.forgetting import owner_of
 from plexrl.scheduler.groups import end_burst, load, successor
 from plexrl.scheduler.holding import hold, hold_over, is_held
@@ -65,10 +61,12 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         _move_finished(context, deployment, operation, event, now)
     else:
         deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
-        if deployment.held_code:
-            hold_over(deployment)
+        hold_over(deployment)
         if command.replay:
             deployment.replaying.remove(name)
+            if deployment.no_snapshot_until:
+                # The newest snapshot found no room: new work is done before the next one is tried.
+                deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         else:
             # Only new work counts as progress: an operation that kills its worker would else be
             # tried for ever, since every recovery loads and replays without harm.
@@ -96,6 +94,8 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     error = read_error(event.error_json)
     if is_storage_full(error.code) and not event.state_intact:
         # Some ranks have done it, or a part of it. It is done again by all, from the state before.
+        if deployment.moving is not None and operation.kind == OperationKind.SNAPSHOT:
+            deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         restart_when_there_is_room(context, deployment, error.message, now)
         return
     if deployment.moving is not None and deployment.moving.operation == event.operation:
@@ -132,10 +132,12 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     del deployment.running[event.operation]
     if is_held(error, state_intact=event.state_intact):
-        if not operation.is_aborted and not _is_late(operation, now):
+        if not is_over(operation, now):
             hold(context, deployment, operation, error, now)
             return
         error = early_end(operation, now)
+    else:
+        hold_over(deployment)
     fail(context, operation, error, now)
     if event.state_intact:
         deployment.failures = 0
@@ -146,19 +148,6 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         # Workers that say so are sound: only what they hold is not.
         counts = not isinstance(error, NonFiniteWeightsError)
         restart(context, deployment, error.message, now, counts=counts)
-
-
-def _is_late(operation: Operation, now: float) -> bool:
-    return operation.deadline_at is not None and now >= operation.deadline_at
-
-
-def read_error(error_json: str) -> PlexRLError:
-    """What a report says went wrong. One that cannot be read is journalled all the same, and must
-    not end every replay."""
-    try:
-        return from_wire(msgspec.json.decode(error_json, type=dict[str, object]))
-    except (ValueError, RecursionError):
-        return ExecutionError(f"the run failed, and its report cannot be read: {error_json[:200]}")
 
 
 def _at_work(state: State, operation: Operation, token: FencingToken) -> Deployment | None:
@@ -221,6 +210,7 @@ def _move_finished(
     else:
         deployment.estimates.observe(kind, operation.tokens, event.compute_s)
         _version_made(context, deployment, event)
+        deployment.no_snapshot_until = 0.0
         deployment.idle_since = now
 
 

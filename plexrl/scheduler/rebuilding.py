@@ -15,8 +15,9 @@ from plexrl.scheduler.placement import shares
 from plexrl.scheduler.state import Deployment
 from plexrl.wire.operations import OperationKind
 
-OUT_OF_REACH = frozenset({"state_lost", "unavailable", "connection_lost"})
-"""Errors of a sync that another publish mends."""
+OUT_OF_REACH = frozenset({"state_lost", "connection_lost"})
+"""Errors of a sync that another publish mends. A source that does not answer is waited for instead
+(`holding`): each try asks the nodes that the trainer is on then."""
 
 LOST_CODES = frozenset({"state_lost", "corrupt_state"})
 """Errors of a load or a copy that say that the version is damaged or missing."""
@@ -91,10 +92,6 @@ def is_republished(
     name = publish_name(context, operation.operation, str(deployment.failures))
     operation.after = name
     enqueue_publish(context, trainer, name, operation.operation, now)
-    group = context.group_of(deployment)
-    assert group is not None, f"{deployment.deployment} runs without a group"
-    # Under the same token the workers would give the answer that they gave.
-    context.state.fence(group)
     return True
 
 

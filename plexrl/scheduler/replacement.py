@@ -8,6 +8,8 @@ ago; no operation is lost, for queue and log stay. Any other whose durable versi
 node waits for that node, or, where lost nodes do not come back, its job ends.
 """
 
+from collections.abc import Iterator
+
 from plexrl.ids import NodeId
 from plexrl.scheduler.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.context import Context
@@ -69,13 +71,17 @@ def displace(context: Context, deployment: Deployment, reason: str, now: float) 
     _replace(context, deployment, now)
 
 
-def placed_on(context: Context, node: NodeId) -> list[Deployment]:
-    """The deployments with ranks on a node, by the age of their groups."""
-    return [
+def placed_on(context: Context, node: NodeId) -> Iterator[Deployment]:
+    """The deployments with ranks on a node, by the age of their groups; without those that lose
+    their GPUs while the ones before them are looked at, for their job may end by these."""
+    members = [
         context.deployment(member)
         for name in context.inventory.groups_on(node)
-        for member in list(context.state.groups[name].members)
+        for member in context.state.groups[name].members
     ]
+    for deployment in members:
+        if deployment.group is not None:
+            yield deployment
 
 
 def awaited(context: Context, deployment: Deployment) -> tuple[NodeId, ...]:
@@ -148,6 +154,7 @@ def _replace(context: Context, deployment: Deployment, now: float) -> None:
     deployment.residency = Residency.NONE
     deployment.relocation = None
     context.relocating.pop(deployment.deployment, None)
+    deployment.launch_at = None
     deployment.state = WpgState.WAITING
     job_event(job, JobTrigger.DISPLACED)
     _enqueue(context, deployment, now)

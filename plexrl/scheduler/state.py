@@ -274,7 +274,7 @@ class Deployment:
     served_at: float = 0.0
     """When an operation was last started."""
     no_snapshot_until: float = 0.0
-    """After a snapshot that found no room; the log grows meanwhile."""
+    """After a snapshot that found no room; the log grows meanwhile. 0: the last one found room."""
     held_back_until: float = 0.0
     held_back_reason: str = ""
     held_code: str = ""
