@@ -1,4 +1,4 @@
-"""Operations that met a full disk, full memory or a silent part, and changed nothing.
+"""Operations that met a full disk, memory or queue, or a silent part, and changed nothing.
 
 Such an operation is not failed: it goes back to the head of its queue and is tried again after a
 back-off. Others may have the group meanwhile. The reason is told by `explain` and by the status of
@@ -10,6 +10,7 @@ from typing import Any
 
 from plexrl.errors import (
     DeviceMemoryFullError,
+    OverloadedError,
     PlexRLError,
     StorageFullError,
     UnavailableError,
@@ -25,7 +26,7 @@ HOLD_S_MAX = 15.0
 """Back-off before the first try after a refusal, doubled with each one that follows, and its bound:
 a disk that has room again is noticed soon."""
 
-CONDITIONS = (DeviceMemoryFullError, StorageFullError, UnavailableError)
+CONDITIONS = (DeviceMemoryFullError, OverloadedError, StorageFullError, UnavailableError)
 """Errors that say that the same run succeeds later."""
 
 

@@ -36,7 +36,11 @@ def test_a_held_operation_goes_back_to_the_head_of_its_queue(cluster: FakeCluste
 
 
 @pytest.mark.parametrize(
-    "code", ["storage_full", "state_tier_full", "journal_full", "device_memory_full", "unavailable"]
+    "code",
+    [
+        *("storage_full", "state_tier_full", "journal_full", "device_memory_full"),
+        *("unavailable", "overloaded"),
+    ],
 )
 def test_every_condition_that_passes_holds(cluster: FakeCluster, code: str) -> None:
     cluster.submit("a:1", "a/actor", "optim_step")
