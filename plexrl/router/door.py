@@ -15,7 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plexrl.errors import ConnectionLostError, PayloadTooLargeError, PlexRLError
 from plexrl.router.guarded_protocol import STATE_KEY, GuardedProtocol
 
-OPEN_PATHS = frozenset({"/v1/health", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
+OPEN_PATHS = frozenset(
+    {
+        *("/v1/health", "/v1/metrics"),
+        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
+    }
+)
 """Requests that carry no key."""
 BODY_KEY = "incoming_body"
 """Of a request's body in its `scope["state"]`."""

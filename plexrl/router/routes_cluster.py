@@ -1,14 +1,17 @@
 """Routes about the cluster: its nodes and groups, its tenants, and what they used."""
 
 import asyncio
+import time
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from plexrl.cluster.operator_key import NAME, new_api_key, stage_private
 from plexrl.router.callers import key_digest
 from plexrl.router.gateway import Gateway
+from plexrl.router.metrics import metrics_text
 from plexrl.router.schemas import TenantRequest, TenantSettings
 from plexrl.router.validation import check_name
 
@@ -22,6 +25,11 @@ def cluster_routes(gateway: Gateway) -> APIRouter:
     @routes.get("/health", summary="What is wrong with the cluster; needs no key")
     async def health() -> Plain:
         return await gateway.health.public()
+
+    @routes.get("/metrics", summary="The same as figures for Prometheus; needs no key")
+    async def metrics() -> Response:
+        text = metrics_text(await gateway.health.public(), time.time())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @routes.get("/status", summary="The cluster in a few numbers")
     async def status(request: Request) -> Plain:

@@ -152,6 +152,8 @@ def test_a_part_that_was_started_again_is_counted_in_health_and_status(tmp_path:
             health = httpx.get(f"{running.url}/v1/health", timeout=60).json()
             assert (health["ok"], health["restarts"]) == (True, 1)
             assert "scheduler" not in str(health["conditions"])
+            figures = httpx.get(f"{running.url}/v1/metrics", timeout=60).text
+            assert "plexrl_part_restarts_total 1.0" in figures
             shown = subprocess.run(
                 [sys.executable, "-m", "plexrl.cli.app", "status", "--data-dir", str(tmp_path)],
                 capture_output=True,

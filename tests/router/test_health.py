@@ -7,6 +7,7 @@ from typing import Any
 
 from plexrl.cluster.part_record import PartRecord, read_parts
 from plexrl.router.health import ClusterHealth
+from plexrl.router.metrics import metrics_text
 from plexrl.router.scheduler_link import SchedulerLink
 from plexrl.wire.rpc import Peer
 
@@ -112,3 +113,16 @@ def test_a_scheduler_that_is_away_is_a_condition_from_its_first_time_on(tmp_path
         assert told["conditions"] == [{"code": "unavailable", "since": first["since"]}]
 
     asyncio.run(test())
+
+
+def test_prometheus_is_told_how_long_a_condition_has_held(tmp_path: Path) -> None:
+    async def test(link: SchedulerLink) -> int:
+        health = ClusterHealth(link, tmp_path, None, free_bytes_min=0)
+        text = metrics_text(await health.public(), now=12.0).decode()
+        assert 'plexrl_condition_seconds{code="journal_full"} 7.0' in text
+        assert "plexrl_scheduler_connected 1.0" in text
+        assert "plexrl_part_restarts_total 0.0" in text
+        assert "secret" not in text
+        return 1
+
+    with_scheduler(tmp_path, [FULL], test)
