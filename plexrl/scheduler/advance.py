@@ -28,9 +28,11 @@ NONE: Final[frozenset[str]] = frozenset()
 class Fault(Exception):
     """A step of an event raised what is no refusal. The core's state is of no use any more."""
 
-    def __init__(self, step: str) -> None:
+    def __init__(self, step: str, error: Exception) -> None:
         super().__init__(step)
         self.step = step
+        self.error = error
+        """What it raised; compiled code keeps no `__cause__`."""
 
 
 def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
@@ -77,7 +79,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     except MemoryError:
         raise
     except Exception as error:
-        raise Fault(f"{step} {name}".rstrip()) from error
+        raise Fault(f"{step} {name}".rstrip(), error) from error
 
 
 def has_work(context: Context) -> bool:

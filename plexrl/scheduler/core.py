@@ -157,7 +157,7 @@ class SchedulerCore:
         except Exception as error:
             if isinstance(error, PlexRLError) and not has_work(context):
                 raise
-            raise Fault(EVENT) from error
+            raise Fault(EVENT, error) from error
         work_off(context, now, skipped)
         commands = context.commands
         context.commands = []

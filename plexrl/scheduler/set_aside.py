@@ -56,7 +56,7 @@ class SetAside:
         if step in steps or len(steps) >= STEPS_MAX:
             step = EVENT
         self._steps[position] = steps | {step}
-        error = repr(fault.__cause__)
+        error = repr(fault.error)
         self._newest = f"event {position} ({type(event).__name__}), step {step!r}: {error}"[:1000]
         LOG.critical(
             "a fault of PlexRL: it is left out from now on, please report it: %s",

@@ -153,7 +153,7 @@ def test_an_event_that_fails_halfway_is_no_refusal(journal: SqlJournal) -> None:
     with pytest.raises(Fault) as caught:
         restored.core.handle(submitted("a/actor", "x"), cluster.now)
     assert caught.value.step == EVENT
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(caught.value.error, KeyError)
 
 
 def test_who_sends_an_event_that_fails_is_told_and_nothing_has_changed(
