@@ -147,13 +147,8 @@ class Patience:
 class Waiting:
     """The waiting of one transport's requests; says why in the log."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self) -> None:
         self._tell_at: dict[str, float] = {}
-
-    def patience(self, call: Call) -> Patience:
-        """For one request."""
-        return Patience(self._timeout_s, call.deadline_at)
 
     def pause_s(self, call: Call, patience: Patience, error: PlexRLError) -> float:
         """Seconds to wait before `call` is tried again. Raises as `Patience.pause_s`."""
@@ -187,7 +182,7 @@ class Transport:
         """Of all routers, with commas between."""
         self.api_key = api_key
         self.timeout_s = timeout_s
-        self._waiting = Waiting(timeout_s)
+        self._waiting = Waiting()
         self.controller: Controller | None = None
         """Whose requests they are; absent: of nobody who controls a job."""
         self._client = httpx.Client(
@@ -208,7 +203,7 @@ class Transport:
             PlexRLError: the cluster refused it.
             ConnectionLostError: no cluster answered for `timeout_s` seconds.
         """
-        patience = self._waiting.patience(call)
+        patience = Patience(self.timeout_s, call.deadline_at)
         while True:
             error = self._try(call)
             if not isinstance(error, PlexRLError):
@@ -274,7 +269,7 @@ class AsyncTransport:
         self._endpoints = Endpoints(url)
         self.url = str(self._endpoints)
         self.timeout_s = timeout_s
-        self._waiting = Waiting(timeout_s)
+        self._waiting = Waiting()
         self.controller: Controller | None = None
         """As that of `Transport`."""
         self._client = httpx.AsyncClient(
@@ -292,7 +287,7 @@ class AsyncTransport:
         """The answer to `call`, if it is a good one. Raises as `Transport.request`."""
         import httpx
 
-        patience = self._waiting.patience(call)
+        patience = Patience(self.timeout_s, call.deadline_at)
         while True:
             url = self._endpoints.current
             response: httpx.Response | PlexRLError

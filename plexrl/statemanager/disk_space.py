@@ -5,7 +5,7 @@ from pathlib import Path
 
 from plexrl.errors import StateTierFullError, StorageError, StorageFullError
 
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM})
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
 
 
 def is_full(error: OSError) -> bool:

@@ -59,6 +59,8 @@ class Agent:
         self._state = NodeState(config.statemanager, Path(config.ticket_key_file))
         self._workers: dict[Key, _Running] = {}
         self._locks: dict[Key, asyncio.Lock] = {}
+        self._rendezvous: dict[str, int] = {}
+        """Of each deployment the newest incarnation whose meeting place is free of former ranks."""
         self._reports: deque[tuple[str, Plain]] = deque()
         self._has_reports = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
@@ -157,9 +159,19 @@ class Agent:
         del peer
         command = params["command"]
         mine = [rank for rank in command["ranks"] if rank["node"] == self._config.node]
-        for rank in mine:
-            self._in_background(self._start_worker(self._worker_config(command, rank)))
+        configs = [self._worker_config(command, rank) for rank in mine]
+        if len(mine) == len(command["ranks"]):
+            self._clear_rendezvous(configs[0])
+        for config in configs:
+            self._in_background(self._start_worker(config))
         return {}
+
+    def _clear_rendezvous(self, config: WorkerConfig) -> None:
+        """Before this agent's first launch of an incarnation: ranks that an agent before this one
+        launched under the same number died with it, and the new ones must not wait for them."""
+        if self._rendezvous.get(config.deployment, -1) < config.incarnation:
+            self._rendezvous[config.deployment] = config.incarnation
+            Path(config.rendezvous).unlink(missing_ok=True)
 
     async def _stop(self, peer: Peer, params: Plain) -> Plain:
         del peer

@@ -1,5 +1,6 @@
 """`kill -9` of whatever can die: nothing accepted is lost, nothing is applied twice."""
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 
 import plexrl
 from plexrl.cluster.embedded import EmbeddedCluster
+from plexrl.cluster.parts import Folders
 from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,
@@ -110,6 +112,30 @@ def test_a_killed_part_comes_back_and_no_operation_is_lost_or_repeated(
             future.result(120)
         weights = checkpoint_weights(actor)
     assert weights == undisturbed
+
+
+RANK_THAT_DIES = """
+import os, sys, torch.distributed as dist
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
+os._exit(0)
+"""
+
+
+def test_ranks_do_not_wait_for_those_that_died_with_a_former_agent(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster
+) -> None:
+    name = hashlib.sha256(b"again/actor").hexdigest()[:12]
+    meeting_place = Folders.of(embedded.data_dir).run / f"r-{name}-1"
+    # As after `kill -9` of an agent whose workers had just met.
+    command = [sys.executable, "-c", RANK_THAT_DIES, str(meeting_place)]
+    former = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
+    assert [each.wait(60) for each in former] == [0, 0]
+    assert meeting_place.exists()
+    with cluster.create_job("again", job_id="again") as job:
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        actor.barrier().result(60)
+        assert actor.status()["incarnation"] == 1
 
 
 def test_workers_die_with_their_agent(embedded: EmbeddedCluster, cluster: plexrl.Cluster) -> None:

