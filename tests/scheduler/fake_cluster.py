@@ -147,7 +147,8 @@ class FakeCluster:
                 # A repeated command finds the version there.
                 if not holders & {*command.sources, f"sm:{node}"}:
                     view = self.core.deployment_view(command.deployment, self.now)
-                    assert view["state"] == "stopped", f"{command} asks nobody of {holders}"
+                    # A command of before the state was given up or computed anew is out of date.
+                    assert view["state"] != "migrating", f"{command} asks nobody of {holders}"
                     error = "it is nowhere"
                 else:
                     wpg.held_on[command.seq].add(node)
@@ -296,9 +297,8 @@ class FakeCluster:
         """The workers carry out a run; `report` false loses the answer (the run stays to be asked
         for again, as a router that died would have it)."""
         wpg = self.wpgs[run.deployment]
-        alive = f":{wpg.incarnation}" if wpg.nodes else "nobody"
-        if not all(address.endswith(alive) for address in run.addresses):
-            # Sent to processes that are gone: there is no answer.
+        if self.is_out_of_date(run):
+            # There is no answer.
             self.runs.remove(run)
             return
         assert run.token >= wpg.highest_token, "a stale run reached the workers"
@@ -339,6 +339,12 @@ class FakeCluster:
                 state_intact=True,
             )
         )
+
+    def is_out_of_date(self, run: cmd.RunOperation) -> bool:
+        """Whether a run was sent to processes that are gone."""
+        wpg = self.wpgs[run.deployment]
+        alive = f":{wpg.incarnation}" if wpg.nodes else "nobody"
+        return not all(address.endswith(alive) for address in run.addresses)
 
     def _apply(self, wpg: Wpg, run: cmd.RunOperation) -> None:
         if run.kind == OperationKind.LOAD:

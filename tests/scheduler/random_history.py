@@ -242,6 +242,8 @@ class History:
         if not cluster.runs:
             return
         run = chance.choice(cluster.runs)
+        if cluster.is_out_of_date(run):
+            return
         is_intact = chance.random() < 0.6
         wpg = cluster.wpgs[run.deployment]
         if run.kind == OperationKind.OFFLOAD and wpg.device is None:
