@@ -59,8 +59,9 @@ A message says what is wrong, where, and how to mend it. `code` and `status` are
 holds plain values for programs. Errors cross process boundaries as `to_wire()` / `from_wire()`.
 """
 
+import errno
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Final
 
 
 class PlexRLError(Exception):
@@ -300,6 +301,10 @@ class DeviceMemoryFullError(DeviceError):
 class StorageError(PlexRLError):
     code = "storage"
     status = 507
+
+
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Numbers of system errors that mean `StorageFullError`."""
 
 
 class StorageFullError(StorageError):

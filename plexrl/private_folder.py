@@ -6,14 +6,13 @@ used: it is a folder and no symbolic link, it belongs to this process's user, it
 nobody else may rename it.
 """
 
-import errno
 import logging
 import os
 import shutil
 import stat
 from pathlib import Path
 
-from plexrl.errors import PermissionDeniedError, StorageError, StorageFullError
+from plexrl.errors import NO_SPACE, PermissionDeniedError, StorageError, StorageFullError
 
 LOG = logging.getLogger(__name__)
 
@@ -112,5 +111,5 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 def _refused(path: Path, error: OSError) -> StorageError:
-    kind = StorageFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+    kind = StorageFullError if error.errno in NO_SPACE else StorageError
     return kind(f"the folder {path} cannot be made or opened: {error}", path=str(path))

@@ -6,7 +6,6 @@ not read: what checks, plans and sends them works on the page cache's own bytes.
 """
 
 import asyncio
-import errno
 import hashlib
 import itertools
 import logging
@@ -23,6 +22,7 @@ from urllib.parse import quote, unquote
 import xxhash
 
 from plexrl.errors import (
+    NO_SPACE,
     PayloadTooLargeError,
     StorageError,
     StorageFullError,
@@ -47,7 +47,6 @@ threads would cost an operation's latency more."""
 RECENT_BYTES_MAX = 64 << 20
 """Of small payloads, kept in memory until they are first read."""
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 FULL_RETRY_S = 1.0
 """When a full disk is tried again."""
 
@@ -276,7 +275,7 @@ class _Arriving:
 
 def unwritable(where: Path, error: OSError) -> StorageError:
     """What an error of the system while something is written below `where` means to a caller."""
-    if error.errno in FULL:
+    if error.errno in NO_SPACE:
         return StorageFullError(
             f"the disk of {where} is full ({error.strerror}): free space there; the same request "
             "succeeds then",

@@ -1,8 +1,9 @@
 """Operations that met a full disk, memory or queue, or a silent part, and changed nothing.
 
 Such an operation is not failed: it goes back to the head of its queue and is tried again after a
-back-off. Others may have the group meanwhile. The reason is told by `explain` and by the status of
-the cluster. Nothing bounds the number of tries; an operation's own deadline ends them.
+back-off. Others may have the group meanwhile, except while a recovery replays operations. `explain`
+and the status of the cluster tell the reason. Nothing bounds the number of tries; an operation's own
+deadline ends them.
 """
 
 from collections.abc import Iterable

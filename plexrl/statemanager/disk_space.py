@@ -3,14 +3,14 @@
 import errno
 from pathlib import Path
 
-from plexrl.errors import StateTierFullError, StorageError, StorageFullError
+from plexrl.errors import NO_SPACE, StateTierFullError, StorageError, StorageFullError
 
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
+_NO_ROOM = NO_SPACE | {errno.EFBIG, errno.ENOMEM}
 
 
 def is_full(error: OSError) -> bool:
     """Whether the system refused a write because it has no room now."""
-    return error.errno in _NO_SPACE
+    return error.errno in _NO_ROOM
 
 
 def replace_file(path: Path, contents: bytes) -> None:
