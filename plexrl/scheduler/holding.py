@@ -2,8 +2,8 @@
 
 Such an operation is not failed: it goes back to the head of its queue and is tried again after a
 back-off. Others may have the group meanwhile, except while a recovery replays operations. `explain`
-and the status of the cluster tell the reason. Nothing bounds the number of tries; an operation's own
-deadline ends them.
+and the status of the cluster tell the reason. Nothing bounds the number of tries; an
+operation's own deadline ends them.
 """
 
 from collections.abc import Iterable
