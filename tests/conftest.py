@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _is_newer(source: Path, compiled: Path) -> bool:
     return not source.exists() or source.stat().st_mtime > compiled.stat().st_mtime
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_written_to_the_users_data_directory() -> Iterator[None]:
+    """Scripts and commands that name no data directory get one that goes with the run."""
+    with tempfile.TemporaryDirectory(prefix="plexrl-tests-") as folder:
+        os.environ["PLEXRL_DATA_DIR"] = f"{folder}/data"
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plexrl.cluster.data_dir import DATA_DIR as DATA_DIR
+from plexrl.cluster.data_dir import data_dir_at
 from plexrl.errors import ConnectionLostError
 from plexrl.plain_text import many_lines, one_line
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
     from plexrl.client import Cluster
 
-DATA_DIR = Path("~/.plexrl")
 PATIENCE_S = 5.0
 """A person at a terminal would rather hear that nobody answers."""
 GIB = 1 << 30
@@ -33,8 +34,8 @@ DataDir = Annotated[
 
 
 def data_dir_option(path: Path) -> Path:
-    """The data directory with `~` resolved."""
-    return path.expanduser()
+    """The data directory's absolute path."""
+    return data_dir_at(path)
 
 
 def open_cluster(url: str | None, api_key: str | None, data_dir: Path) -> "Cluster":
@@ -44,7 +45,7 @@ def open_cluster(url: str | None, api_key: str | None, data_dir: Path) -> "Clust
         ConnectionLostError: no URL was given and no local cluster runs.
     """
     from plexrl.client import connect
-    from plexrl.cluster.supervisor import read_endpoint
+    from plexrl.cluster.endpoint import read_endpoint
 
     if url is None:
         folder = data_dir_option(data_dir)

@@ -137,8 +137,9 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Run a cluster until Ctrl-C: of local processes, or on the nodes of a Ray cluster."""
+    from plexrl.cluster.endpoint import Endpoint
     from plexrl.cluster.ray_options import RayOptions
-    from plexrl.cluster.supervisor import Endpoint, run_cluster
+    from plexrl.cluster.supervisor import run_cluster
 
     if ray is not None and (nodes is not None or node_types or blocks):
         raise InvalidRequestError(

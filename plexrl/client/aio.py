@@ -6,6 +6,7 @@ thread.
 """
 
 import asyncio
+import os
 from collections.abc import Sequence
 from copy import copy
 from types import TracebackType
@@ -18,6 +19,7 @@ from plexrl.client.deployment import Deployment
 from plexrl.client.futures import AsyncFuture, wait_final_async
 from plexrl.client.generations import AsyncGenerateFuture
 from plexrl.client.job import MICRO_BATCH_TOKENS, Job
+from plexrl.client.leaving import is_interrupt, leave_interrupted_async
 from plexrl.client.requests import Submission
 from plexrl.client.results import ForwardResult, ScoreResult, StepResult, TrainResult
 from plexrl.client.transport import AsyncTransport
@@ -276,6 +278,14 @@ class AsyncJob:
         """As `Job.logs`."""
         return await asyncio.to_thread(self._sync.logs, deployment, lines)
 
+    async def cancel(self, reason: str = "") -> None:
+        """As `Job.cancel`."""
+        await asyncio.to_thread(self._sync.cancel, reason)
+
+    def detach(self) -> None:
+        """As `Job.detach`."""
+        self._sync.detach()
+
     async def __aenter__(self) -> "AsyncJob":
         return self
 
@@ -285,8 +295,11 @@ class AsyncJob:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
+        if error is None and not self._sync.has_left:
             await self._wait_for_last_operations()
+        elif error is not None and is_interrupt(error):
+            await leave_interrupted_async(self._sync)
+            return
         await asyncio.to_thread(self._sync.__exit__, kind, error, trace)
 
     async def _wait_for_last_operations(self) -> None:
@@ -295,9 +308,12 @@ class AsyncJob:
         try:
             for operation in [] if controller is None else controller.last_operations():
                 await wait_final_async(self._transport, operation)
-        except asyncio.CancelledError:
-            # Whoever interrupts the wait for the last operations does not want them.
-            await asyncio.to_thread(self._sync.finish, "cancelled", "CancelledError")
+        except asyncio.CancelledError as error:
+            if is_interrupt(error):
+                await leave_interrupted_async(self._sync)
+            else:
+                # Whoever cancels the wait for the last operations does not want them.
+                await asyncio.to_thread(self._sync.cancel, "CancelledError")
             raise
 
 
@@ -359,7 +375,7 @@ class AsyncCluster:
         return await asyncio.to_thread(self._sync.undrain, node)
 
     async def close(self) -> None:
-        """Close the connections, and the embedded cluster if there is one."""
+        """As `Cluster.close`."""
         await self._transport.close()
         await asyncio.to_thread(self._sync.close)
 
@@ -379,9 +395,10 @@ async def connect_async(
     url: str | Sequence[str] | None = None,
     api_key: str | None = None,
     *,
+    data_dir: str | os.PathLike[str] | None = None,
     timeout_s: float = PATIENCE_S,
 ) -> AsyncCluster:
     """As `connect`, for `async` controllers."""
-    cluster = await asyncio.to_thread(connect, url, api_key, timeout_s=timeout_s)
+    cluster = await asyncio.to_thread(connect, url, api_key, data_dir=data_dir, timeout_s=timeout_s)
     transport = AsyncTransport(cluster.url, cluster.api_key, timeout_s)
     return AsyncCluster(cluster, transport)

@@ -11,8 +11,10 @@ from msgspec import UNSET, UnsetType
 from plexrl.client import requests
 from plexrl.client.controller import Controller
 from plexrl.client.job import Job
+from plexrl.client.leaving import warn_of_former
+from plexrl.client.place import Place
 from plexrl.client.transport import Call, Transport
-from plexrl.errors import AuthenticationError
+from plexrl.errors import AuthenticationError, InvalidRequestError
 
 if TYPE_CHECKING:
     from plexrl.cluster.embedded import EmbeddedCluster
@@ -26,9 +28,13 @@ PATIENCE_S = 120.0
 class Cluster:
     """A cluster, as one API key sees it. Safe for use by several threads."""
 
-    def __init__(self, transport: Transport, embedded: "EmbeddedCluster | None" = None) -> None:
+    def __init__(self, transport: Transport, local: "EmbeddedCluster | None" = None) -> None:
+        """`local` is this process's share in a cluster that was found by its data directory."""
         self._transport = transport
-        self._embedded = embedded
+        self._local = local
+        self._has_warned = False
+        if local is not None:
+            transport.place = Place(transport.url, local.data_dir, local.is_embedded)
 
     @property
     def url(self) -> str:
@@ -70,6 +76,7 @@ class Cluster:
             "gang": gang,
             "expected_s": expected_s,
         }
+        self._warn_of_former_jobs()
         call = requests.create_job(name, job_id, options)
         transport = self._transport.of(Controller())
         view = transport.request(call).json()
@@ -198,10 +205,10 @@ class Cluster:
         return dict(self._transport.request(requests.drain(node, back=True)).json())
 
     def close(self) -> None:
-        """Close the connection, and the embedded cluster if there is one."""
+        """Close the connection. An embedded cluster ends with the last script that uses it."""
         self._transport.close()
-        if self._embedded is not None:
-            self._embedded.close()
+        if self._local is not None:
+            self._local.leave()
 
     def __enter__(self) -> "Cluster":
         return self
@@ -214,6 +221,13 @@ class Cluster:
     ) -> None:
         self.close()
 
+    def _warn_of_former_jobs(self) -> None:
+        """Before the first job on a cluster of this machine, whose GPUs they may hold."""
+        local = self._local
+        if local is not None and not self._has_warned:
+            self._has_warned = True
+            warn_of_former(self.jobs(), self._transport.place, all_are_former=local.is_started)
+
     def _get(self, path: str) -> Plain:
         return dict(self._transport.request(Call(method="GET", path=path)).json())
 
@@ -222,26 +236,43 @@ def connect(
     url: str | Sequence[str] | None = None,
     api_key: str | None = None,
     *,
+    data_dir: str | os.PathLike[str] | None = None,
     timeout_s: float = PATIENCE_S,
 ) -> Cluster:
-    """Connect to a cluster: to `url`, else to `PLEXRL_URL`, else to an embedded one started now.
+    """Connect to a cluster: to `url`, or to the cluster of this machine that runs on `data_dir`.
+
+    Without either, the environment says which: `PLEXRL_URL`, else `PLEXRL_DATA_DIR`; else the data
+    directory is `~/.plexrl`. Where no cluster runs on the data directory, an embedded one is
+    started. It ends with the last script that uses it; its checkpoints, jobs and logs stay in the
+    data directory, and its next cluster, embedded or of `plexrl up`, goes on with them.
 
     Where several routers serve the cluster, `url` names them all, in a list or with commas between:
     one that does not answer is left for the next.
 
-    The key is `api_key`, else `PLEXRL_API_KEY`. An embedded cluster ends with the connection.
+    The key is `api_key`, else `PLEXRL_API_KEY`, else, with a data directory, the operator's.
 
     Raises:
         AuthenticationError: there is a URL and no key.
+        InvalidRequestError: both `url` and `data_dir` are given.
+        PermissionDeniedError, StorageError: the data directory cannot be used.
+        UnavailableError: the embedded cluster did not start.
     """
-    embedded = None
-    url = url or os.environ.get("PLEXRL_URL")
-    api_key = api_key or os.environ.get("PLEXRL_API_KEY")
-    if url is None:
-        from plexrl.cluster.embedded import start_embedded
+    if url is not None and data_dir is not None:
+        raise InvalidRequestError(
+            f"url={str(url)!r} and data_dir={str(data_dir)!r} name two clusters: give one of them"
+        )
+    environment = os.environ
+    if url is None and data_dir is None:
+        url = environment.get("PLEXRL_URL") or None
+    api_key = api_key or environment.get("PLEXRL_API_KEY")
+    if url is not None:
+        if not api_key:
+            raise AuthenticationError(f"there is no API key for {url}: set PLEXRL_API_KEY")
+        return Cluster(Transport(url, api_key, timeout_s))
+    from plexrl.cluster.data_dir import DATA_DIR
+    from plexrl.cluster.embedded import join_or_start
 
-        embedded = start_embedded()
-        url, api_key = embedded.url, embedded.api_key
-    if not api_key:
-        raise AuthenticationError(f"there is no API key for {url}: set PLEXRL_API_KEY")
-    return Cluster(Transport(url, api_key, timeout_s), embedded)
+    if data_dir is None:
+        data_dir = environment.get("PLEXRL_DATA_DIR") or DATA_DIR
+    local = join_or_start(data_dir, timeout_s)
+    return Cluster(Transport(local.url, api_key or local.api_key, timeout_s), local)

@@ -42,6 +42,11 @@ class Controller:
         """How often this controller has taken note of a failure; to be taken before a request."""
         return self._mark
 
+    @property
+    def failure(self) -> Mapping[str, Any] | None:
+        """The job's first failure that was told of and not acknowledged."""
+        return self._failure
+
     def heard(self, failure: Mapping[str, Any] | None, mark: int) -> None:
         """An answer told of the job's first failure that was not acknowledged, or of none. One that
         was asked for at another `mark` may be of before the last acknowledgement."""

@@ -2,9 +2,10 @@
 
 import logging
 import threading
+import time
+from dataclasses import replace
 from urllib.parse import quote
 
-from plexrl.client.controller import Controller
 from plexrl.client.transport import Call, Transport
 from plexrl.errors import (
     ConnectionLostError,
@@ -17,29 +18,30 @@ LOG = logging.getLogger(__name__)
 
 
 def send_heartbeats(
-    transport: Transport,
-    controller: Controller,
-    job: str,
-    ended: threading.Event,
-    period_s: float,
+    transport: Transport, job: str, ended: threading.Event, period_s: float
 ) -> None:
     """Have a thread send them until `ended`, or until they are of no use any more."""
-    arguments = (transport, controller, job, ended, period_s)
+    arguments = (transport, job, ended, period_s)
     threading.Thread(target=_beat, args=arguments, daemon=True).start()
 
 
-def _beat(
-    transport: Transport,
-    controller: Controller,
-    job: str,
-    ended: threading.Event,
-    period_s: float,
-) -> None:
-    call = Call(method="POST", path=f"/v1/jobs/{quote(job)}/heartbeat")
+def beat(transport: Transport, job: str, within_s: float | None = None) -> None:
+    """Tell the cluster that the job's controller lives, and hear of the job's failure; a cluster
+    that holds is waited for, unless it is to answer `within_s` seconds."""
+    controller = transport.controller
+    assert controller is not None, "whoever sends heartbeats controls the job"
+    path = f"/v1/jobs/{quote(job)}/heartbeat"
+    mark = controller.mark
+    call = Call(method="POST", path=path)
+    if within_s is not None:
+        call = replace(call, read_timeout_s=within_s, give_up_at=time.monotonic() + within_s)
+    controller.heard(transport.request(call).json().get("failure"), mark)
+
+
+def _beat(transport: Transport, job: str, ended: threading.Event, period_s: float) -> None:
     while not ended.wait(period_s):
         try:
-            mark = controller.mark
-            controller.heard(transport.request(call).json().get("failure"), mark)
+            beat(transport, job)
         except JobEndedError:
             return
         except ControllerReplacedError as error:

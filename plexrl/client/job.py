@@ -1,9 +1,11 @@
 """A job and its deployments, for a blocking controller."""
 
+import atexit
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -16,6 +18,7 @@ from plexrl.client.deployment import Deployment
 from plexrl.client.futures import Future, wait_final
 from plexrl.client.generations import GenerateFuture
 from plexrl.client.heartbeats import send_heartbeats
+from plexrl.client.leaving import leave_block, warn_if_unfinished
 from plexrl.client.results import (
     Chunk,
     ForwardResult,
@@ -25,7 +28,6 @@ from plexrl.client.results import (
     TrainResult,
 )
 from plexrl.client.transport import Call, Transport
-from plexrl.errors import PlexRLError
 from plexrl.parallelism import Parallelism
 from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
 
@@ -203,6 +205,8 @@ class Job:
         self._transport = transport
         self.job: str = view["job"]
         self.name: str = view["name"]
+        self.place = transport.place
+        """Where another process finds its cluster."""
         self.gradients_found: dict[str, int] = {
             each["deployment"]: each["waiting_gradients"]
             for each in view.get("deployments", ())
@@ -213,10 +217,17 @@ class Job:
         self._control.heard(view.get("failure"), self._control.mark)
         self._ended = threading.Event()
         self._path = f"/v1/jobs/{quote(self.job)}"
+        self._at_exit = partial(warn_if_unfinished, self, transport)
         if heartbeat:
             # A third of the shortest useful timeout: two beats may be lost.
             period_s = min(20.0, float(view.get("controller_timeout_s", 60.0)) / 3)
-            send_heartbeats(transport, self._control, self.job, self._ended, period_s)
+            send_heartbeats(transport, self.job, self._ended, period_s)
+            atexit.register(self._at_exit)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this controller has ended the job, or detached it."""
+        return self._ended.is_set()
 
     @property
     def controller(self) -> Controller | None:
@@ -459,9 +470,18 @@ class Job:
             view = self._transport.request(call).json()
         finally:
             # Not before: a cluster that holds is to see that this controller lives.
-            self._ended.set()
+            self.detach()
         if outcome == "completed":
             check_completed(view)
+
+    def cancel(self, reason: str = "") -> None:
+        """End the job as cancelled; what was submitted and has not been carried out never is."""
+        self.finish("cancelled", reason)
+
+    def detach(self) -> None:
+        """Leave the job to whoever attaches it. What was submitted goes on."""
+        self._ended.set()
+        atexit.unregister(self._at_exit)
 
     def __enter__(self) -> "Job":
         return self
@@ -472,25 +492,7 @@ class Job:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            if not self._ended.is_set():
-                self._complete()
-            return
-        interrupted = isinstance(error, KeyboardInterrupt)
-        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-        try:
-            self.finish("cancelled" if interrupted else "failed", reason)
-        except PlexRLError as second:
-            # The block's own error is the one to show.
-            LOG.warning("the job could not be ended: %s", second)
-
-    def _complete(self) -> None:
-        try:
-            self.finish()
-        except KeyboardInterrupt:
-            # Whoever interrupts the wait for the last operations does not want them.
-            self.finish("cancelled", "KeyboardInterrupt")
-            raise
+        leave_block(self, error)
 
     def _deploy(self, name: str, kind: str, model: "ModelSpec", options: Plain) -> str:
         self._control.check()

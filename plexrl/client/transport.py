@@ -22,6 +22,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from plexrl.client.place import Place
 from plexrl.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -180,6 +181,8 @@ class Transport:
         self._endpoints = Endpoints(url)
         self.url = str(self._endpoints)
         """Of all routers, with commas between."""
+        self.place = Place(self.url)
+        """Where another process finds the cluster."""
         self.api_key = api_key
         self.timeout_s = timeout_s
         self._waiting = Waiting()
@@ -194,6 +197,12 @@ class Transport:
         """The same connections for the requests of a controller."""
         its = copy(self)
         its.controller = controller
+        return its
+
+    def impatient(self) -> "Transport":
+        """The same connections, for requests that are tried once."""
+        its = copy(self)
+        its.timeout_s = 0.0
         return its
 
     def request(self, call: Call) -> "httpx.Response":

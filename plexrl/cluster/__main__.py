@@ -1,17 +1,23 @@
 """A supervisor without a terminal: `python -m plexrl.cluster --data-dir DIR`.
 
-Prints one JSON line with the URL and the operator's key, and ends when its standard input does, so
-that it never outlives whoever holds the other end.
+Prints one JSON line with the URL and the operator's key, or why it did not start. With `--lock` its
+cluster is an embedded one, and ends with the last script that uses it (`script_lock.py`). Otherwise
+it ends when its standard input does, so that it never outlives whoever holds the other end.
 """
 
 import argparse
 import os
+import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 from plexrl.cluster.config import JOURNAL_VARIABLE, ClusterOptions, check_argument
+from plexrl.cluster.endpoint import Endpoint
+from plexrl.cluster.process import print_refused
 from plexrl.cluster.ray_options import RayOptions
-from plexrl.cluster.supervisor import Endpoint, run_cluster
+from plexrl.cluster.script_lock import wait_for_last_script
+from plexrl.cluster.supervisor import run_cluster
 from plexrl.errors import PlexRLError
 
 NUMBERS = (
@@ -29,6 +35,8 @@ def main() -> None:
     """Run until a signal, or until standard input ends."""
     parser = argparse.ArgumentParser(prog="python -m plexrl.cluster", description=__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--lock", type=int, help="descriptor of the data directory's lock")
+    parser.add_argument("--temporary", help="remove the data directory at the end")
     for name in ("policy", "ordering", "journal", "otlp-endpoint", "host"):
         parser.add_argument(f"--{name}")
     for name in ("node-types", "blocks"):
@@ -46,6 +54,15 @@ def main() -> None:
 
     # Taken out, so that it is not for what this process starts.
     named = os.environ.pop(JOURNAL_VARIABLE, None)
+
+    is_temporary = given.pop("temporary", "") == "True"
+    descriptor = given.pop("lock", None)
+    if descriptor is None:
+        lock, lifeline = None, _wait_for_end_of_input
+    else:
+        os.set_inheritable(descriptor, False)
+        lock = os.fdopen(descriptor, "a+")
+        lifeline = partial(wait_for_last_script, given["data_dir"])
 
     def ready(endpoint: Endpoint) -> None:
         sys.stdout.write(endpoint.to_json() + "\n")
@@ -65,9 +82,17 @@ def main() -> None:
             if ray
             else None
         )
-        run_cluster(ClusterOptions(**given), ready, lifeline=sys.stdin.fileno(), ray=options)
+        run_cluster(ClusterOptions(**given), ready, lifeline, options, lock)
     except PlexRLError as error:
+        print_refused(error)
         sys.exit(f"plexrl: {error.message}")
+    if is_temporary:
+        shutil.rmtree(given["data_dir"], ignore_errors=True)
+
+
+def _wait_for_end_of_input() -> None:
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ import hashlib
 import json
 import logging
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plexrl.cluster.config import GIB, ClusterOptions
+from plexrl.cluster.leftovers import claimed, empty, sweep
 from plexrl.cluster.operator_key import write_private
 from plexrl.errors import InvalidRequestError
 from plexrl.private_folder import (
@@ -71,9 +72,24 @@ class Folders:
         make_private_folder(self.data)
         # Checked before it is emptied: another user may have made it.
         make_private_folder(self.run)
-        shutil.rmtree(self.run, ignore_errors=True)
+        empty(self.run)
         for folder in (self.run, self.shared_memory, self.data / "logs"):
             make_private_folder(folder)
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Have the folders belong to this cluster for as long as the block lasts.
+
+        Raises:
+            ConflictError: another cluster has one of them.
+            PermissionDeniedError, StorageError: one cannot be made.
+        """
+        with claimed(self.run, self.data), claimed(self.shared_memory, self.data):
+            yield
+
+    def sweep(self) -> None:
+        """Remove what clusters left that were killed."""
+        sweep((TEMPORARY, self.run.parent), self.shared_memory.parent)
 
     def remove(self) -> None:
         """Remove what must not outlive the cluster."""

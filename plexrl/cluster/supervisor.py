@@ -1,21 +1,22 @@
 """`plexrl up`: starts the parts of a cluster, restarts what dies, ends all and leaves nothing."""
 
 import asyncio
-import fcntl
 import hashlib
-import json
 import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from plexrl.cluster.config import ClusterOptions
+from plexrl.cluster.data_dir import make_data_dir, try_lock
+from plexrl.cluster.endpoint import NAME as ENDPOINT_FILE
+from plexrl.cluster.endpoint import Endpoint, in_use
 from plexrl.cluster.operator_key import operator_key, write_private
 from plexrl.cluster.part_processes import PartProcesses
 from plexrl.cluster.part_record import PartRecord
@@ -31,9 +32,7 @@ from plexrl.cluster.parts import (
 from plexrl.cluster.ports import choose_ports
 from plexrl.cluster.process import LOG_FORMAT
 from plexrl.cluster.ray_options import RayOptions
-from plexrl.errors import ConflictError
 from plexrl.plain_text import PlainFormatter
-from plexrl.private_folder import make_private_folder
 
 LOG = logging.getLogger(__name__)
 
@@ -46,27 +45,6 @@ EXPOSED = (
     "it, or leave --host at 127.0.0.1."
 )
 WRITE_AGAIN_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """How to reach a running cluster."""
-
-    url: str
-    """Of all routers, with commas between."""
-    api_key: str
-    pid: int
-    data_dir: str
-
-    def to_json(self) -> str:
-        return json.dumps(
-            {
-                "url": self.url,
-                "api_key": self.api_key,
-                "pid": self.pid,
-                "data_dir": self.data_dir,
-            }
-        )
 
 
 class Nodes(Protocol):
@@ -117,12 +95,15 @@ class Supervisor:
         options: ClusterOptions,
         settings: Mapping[str, Any] | None = None,
         nodes: Callable[[Folders, PartRecord], Nodes] | None = None,
+        lock: IO[str] | None = None,
     ) -> None:
-        """`settings` are the scheduler's, over the defaults; without `nodes` they are virtual."""
+        """`settings` are the scheduler's, over the defaults; without `nodes` they are virtual.
+        `lock` is the data directory's, where a script took it for an embedded cluster."""
         self._options = options
         self._settings = settings or {}
         self._folders = Folders.of(options.data_dir)
         self._record = PartRecord(self._folders.parts_file)
+        self._lock = lock
         if nodes is None:
             self._nodes: Nodes = LocalNodes(options, self._folders, self._record)
         else:
@@ -134,19 +115,31 @@ class Supervisor:
         Raises:
             ConflictError: a cluster runs on the same data directory.
             PermissionDeniedError: another user owns one of its folders.
+            StorageError: the data directory cannot be made or written.
             UnavailableError: a part did not start; its log says why.
         """
-        make_private_folder(self._folders.data)
-        lock = _lock(self._folders.data)
-        endpoint_file = self._folders.data / "cluster.json"
+        make_data_dir(self._folders.data)
+        lock = self._lock or try_lock(self._folders.data)
+        if lock is None:
+            raise in_use(self._folders.data)
+        with ExitStack() as held:
+            held.callback(lock.close)
+            held.enter_context(self._folders.claimed())
+            await self._run(stop, ready, held)
+
+    async def _run(
+        self, stop: asyncio.Event, ready: Callable[[Endpoint], None], held: ExitStack
+    ) -> None:
+        endpoint_file = self._folders.data / ENDPOINT_FILE
+        endpoint_file.unlink(missing_ok=True)
         processes = PartProcesses(self._folders, self._record)
         scheduler: Part | None = None
         routers: list[Part] = []
-        log = ExitStack()
         writing: asyncio.Task[None] | None = None
         try:
             self._folders.make()
-            log.enter_context(_logged_to(self._folders.data / "logs" / "up.log"))
+            held.enter_context(_logged_to(self._folders.data / "logs" / "up.log"))
+            self._folders.sweep()
             key = operator_key(self._folders.data)
             ports = choose_ports(self._options, self._folders.data)
             digest = hashlib.sha256(key.encode()).hexdigest()
@@ -157,11 +150,11 @@ class Supervisor:
             for router in routers:
                 await processes.start(router)
             url = self._options.url(ports)
-            endpoint = Endpoint(url, key, os.getpid(), str(self._folders.data))
+            endpoint = Endpoint(
+                url, key, os.getpid(), str(self._folders.data), self._lock is not None
+            )
             writing = asyncio.create_task(
-                _write_when_there_is_room(
-                    endpoint_file, json.dumps({"url": url, "pid": endpoint.pid})
-                )
+                _write_when_there_is_room(endpoint_file, endpoint.to_file())
             )
             await asyncio.sleep(0)
             processes.watch((scheduler, *routers))
@@ -178,27 +171,27 @@ class Supervisor:
             if writing is not None:
                 writing.cancel()
                 await asyncio.gather(writing, return_exceptions=True)
+            # First, so that no script joins a cluster that ends.
+            endpoint_file.unlink(missing_ok=True)
             await processes.unwatch()
             for router in reversed(routers):
                 await processes.end(router)
             await self._nodes.stop()
             if scheduler is not None:
                 await processes.end(scheduler)
-            endpoint_file.unlink(missing_ok=True)
             self._folders.remove()
             LOG.info("the cluster has ended")
-            log.close()
-            lock.close()
 
 
 def run_cluster(
     options: ClusterOptions,
     ready: Callable[[Endpoint], None],
-    lifeline: int | None = None,
+    lifeline: Callable[[], None] | None = None,
     ray: RayOptions | None = None,
+    lock: IO[str] | None = None,
 ) -> None:
-    """Run a cluster until SIGINT or SIGTERM, or until the descriptor `lifeline` is at its end; with
-    `ray`, on the nodes of that Ray cluster.
+    """Run a cluster until SIGINT or SIGTERM, or until `lifeline` returns, which blocks in a thread;
+    with `ray`, on the nodes of that Ray cluster. `lock` as of `Supervisor`.
 
     Raises as `Supervisor.run`, and with `ray` as `plexrl.cluster.ray_connection.connect`.
     """
@@ -207,7 +200,7 @@ def run_cluster(
     console.setFormatter(PlainFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[console])
     if ray is None:
-        run_supervisor(Supervisor(options), ready, lifeline)
+        run_supervisor(Supervisor(options, lock=lock), ready, lifeline)
         return
     from plexrl.cluster.ray_connection import connect, disconnect
     from plexrl.cluster.ray_nodes import RayNodes
@@ -219,6 +212,7 @@ def run_cluster(
             options,
             ray.scheduler_settings(),
             lambda folders, record: RayNodes(options, ray, folders, record),
+            lock,
         )
         run_supervisor(supervisor, ready, lifeline)
     finally:
@@ -226,9 +220,11 @@ def run_cluster(
 
 
 def run_supervisor(
-    supervisor: Supervisor, ready: Callable[[Endpoint], None], lifeline: int | None
+    supervisor: Supervisor,
+    ready: Callable[[Endpoint], None],
+    lifeline: Callable[[], None] | None,
 ) -> None:
-    """Run it until a signal or the end of `lifeline`, also where the cluster is still starting."""
+    """Run it until a signal or until `lifeline` returns, also while the cluster still starts."""
 
     async def run() -> None:
         stop, up = asyncio.Event(), asyncio.Event()
@@ -250,12 +246,12 @@ def run_supervisor(
             loop.add_signal_handler(sig, end)
         if lifeline is not None:
 
-            def check(fd: int) -> None:
-                if not os.read(fd, 1):
-                    loop.remove_reader(fd)
-                    end()
+            def watch() -> None:
+                lifeline()
+                with suppress(RuntimeError):  # the loop is closed: the cluster has ended otherwise
+                    loop.call_soon_threadsafe(end)
 
-            loop.add_reader(lifeline, check, lifeline)
+            threading.Thread(target=watch, daemon=True).start()
         try:
             await serving
         except asyncio.CancelledError:
@@ -263,17 +259,6 @@ def run_supervisor(
                 raise
 
     asyncio.run(run())
-
-
-def read_endpoint(data_dir: Path) -> Endpoint | None:
-    """The cluster that runs on a data directory; None where there is none."""
-    path = data_dir / "cluster.json"
-    try:
-        body: dict[str, Any] = json.loads(path.read_text())
-        os.kill(int(body["pid"]), 0)
-        return Endpoint(body["url"], operator_key(data_dir), int(body["pid"]), str(data_dir))
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 @contextmanager
@@ -303,17 +288,3 @@ async def _write_when_there_is_room(path: Path, text: str) -> None:
         except OSError as error:
             LOG.warning("%s cannot be written (%s); trying again", path, error)
         await asyncio.sleep(WRITE_AGAIN_S)
-
-
-def _lock(data_dir: Path) -> IO[str]:
-    file = (data_dir / "lock").open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        running = read_endpoint(data_dir)
-        who = "" if running is None else f" (process {running.pid}, {running.url})"
-        raise ConflictError(
-            f"a cluster runs on {data_dir} already{who}: end it or use another --data-dir"
-        ) from error
-    return file

@@ -22,7 +22,8 @@ def main() -> None:
 
     async def serve(stop: asyncio.Event) -> None:
         connected = asyncio.Event()
-        agent = asyncio.create_task(Agent(config, LocalLauncher()).run(stop, connected))
+        launcher = LocalLauncher(Path(config.run_dir))
+        agent = asyncio.create_task(Agent(config, launcher).run(stop, connected))
         greeted = asyncio.create_task(connected.wait())
         await asyncio.wait({agent, greeted}, return_when=asyncio.FIRST_COMPLETED)
         if greeted.done():

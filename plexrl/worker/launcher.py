@@ -5,6 +5,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
+import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
@@ -56,16 +57,24 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Forks workers on this machine."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder` is for the fork server's socket, which goes with what is there; without one it
+        lies in the system's temporary directory."""
+        self._folder = folder
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
 
     def warm_up(self) -> None:
         """Start the fork server, which then loads torch on its own time."""
         os.environ[PARENT] = str(os.getpid())
+        usual = tempfile.tempdir
+        if self._folder is not None:
+            tempfile.tempdir = str(self._folder)
         try:
+            # Which makes a folder for its socket that nobody removes when this process is killed.
             multiprocessing.forkserver.ensure_running()
         finally:
+            tempfile.tempdir = usual
             del os.environ[PARENT]
 
     def start(self, config: WorkerConfig) -> "LocalWorker":

@@ -17,7 +17,7 @@ from plexrl.cluster.config import ClusterOptions
 from plexrl.cluster.embedded import start_embedded
 from plexrl.cluster.parts import Folders
 from plexrl.cluster.supervisor import Supervisor, run_supervisor
-from plexrl.errors import UnavailableError
+from plexrl.errors import ConflictError
 from tests.cluster.tools import VOCABULARY, process_of, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
@@ -206,7 +206,7 @@ def test_up_listens_where_it_is_told_warns_of_what_is_exposed_and_keeps_a_log(
 def test_two_clusters_on_one_data_directory_are_refused(tmp_path: Path) -> None:
     running = start_embedded(tmp_path, gpus_per_node=1)
     try:
-        with pytest.raises(UnavailableError):
+        with pytest.raises(ConflictError):
             start_embedded(tmp_path, gpus_per_node=1)
     finally:
         running.close()

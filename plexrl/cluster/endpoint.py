@@ -1,0 +1,71 @@
+"""How to reach the cluster that runs on a data directory: `cluster.json` there."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plexrl.cluster.data_dir import OTHERWISE, is_locked
+from plexrl.cluster.operator_key import operator_key
+from plexrl.errors import ConflictError
+
+NAME = "cluster.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How to reach a running cluster."""
+
+    url: str
+    """Of all routers, with commas between."""
+    api_key: str
+    """The operator's."""
+    pid: int
+    """The supervisor's process id."""
+    data_dir: str
+    is_embedded: bool = False
+    """Whether it ends with the last script that uses it."""
+
+    def to_json(self) -> str:
+        """What `plexrl up --json` prints; with the key."""
+        return json.dumps(
+            {
+                "url": self.url,
+                "api_key": self.api_key,
+                "pid": self.pid,
+                "data_dir": self.data_dir,
+            }
+        )
+
+    def to_file(self) -> str:
+        """What `cluster.json` holds; without the key."""
+        return json.dumps({"url": self.url, "pid": self.pid, "embedded": self.is_embedded})
+
+
+def read_endpoint(data_dir: Path) -> Endpoint | None:
+    """The cluster that runs on a data directory; None where there is none, or it cannot be reached
+    yet or any more. What a killed cluster left behind does not count."""
+    try:
+        body: dict[str, Any] = json.loads((data_dir / NAME).read_text())
+        pid = int(body["pid"])
+        os.kill(pid, 0)
+        if not is_locked(data_dir):
+            return None
+        key = operator_key(data_dir)
+        return Endpoint(body["url"], key, pid, str(data_dir), bool(body.get("embedded")))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def in_use(data_dir: Path) -> ConflictError:
+    """Why no cluster can be started on the data directory now."""
+    running = read_endpoint(data_dir)
+    what, who, mend = "a cluster", "", "end it"
+    if running is not None:
+        who = f" (process {running.pid}, {running.url})"
+        if running.is_embedded:
+            what, mend = "an embedded cluster", "wait for the end of the scripts that use it"
+    return ConflictError(
+        f"{what} runs on {data_dir} already{who}: {mend}, or {OTHERWISE}", data_dir=str(data_dir)
+    )

@@ -1,0 +1,77 @@
+"""What a killed cluster leaves outside its data directory goes with the next cluster's start."""
+
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from plexrl.cluster.embedded import start_embedded
+from plexrl.cluster.leftovers import OWNER, claimed, sweep
+from plexrl.cluster.parts import Folders
+from plexrl.errors import ConflictError
+
+
+def killed(data_dir: Path | None) -> Folders:
+    """The folders of a cluster of which every process was killed."""
+    running = start_embedded(data_dir, gpus_per_node=1)
+    supervisor = psutil.Process(running.pid)
+    processes = [supervisor, *supervisor.children(recursive=True)]
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, timeout=30)
+    running.close()
+    return Folders.of(running.data_dir)
+
+
+def test_the_next_cluster_removes_what_killed_ones_left_and_nothing_of_the_living(
+    tmp_path: Path,
+) -> None:
+    before = set(Path(tempfile.gettempdir()).glob("pymp-*"))
+    temporary = killed(None)
+    lasting = killed(tmp_path / "lasting")
+    living = start_embedded(tmp_path / "living", gpus_per_node=1)
+    try:
+        for left in (temporary, lasting):
+            assert not left.run.exists()
+        assert not temporary.data.exists()
+        assert not temporary.shared_memory.exists()
+        assert lasting.shared_memory.exists(), "the next cluster of its data goes on with it"
+        shutil.rmtree(lasting.data)
+        start_embedded(gpus_per_node=1).close()
+        assert not lasting.shared_memory.exists()
+        for folder in (Folders.of(living.data_dir).run, Folders.of(living.data_dir).shared_memory):
+            assert (folder / OWNER).exists()
+    finally:
+        living.close()
+    assert set(Path(tempfile.gettempdir()).glob("pymp-*")) == before
+
+
+def test_a_folder_without_an_owner_and_one_of_a_living_owner_stay(tmp_path: Path) -> None:
+    sockets, memory = tmp_path / "run", tmp_path / "shm"
+    for parent in (sockets, memory):
+        parent.mkdir()
+        (parent / "plexrl-unknown").mkdir(mode=0o700)
+    with claimed(sockets / "plexrl-live", tmp_path), claimed(memory / "plexrl-live", tmp_path):
+        with pytest.raises(ConflictError), claimed(sockets / "plexrl-live", tmp_path):
+            pass
+        for parent in (sockets, memory):
+            (parent / "plexrl-dead").mkdir(mode=0o700)
+            (parent / "plexrl-dead" / OWNER).write_text(str(tmp_path / "gone"))
+        sweep((sockets, sockets), memory)
+        found = sorted(path.name for path in sockets.iterdir())
+        assert found == ["plexrl-live", "plexrl-unknown"]
+        assert len(list(memory.iterdir())) == 2
+
+
+def test_a_folder_that_others_may_enter_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "plexrl-open"
+    folder.mkdir()
+    folder.chmod(0o755)
+    (folder / OWNER).touch()
+    sweep((tmp_path,), tmp_path)
+    assert folder.exists()
