@@ -236,7 +236,8 @@ class RouterCalls:
         return {"blobs": self._core.needless_payloads(call.blobs)}
 
     async def _list_usage(self, scope: Scope, _: calls.Nothing) -> Plain:
-        return {"usage": self._core.usage(scope)}
+        sharing = self._core.sharing(scope, self._now())
+        return {"usage": self._core.usage(scope), "sharing": sharing}
 
     async def _drain_node(self, scope: Scope, event: ev.NodeDrainChanged) -> Plain:
         check_operator(scope)
@@ -294,7 +295,7 @@ class RouterCalls:
 
     async def _explain_job(self, scope: Scope, call: calls.OneJob) -> Plain:
         self._check_job(scope, call.job)
-        return self._core.explain_job(call.job, self._now())
+        return self._core.explain_job(call.job, self._now(), sees_all=scope is None)
 
     async def _create_deployment(self, scope: Scope, event: ev.DeploymentCreated) -> Plain:
         self._check_job(scope, event.job)

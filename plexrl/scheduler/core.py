@@ -65,6 +65,7 @@ from plexrl.scheduler.nodes import node_drain_changed, node_joined, node_lost, s
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.operations import enqueue
 from plexrl.scheduler.outcomes import run_failed, run_finished
+from plexrl.scheduler.sharing import sharing_view
 from plexrl.scheduler.size_check import check_it_can_fit
 from plexrl.scheduler.snapshot import decode, encode
 from plexrl.scheduler.state import Deployment, Job, WpgState
@@ -432,9 +433,9 @@ class SchedulerCore:
         del now
         return job_view(self._context, self._job(job))
 
-    def explain_job(self, job: JobId, now: float) -> View:
-        """Why a job waits or runs as it does. Raises `UnknownJobError`."""
-        return explain_job(self._context, self._job(job), now)
+    def explain_job(self, job: JobId, now: float, *, sees_all: bool = False) -> View:
+        """Why a job waits or runs as it does; an operator `sees_all`. Raises `UnknownJobError`."""
+        return explain_job(self._context, self._job(job), now, sees_all=sees_all)
 
     def list_jobs(self, tenant: TenantId | None, now: float) -> list[View]:
         """All jobs of a tenant, or of all tenants, oldest first."""
@@ -481,6 +482,10 @@ class SchedulerCore:
     def usage(self, tenant: TenantId | None) -> list[View]:
         """What a tenant, or all, used: a row for each job and kind of operation."""
         return usage_view(self._context, tenant)
+
+    def sharing(self, tenant: TenantId | None, now: float) -> list[View]:
+        """What a tenant, or all, saved by sharing groups: a row for each job that had GPUs."""
+        return sharing_view(self._context.state, tenant, now)
 
     def list_tenants(self, now: float) -> list[View]:
         """All tenants with their limits, holdings and use."""

@@ -6,6 +6,7 @@ import msgspec
 
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.explain import explain
+from plexrl.scheduler.explain_holders import holders
 from plexrl.scheduler.explain_placement import attempts, near_groups, why_no_gpus
 from plexrl.scheduler.failures import earlier_failure, job_failure
 from plexrl.scheduler.placement import shares
@@ -18,8 +19,9 @@ OPERATIONS_MAX = 20
 """Unfinished operations of one deployment that are explained, the next ones first."""
 
 
-def explain_job(context: Context, job: Job, now: float) -> View:
-    """Everything that is known of why `job` waits or runs as it does."""
+def explain_job(context: Context, job: Job, now: float, *, sees_all: bool) -> View:
+    """Everything that is known of why `job` waits or runs as it does; `sees_all`: to an operator,
+    who may know which other tenants' jobs have the GPUs."""
     deployments = [context.deployment(name) for name in job.deployments]
     errors = context.state.eta_errors
     return {
@@ -30,6 +32,7 @@ def explain_job(context: Context, job: Job, now: float) -> View:
         "summary": _summary(context, job, deployments, now),
         "deployments": [_deployment(context, each, now) for each in deployments],
         "operations": [row for each in deployments for row in _operations(context, each, now)],
+        "holders": holders(context, job, now, sees_all=sees_all),
         "eta_quality": {
             "estimates": errors.count,
             "mean_error_s": errors.absolute_s / errors.count if errors.count else None,

@@ -33,7 +33,7 @@ def place_all(
     for deployment in sorted(gang, key=lambda d: (-d.workers, d.created_at, d.deployment)):
         if place(context, deployment, now, only=only[deployment.deployment]) is None:
             for each in reversed(done):
-                leave(context, each)
+                leave(context, each, now)
                 each.ranks = ()
                 each.nodes = ()
                 each.placement = None

@@ -15,6 +15,7 @@ from plexrl.scheduler.operations import drop_log, drop_past, fail
 from plexrl.scheduler.placement import leave
 from plexrl.scheduler.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.relocation import drain, settle
+from plexrl.scheduler.sharing import note_wait
 from plexrl.scheduler.state import Deployment, Job, Residency, WpgState
 from plexrl.scheduler.usage import meter
 from plexrl.wire.operations import OperationState
@@ -44,6 +45,10 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
     context.state.ended[job.job] = None
     context.count_live_job(job.tenant, -1)
     job.attached = False
+    for name in job.deployments:
+        group = context.group_of(context.deployment(name))
+        if group is not None and context.deployment(name).queue:
+            note_wait(context.state, group, context.deployment(name), now)
     for name in job.deployments:
         _end_deployment(context, context.deployment(name), job, now)
     context.place_waiting = True
@@ -95,7 +100,7 @@ def _leave_group(context: Context, deployment: Deployment, now: float) -> None:
         return
     context.hold(deployment, -1, now)
     release_lock(context, deployment)
-    leave(context, deployment)
+    leave(context, deployment, now)
 
 
 def release_lock(context: Context, deployment: Deployment) -> None:
@@ -257,6 +262,7 @@ def worker_ready(
     deployment.endpoints = tuple(address for _, address in sorted(deployment.addresses.items()))
     if not deployment.is_ready:
         deployment.state = WpgState.READY
+        deployment.ready_at = now
         context.touch(deployment.group)
         if not deployment.queue and not deployment.log:
             hold_over(deployment)

@@ -20,6 +20,7 @@ from plexrl.scheduler.next_use import next_use_s
 from plexrl.scheduler.operation_record import Operation
 from plexrl.scheduler.phases import note_start
 from plexrl.scheduler.profiler import next_began, run_began, run_ended
+from plexrl.scheduler.sharing import note_wait
 from plexrl.scheduler.state import Deployment, Group
 from plexrl.scheduler.usage import bill, count_failure, meter
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
@@ -99,7 +100,7 @@ def enqueue_zero_grad(context: Context, deployment: Deployment, now: float) -> N
 
 
 def _queue(context: Context, deployment: Deployment, operation: OperationId, now: float) -> None:
-    if deployment.wants_since is None and not deployment.running:
+    if not deployment.running and (deployment.wants_since is None or not deployment.queue):
         deployment.wants_since = now
     deployment.queue.append(operation)
     if len(deployment.queue) == 1:
@@ -131,6 +132,7 @@ def start(
         if deployment.kind != "rollout":
             if next_began(deployment, now):
                 context.cycles_over[deployment.deployment] = None
+            note_wait(state, group, deployment, now)
             run_began(deployment, now)
         if operation.expected_at is not None:
             _compare(context, operation, now)

@@ -23,6 +23,7 @@ from plexrl.scheduler.folds import Fit, ShiftSearch
 from plexrl.scheduler.overlaps import give_time_back
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.scarcity import is_scarce
+from plexrl.scheduler.sharing import settle_group
 from plexrl.scheduler.state import Deployment, Group, PlacementRecord, Reservation
 from plexrl.scheduler.switch_cost import load_s, moves_at_best_s
 
@@ -86,6 +87,7 @@ def join(
     Raises:
         CapacityError: the choice was strict and does not hold any more; nothing changed.
     """
+    settle_group(context.state, group, now)
     group.members.append(deployment.deployment)
     deployment.group = group.group
     deployment.ranks = group.gpus
@@ -138,16 +140,20 @@ def shares(deployment: Deployment) -> bool:
     return deployment.shares
 
 
-def leave(context: Context, deployment: Deployment) -> None:
+def leave(context: Context, deployment: Deployment, now: float) -> None:
     """Take `deployment` off its group; a group without members gives its GPUs back."""
     group = context.state.groups[_placed(deployment)]
+    settle_group(context.state, group, now)
     group.members.remove(deployment.deployment)
+    if len(group.members) == 1:
+        group.alone_since = now
     context.inventory.release(deployment)
     deployment.group = None
     deployment.reservation = None
     give_time_back(context, group)
     if not group.members:
         context.inventory.remove_group(group)
+        context.state.former_switches += group.switches
         del context.state.groups[group.group]
         context.dirty.pop(group.group, None)
 

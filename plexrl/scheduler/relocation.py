@@ -24,6 +24,7 @@ from plexrl.scheduler.placement import Choice, find, join, leave, nearest, place
 from plexrl.scheduler.policies import Way
 from plexrl.scheduler.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.scarcity import is_scarce
+from plexrl.scheduler.sharing import note_wait
 from plexrl.scheduler.state import Deployment, MoveCause, Relocation, Residency, WpgState
 from plexrl.scheduler.switch_cost import HOST, round_trip_s, state_lies
 
@@ -183,6 +184,7 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
         return False
     old_group = context.state.groups[deployment.group]
     old_nodes = deployment.nodes
+    note_wait(context.state, old_group, deployment, now)
     context.emit(
         StopWorkers(
             deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=old_nodes
@@ -199,7 +201,7 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     if old_group.incoming == deployment.deployment:
         old_group.incoming = None
     context.touch(old_group.group)
-    leave(context, deployment)
+    leave(context, deployment, now)
     if choice.way == Way.DEDICATED:
         joined = place(context, deployment, now, only=(Way.DEDICATED,))
         assert joined is not None, "free GPUs were found a moment ago"

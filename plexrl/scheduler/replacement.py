@@ -145,7 +145,7 @@ def _replace(context: Context, deployment: Deployment, now: float) -> None:
     job = context.job(deployment.job)
     context.hold(deployment, -1, now)
     release_lock(context, deployment)
-    leave(context, deployment)
+    leave(context, deployment, now)
     deployment.ranks = ()
     deployment.nodes = ()
     deployment.placement = None

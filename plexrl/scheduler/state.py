@@ -124,6 +124,21 @@ class UsageRow:
 
 
 @dataclass(slots=True, kw_only=True)
+class Sharing:
+    """What a job had of groups, counted up to their last change (`sharing`)."""
+
+    reserved_gpu_seconds: float = 0.0
+    """On the groups that its deployments were on, as if each had been the only member."""
+    held_gpu_seconds: float = 0.0
+    """Its equal part of those groups' time."""
+    waited_gpu_seconds: float = 0.0
+    """Its GPUs times what it waited for other members."""
+    wait_since: float = 0.0
+    """Of the last wait that is counted, or of several that overlapped."""
+    wait_until: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
 class InFlight:
     """Callers' operations that were accepted and are not finished, and the pace of their ends."""
 
@@ -246,6 +261,8 @@ class Deployment:
     nvme_bytes_by_node: dict[NodeId, int] = field(default_factory=dict)
     awaited_nodes: list[NodeId] = field(default_factory=list)
     """Whose StateManagers are still to get it."""
+    ready_at: float = 0.0
+    """When its processes were last all there."""
     wants_since: float | None = None
     """Since when it has had an operation to run and not the group to run it on."""
     cycle: OpenCycle | None = None
@@ -319,6 +336,10 @@ class Group:
     """The load in flight is the second half of a context switch."""
     switches: int = 0
     switch_seconds: float = 0.0
+    settled_at: float | None = None
+    """Up to when its time is counted to its members' jobs (`sharing`)."""
+    alone_since: float = 0.0
+    """When the last but one of its members left; 0: it never had several."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -349,6 +370,7 @@ class Job:
     deployments: list[DeploymentId] = field(default_factory=list)
     usage: dict[OperationKind, UsageRow] = field(default_factory=dict)
     """By kind of operation."""
+    sharing: Sharing = field(default_factory=Sharing)
 
 
 @dataclass(slots=True)
@@ -409,6 +431,8 @@ class State:
     timers_swept: int = 0
     """Timers that were left when those without a purpose were last thrown away."""
     groups_made: int = 0
+    former_switches: int = 0
+    """Context switches of groups that are no more."""
     moves_made: int = 0
     tokens_made: int = 0
     """The highest token of any group so far."""

@@ -241,7 +241,8 @@ def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
     if tenant is None:
         view["tenants"] = len(state.tenants)
         view["operations_finished"] = state.finished_count
-        view["context_switches"] = sum(group.switches for group in state.groups.values())
+        switches = sum(group.switches for group in state.groups.values())
+        view["context_switches"] = state.former_switches + switches
     else:
         # Those that ran: what was called off before has no row of use.
         rows = (row for job in jobs for row in job.usage.values())

@@ -1,0 +1,118 @@
+"""A job that waits for GPUs is told which jobs have them, and which of those were left open."""
+
+from typing import Any
+
+from plexrl.scheduler import events as ev
+from tests.scheduler.fake_cluster import FakeCluster
+
+TIMEOUT_S, REATTACH_S = 60.0, 300.0
+
+
+def submit(cluster: FakeCluster, job: str, tenant: str = "t", **fields: Any) -> None:
+    """A job with one deployment of two GPUs, whose controller is heard of no more."""
+    cluster.send(
+        ev.JobSubmitted(
+            job=job,
+            tenant=tenant,
+            name=f"name of {job}",
+            controller_timeout_s=TIMEOUT_S,
+            reattach_timeout_s=REATTACH_S,
+        )
+    )
+    cluster.deploy(f"{job}/actor", **fields)
+    while cluster.launches:
+        cluster.launch(cluster.launches[0])
+
+
+def waiting(**changes: object) -> FakeCluster:
+    """A cluster of two GPUs, which `first` has and `second`, of another tenant, waits for."""
+    cluster = FakeCluster(policy="isolated", **changes)
+    cluster.start_node(2)
+    submit(cluster, "first", tenant="u")
+    submit(cluster, "second")
+    return cluster
+
+
+def holders(cluster: FakeCluster, job: str = "second", **rights: bool) -> list[dict[str, Any]]:
+    rights = {"sees_all": True, **rights}
+    found: list[dict[str, Any]] = cluster.core.explain_job(job, cluster.now, **rights)["holders"]
+    return found
+
+
+def beat(cluster: FakeCluster, *jobs: str, seconds: float) -> None:
+    """Time passes, in which the controllers of some jobs are heard of."""
+    for _ in range(round(seconds / 10)):
+        cluster.pass_time(10.0)
+        for job in jobs:
+            cluster.send(ev.ControllerSeen(job=job))
+
+
+def test_a_job_that_was_left_open_is_named_with_the_time_at_which_it_is_cancelled() -> None:
+    cluster = waiting()
+    told = []
+    for seconds in (20, 20, 40):
+        beat(cluster, "second", seconds=seconds)
+        (row,) = holders(cluster)
+        assert (row["job"], row["tenant"], row["gpus"]) == ("first", "u", 2)
+        told.append((row["condition"], row["silent_s"], row["cancelled_in_s"]))
+    assert told == [("idle", 20, None), ("silent", 40, 320), ("detached", 80, 280)]
+    beat(cluster, "second", seconds=280)
+    assert cluster.core.job_view("first", cluster.now)["state"] == "CANCELLED"
+    assert holders(cluster) == [], "it has the GPUs itself"
+
+
+def test_a_job_whose_controller_lives_is_idle_or_works() -> None:
+    cluster = waiting()
+    cluster.submit("o", "first/actor", "optim_step")
+    while not any(run.operation == "o" for run in cluster.runs):
+        cluster.execute(cluster.runs[0])
+    beat(cluster, "first", "second", seconds=50)
+    assert [(row["condition"], row["idle_s"]) for row in holders(cluster)] == [("working", None)]
+    cluster.execute(cluster.runs[0])
+    beat(cluster, "first", "second", seconds=120)
+    (row,) = holders(cluster)
+    assert (row["condition"], row["idle_s"], row["cancelled_in_s"]) == ("idle", 120, None)
+
+
+def test_a_tenant_is_not_told_whose_the_other_tenants_jobs_are() -> None:
+    (row,) = holders(waiting(), sees_all=False)
+    assert (row["job"], row["tenant"], row["name"], row["gpus"]) == (None, None, None, 2)
+    own = FakeCluster(policy="isolated")
+    own.start_node(2)
+    submit(own, "first")
+    submit(own, "second")
+    assert holders(own, sees_all=False)[0]["job"] == "first"
+
+
+def test_those_that_were_left_open_come_first() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node(6)
+    for job in ("busy", "idle", "gone", "last"):
+        submit(cluster, job)
+    cluster.submit("o", "busy/actor", "optim_step")
+    beat(cluster, "busy", "idle", "last", seconds=70)
+    found = [(row["job"], row["condition"]) for row in holders(cluster, "last")]
+    assert found == [("gone", "detached"), ("idle", "idle"), ("busy", "working")]
+
+
+def test_only_gpus_that_would_help_are_named() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.join_node(2, "fast", node_type="fast")
+    cluster.start_node(2)
+    submit(cluster, "fast", node_type="fast")
+    submit(cluster, "any")
+    submit(cluster, "wants-fast", node_type="fast")
+    assert [row["job"] for row in holders(cluster, "wants-fast")] == ["fast"]
+    assert holders(cluster, "any") == [], "it has what it wants"
+
+
+def test_where_a_quota_keeps_a_job_waiting_its_own_tenants_jobs_are_named() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node(6)
+    for tenant in ("t", "u"):
+        cluster.send(ev.TenantCreated(tenant=tenant, key_digest=tenant))
+    cluster.send(ev.TenantConfigured(tenant="t", jobs_max=1))
+    submit(cluster, "other", tenant="u")
+    submit(cluster, "first")
+    submit(cluster, "second")
+    assert [row["job"] for row in holders(cluster, sees_all=False)] == ["first"]
