@@ -5,8 +5,17 @@ A controller imports this package and nothing heavy comes with it: no torch, no 
 
 from plexrl import errors, losses
 from plexrl.client import (
+    AsyncCheckpointFuture,
+    AsyncCluster,
     AsyncFuture,
+    AsyncGenerateFuture,
+    AsyncJob,
+    AsyncReferenceDeployment,
+    AsyncRewardDeployment,
+    AsyncRolloutDeployment,
+    AsyncTrainDeployment,
     Batch,
+    CheckpointFuture,
     Chunk,
     Cluster,
     DemandTrace,
@@ -15,34 +24,44 @@ from plexrl.client import (
     GenerateFuture,
     GenerateResult,
     Job,
+    LoadedCheckpoint,
     ReferenceDeployment,
     RewardDeployment,
     RolloutDeployment,
     Sample,
+    SavedCheckpoint,
     ScoreResult,
     Segment,
     StepResult,
+    SyncReport,
     TrainDeployment,
     TrainResult,
+    WeightsSpan,
     connect,
+    connect_async,
 )
-from plexrl.client.aio import AsyncCluster, AsyncJob, connect_async
 from plexrl.errors import PlexRLError
 from plexrl.lora import LoraSpec
 from plexrl.model_spec import ModelSpec, tiny_qwen2
 from plexrl.parallelism import Parallelism
 from plexrl.tokenizer import BOS, EOS, PAD, Tokenizer
-from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
+from plexrl.wire.operations import LossSpec, SamplingParams
 
 __all__ = [
     "BOS",
     "EOS",
     "PAD",
-    "AdamParams",
+    "AsyncCheckpointFuture",
     "AsyncCluster",
     "AsyncFuture",
+    "AsyncGenerateFuture",
     "AsyncJob",
+    "AsyncReferenceDeployment",
+    "AsyncRewardDeployment",
+    "AsyncRolloutDeployment",
+    "AsyncTrainDeployment",
     "Batch",
+    "CheckpointFuture",
     "Chunk",
     "Cluster",
     "DemandTrace",
@@ -51,6 +70,7 @@ __all__ = [
     "GenerateFuture",
     "GenerateResult",
     "Job",
+    "LoadedCheckpoint",
     "LoraSpec",
     "LossSpec",
     "ModelSpec",
@@ -61,12 +81,15 @@ __all__ = [
     "RolloutDeployment",
     "Sample",
     "SamplingParams",
+    "SavedCheckpoint",
     "ScoreResult",
     "Segment",
     "StepResult",
+    "SyncReport",
     "Tokenizer",
     "TrainDeployment",
     "TrainResult",
+    "WeightsSpan",
     "connect",
     "connect_async",
     "errors",

@@ -24,9 +24,9 @@ class LoraSpec:
     """Adapters of one deployment. B begins at zero, so training begins with the model as it is."""
 
     rank: int
-    """Rows of A, columns of B."""
+    """Rows of A, columns of B: 1 to 1024."""
     alpha: float = 16.0
-    """What B A is multiplied with, times the rank."""
+    """B A is multiplied by alpha / rank. Above 0."""
     targets: tuple[str, ...] = (
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),

@@ -69,6 +69,11 @@ def tiny_qwen2(
 ) -> ModelSpec:
     """A character-level Qwen2 of about 50 000·(hidden/64)²·layers parameters, made on the spot.
 
+    `vocabulary` is its characters, one token each behind the three special tokens. `seed` makes its
+    initial weights: same seed, same bits. `hidden` is the hidden size, which 4 divides, `layers`
+    the number of decoder layers. `head` is `causal` for a language model, `reward` for a model that
+    scores rows.
+
     Two layers of hidden size 64 learn to sort five digits on one CPU core in about a minute.
     """
     config = {

@@ -60,7 +60,12 @@ class Tokenizer:
     """Encodes and decodes by way of the `tokenizers` library."""
 
     def __init__(self, tokenizer_json: str) -> None:
-        """Raises `InvalidRequestError` where the library is missing or refuses the text."""
+        """`tokenizer_json` is the text of a Hugging Face `tokenizer.json`.
+
+        Raises:
+            InvalidRequestError: the `tokenizers` library is missing (`pip install 'plexrl[text]'`),
+                or it cannot read the text.
+        """
         try:
             from tokenizers import Tokenizer as HfTokenizer
         except ImportError as error:
@@ -75,7 +80,12 @@ class Tokenizer:
 
     @classmethod
     def from_vocabulary(cls, vocabulary: str) -> "Tokenizer":
-        """The character-level tokenizer of a locally made model."""
+        """The character-level tokenizer of a locally made model: ids 0 to 2 are `<pad>`, `<bos>`
+        and `<eos>` (`plexrl.PAD`, `BOS`, `EOS`), then one for each character of `vocabulary`.
+
+        Raises:
+            InvalidRequestError: a character stands in `vocabulary` twice.
+        """
         return cls(char_tokenizer_json(vocabulary))
 
     def encode(self, text: str) -> list[int]:
@@ -83,5 +93,5 @@ class Tokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens`, special tokens left out."""
+        """The text of `tokens`, such as a sample's, special tokens left out."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -12,15 +12,25 @@ if TYPE_CHECKING:
     from plexrl.client.results import Sample
     from plexrl.wire.tensors import Arrays
 
-    Values = Sequence[float] | npt.NDArray[Any]
+    Values = Sequence[float] | npt.NDArray[np.floating[Any] | np.integer[Any] | np.bool_]
     """One row's values."""
 
 
 class Batch:
     """Rows of tokens with per-token values beside them.
 
-    Entry t of a per-token row speaks of token t as predicted from the tokens before it. Everything
-    is checked here for shape, and by the router for the rest.
+    Rows may be of different lengths, and are neither padded nor cut. Entry t of a per-token row
+    speaks of token t as predicted from the tokens before it, so entry 0 never counts. All values
+    travel as float32. What a loss reads of them, by name:
+
+    - `mask`: the weight of a token in the loss, mostly 0 or 1; 0 drops it (a prompt's tokens).
+    - `logprobs`: of each token under the policy that drew it, in nats (`Sample.logprobs`).
+    - `advantages`: what a token is made more likely by; the caller centres and scales them.
+    - `ref_logprobs`: of each token under the reference policy, in nats, where the loss has a
+      `kl_coef` above 0.
+    - `weights`: minus the gradient of a loss of the controller's own by each token's logprob.
+
+    Everything is checked here for shape, and by the router for the rest.
     """
 
     def __init__(
@@ -28,7 +38,8 @@ class Batch:
         tokens: Iterable[Sequence[int]],
         per_token: "Mapping[str, Iterable[Values]] | None" = None,
     ) -> None:
-        """`tokens` are the rows; `per_token` holds, for each name, rows of the same lengths.
+        """`tokens` are the rows, lists of token ids; `per_token` holds, for each name, as many rows
+        of values, each as long as its row of tokens.
 
         Raises:
             BatchShapeError: a row is no list of whole numbers, or a row of values has another
@@ -51,11 +62,18 @@ class Batch:
         cls,
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
-        **per_completion_token: "Sequence[Values]",
+        *,
+        mask: "Sequence[Values] | None" = None,
+        logprobs: "Sequence[Values] | None" = None,
+        advantages: "Sequence[Values] | None" = None,
+        ref_logprobs: "Sequence[Values] | None" = None,
+        weights: "Sequence[Values] | None" = None,
     ) -> "Batch":
-        """Rows of prompt and completion; the mask is 1 on the completion's tokens.
+        """Rows of prompt and completion: `prompts[i]` and behind it `completions[i]`, token ids.
 
-        Further arguments are per-token values of the completions (`logprobs=…`), 0 on the prompts.
+        `mask`, `logprobs`, `advantages`, `ref_logprobs` and `weights` are per-token values of the
+        completions, `[completions][tokens]`; on the prompts' tokens they are 0. A `mask` that is
+        absent is 1 on the completions' tokens; others that are absent are not in the batch.
 
         Raises:
             BatchShapeError: not one completion for each prompt, or values of another length.
@@ -66,8 +84,14 @@ class Batch:
         tokens = [
             [*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        values: dict[str, list[Any]] = {"mask": [np.ones(len(row)) for row in completions]}
-        values |= {name: list(rows) for name, rows in per_completion_token.items()}
+        given = {
+            "mask": [np.ones(len(row)) for row in completions] if mask is None else mask,
+            "logprobs": logprobs,
+            "advantages": advantages,
+            "ref_logprobs": ref_logprobs,
+            "weights": weights,
+        }
+        values = {name: list(rows) for name, rows in given.items() if rows is not None}
         for name, rows in values.items():
             _same_count(name, len(rows), "completions", len(completions))
             for index, (row, completion) in enumerate(zip(rows, completions, strict=True)):
@@ -92,14 +116,17 @@ class Batch:
         cls,
         prompts: Sequence[Sequence[int]],
         samples: Sequence[Sequence["Sample"]],
-        advantages: Any,
+        advantages: "Sequence[Values] | npt.NDArray[np.floating[Any]]",
         *,
-        keep: Sequence[bool] | None = None,
+        keep: "Sequence[bool] | npt.NDArray[np.bool_] | None" = None,
     ) -> "Batch":
         """What a policy loss needs of generated samples: tokens, mask, logprobs and advantages.
 
-        `samples` and `advantages` are `[prompts][samples]`; a sample's advantage goes to each of
-        its tokens. `keep` drops whole prompts.
+        `prompts` are those that were given to `generate`, and `samples` its result's,
+        `[prompts][n]`. `advantages` are floats, `[prompts][n]` too (an array or lists): one for
+        each sample, which goes to each of its tokens as it is. A row of the batch is a prompt and
+        one of its samples, prompt by prompt. `keep`, `[prompts]`, drops the samples of prompts
+        where it is False (such as those whose rewards are all the same).
 
         Raises:
             BatchShapeError: the counts differ.
@@ -126,7 +153,10 @@ class Batch:
         return cls.from_completions(flat_prompts, completions, logprobs=logprobs, advantages=spread)
 
     def with_values(self, name: str, rows: "Sequence[Values]") -> "Batch":
-        """This batch with further per-token values (`ref_logprobs`, `weights`, …).
+        """A copy of this batch with further per-token values called `name` (`ref_logprobs`,
+        `weights`, …), or others in the place of those of that name. `rows` has one entry for each
+        row of the batch, as long as that row, prompt included; a `forward` result's `logprobs` have
+        that shape.
 
         Raises:
             BatchShapeError: a row has another length than its tokens.
@@ -141,7 +171,9 @@ class Batch:
         return other
 
     def arrays(self, names: Sequence[str] | None = None) -> "Arrays":
-        """The packed arrays; only these per-token ones where `names` is given.
+        """The packed arrays as they travel: `tokens` int32 `[all tokens]`, the rows end to end,
+        `lengths` int32 `[rows]`, and per-token ones float32 `[all tokens]`; of these only `names`
+        where they are given.
 
         Raises:
             BatchShapeError: one of `names` is not in the batch.
@@ -163,6 +195,12 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self._lengths)
+
+    def __repr__(self) -> str:
+        lengths = self._lengths
+        longest = f" of {lengths.min()} to {lengths.max()}" if len(lengths) else ""
+        names = ", ".join(self._per_token) or "no per-token values"
+        return f"Batch({len(lengths)} rows{longest} tokens, {len(self._tokens)} in all; {names})"
 
     def _check(self, name: str, lengths: Sequence[int]) -> None:
         _same_count(name, len(lengths), "token rows", len(self._lengths))

@@ -7,8 +7,8 @@ from typing import Any
 from urllib.parse import quote
 
 from plexrl.client.futures import AsyncFuture, Future, View
-from plexrl.client.results import Decoder
-from plexrl.client.transport import Call, Transport
+from plexrl.client.results import Decoder, SavedCheckpoint
+from plexrl.client.transport import AsyncTransport, Call, Transport
 from plexrl.errors import (
     CheckpointNotFoundError,
     ConnectionLostError,
@@ -60,21 +60,24 @@ def settled(listing: Mapping[str, Any], name: str, seq: int | None) -> Plain | N
     return dict(found)
 
 
-class CheckpointFuture(Future[Plain]):
+class CheckpointFuture(Future[SavedCheckpoint]):
     """Done once the checkpoint is on the disk; the job's other operations go on meanwhile."""
 
     def __init__(self, transport: Transport, view: View, decoder: Decoder) -> None:
         super().__init__(transport, view, decoder)
-        self._saved: Plain | None = None
+        self._saved: SavedCheckpoint | None = None
         self._pause_s = POLL_S_MIN
 
-    def pinned(self, timeout_s: float | None = None) -> Plain:
-        """Wait until its version is pinned: what training does from then on is not in it.
+    def pinned(self, timeout_s: float | None = None) -> SavedCheckpoint:
+        """Wait until its version is pinned, for at most `timeout_s` seconds where they are given:
+        what training does from then on is not in it.
 
         Raises as `result`.
         """
         if self._saved is None:
-            pinned = Future[Plain](self._transport, self._pending.view, self._pending.decoder)
+            pinned = Future[SavedCheckpoint](
+                self._transport, self._pending.view, self._pending.decoder
+            )
             self._saved = pinned.result(timeout_s)
         return self._saved
 
@@ -92,7 +95,7 @@ class CheckpointFuture(Future[Plain]):
         if not self._is_done:
             self._look(self._saved, give_up_at)
 
-    def _look(self, saved: Plain, give_up_at: float | None) -> None:
+    def _look(self, saved: SavedCheckpoint, give_up_at: float | None) -> None:
         call = self._pending.patient(list_call(saved["job"]), give_up_at)
         try:
             listing = self._transport.request(call)
@@ -108,17 +111,47 @@ class CheckpointFuture(Future[Plain]):
             self._is_done, self._error = True, error
 
 
-class AsyncCheckpointFuture(AsyncFuture[Plain]):
+class AsyncCheckpointFuture(AsyncFuture[SavedCheckpoint]):
     """As `CheckpointFuture`: `await` it."""
 
-    async def result(self) -> Plain:
-        """Wait until it is on the disk. Raises the operation's own error."""
-        saved = await super().result()
-        pause_s = POLL_S_MIN
-        while not saved["durable"]:
-            listing = await self._transport.request(list_call(saved["job"]))
-            if settled(listing.json(), saved["name"], saved["seq"]) is not None:
-                return {**saved, "durable": True}
-            await asyncio.sleep(pause_s)
-            pause_s = min(POLL_S_MAX, pause_s * 1.5)
-        return saved
+    def __init__(self, transport: AsyncTransport, view: View, decoder: Decoder) -> None:
+        super().__init__(transport, view, decoder)
+        self._saved: SavedCheckpoint | None = None
+        self._pause_s = POLL_S_MIN
+
+    async def pinned(self, timeout_s: float | None = None) -> SavedCheckpoint:
+        """As `CheckpointFuture.pinned`."""
+        if self._saved is None:
+            pinned = AsyncFuture[SavedCheckpoint](
+                self._transport, self._pending.view, self._pending.decoder
+            )
+            self._saved = await pinned.result(timeout_s)
+        return self._saved
+
+    async def _poll(self, wait_s: float, give_up_at: float | None = None) -> None:
+        if self._saved is None:
+            await super()._poll(wait_s, give_up_at)
+            if not self._is_done or self._error is not None:
+                return
+            self._saved = self._result
+            assert self._saved is not None, "a finished operation has a result"
+            self._is_done = bool(self._saved["durable"])
+        else:
+            await asyncio.sleep(min(self._pause_s, wait_s))
+            self._pause_s = min(POLL_S_MAX, self._pause_s * 1.5)
+        if not self._is_done:
+            await self._look(self._saved, give_up_at)
+
+    async def _look(self, saved: SavedCheckpoint, give_up_at: float | None) -> None:
+        call = self._pending.patient(list_call(saved["job"]), give_up_at)
+        try:
+            listing = (await self._transport.request(call)).json()
+            self._pending.held = None
+            self._is_done = settled(listing, saved["name"], saved["seq"]) is not None
+            self._result = {**saved, "durable": self._is_done}
+        except ConnectionLostError:
+            raise
+        except PlexRLError as error:
+            if error is self._pending.held:
+                return
+            self._is_done, self._error = True, error

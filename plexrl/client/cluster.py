@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from plexrl.client import requests
 from plexrl.client.controller import Controller
+from plexrl.client.handle_repr import handle_repr, without_credentials
 from plexrl.client.job import Job
 from plexrl.client.leaving import warn_of_former
 from plexrl.client.place import Place
@@ -36,9 +37,13 @@ class Cluster:
         if local is not None:
             transport.place = Place(transport.url, local.data_dir, local.is_embedded)
 
+    def __repr__(self) -> str:
+        marks = [] if self._embedded is None else ["embedded"]
+        return handle_repr(self, without_credentials(self.url), *marks)
+
     @property
     def url(self) -> str:
-        """The router's URL."""
+        """The router's URL, or those of all routers with commas between."""
         return self._transport.url
 
     @property
@@ -60,10 +65,17 @@ class Cluster:
     ) -> Job:
         """Submit a job; this process is its controller and keeps it alive by heartbeats.
 
+        `name` is shown to people. `job_id` names the job for good; absent, it is the name and a
+        few random characters. That of a live job of the same name takes that job over, as
+        `attach_job` does. `tenant` is whose job it is, where the operator submits it for another.
+
+        A job whose controller is silent for `controller_timeout_s` seconds is detached: what was
+        submitted goes on. After `reattach_timeout_s` seconds more without one it is cancelled.
+
         A higher `priority` (-100 to 100, no higher than the tenant may) goes first, for GPUs and
-        on them. The first `gang`
-        deployments get GPUs all at once or not at all. `expected_s`, where it is known, lets the
-        scheduler say when others get the job's GPUs.
+        on them. The first `gang` deployments get GPUs all at once or not at all. `expected_s`
+        seconds of length, where they are known, let the scheduler say when others get the job's
+        GPUs.
 
         Raises:
             QuotaExceededError: the tenant has used up its GPU-seconds.
@@ -87,8 +99,8 @@ class Cluster:
         )
 
     def attach_job(self, job: str, *, heartbeat: bool = True, keep_gradients: bool = False) -> Job:
-        """Become the controller of a job; its deployments are as they were, under the same names.
-        Without `heartbeat` the job is only looked at.
+        """Become the controller of the job with the id `job`; its deployments are as they were,
+        under the same names. Without `heartbeat` the job is only looked at.
 
         A former controller that still lives gets `ControllerReplacedError` at its next call.
         Gradients that it left waiting for a step are dropped, because this controller would add its
@@ -127,8 +139,12 @@ class Cluster:
         after: int = 0,
         limit: int = 1000,
     ) -> list[Plain]:
-        """Finished operations behind index `after`, oldest first, the cluster's own included, with
-        where their time went: `queue_s`, `switch_s`, `transfer_s`, `compute_s`."""
+        """Finished operations behind index `after`, oldest first, at most `limit`, the cluster's
+        own included, with where their time went: `queue_s`, `switch_s`, `transfer_s`, `compute_s`.
+
+        Where they are given, only those of a `job` (its id), of a `deployment` (`<job>/<name>`) and
+        of a `kind` (`forward_backward`, `generate`, …).
+        """
         wanted = {"job": job, "deployment": deployment, "kind": kind}
         query: Plain = {"after": after, "limit": limit}
         query |= {name: value for name, value in wanted.items() if value is not None}
@@ -145,7 +161,8 @@ class Cluster:
         return list(self._get("/v1/tenants")["tenants"])
 
     def create_tenant(self, name: str) -> str:
-        """Create a tenant (operator only); returns its API key, which is shown only now."""
+        """Create the tenant `name` (operator only); returns its API key, which is shown only
+        now."""
         call = Call(method="POST", path="/v1/tenants", json={"name": name})
         return str(self._transport.request(call).json()["api_key"])
 
@@ -162,8 +179,12 @@ class Cluster:
         checkpoints_max: int | UnsetType | None = UNSET,
         checkpoint_bytes_max: int | UnsetType | None = UNSET,
     ) -> Plain:
-        """Set a tenant's weight, quotas and highest priority of jobs (operator only); returns the
-        tenant as it is then.
+        """Set what the tenant `name` may have (operator only); returns the tenant as it is then.
+
+        `weight` is its share of contended GPUs against other tenants' (1 at first), `priority_max`
+        the highest `priority` of its jobs (0 at first). Quotas: `jobs_max` jobs with GPUs at a
+        time and `live_jobs_max` that have not ended; `gpus_max` GPUs at a time; `gpu_seconds_max`
+        GPU-seconds in all; `checkpoints_max` checkpoints, of `checkpoint_bytes_max` bytes together.
 
         What is not named stays as it is; None takes a quota away, or gives the cluster's own bound
         back where that has one: `live_jobs_max`, `checkpoints_max` and `checkpoint_bytes_max`.
@@ -182,26 +203,28 @@ class Cluster:
         return dict(self._transport.request(requests.configure_tenant(name, settings)).json())
 
     def tenant_keys(self, name: str) -> list[Plain]:
-        """A tenant's API keys, oldest first (operator only): each one's id, when it was made and
-        when it was last used, to about a minute, since the scheduler was started; never the key."""
+        """The API keys of the tenant `name`, oldest first (operator only): each one's id, when it
+        was made and when it was last used, to about a minute, since the scheduler was started;
+        never the key."""
         return list(self._transport.request(requests.tenant_keys(name)).json()["keys"])
 
     def rotate_key(self, name: str) -> Plain:
-        """Give a tenant one more API key (operator only): `api_key`, which is shown only now, and
-        its id `key`. The keys that the tenant had stay valid until they are revoked."""
+        """Give the tenant `name` one more API key (operator only): `api_key`, which is shown only
+        now, and its id `key`. The keys that the tenant had stay valid until they are revoked."""
         return dict(self._transport.request(requests.rotate_key(name)).json())
 
     def revoke_key(self, name: str, key: str) -> None:
-        """Have an API key of a tenant, named by its id, refused from now on (operator only)."""
+        """Have an API key of the tenant `name` refused from now on (operator only); `key` is the
+        key's id."""
         self._transport.request(requests.revoke_key(name, key))
 
     def drain(self, node: str) -> Plain:
-        """Move all work off a node, each model between two of its operations, as soon as there is
-        room elsewhere; nothing new comes to it (operator only)."""
+        """Move all work off the node named `node`, each model between two of its operations, as
+        soon as there is room elsewhere; nothing new comes to it (operator only)."""
         return dict(self._transport.request(requests.drain(node)).json())
 
     def undrain(self, node: str) -> Plain:
-        """Have a drained node back in use (operator only)."""
+        """Have the drained node named `node` back in use (operator only)."""
         return dict(self._transport.request(requests.drain(node, back=True)).json())
 
     def close(self) -> None:

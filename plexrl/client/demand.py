@@ -12,6 +12,7 @@ class Segment:
     offset_s: float
     """From the start of the cycle."""
     duration_s: float
+    """Seconds of work."""
     slack_s: float = 0.0
     """How long it can be delayed without making the cycle longer."""
 
@@ -21,13 +22,14 @@ class DemandTrace:
     """One cycle of a job on its GPUs; the cluster measures it where nothing is said."""
 
     period_s: float
+    """Seconds from the start of one cycle to the start of the next."""
     segments: Sequence[Segment]
     """In order of their offsets, disjoint, inside the period."""
     jitter_s: float = 0.0
     """Standard deviation of the cycle's length."""
 
 
-def plain_trace(trace: DemandTrace | Mapping[str, Any] | None) -> dict[str, Any] | None:
+def plain_trace(trace: DemandTrace | Mapping[str, object] | None) -> dict[str, Any] | None:
     """`trace` as it travels; its numbers are checked by the router."""
     if trace is None:
         return None

@@ -8,7 +8,9 @@ from urllib.parse import quote
 from plexrl.client import requests
 from plexrl.client.controller import recover_call
 from plexrl.client.futures import Future
+from plexrl.client.handle_repr import handle_repr
 from plexrl.client.requests import Submission
+from plexrl.client.results import LoadedCheckpoint
 from plexrl.client.transport import Call, Transport
 
 if TYPE_CHECKING:
@@ -18,7 +20,11 @@ Plain = dict[str, Any]
 
 
 class Deployment:
-    """One logical model of a job; its operations run in the order of submission."""
+    """One logical model of a job; its operations run in the order of submission.
+
+    Every operation returns a future at once. Any submission raises `EarlierFailureError` where an
+    operation before it has failed and nobody has read its future.
+    """
 
     def __init__(self, transport: Transport, deployment: str) -> None:
         self._transport = transport
@@ -27,9 +33,12 @@ class Deployment:
         self._submitting = threading.Lock()
         self._deadline_s: float | None = None
 
+    def __repr__(self) -> str:
+        return handle_repr(self, self.deployment, deadline_s=self._deadline_s)
+
     def within(self, deadline_s: float) -> Self:
         """This deployment, with a deadline for what is submitted by it: an operation that has not
-        begun so many seconds after its submission never runs, and its future raises
+        begun `deadline_s` seconds after its submission never runs, and its future raises
         `DeadlineExceededError`. A generation that runs by then ends with what it has; anything else
         that runs is finished.
 
@@ -41,12 +50,27 @@ class Deployment:
         return limited
 
     def barrier(self) -> Future[Plain]:
-        """Finished when everything submitted before it is."""
+        """Finished when everything submitted before it is. The result is empty."""
         return self._submit(requests.barrier(self.deployment))
 
-    def load_checkpoint(self, name: str, *, job: str | None = None) -> Future[Plain]:
-        """Restore a checkpoint of this job, or of another one of the tenant's."""
-        return self._submit(requests.load_checkpoint(self.deployment, name, job))
+    def load_checkpoint(
+        self, name: str, *, job: str | None = None, optimizer: bool = True
+    ) -> Future[LoadedCheckpoint]:
+        """Restore the checkpoint `name` of this job, or of the tenant's job with the id `job`.
+
+        A train deployment also takes over the optimizer's state and its count of steps, unless
+        `optimizer` is False: then these begin anew, at zero, which is the way to load a checkpoint
+        of `format="hf"`. Gradients that wait for a step are dropped. Other deployments load
+        weights only, whatever `optimizer` says.
+
+        Raises, from the future:
+            CheckpointNotFoundError: there is none of that name.
+            BatchShapeError: it is of another model.
+            CorruptStateError: it is damaged; no worker's state has changed.
+        """
+        return self._submit(
+            requests.load_checkpoint(self.deployment, name, job, optimizer=optimizer)
+        )
 
     def recover(self) -> None:
         """Go on after a failed operation whose future was not read: what it halted is accepted
@@ -59,13 +83,20 @@ class Deployment:
         """Where it runs and where its state lies; of a rollout its `engines` too, where they have
         their weights on the device: samples that run and wait, blocks of the cache in use
         (`blocks_held` of `blocks`), preemptions so far. `waiting_gradients` counts the
-        `forward_backward`s since the last step."""
+        `forward_backward`s since the last step, `trainer_step` the optimizer steps in its
+        weights."""
         job, _, name = self.deployment.rpartition("/")
         path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}"
         return dict(self._transport.request(Call(method="GET", path=path)).json())
 
     def tokenizer(self) -> "Tokenizer":
-        """The model's tokenizer. Needs the `tokenizers` library (`plexrl[text]`)."""
+        """The model's tokenizer, as the cluster's nodes have it: of a `path` its `tokenizer.json`,
+        of a locally made model the character-level one of its vocabulary.
+
+        Raises:
+            InvalidRequestError: the `tokenizers` library is missing (`pip install 'plexrl[text]'`),
+                or the model has no tokenizer.
+        """
         from plexrl.tokenizer import Tokenizer
 
         job, _, name = self.deployment.rpartition("/")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 
 from plexrl.client.controller import acknowledge_call
+from plexrl.client.handle_repr import handle_repr
 from plexrl.client.results import Decoder
 from plexrl.client.transport import AsyncTransport, Call, Transport
 from plexrl.errors import (
@@ -103,6 +104,13 @@ class Pending:
         """The same request, given up at `give_up_at` where the cluster holds; `held` says why."""
         return replace(call, give_up_at=give_up_at, on_held=self._hold)
 
+    def repr_of(self, future: object, error: Exception | None) -> str:
+        """The future's repr: operation, kind and deployment, and the state when last asked."""
+        kind, deployment = self.view.get("kind"), self.view.get("deployment")
+        where = () if kind is None else (f"{kind} on {deployment!r}",)
+        state = str(self.view["state"]) if error is None else f"failed: {type(error).__name__}"
+        return handle_repr(future, self.operation, *where, state)
+
     def explain(self) -> str:
         """Why the operation was not finished when last asked."""
         if self.held is not None:
@@ -137,13 +145,16 @@ class Future(Generic[ResultT]):
         self._is_done = False
         self._is_acknowledged = False
 
+    def __repr__(self) -> str:
+        return self._pending.repr_of(self, self._error)
+
     @property
     def operation(self) -> str:
         """The operation's id."""
         return self._pending.operation
 
     def result(self, timeout_s: float | None = None) -> ResultT:
-        """Wait for the result.
+        """Wait for the result, for at most `timeout_s` seconds where they are given.
 
         Raises:
             PlexRLError: the operation failed; the error is its own.
@@ -155,13 +166,9 @@ class Future(Generic[ResultT]):
     def _wait(self, timeout_s: float | None) -> ResultT:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._is_done:
-            left_s = POLL_S if deadline is None else max(0.0, deadline - time.monotonic())
-            self._poll(min(POLL_S, left_s), give_up_at=deadline)
-            if not self._is_done and deadline is not None and time.monotonic() >= deadline:
-                raise DeadlineExceededError(
-                    f"operation {self.operation!r} is not finished after {timeout_s:g} s: "
-                    f"{self.explain()}"
-                )
+            self._poll(poll_s(deadline), give_up_at=deadline)
+            if not self._is_done and is_over(deadline):
+                raise not_finished(self.operation, timeout_s, self.explain())
         if self._error is not None:
             self._acknowledge(self._error)
             raise self._error
@@ -223,31 +230,59 @@ class AsyncFuture(Generic[ResultT]):
     def __init__(self, transport: AsyncTransport, view: View, decoder: Decoder) -> None:
         self._transport = transport
         self._pending = Pending(view, decoder)
+        self._result: ResultT | None = None
+        self._error: PlexRLError | None = None
+        self._is_done = False
+        self._is_acknowledged = False
+
+    def __repr__(self) -> str:
+        return self._pending.repr_of(self, self._error)
 
     @property
     def operation(self) -> str:
         """The operation's id."""
         return self._pending.operation
 
-    async def result(self) -> ResultT:
-        """Wait for the result. Raises the operation's own error."""
+    async def result(self, timeout_s: float | None = None) -> ResultT:
+        """As `Future.result`."""
         with waiting(self._transport.controller, self.operation):
-            while True:
-                try:
-                    response = await self._transport.request(self._pending.poll(POLL_S))
-                    is_finished, result = self._pending.take(response)
-                except ConnectionLostError:
-                    raise
-                except PlexRLError:
-                    await self._acknowledge()
-                    raise
-                if is_finished:
-                    return result  # type: ignore[no-any-return]
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            while not self._is_done:
+                await self._poll(poll_s(deadline), give_up_at=deadline)
+                if not self._is_done and is_over(deadline):
+                    raise not_finished(self.operation, timeout_s, self.explain())
+            if self._error is not None:
+                await self._acknowledge()
+                raise self._error
+        return self._result  # type: ignore[return-value]  # it is done
+
+    async def done(self) -> bool:
+        """As `Future.done`."""
+        if not self._is_done:
+            await self._poll(0.0, give_up_at=time.monotonic())
+        return self._is_done
+
+    async def status(self) -> View:
+        """As `Future.status`."""
+        await self.done()
+        return dict(self._pending.view)
+
+    async def _poll(self, wait_s: float, give_up_at: float | None = None) -> None:
+        try:
+            response = await self._transport.request(self._pending.poll(wait_s, give_up_at))
+            self._is_done, self._result = self._pending.take(response)
+        except ConnectionLostError:
+            raise
+        except PlexRLError as error:
+            if error is self._pending.held:
+                # No word about the operation: the caller's time is over.
+                return
+            self._is_done, self._error = True, error
 
     async def _acknowledge(self) -> None:
         """As `Future._acknowledge`."""
         controller = self._transport.controller
-        if controller is None:
+        if self._is_acknowledged or controller is None:
             return
         try:
             response = await self._transport.request(acknowledge_call(self.operation))
@@ -255,17 +290,35 @@ class AsyncFuture(Generic[ResultT]):
             LOG.warning("the failure of %s is not taken note of: %s", self.operation, second)
             return
         controller.acknowledged(response.json())
+        self._is_acknowledged = True
 
     async def cancel(self) -> None:
         """As `Future.cancel`."""
         self._pending.view = (await self._transport.request(cancel_call(self.operation))).json()
 
     def explain(self) -> str:
-        """Why it was not finished when last asked, and until when by estimate."""
+        """As `Future.explain`."""
         return self._pending.explain()
 
     def __await__(self) -> Generator[Any, None, ResultT]:
         return self.result().__await__()
+
+
+def poll_s(deadline: float | None) -> float:
+    """How long the next poll waits, for a wait that ends at `deadline` by the monotonic clock."""
+    return POLL_S if deadline is None else min(POLL_S, max(0.0, deadline - time.monotonic()))
+
+
+def is_over(deadline: float | None) -> bool:
+    """Whether a wait that ends at `deadline` has ended."""
+    return deadline is not None and time.monotonic() >= deadline
+
+
+def not_finished(operation: str, timeout_s: float | None, why: str) -> DeadlineExceededError:
+    """What is raised by a wait that is over before the operation is."""
+    return DeadlineExceededError(
+        f"operation {operation!r} is not finished after {timeout_s or 0.0:g} s: {why}"
+    )
 
 
 def explanation_text(view: View) -> str:

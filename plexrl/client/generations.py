@@ -81,8 +81,9 @@ class GenerateFuture(Future[GenerateResult]):
         self._samples = samples
 
     def interrupt(self, timeout_s: float | None = None) -> GenerateResult:
-        """End it now; returns what it has. Samples that were under way, or had not begun, have the
-        finish reason `abort` and the tokens drawn so far; a generation that is over stays as it is.
+        """End it now; returns what it has, after at most `timeout_s` seconds where they are given.
+        Samples that were under way, or had not begun, have the finish reason `abort` and the tokens
+        drawn so far; a generation that is over stays as it is.
 
         Raises:
             OperationCancelledError: it had not begun, and will not.
@@ -120,10 +121,10 @@ class AsyncGenerateFuture(AsyncFuture[GenerateResult]):
         super().__init__(transport, view, decoder)
         self._samples = samples
 
-    async def interrupt(self) -> GenerateResult:
+    async def interrupt(self, timeout_s: float | None = None) -> GenerateResult:
         """As `GenerateFuture.interrupt`."""
         await self.cancel()
-        return await self.result()
+        return await self.result(timeout_s)
 
     async def stream(self) -> AsyncIterator[Chunk]:
         """As `GenerateFuture.stream`."""

@@ -1,201 +1,41 @@
-"""A job and its deployments, for a blocking controller."""
+"""A job, for a blocking controller."""
 
 import atexit
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 from urllib.parse import quote
 
 from plexrl.client import requests
-from plexrl.client.checkpoints import CheckpointFuture, list_call
+from plexrl.client.checkpoints import list_call
 from plexrl.client.controller import Controller, check_completed
 from plexrl.client.demand import DemandTrace, plain_trace
-from plexrl.client.deployment import Deployment
-from plexrl.client.futures import Future, wait_final
-from plexrl.client.generations import GenerateFuture
+from plexrl.client.deployment_kinds import (
+    ReferenceDeployment,
+    RewardDeployment,
+    RolloutDeployment,
+    TrainDeployment,
+)
+from plexrl.client.futures import wait_final
+from plexrl.client.handle_repr import handle_repr
 from plexrl.client.heartbeats import send_heartbeats
 from plexrl.client.leaving import leave_block, warn_if_unfinished
-from plexrl.client.results import (
-    Chunk,
-    ForwardResult,
-    GenerateResult,
-    ScoreResult,
-    StepResult,
-    TrainResult,
-)
 from plexrl.client.transport import Call, Transport
 from plexrl.parallelism import Parallelism
-from plexrl.wire.operations import AdamParams, LossSpec, SamplingParams
 
 if TYPE_CHECKING:
-    from plexrl.client.batch import Batch
     from plexrl.lora import LoraSpec
     from plexrl.model_spec import ModelSpec
 
 LOG = logging.getLogger(__name__)
 
-MICRO_BATCH_TOKENS = 16_384
 Plain = dict[str, Any]
-
-
-class TrainDeployment(Deployment):
-    """A model that learns."""
-
-    def forward(
-        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
-    ) -> Future[ForwardResult]:
-        """Logprobs of every token given those before it."""
-        return self._submit(requests.forward(self.deployment, batch, micro_batch_tokens))
-
-    def forward_backward(
-        self,
-        batch: "Batch",
-        loss: LossSpec,
-        *,
-        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
-    ) -> Future[TrainResult]:
-        """Add the gradients of `loss` to those that wait for a step."""
-        return self._submit(
-            requests.forward_backward(self.deployment, batch, loss, micro_batch_tokens)
-        )
-
-    def optim_step(self, params: AdamParams | None = None, **fields: float) -> Future[StepResult]:
-        """One AdamW step with the gradients that wait: `optim_step(learning_rate=1e-4)`."""
-        return self._submit(requests.optim_step(self.deployment, params or AdamParams(**fields)))
-
-    def zero_grad(self) -> Future[Plain]:
-        """Drop the gradients that wait for a step; a step does so itself."""
-        return self._submit(requests.zero_grad(self.deployment))
-
-    def save_checkpoint(self, name: str, **options: Any) -> CheckpointFuture:
-        """Write parameters and optimizer state; `transformers` loads the directory as it is.
-
-        Training goes on once they are pinned (`.pinned()`); `.result()` waits until they are on the
-        disk. `options` are those of `plexrl.wire.operations.CheckpointParams`: `overwrite`,
-        `format` (`both`, `hf`, `training`), `dtype`, `shard_bytes_max`, `step`, `keep`,
-        `keep_last`, `keep_every`, `upload`.
-        """
-        submission = requests.save_checkpoint(self.deployment, name, options)
-        return CheckpointFuture(self._transport, self._post(submission), submission.decoder)
-
-
-class ReferenceDeployment(Deployment):
-    """A model that only says how likely tokens are: a reference policy, a teacher."""
-
-    def forward(
-        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
-    ) -> Future[ForwardResult]:
-        """Logprobs of every token given those before it."""
-        return self._submit(requests.forward(self.deployment, batch, micro_batch_tokens))
-
-    def sync_weights(
-        self,
-        source: TrainDeployment,
-        *,
-        delta: bool | Literal["auto"] = "auto",
-        digest: bool = False,
-    ) -> Future[Plain]:
-        """As `RolloutDeployment.sync_weights`: until the next one it is that old policy."""
-        return self._submit(
-            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
-        )
-
-
-class RewardDeployment(Deployment):
-    """A model that scores rows."""
-
-    def score(
-        self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
-    ) -> Future[ScoreResult]:
-        """The score of every row, as its last token has it."""
-        return self._submit(requests.score(self.deployment, batch, micro_batch_tokens))
-
-
-class RolloutDeployment(Deployment):
-    """A model that generates."""
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        n: int = 1,
-        sampling: SamplingParams | None = None,
-        stream: bool = False,
-    ) -> GenerateFuture:
-        """`n` samples of every prompt; with `stream` the future tells tokens as they are drawn."""
-        submission = requests.generate(
-            self.deployment, prompts, n, sampling or SamplingParams(), stream=stream
-        )
-        return GenerateFuture(self._transport, self._post(submission), submission.decoder, n)
-
-    def generate_stream(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        n: int = 1,
-        sampling: SamplingParams | None = None,
-    ) -> Iterator[Chunk | GenerateResult]:
-        """Tokens as they are drawn, then the whole result.
-
-        A router that goes away in between is waited for; no chunk is given twice.
-        """
-        future = self.generate(prompts, n=n, sampling=sampling, stream=True)
-        yield from future.stream()
-        yield future.result()
-
-    def sync_weights(
-        self,
-        source: TrainDeployment,
-        *,
-        delta: bool | Literal["auto"] = "auto",
-        digest: bool = False,
-        in_flight: bool = False,
-        recompute_kv: bool = True,
-    ) -> Future[Plain]:
-        """Take over the trainer's weights as they are after what was submitted to it before.
-
-        `delta` is whether only blocks that have changed are brought, where this deployment holds an
-        earlier version of the same trainer (else all are): `"auto"` where that is quicker, `True`
-        also within a machine, where comparing takes longer than copying. The result says
-        `bytes_wanted`, `bytes_moved`, `fraction` of the two, the `way` (`full`, `delta`), `sources`
-        (bytes by transport), and with `digest` that of the weights as they are then.
-
-        It waits for the generations that were submitted before it; `in_flight`, they stop between
-        two tokens and go on with the new weights, and each sample's `weights` says which versions
-        drew it. What they have cached is computed anew, unless `recompute_kv` is False.
-        """
-        return self._submit(
-            requests.sync_weights(
-                self.deployment,
-                source.deployment,
-                delta=delta,
-                digest=digest,
-                in_flight=in_flight,
-                recompute_kv=recompute_kv,
-            )
-        )
-
-    def pause(self, *, for_s: float = 600.0) -> list[Plain]:
-        """Have what it generates stop between two tokens, until `resume`, or for `for_s` seconds
-        (at most an hour) if nobody says so; returns how its engines stand.
-
-        What runs keeps its place and its GPUs, and can be interrupted or given other weights
-        meanwhile; what is submitted meanwhile waits. To pause what is paused begins the time anew.
-
-        Raises:
-            ConflictError: it has no workers now, or their weights are not on the device.
-        """
-        call = requests.engine_order(self.deployment, "pause", {"for_s": for_s})
-        return list(self._transport.request(call).json()["engines"])
-
-    def resume(self) -> list[Plain]:
-        """Let what it generates go on; no harm where it was not paused. Raises as `pause`."""
-        call = requests.engine_order(self.deployment, "resume")
-        return list(self._transport.request(call).json()["engines"])
+Dtype = Literal["float32", "bfloat16"]
+Outcome = Literal["completed", "failed", "cancelled"]
 
 
 class Job:
@@ -229,6 +69,10 @@ class Job:
         """Whether this controller has ended the job, or detached it."""
         return self._ended.is_set()
 
+    def __repr__(self) -> str:
+        marks = [] if self._transport.controller is not None else ["looked at"]
+        return handle_repr(self, self.job, *marks, *(["ended"] if self._ended.is_set() else []))
+
     @property
     def controller(self) -> Controller | None:
         """This process, where it controls the job; absent where it only looks at it."""
@@ -245,17 +89,24 @@ class Job:
         backend: str | None = None,
         optimizer: Literal["device", "host"] = "device",
         lora: "LoraSpec | None" = None,
-        compute_dtype: Literal["float32", "bfloat16"] = "float32",
+        compute_dtype: Dtype = "float32",
         activation_checkpointing: bool = False,
         max_sequence_tokens: int = 512,
         node_type: str = "",
-        trace: DemandTrace | Mapping[str, Any] | None = None,
+        trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> TrainDeployment:
-        """Create (or take up again) a model that learns, on `workers` GPUs, of nodes of `node_type`
-        where one is named. By a `trace` of its demand it is placed at once, without a measurement.
+        """Create a model that learns, on `workers` GPUs, or take it up again: `name` names it in
+        the job, and `model` is what its weights and its optimizer begin with.
 
         `parallelism` lays the model over the GPUs, and says how many there are: `workers` can then
         be left out. Without it each of `workers` (1) GPUs gets other rows. No other call changes.
+
+        `backend` is what trains (`fsdp`, the default; `megatron`, `deepspeed`). A row, prompt and
+        completion together, has at most `max_sequence_tokens` (512) tokens.
+
+        It takes turns on its GPUs with other jobs' deployments, unless it is `exclusive`. It is put
+        on nodes of `node_type` where one is named. With a `trace` of its demand it is placed at
+        once, without a measurement.
 
         With `optimizer="host"` the optimizer's state stays in host memory and the CPU steps it, so
         a context switch moves parameters only; a step takes longer.
@@ -293,7 +144,7 @@ class Job:
         model: "ModelSpec",
         *,
         backend: str | None = None,
-        dtype: str = "float32",
+        dtype: Dtype = "float32",
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
         kv_cache_bytes: int | None = None,
@@ -301,9 +152,17 @@ class Job:
         parallelism: Parallelism | None = None,
         node_type: str = "",
     ) -> RolloutDeployment:
-        """Create (or take up again) a model that generates, on GPUs of its own: one, or as
-        `parallelism` says. `tp` ranks share each matrix; `dp` replicas share the prompts of every
-        `generate`. What is drawn is the same.
+        """Create a model that generates, on GPUs of its own, or take it up again: `name` names it
+        in the job, and `model` is what its weights are before the first sync.
+
+        It has one GPU, or as many as `parallelism` says: `tp` ranks share each matrix, `dp`
+        replicas share the prompts of every `generate`. What is drawn is the same. It is put on
+        nodes of `node_type` where one is named. `backend` is what draws (`torch`, the default, or
+        `vllm`).
+
+        A prompt and its completion have at most `max_sequence_tokens` (512) tokens together: a
+        sample that comes there ends. At most `max_concurrent_samples` (256) are drawn side by side
+        on each replica; more wait.
 
         `kv_cache_bytes` bounds each worker's cache, beside the weights: samples that find no room
         in it wait and are computed anew, which results count as `metrics["preemptions"]`.
@@ -335,17 +194,20 @@ class Job:
         model: "ModelSpec",
         *,
         workers: int = 1,
-        dtype: str = "float32",
+        dtype: Dtype = "float32",
         exclusive: bool = False,
         max_sequence_tokens: int = 512,
         node_type: str = "",
-        trace: DemandTrace | Mapping[str, Any] | None = None,
+        trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> ReferenceDeployment:
-        """Create (or take up again) a model that only says how likely tokens are, without gradients
-        and optimizer: a reference policy, a teacher.
+        """Create a model that only says how likely tokens are, without gradients and optimizer, or
+        take it up again: a reference policy, a teacher. `name` names it in the job, `model` is what
+        its weights are before the first sync.
 
-        Each of `workers` GPUs has all its weights, in `dtype`, and gets other rows. It takes turns
-        on them with other jobs' deployments, and with this job's trainer.
+        Each of `workers` GPUs has all its weights, in `dtype` (`float32`, `bfloat16`), and gets
+        other rows of at most `max_sequence_tokens` (512) tokens. It takes turns on them with other
+        jobs' deployments, and with this job's trainer, unless it is `exclusive`. `node_type` and
+        `trace` are as those of `train_deployment`.
 
         Raises:
             UnsupportedDtypeError: the backend cannot compute from weights in `dtype`.
@@ -367,15 +229,17 @@ class Job:
         model: "ModelSpec",
         *,
         workers: int = 1,
-        dtype: str = "float32",
+        dtype: Dtype = "float32",
         exclusive: bool = False,
         max_sequence_tokens: int = 512,
         node_type: str = "",
-        trace: DemandTrace | Mapping[str, Any] | None = None,
+        trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> RewardDeployment:
-        """Create (or take up again) a model that scores rows: `model` with a head of one label, as
-        `transformers`' `AutoModelForSequenceClassification` has it. Otherwise as
-        `reference_deployment`.
+        """Create a model that scores rows, or take it up again: `model` with a head of one label,
+        as `transformers`' `AutoModelForSequenceClassification` has it.
+
+        `name`, `workers`, `dtype`, `exclusive`, `max_sequence_tokens`, `node_type` and `trace` are
+        as those of `reference_deployment`. Raises as that.
         """
         options = {
             "workers": workers,
@@ -388,14 +252,20 @@ class Job:
         scoring = replace(model, head="reward")
         return RewardDeployment(self._transport, self._deploy(name, "forward", scoring, options))
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Add a row to the job's metrics."""
+    def log(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
+        """Add a row to the job's metrics: `values` by name, of the `step` by the controller's own
+        count. Rows are only added: a second one of the same step replaces nothing.
+
+        Raises:
+            NonFiniteInputError: one of `values` is not finite.
+        """
         self._control.check()
         body = {"step": step, "values": {name: float(value) for name, value in values.items()}}
         self._transport.request(Call(method="POST", path=f"{self._path}/metrics", json=body))
 
     def metrics(self, after: int = 0) -> list[Plain]:
-        """Rows of the job's metrics behind row `after`."""
+        """Rows of the job's metrics whose `index` is above `after`, oldest first; each has `index`,
+        `step`, `time` (seconds since the epoch) and `values`."""
         found: list[Plain] = []
         while True:
             call = Call(method="GET", path=f"{self._path}/metrics", query={"after": after})
@@ -406,14 +276,16 @@ class Job:
             after = rows[-1]["index"]
 
     def logs(self, deployment: str | None = None, lines: int = 100) -> list[Plain]:
-        """The ends of its workers' logs; a warning is logged for every node that gave none."""
+        """The last `lines` of each worker's log, of one `deployment` (`<job>/<name>`, or the name)
+        or of all; a warning is logged for every node that gave none."""
         found = self.read_logs(deployment, lines)
         for each in found["failed"]:
             LOG.warning("no logs of node %s: %s", each["node"], each["reason"])
         return list(found["logs"])
 
     def read_logs(self, deployment: str | None = None, lines: int = 100) -> Plain:
-        """`logs`: the ends of its workers' logs; `failed`: the nodes that gave none, and why."""
+        """`logs`: the last `lines` of each worker's log, of one `deployment` or of all; `failed`:
+        the nodes that gave none, and why."""
         query: Plain = {"lines": lines}
         if deployment is not None:
             query["deployment"] = deployment
@@ -425,7 +297,7 @@ class Job:
         return list(self._transport.request(list_call(self.job)).json()["checkpoints"])
 
     def delete_checkpoint(self, name: str) -> None:
-        """Delete a checkpoint from the disk. Raises `CheckpointNotFoundError`."""
+        """Delete the checkpoint `name` from the disk. Raises `CheckpointNotFoundError`."""
         path = f"{self._path}/checkpoints/{quote(name, safe='')}"
         self._transport.request(Call(method="DELETE", path=path))
 
@@ -436,23 +308,26 @@ class Job:
         return dict(self._transport.request(call).json())
 
     def operations(self, after: int = 0, limit: int = 1000) -> list[Plain]:
-        """As `Cluster.operations`, of this job."""
+        """Finished operations of this job behind index `after`, oldest first, at most `limit`: as
+        `Cluster.operations`."""
         query = {"job": self.job, "after": after, "limit": limit}
         call = Call(method="GET", path="/v1/operations", query=query)
         return list(self._transport.request(call).json()["operations"])
 
     def status(self) -> Plain:
-        """The job as the scheduler sees it."""
+        """The job as the scheduler sees it: `state`, `reason`, its deployments and times."""
         return dict(self._transport.request(Call(method="GET", path=self._path)).json())
 
     def deployment_status(self, deployment: str) -> Plain:
-        """As `Deployment.status`, by name (`<job>/<name>`, or the name alone)."""
+        """As `Deployment.status`, of the `deployment` of that name (`<job>/<name>`, or the name
+        alone)."""
         name = quote(deployment.rpartition("/")[2])
         call = Call(method="GET", path=f"{self._path}/deployments/{name}")
         return dict(self._transport.request(call).json())
 
-    def finish(self, outcome: str = "completed", reason: str = "") -> None:
-        """End the job: `completed`, `failed` or `cancelled`. A job that ended stays as it is.
+    def finish(self, outcome: Outcome = "completed", reason: str = "") -> None:
+        """End the job with an `outcome`: `completed`, `failed` or `cancelled`. `reason` is shown to
+        whoever looks at it. A job that ended stays as it is.
 
         A job is completed once all steps and checkpoints that were submitted are done.
 

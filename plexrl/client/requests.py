@@ -2,7 +2,6 @@
 
 import math
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -171,15 +170,12 @@ def engine_order(deployment: str, order: str, body: dict[str, Any] | None = None
     return Call(method="POST", path=path, json=body)
 
 
-def save_checkpoint(deployment: str, name: str, fields: Mapping[str, Any]) -> Submission:
+def save_checkpoint(deployment: str, params: CheckpointParams) -> Submission:
     """Write a checkpoint."""
-    params = CheckpointParams(name=name, **fields)
     return submission(deployment, OperationKind.SAVE_CHECKPOINT, params, results.decode_plain)
 
 
-def load_checkpoint(
-    deployment: str, name: str, job: str | None, *, optimizer: bool = True
-) -> Submission:
+def load_checkpoint(deployment: str, name: str, job: str | None, *, optimizer: bool) -> Submission:
     """Restore a checkpoint."""
     params = CheckpointParams(name=name, job=job, optimizer=optimizer)
     return submission(deployment, OperationKind.LOAD_CHECKPOINT, params, results.decode_plain)

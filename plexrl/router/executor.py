@@ -37,6 +37,16 @@ UNCHANGING = frozenset({OperationKind.PUBLISH, OperationKind.SNAPSHOT})
 """Kinds that leave a rank's state as it is, and may be repeated on ranks that were done with them.
 """
 
+COUNTED_STEPS = frozenset(
+    {
+        OperationKind.OPTIM_STEP,
+        OperationKind.LOAD_CHECKPOINT,
+        OperationKind.PUBLISH,
+        OperationKind.SYNC_WEIGHTS,
+    }
+)
+"""Kinds whose workers say how many optimizer steps are in the weights."""
+
 Plain = dict[str, Any]
 _Grant = tuple[str, int, tuple[str, ...]]
 """Group, token and workers that a run was admitted to."""
@@ -231,6 +241,7 @@ class Executor:
             result = gather_moves(results)
             if finished[0][1]:
                 body = (finished[0][1],)
+        steps = [each["trainer_step"] for each in results if "trainer_step" in each]
         ref: BlobRef | None = None
         if body:
             ref = BlobRef(f"{command.operation}{RESULT_SUFFIX}")
@@ -246,6 +257,7 @@ class Executor:
             result_json=json.dumps(result),
             error_json="" if refusal is None or command.replay else json.dumps(refusal),
             moved=state_moved(command.kind, result),
+            trainer_step=max(steps) if command.kind in COUNTED_STEPS and steps else None,
         )
 
     async def _store(self, command: RunOperation, ref: BlobRef, body: "Sequence[Body]") -> None:

@@ -61,9 +61,9 @@ class GeneratePlan:
                 so_far = metrics.get(name, 0)
                 metrics[name] = so_far + value if name == "preemptions" else max(so_far, value)
         segments = [
-            [self.first_row(share) + row, start, seq]
+            [self.first_row(share) + row, start, *drawn_by]
             for share, result in zip(self.shares, results, strict=True)
-            for row, start, seq in result.get("segments", ())
+            for row, start, *drawn_by in result.get("segments", ())
         ]
         return joined | {"metrics": metrics} | ({"segments": segments} if segments else {})
 

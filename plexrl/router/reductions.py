@@ -75,6 +75,9 @@ def gather_moves(results: Sequence[Mapping[str, Any]]) -> Plain:
         joined["tier"] = max((str(result["tier"]) for result in results), key=TIERS.index)
     if "bytes_wanted" in joined:
         joined |= _gathered_sync(results, int(joined["bytes_moved"]))
+    if "trainer_step" in joined:
+        # A rank without parameters of its own steps nothing.
+        joined["trainer_step"] = max(int(result["trainer_step"]) for result in results)
     for name in ("memory_before", "memory_after"):
         if name in joined:
             joined[name] = [result[name] for result in results]

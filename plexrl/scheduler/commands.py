@@ -120,6 +120,9 @@ class RunOperation(Command, frozen=True, gc=False):
     """`offload`: until the WPG is expected to need its state again; absent: nothing is known."""
     previous_seq: int = 0
     """An earlier complete version that is kept while there is room for it; 0: none."""
+    trainer_step: int = 0
+    """Optimizer steps in the weights: `sync_weights`, in those that are pulled; else in those that
+    the WPG has."""
 
 
 class AbortOperation(Command, frozen=True, kw_only=True):

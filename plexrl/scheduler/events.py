@@ -326,6 +326,9 @@ class OperationFinished(Event, frozen=True, gc=False):
     """`PlexRLError.to_wire()` as JSON, of a mutation that changed the state in another way than was
     asked, as a step that dropped its gradients. It is replayed like any other, and this is its
     outcome. Empty: it succeeded."""
+    trainer_step: int | None = None
+    """Optimizer steps in the weights that a step, a checkpoint or a sync has made, or that were
+    published. Absent: the workers said nothing of it."""
 
 
 class OperationFailed(Event, frozen=True, kw_only=True):

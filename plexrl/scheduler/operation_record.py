@@ -84,6 +84,8 @@ class Operation:
     """Its early end has been asked for."""
     source_seq: int = 0
     """Of a sync: the version that was published for it."""
+    source_step: int = 0
+    """Of a sync: how many optimizer steps are in that version."""
     in_flight: bool = False
     """Of a sync: it may run beside generations."""
     ends_burst: bool = False
@@ -139,6 +141,7 @@ class Operation:
         self.paid_by = None
         self.is_aborted = False
         self.source_seq = 0
+        self.source_step = 0
         self.in_flight = False
         self.ends_burst = False
         self.result = None

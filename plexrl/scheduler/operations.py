@@ -157,6 +157,7 @@ def start(
         deployment.durable_seq,
         None,
         deployment.previous_seq,
+        deployment.trainer_step if source is None else operation.source_step,
     )
     deployment.running[operation.operation] = command
     if state.routers:
@@ -267,6 +268,7 @@ def complete(
         dependent = _served(context, operation)
         if dependent is not None:
             dependent.source_seq = operation.seq
+            dependent.source_step = deployment.trainer_step
     finish(context, deployment, operation, event, now)
     if operation.state is _FAILED:
         _halt(context, deployment, operation, read_error(event.error_json), now)

@@ -56,6 +56,8 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
     if operation is None or deployment is None:
         return
     meter_run(state, deployment, operation, now)
+    if event.trainer_step is not None:
+        deployment.trainer_step = event.trainer_step
     command = deployment.running.pop(name, None)
     if command is None:
         _move_finished(context, deployment, operation, event, now)

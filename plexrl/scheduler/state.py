@@ -247,6 +247,9 @@ class Deployment:
     durable_seq: int = 0
     """Version that the StateManagers hold whole; 0: the initial weights, which are rebuilt."""
     published_seq: int | None = None
+    trainer_step: int = 0
+    """Optimizer steps in its weights; of a rollout or reference, those of its trainer that are in
+    what was synced or loaded last."""
     relocation: Relocation | None = None
     no_move_until: float = 0.0
     """After a move for which a node found no room; it works on where it is meanwhile."""

@@ -91,6 +91,7 @@ def deployment_view(context: Context, deployment: Deployment) -> View:
         "incarnation": deployment.incarnation,
         "applied_seq": deployment.completed_seq,
         "waiting_gradients": deployment.waiting_gradients,
+        "trainer_step": deployment.trainer_step,
         "failure": failure_view(halting_failure(deployment)),
         "durable_seq": deployment.durable_seq,
         "state_bytes": deployment.state_bytes,

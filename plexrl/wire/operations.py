@@ -105,10 +105,12 @@ class SamplingParams:
     max_tokens: int = 64
     """Most tokens drawn for one sample."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Logits are divided by it before a token is drawn. 0 is greedy."""
     top_p: float = 1.0
+    """Tokens are drawn from the smallest set of the likeliest ones whose probabilities add up to
+    this. 1 keeps the whole vocabulary."""
     top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    """Tokens are drawn from this many of the likeliest. 0 keeps the whole vocabulary."""
     seed: int | None = None
     """Same seed, same weights, same prompts: same tokens, whatever else the engine is running.
     Absent: the router draws one, and a repeated dispatch reuses it."""
@@ -118,6 +120,7 @@ class SamplingParams:
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     """A sample ends once its last tokens equal one of these."""
     ignore_eos: bool = False
+    """The model's own end token ends no sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +129,13 @@ class AdamParams:
 
     learning_rate: float
     beta1: float = 0.9
+    """Decay rate of the first moment."""
     beta2: float = 0.95
+    """Decay rate of the second moment."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.0
+    """Decoupled: every parameter is first multiplied by 1 - learning_rate · weight_decay."""
     grad_clip_norm: float = 0.0
     """Largest global gradient norm; 0 does not clip."""
 

@@ -43,6 +43,8 @@ class BackendCall:
     arrays: Arrays
     seq: int
     """Version of the state after this call."""
+    trainer_step: int = 0
+    """Optimizer steps in the weights before this call."""
 
 
 class Backend(Protocol):
@@ -82,8 +84,9 @@ class Backend(Protocol):
         """The arena holds a loaded version made of `parts`; reset the others and derived state."""
         ...
 
-    def after_pull(self) -> None:
-        """The arena's parameters were replaced by a weight sync."""
+    def after_pull(self, *, seq: int, trainer_step: int) -> None:
+        """The arena's parameters were replaced by a weight sync: they are version `seq` of the
+        deployment, with so many steps of the trainer's optimizer in them."""
         ...
 
     def gather(self, value: str) -> list[str]:

@@ -26,7 +26,7 @@ from plexrl.errors import (
 )
 from plexrl.model_spec import ModelSpec
 from plexrl.statemanager.checkpoint.publish import is_coming
-from plexrl.statemanager.checkpoint.record import RECORD
+from plexrl.statemanager.checkpoint.record import RECORD, decode_record
 from plexrl.statemanager.checkpoint.restore import Checkpoint
 from plexrl.statemanager.disk_space import is_full
 from plexrl.statemanager.keys import StateSlice
@@ -92,6 +92,13 @@ def load_hf_parameters(path: Path) -> "dict[str, torch.Tensor]":
         except (SafetensorError, OSError) as error:
             raise CorruptStateError(f"{file} cannot be read: {error}") from error
     return found
+
+
+def recorded_trainer_step(path: Path) -> int:
+    """Optimizer steps in the parameters of a checkpoint that is loaded; 0 where it does not say."""
+    if not (path / RECORD).exists():
+        return 0
+    return decode_record((path / RECORD).read_bytes()).trainer_step
 
 
 def agree(gather: Callable[[str], list[str]], attempt: Callable[[], str]) -> list[str]:

@@ -33,10 +33,12 @@ def save_checkpoint(
     keep_seq: int,
     token: int,
     previous_seq: int = 0,
+    trainer_step: int = 0,
 ) -> Plain:
     """Have version `seq` written; returns once it is pinned. Every rank takes part.
 
-    `operation` is the one that asks: asked again, it joins what is under way.
+    `operation` is the one that asks: asked again, it joins what is under way. `trainer_step` counts
+    the optimizer steps in the weights.
 
     Raises:
         CheckpointExistsError: on every rank alike, unless `overwrite` is set.
@@ -65,6 +67,7 @@ def save_checkpoint(
         overwrite=params.overwrite,
         asked_by=operation,
         step=params.step,
+        trainer_step=trainer_step,
         keep=params.keep,
         retention=_retention(params),
         upload=params.upload,

@@ -21,7 +21,7 @@ from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.arena_tensors import ArenaLayout, view
 from plexrl.worker.backend import BackendCall, BackendResult
-from plexrl.worker.checkpoint import agree, load_hf_parameters
+from plexrl.worker.checkpoint import agree, load_hf_parameters, recorded_trainer_step
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.packing import MicroBatch, micro_batches, unpack, unpack_rows
 from plexrl.worker.training.logprobs import token_logprobs
@@ -83,7 +83,7 @@ class ForwardBackend:
     def after_load(self, parts: frozenset[StatePart]) -> None:
         """Nothing is derived from the arena."""
 
-    def after_pull(self) -> None:
+    def after_pull(self, *, seq: int, trainer_step: int) -> None:
         """Nothing is derived from the arena."""
 
     def gather(self, value: str) -> list[str]:
@@ -158,4 +158,4 @@ class ForwardBackend:
         agree(self.gather, read_all)
         for name, home in self._weights.items():
             home.copy_(read[name])
-        return BackendResult()
+        return BackendResult(result={"trainer_step": recorded_trainer_step(path)})

@@ -257,6 +257,7 @@ def _call(
         rank_params=rank_params,
         arrays=arrays,
         seq=int(command["seq"]),
+        trainer_step=int(command.get("trainer_step", 0)),
     )
 
 

@@ -58,7 +58,8 @@ class RefusedBackend:
         del parts
         self._refuse()
 
-    def after_pull(self) -> NoReturn:
+    def after_pull(self, *, seq: int, trainer_step: int) -> NoReturn:
+        del seq, trainer_step
         self._refuse()
 
     def gather(self, value: str) -> list[str]:

@@ -77,7 +77,8 @@ class StateMover:
                 )
             case OperationKind.PUBLISH:
                 self._check_weights()
-                return _plain(self._client.publish(seq=seq, token=token))
+                report = self._client.publish(seq=seq, token=token)
+                return {**_plain(report), "trainer_step": self._trainer_step()}
             case _:
                 try:
                     return sync_weights(self._backend, self._client, command)
@@ -108,7 +109,12 @@ class StateMover:
             keep_seq=int(command["keep_seq"]),
             token=int(command["token"]),
             previous_seq=int(command.get("previous_seq", 0)),
+            trainer_step=self._trainer_step(),
         )
+
+    def _trainer_step(self) -> int:
+        """Optimizer steps in the weights of a backend that trains."""
+        return int(getattr(self._backend, "trainer_step", 0))
 
     def _check_weights(self) -> None:
         """Raises `NonFiniteWeightsError` where the backend finds weights that are not finite."""

@@ -47,7 +47,8 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: Plain) -
             wants=slices,
             delta=policy_of(params),
         )
-        backend.after_pull()
+        trainer_step = int(command.get("trainer_step", 0))
+        backend.after_pull(seq=int(command["seq"]), trainer_step=trainer_step)
     sources: dict[str, int] = {}
     for address, nbytes in report.bytes_by_source.items():
         # Addresses are the cluster's own affair.
@@ -62,6 +63,7 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: Plain) -
         "seconds": report.seconds,
         "tier": report.tier,
         "weights_seq": int(command["source_seq"]),
+        "trainer_step": trainer_step,
     }
     if params.digest:
         memory = whole(backend.arena).cpu().numpy()

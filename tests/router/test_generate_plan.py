@@ -46,7 +46,7 @@ def test_results_of_replicas_become_one() -> None:
     assert [share.prompts for share in plan.shares] == [1, 2]
     use = {"preemptions": 1, "kv_cache_bytes": 10, "kv_cache_bytes_used_max": 4}
     more = {"preemptions": 2, "kv_cache_bytes": 10, "kv_cache_bytes_used_max": 9}
-    segments = [[0, 0, 3], [0, 5, 4]]
+    segments = [[0, 0, 3, 1], [0, 5, 4, 2]]
     joined = plan.join_results(
         [
             {"weights_seq": 3, "metrics": use, "segments": segments},
@@ -56,6 +56,6 @@ def test_results_of_replicas_become_one() -> None:
     assert joined == {
         "weights_seq": 3,
         "metrics": {"preemptions": 3, "kv_cache_bytes": 10, "kv_cache_bytes_used_max": 9},
-        "segments": [[0, 0, 3], [0, 5, 4], [2, 0, 3], [2, 5, 4]],
+        "segments": [[0, 0, 3, 1], [0, 5, 4, 2], [2, 0, 3, 1], [2, 5, 4, 2]],
     }
     assert "segments" not in plan.join_results([{"weights_seq": 3}, {"weights_seq": 3}])

@@ -37,7 +37,7 @@ class Bytes:
     def after_load(self, parts: frozenset[StatePart]) -> None:
         assert parts == ALL_PARTS
 
-    def after_pull(self) -> None:
+    def after_pull(self, *, seq: int, trainer_step: int) -> None:
         """What was pulled is used as it is."""
 
     def gather(self, value: str) -> list[str]:

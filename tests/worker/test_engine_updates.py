@@ -189,6 +189,7 @@ def call(seq: int) -> BackendCall:
             "lengths": np.array([len(prompt) for prompt in PROMPTS]),
         },
         seq=seq,
+        trainer_step=2,
     )
 
 
@@ -205,16 +206,16 @@ def test_a_backend_pulls_into_its_arena_between_two_tokens(
     new = dict(named_parameters(NEW))
     for piece in backend.slices():
         view(backend.arena, piece).copy_(new[piece.key.name].data)
-    backend.after_pull()
+    backend.after_pull(seq=8, trainer_step=3)
     backend.resume()
     finished: list[Any] = []
     while backend.has_work:
         finished += backend.step()
     ((name, found),) = finished
     assert name == "op"
-    assert found.result["weights_seq"] == 7
+    assert (found.result["weights_seq"], found.result["trainer_step"]) == (7, 2)
     assert found.result["segments"] == [
-        part for row in range(6) for part in ([row, 0, 7], [row, 2, 8])
+        part for row in range(6) for part in ([row, 0, 7, 2], [row, 2, 8, 3])
     ]
     tokens = np.split(found.arrays["tokens"], 6)
     logprobs = np.split(found.arrays["logprobs"], 6)

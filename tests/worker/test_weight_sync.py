@@ -27,8 +27,9 @@ COMMAND = {
     "sources": ["s"],
     "source": "a",
     "source_seq": 3,
-    "seq": 1,
+    "seq": 5,
     "token": 1,
+    "trainer_step": 2,
 }
 PULLED = SimpleNamespace(
     bytes_by_source={},
@@ -83,7 +84,8 @@ class Rank:
             raise self.fault
         return PULLED
 
-    def after_pull(self) -> None:
+    def after_pull(self, *, seq: int, trainer_step: int) -> None:
+        assert (seq, trainer_step) == (5, 2)
         self.is_new = True
 
     def gather(self, value: str) -> list[str]:

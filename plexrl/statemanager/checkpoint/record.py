@@ -66,6 +66,8 @@ class CheckpointRecord:
     """Whose StateManager wrote it."""
     upload: bool
     """That StateManager uploads it."""
+    trainer_step: int = 0
+    """Optimizer steps in the parameters; 0 too where the one that wrote it did not say."""
 
 
 class _Sealed(msgspec.Struct):

@@ -61,6 +61,8 @@ class WriteCheckpoint(Request, frozen=True, kw_only=True):
     """Tells a repeated request from a new one, which a checkpoint of that name stands in the way
     of."""
     step: int | None = None
+    trainer_step: int = 0
+    """Optimizer steps in the parameters."""
     keep: bool = False
     retention: RetentionPolicy | None = None
     """Applied to the job's other checkpoints once this one is whole."""

@@ -55,6 +55,8 @@ class Wanted:
     overwrite: bool
     step: int | None = None
     """Of the training, for the retention policy; absent: the version's seq."""
+    trainer_step: int = 0
+    """Optimizer steps in the parameters."""
     keep: bool = False
     """No retention policy deletes it."""
     asked_by: str = ""
@@ -137,6 +139,7 @@ def describe(
         files=tuple(FileRecord(path=file.path, nbytes=file.nbytes) for file in plan.files),
         tensors=tuple(tensors),
         step=ranked[0].seq if wanted.step is None else wanted.step,
+        trainer_step=wanted.trainer_step,
         keep=wanted.keep,
         asked_by=wanted.asked_by,
         node=wanted.node,

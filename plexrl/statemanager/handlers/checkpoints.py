@@ -233,6 +233,7 @@ def _wanted(request: WriteCheckpoint, target: Path, node: str) -> Wanted:
         overwrite=request.overwrite,
         asked_by=request.asked_by,
         step=request.step,
+        trainer_step=request.trainer_step,
         keep=request.keep,
         upload=request.upload,
     )

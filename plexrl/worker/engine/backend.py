@@ -13,7 +13,7 @@ from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.arena_tensors import ArenaLayout, view
 from plexrl.worker.backend import BackendCall, BackendResult, Emit
-from plexrl.worker.checkpoint import load_hf_parameters
+from plexrl.worker.checkpoint import load_hf_parameters, recorded_trainer_step
 from plexrl.worker.engine.engine import Engine
 from plexrl.worker.engine.forward import probe
 from plexrl.worker.engine.generation import Generation
@@ -55,6 +55,11 @@ class EngineBackend(ABC, Generic[Made]):
         if ranks is not None and ranks.rank == 0:
             self.orders = Orders(ranks)
         self._recompute_kv_on_pull = True
+        self._trainer_steps: dict[int, int] = {}
+        """Steps of the trainer's optimizer in each version that draws, or has drawn for what is
+        unfinished."""
+        self._begun: dict[str, int] = {}
+        """The version that each unfinished generation began with."""
 
     def build(self) -> None:
         """Make the model with its weights in the arena, and the engine on it."""
@@ -121,14 +126,12 @@ class EngineBackend(ABC, Generic[Made]):
         del parts
         self.engine.drop_cache()
 
-    def after_pull(self) -> None:
+    def after_pull(self, *, seq: int, trainer_step: int) -> None:
         """The pulled weights draw from now on, for what a paused engine was generating too."""
         if self._adapters is not None:
             self._adapters.merge()
-        # A sync raises the version of a deployment by one, as every operation that changes state.
-        self.engine.weights_changed(
-            self.engine.stats().weights_seq + 1, recompute_kv=self._recompute_kv_on_pull
-        )
+        self._trainer_steps[seq] = trainer_step
+        self.engine.weights_changed(seq, recompute_kv=self._recompute_kv_on_pull)
 
     def gather(self, value: str) -> list[str]:
         """Every rank's value, by rank."""
@@ -160,8 +163,10 @@ class EngineBackend(ABC, Generic[Made]):
             for piece in self._pulled:
                 view(self.arena, piece).copy_(found[piece.key.name])
             self._adapters.merge()
+        trainer_step = recorded_trainer_step(self._checkpoint_dir / job / params.name)
+        self._trainer_steps[call.seq] = trainer_step
         self.engine.weights_changed(call.seq)
-        return BackendResult()
+        return BackendResult(result={"trainer_step": trainer_step})
 
     def submit(self, call: BackendCall, emit: Emit | None) -> None:
         """Queue a generation. Raises `BatchShapeError`."""
@@ -178,6 +183,8 @@ class EngineBackend(ABC, Generic[Made]):
                 first_row=int(call.rank_params.get("first_row", 0)),
             )
         )
+        self._trainer_steps.setdefault(call.seq, call.trainer_step)
+        self._begun[call.operation] = call.seq
 
     def abort(self, operation: str) -> None:
         """End a generation with what it has."""
@@ -223,17 +230,33 @@ class EngineBackend(ABC, Generic[Made]):
         """The engine, on a model whose weights are in the arena now."""
 
     def _result(self, generation: Generation) -> BackendResult:
-        """`segments` lists `[row, start, weights_seq]` of rows that other versions drew."""
+        """`segments` lists `[row, start, weights_seq, trainer_step]` of rows that other versions
+        drew."""
         stats = self.engine.stats()
         metrics = {
             "preemptions": generation.preemptions,
             "kv_cache_bytes": stats.kv_bytes_max,
             "kv_cache_bytes_used_max": generation.blocks_max * stats.block_bytes,
         }
-        result: dict[str, Any] = {"weights_seq": generation.weights_seq, "metrics": metrics}
+        result: dict[str, Any] = {
+            "weights_seq": generation.weights_seq,
+            "trainer_step": self._trainer_steps[generation.weights_seq],
+            "metrics": metrics,
+        }
         if mixed := generation.mixed_segments():
-            result["segments"] = mixed
+            result["segments"] = [
+                [row, start, seq, self._trainer_steps[seq]] for row, start, seq in mixed
+            ]
+        self._forget(generation.name)
         return BackendResult(result=result, arrays=generation.arrays())
+
+    def _forget(self, operation: str) -> None:
+        """Drop what is known of versions that nothing unfinished was drawn by."""
+        self._begun.pop(operation, None)
+        oldest = min([*self._begun.values(), self.engine.stats().weights_seq])
+        self._trainer_steps = {
+            seq: step for seq, step in self._trainer_steps.items() if seq >= oldest
+        }
 
     def _box(self, name: str, shape: tuple[int, ...]) -> Box:
         if self._ranks is None:

@@ -123,7 +123,7 @@ class Engine:
         return self._seating.weights_seq
 
     def submit(self, generation: Generation) -> None:
-        """As `RolloutEngine`. Of an idle engine the generation's `weights_seq` becomes its own."""
+        """As `RolloutEngine`. A later `weights_seq` than the engine's becomes its own."""
         longest = self._rows.sequence_max - 1
         for index, prompt in enumerate(generation.prompts):
             if not 1 <= len(prompt) <= longest:
@@ -131,9 +131,9 @@ class Engine:
                     f"prompt {index} has {len(prompt)} tokens; between 1 and {longest} fit",
                     row=index,
                 )
-        # Whoever submits knows the version best; but not that of an update since it was admitted.
-        under_way = self.weights_seq if self._generations else 0
-        self._seating.weights_seq = max(under_way, generation.weights_seq)
+        # A process that has just loaded its weights is told their version by whoever submits, who
+        # may not know yet of an update since the generation was admitted.
+        self._seating.weights_seq = max(self.weights_seq, generation.weights_seq)
         self._generations[generation.name] = generation
         if generation.emit is not None:
             self._streaming.add(generation.name)

@@ -7,6 +7,7 @@ import copy
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -14,8 +15,10 @@ from plexrl.errors import InvalidRequestError, NonFiniteGradientError
 from plexrl.lora import adapter_config
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.host_arena import HostArena
-from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.statemanager.host_requests import host_start
+from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import AdamParams, CheckpointParams, OperationKind
+from plexrl.worker.arena_tensors import view
 from plexrl.worker.backend import BackendCall, BackendResult
 from plexrl.worker.checkpoint import model_files, tokenizer_files
 from plexrl.worker.finite_weights import check_finite_weights
@@ -26,6 +29,7 @@ from plexrl.worker.training.frozen_base import FrozenBase
 from plexrl.worker.training.loading import fill_state
 from plexrl.worker.training.model import TrainingModel, TrainingRank
 
+STEP = StateKey(part=StatePart.OPTIMIZER, name="step")
 LOSS_ARRAYS = ("mask", "weights", "logprobs", "advantages", "ref_logprobs")
 
 
@@ -57,6 +61,18 @@ class TrainingBackend:
         assert found is None or isinstance(found, FrozenBase)
         return found
 
+    @property
+    def trainer_step(self) -> int:
+        """Optimizer steps in the parameters. It is part of the state, so it is the same after a
+        recovery, and that of a checkpoint after a load."""
+        piece = next(each for each in self.model.slices() if each.key == STEP)
+        if self.host_arena is None:
+            return int(view(self.arena, piece).item())
+        start = piece.arena_offset - host_start(self.arena.nbytes)
+        return int(
+            np.frombuffer(self.host_arena.buffer, dtype=np.float32, count=1, offset=start)[0]
+        )
+
     def build(self) -> None:
         """As `TrainingModel.build`."""
         self.model.build()
@@ -82,8 +98,9 @@ class TrainingBackend:
         self._gradients_pending = StatePart.GRADIENT in parts
         self.model.after_load(gradients_loaded=self._gradients_pending)
 
-    def after_pull(self) -> None:
+    def after_pull(self, *, seq: int, trainer_step: int) -> None:
         """Training parameters are never pulled."""
+        del seq, trainer_step
         raise InvalidRequestError("a train deployment publishes weights; it does not pull them")
 
     def check_weights(self) -> None:
@@ -171,7 +188,10 @@ class TrainingBackend:
         self._drop_gradients()
         self.check_weights()
         return BackendResult(
-            result={"metrics": {"grad_norm": norm, "learning_rate": params.learning_rate}}
+            result={
+                "metrics": {"grad_norm": norm, "learning_rate": params.learning_rate},
+                "trainer_step": self.trainer_step,
+            }
         )
 
     def _load(self, params: CheckpointParams, job: str) -> BackendResult:
@@ -181,7 +201,7 @@ class TrainingBackend:
         self._gradients_pending = False
         self.model.after_load(gradients_loaded=False)
         self.check_weights()
-        return BackendResult(result={})
+        return BackendResult(result={"trainer_step": self.trainer_step})
 
     def _drop_gradients(self) -> None:
         self.model.zero_gradients()

@@ -92,7 +92,7 @@ class VllmEngine:
         return bool(self._ended) or (bool(self._rows) and not self._paused)
 
     def submit(self, generation: Generation) -> None:
-        """As `RolloutEngine`. Of an idle engine the generation's `weights_seq` becomes its own.
+        """As `RolloutEngine`. A later `weights_seq` than the engine's becomes its own.
 
         Raises:
             StaleWeightsError: the last update did not reach vLLM.
@@ -106,8 +106,7 @@ class VllmEngine:
                     f"prompt {index} has {len(prompt)} tokens; between 1 and {longest} fit",
                     row=index,
                 )
-        under_way = self.weights_seq if self._generations else 0
-        self.weights_seq = max(under_way, generation.weights_seq)
+        self.weights_seq = max(self.weights_seq, generation.weights_seq)
         self._generations[generation.name] = generation
         for row in range(generation.unfinished):
             self._add(generation, row)

@@ -69,6 +69,11 @@ def trained(family: str, seed: int, dtype: str = "float32") -> Any:
     return build_model(spec_of(family, seed)).to(getattr(torch, dtype))
 
 
+def pulled(backend: "VllmRolloutBackend") -> None:
+    """Tell a backend that its arena has new weights, as a sync does."""
+    backend.after_pull(seq=backend.stats().weights_seq + 1, trainer_step=0)
+
+
 def write(backend: "VllmRolloutBackend", model: Any) -> None:
     """Replace the arena's weights, as a pull does."""
     new = dict(named_parameters(model))

@@ -18,6 +18,7 @@ from tests.worker.vllm.backends import (
     finish,
     generate,
     largest_error,
+    pulled,
     rows_of,
     trained,
     write,
@@ -32,7 +33,7 @@ MODEL = trained("qwen2", 2)
 def backend(make: Make) -> Any:
     found = make()
     write(found, MODEL)
-    found.after_pull()
+    pulled(found)
     return found
 
 
@@ -149,7 +150,7 @@ def test_many_requests_over_few_slots_and_blocks_draw_as_alone(make: Make) -> No
     # Of 1024 bytes a token, in blocks of 32.
     short = make(kv_cache_bytes=4 * 32 * 1024)
     write(short, MODEL)
-    short.after_pull()
+    pulled(short)
     alone = {
         seed: generate(short, 0, n=3, seed=seed, max_tokens=33).arrays["tokens"].tolist()
         for seed in range(5)

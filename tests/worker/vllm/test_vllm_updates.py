@@ -19,6 +19,7 @@ from tests.worker.vllm.backends import (
     finish,
     generate,
     largest_error,
+    pulled,
     trained,
     write,
 )
@@ -41,7 +42,7 @@ def test_after_every_update_logprobs_are_the_trainers(make: Make, family: str, d
     for seed in (11, 12, 13):
         model = trained(family, seed, dtype)
         write(backend, model)
-        backend.after_pull()
+        pulled(backend)
         found = generate(backend, 0, n=3)
         assert largest_error(found, model) < TOLERANCE[dtype]
         if former is not None:
@@ -57,7 +58,7 @@ def test_pulled_adapters_are_merged_into_what_vllm_computes_with(make: Make) -> 
     for piece in backend.pulled_slices():
         adapters[piece.key.name] = torch.randn(piece.shape, generator=generator) * 0.2
         view(backend.arena, piece).copy_(adapters[piece.key.name])
-    backend.after_pull()
+    pulled(backend)
     merged = copy.deepcopy(OLD)
     for name, module in merged.named_modules():
         if name.rpartition(".")[2] in lora.targets:
@@ -77,19 +78,19 @@ def test_no_weight_is_held_twice(make: Make) -> None:
 def test_rows_under_way_go_on_with_the_new_weights(make: Make, recompute_kv: bool) -> None:
     backend = make()
     write(backend, OLD)
-    backend.after_pull()
+    pulled(backend)
     backend.submit(call("g", 7, max_tokens=12), None)
     for _ in range(5):
         backend.step()
     seq = backend.stats().weights_seq
     backend.pause(recompute_kv=recompute_kv)
     write(backend, NEW)
-    backend.after_pull()
+    pulled(backend)
     backend.resume()
     backend.submit(call("late", seq + 1, max_tokens=12), None)
     found = finish(backend)
     assert found["g"].result["segments"] == [
-        part for row in range(6) for part in ([row, 0, seq], [row, 5, seq + 1])
+        part for row in range(6) for part in ([row, 0, seq, 0], [row, 5, seq + 1, 0])
     ]
     assert (largest_error(found["g"], NEW, start=5) < 1e-4) == recompute_kv
     assert largest_error(found["late"], NEW) < 1e-4, "no new row finds what old weights cached"
@@ -99,7 +100,7 @@ def test_rows_under_way_go_on_with_the_new_weights(make: Make, recompute_kv: boo
 def test_an_offload_gives_the_caches_memory_back_and_rows_go_on_after_it(make: Make) -> None:
     backend = make()
     write(backend, OLD)
-    backend.after_pull()
+    pulled(backend)
     wanted = generate(backend, 0, max_tokens=12).arrays["tokens"].tolist()
     backend.submit(call("g", 0, max_tokens=12), None)
     for _ in range(5):
@@ -122,7 +123,7 @@ def under_way(make: Make) -> Any:
     """A backend with old weights, paused in the middle of `g`."""
     backend = make()
     write(backend, OLD)
-    backend.after_pull()
+    pulled(backend)
     backend.submit(call("g", 0, max_tokens=20), None)
     for _ in range(4):
         backend.step()
@@ -134,7 +135,7 @@ def under_way(make: Make) -> Any:
 def refused(backend: Any, match: str) -> None:
     """The update is refused, what was under way ends as it was, and nothing new is taken on."""
     with pytest.raises(StaleWeightsError, match=match):
-        backend.after_pull()
+        pulled(backend)
     found = finish(backend)["g"]
     assert found.arrays["lengths"].tolist() == [4] * 6
     assert found.arrays["finish"].tolist() == [2] * 6
@@ -146,7 +147,7 @@ def refused(backend: Any, match: str) -> None:
 
 def mended(backend: Any) -> None:
     """The next update is right, and generates."""
-    backend.after_pull()
+    pulled(backend)
     assert largest_error(generate(backend, 0), NEW) < 1e-4
 
 
