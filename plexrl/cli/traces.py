@@ -17,13 +17,15 @@ from plexrl.cli.context import (
     print_line,
     write_json,
 )
+from plexrl.cli.traces_checks import SUFFIXES, check_amounts, check_out, given_options, refuse
 from plexrl.cli.traces_tables import print_description, print_laws
 from plexrl.plain_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from plexrl.traces import Problem, Source, TraceJob
+    from plexrl.traces import Problem, Shape, Source, TraceJob
+    from plexrl.traces.formats.servegen import Draw
     from plexrl.traces.laws import Law
 
 traces_app = typer.Typer(
@@ -33,7 +35,10 @@ traces_app = typer.Typer(
 DAY_S = 86_400.0
 
 Trace = Annotated[str, typer.Argument(help="A file, or bundled:NAME.")]
-Out = Annotated[Path, typer.Argument(help="File to write: *.csv, *.csv.gz or *.parquet.")]
+Out = Annotated[
+    Path,
+    typer.Argument(help="File to write: *.csv, *.csv.gz or *.parquet. One that is there goes."),
+]
 From = Annotated[
     str | None,
     typer.Option(
@@ -75,8 +80,25 @@ def validate(trace: Trace, layout: From = None, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
+SHAPING = {
+    "compress": "--compress",
+    "backlog": "--backlog",
+    "cap_days": "--cap-days",
+    "min_gpus": "--min-gpus",
+    "min_duration": "--min-duration",
+    "profiles": "--profiles",
+}
+"""Options of `convert` that change jobs."""
+OF_A_RUN = {"gpus": "--gpus", "rollout_gpus": "--rollout-gpus", "metric": "--metric"}
+"""Those that a W&B export needs."""
+DRAWN = {"requests": "--requests"}
+"""Of a source that has distributions only."""
+SEED = {"seed": "--seed"}
+
+
 @traces_app.command()
 def convert(
+    context: typer.Context,
     trace: Trace,
     out: Out,
     layout: From = None,
@@ -87,41 +109,66 @@ def convert(
     compress: Annotated[float, typer.Option(help="Arrivals come so many times as fast.")] = 1.0,
     backlog: Annotated[bool, typer.Option(help="All jobs are there at the start.")] = False,
     cap_days: Annotated[float | None, typer.Option(help="Cut longer jobs to this.")] = None,
-    min_gpus: Annotated[int, typer.Option(help="Leave smaller jobs out.")] = 0,
+    min_gpus: Annotated[int, typer.Option(min=0, help="Leave smaller jobs out.")] = 0,
     min_duration: Annotated[float, typer.Option(help="Leave shorter jobs out; seconds.")] = 0.0,
     gpus: Annotated[int, typer.Option(min=1, help="Of a W&B run: its training GPUs.")] = 8,
     rollout_gpus: Annotated[int, typer.Option(min=0, help="Of a W&B run.")] = 0,
     metric: Annotated[
         list[str] | None, typer.Option(help="Of a W&B run: NAME=PHASE, as my/gen_s=rollout.")
     ] = None,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Of ServeGen's distributions: draw so many.")
+    ] = 10_000,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Read any known trace, or a W&B export (--from wandb), and write it in the schema."""
-    from plexrl.traces import Shape, read_runs, shaped, with_profiles, write_jobs, write_lengths
+    from plexrl.traces import Shape, read_runs, with_profiles, write_jobs, write_lengths
+    from plexrl.traces.formats.servegen import Draw
 
-    on_problem = _printer(trace, sys.stderr) if skip_bad else None
-    left_out: dict[str, int] = {}
+    given = given_options(context)
+    check_out(out, trace)
+    check_amounts(compress=compress, cap_days=cap_days, min_duration=min_duration)
+    if "compress" in given:
+        refuse(given, {"backlog": "--backlog"}, "--compress says when jobs arrive")
     if layout == "wandb":
+        refuse(given, {**SHAPING, **DRAWN, **SEED}, "a W&B export is not shaped")
+        on_problem = _printer(trace, sys.stderr) if skip_bad else None
         runs = read_runs(trace, metrics=_metrics(metric), skip_bad=skip_bad, on_problem=on_problem)
         jobs: Iterator[TraceJob] = (run.job(gpus=gpus, rollout_gpus=rollout_gpus) for run in runs)
-        count = write_jobs(out, jobs)
-    else:
-        source = _opened(trace, layout, skip_bad)
-        if source.table.name == "lengths":
-            count = write_lengths(out, source.rows)
-        else:
-            shape = Shape(
-                compress=compress,
-                backlog=backlog,
-                cap_s=None if cap_days is None else cap_days * DAY_S,
-                gpus_min=min_gpus,
-                duration_s_min=min_duration,
-            )
-            jobs = shaped(source.rows, shape)
-            count = write_jobs(out, with_profiles(jobs, seed=seed) if profiles else jobs)
-        left_out = dict(source.left_out)
-    _told(out, count, left_out, as_json)
+        _told(out, write_jobs(out, jobs), {}, as_json)
+        return
+    refuse(given, OF_A_RUN, "it is of W&B exports (--from wandb)")
+    source = _opened(trace, layout, skip_bad, Draw(requests=requests, seed=seed))
+    if source.format != "servegen":
+        refuse(given, DRAWN, "nothing is drawn of a trace that has its requests or jobs")
+    if source.table.name == "lengths":
+        refuse(given, SHAPING, "it is of jobs, and this trace has response lengths")
+        if source.format != "servegen":
+            refuse(given, SEED, "nothing is drawn")
+        _told(out, write_lengths(out, source.rows), dict(source.left_out), as_json)
+        return
+    if not profiles:
+        refuse(given, SEED, "nothing is drawn without --profiles")
+    shape = Shape(
+        compress=compress,
+        backlog=backlog,
+        cap_s=None if cap_days is None else cap_days * DAY_S,
+        gpus_min=min_gpus,
+        duration_s_min=min_duration,
+    )
+    jobs = _shaped(source, shape, skip_bad)
+    count = write_jobs(out, with_profiles(jobs, seed=seed) if profiles else jobs)
+    _told(out, count, dict(source.left_out), as_json)
+
+
+def _shaped(source: "Source", shape: "Shape", skip_bad: bool) -> "Iterator[TraceJob]":
+    """The jobs as asked for; a whole file of our own schema keeps its clock."""
+    from plexrl.traces import Shape, shaped
+
+    if source.format == "jobs" and shape == Shape() and not skip_bad:
+        return source.rows
+    return shaped(source.rows, shape)
 
 
 @traces_app.command()
@@ -139,6 +186,8 @@ def describe(
 
     source = _opened(trace, layout, skip_bad)
     if source.table.name == "lengths":
+        if gpus is not None:
+            refuse(frozenset({"gpus"}), {"gpus": "--gpus"}, "response lengths are no load on GPUs")
         found = describe_lengths(source.rows)
     else:
         found = describe_jobs(source.rows)
@@ -162,8 +211,20 @@ def describe(
         print_laws(laws)
 
 
+OF_JOBS = {
+    "jobs": "--jobs",
+    "days": "--days",
+    "jobs_per_day": "--jobs-per-day",
+    "profiles": "--profiles",
+    "cap_days": "--cap-days",
+}
+"""Options of `generate` that say what jobs are made up."""
+OF_LENGTHS = {"samples": "--samples", "correlation": "--correlation"}
+
+
 @traces_app.command()
 def generate(
+    context: typer.Context,
     out: Out,
     jobs: Annotated[int | None, typer.Option(min=1, help="So many jobs.")] = None,
     days: Annotated[
@@ -193,10 +254,17 @@ def generate(
     """Make up a trace that follows the published profile or another trace's laws."""
     from plexrl.traces import fit_workload, generate_jobs, published_workload, write_jobs
 
+    given = given_options(context)
+    check_out(out, fit)
+    check_amounts(days=days, cap_days=cap_days, jobs_per_day=jobs_per_day)
     if lengths is not None:
+        refuse(given, OF_JOBS, "--lengths makes up responses, no jobs")
         count = _generate_lengths(out, lengths, samples, correlation, fit, seed)
         _told(out, count, {}, as_json)
         return
+    refuse(given, OF_LENGTHS, "it is of response lengths (--lengths)")
+    if fit is not None:
+        refuse(given, {"jobs_per_day": "--jobs-per-day"}, "--fit says how often jobs arrive")
     if jobs is None and days is None:
         raise typer.BadParameter("say how much: --jobs or --days")
     workload = published_workload(jobs_per_day) if fit is None else fit_workload(_job_rows(fit))
@@ -229,6 +297,7 @@ def record(
     from plexrl.traces import write_jobs
     from plexrl.traces.history import history_of, write_history
 
+    check_out(out, suffixes=(*SUFFIXES, ".json"))
     with open_cluster(url, api_key, data_dir) as cluster:
         now = float(cluster.status()["now"])
         jobs, operations = cluster.jobs(), list(operation_rows(cluster))
@@ -273,11 +342,11 @@ def _job_rows(trace: str) -> "Iterable[TraceJob]":
     return source.rows
 
 
-def _opened(trace: str, layout: str | None, skip_bad: bool) -> "Source":
+def _opened(trace: str, layout: str | None, skip_bad: bool, draw: "Draw | None" = None) -> "Source":
     from plexrl.traces import open_trace
 
     on_problem = _printer(trace, sys.stderr) if skip_bad else None
-    return open_trace(trace, format=layout, skip_bad=skip_bad, on_problem=on_problem)
+    return open_trace(trace, format=layout, skip_bad=skip_bad, on_problem=on_problem, draw=draw)
 
 
 def _printer(trace: str, stream: Any) -> Any:

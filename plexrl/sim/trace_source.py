@@ -16,6 +16,7 @@ from plexrl.traces import (
 )
 from plexrl.traces.bundled import PREFIX
 from plexrl.traces.problems import Report
+from plexrl.traces.shaping import changed, from_first, kept
 from plexrl.traces.workload import CAP_S
 
 DAY_S = 86_400.0
@@ -39,7 +40,8 @@ class TraceSource:
     any_node_type: bool = False
     """Jobs that ask for a kind of node take any."""
     span_s: float | None = None
-    """Only jobs submitted in the first so many seconds of the trace, before it is compressed."""
+    """Only jobs submitted in the first so many seconds from the first job that is kept, before the
+    trace is compressed."""
     profiles: bool = True
     """Jobs without cycles of their own get those of the published RL profiles."""
     seed: int = 0
@@ -51,7 +53,7 @@ class TraceSource:
         return cls(trace=trace if trace.startswith(PREFIX) else str(Path(trace).absolute()))
 
     def jobs(self) -> Iterator[TraceJob]:
-        """The jobs in order of submission.
+        """The jobs in order of submission; the clock starts at the first of those that are kept.
 
         Raises:
             TraceError: rows are bad, and not to be skipped. Of a public trace that is known at the
@@ -70,10 +72,11 @@ class TraceSource:
                 f"{self.trace} has response lengths, no jobs: give it as --lengths beside a trace "
                 "of jobs"
             )
-        jobs = shaped(_within(source.rows, self.span_s), self.shape)
+        rows = _up_to(source.rows, self.gpus_max)
+        jobs = changed(_within(from_first(kept(rows, self.shape)), self.span_s), self.shape)
         if self.any_node_type:
             jobs = (replace(job, node_type="") for job in jobs)
-        return _up_to(with_profiles(jobs, seed=self.seed) if self.profiles else jobs, self.gpus_max)
+        return with_profiles(jobs, seed=self.seed) if self.profiles else jobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +107,7 @@ class PublishedSource:
             span_s=self.span_s,
             cap_s=CAP_S if self.shape.cap_s is None else self.shape.cap_s,
         )
-        return _up_to(shaped(made, self.shape), self.gpus_max)
+        return shaped(_up_to(made, self.gpus_max), self.shape)
 
     def read(self, on_problem: Report | None) -> Iterator[TraceJob]:
         """`jobs`: none of them is bad."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from plexrl.traces.cells import defaults, format_cell, parse_cells
+from plexrl.traces.file_header import Header, column_faults
 from plexrl.traces.problems import Problem, Report
 from plexrl.traces.schema import Fault, Table
 from plexrl.traces.text_lines import cells
@@ -44,6 +45,18 @@ def read_csv(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:
             continue
         values, unread = parse_cells(columns, row, absent)
         yield line, values, unread
+
+
+def fatal_header_faults(table: Table[Any], header: Header) -> list[Fault]:
+    """What is so wrong with the names that none of the rows can be understood: columns that are
+    missing, stand twice, or look like one of ours misspelt."""
+    needed = ((each.name,) for each in table.columns if each.required)
+    faults = column_faults(header, needed, f"a trace of {table.name}")
+    for name in dict.fromkeys(header.names):
+        near = () if name in table.names else get_close_matches(name, table.names, n=1)
+        if near and near[0] not in header.names:
+            faults.append((name, f"is no column: did you mean {near[0]}?"))
+    return faults
 
 
 def header_faults(table: Table[Any], header: list[str]) -> Iterator[Fault]:

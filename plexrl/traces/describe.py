@@ -79,10 +79,12 @@ def describe_jobs(jobs: Iterable[TraceJob]) -> dict[str, Any]:
     models: Counter[str] = Counter()
     outcomes: Counter[str] = Counter()
     sizes: dict[str, list[float]] = {}
-    count, last_s, end_s = 0, 0.0, 0.0
+    count, first_s, last_s, end_s = 0, 0.0, 0.0, 0.0
     for job in jobs:
         if count:
             sketches["gap_s"].add(job.submit_s - last_s)
+        else:
+            first_s = job.submit_s
         count, last_s = count + 1, job.submit_s
         end_s = max(end_s, job.submit_s + job.service_s)
         sketches["duration_s"].add(job.service_s)
@@ -104,7 +106,7 @@ def describe_jobs(jobs: Iterable[TraceJob]) -> dict[str, Any]:
     return {
         "table": "jobs",
         "jobs": count,
-        "arrivals_s": last_s,
+        "arrivals_s": last_s - first_s,
         "end_s": end_s,
         "gpu_hours": sum(hours for _, hours in sizes.values()),
         "tenants": len(tenants),
@@ -138,8 +140,8 @@ def describe_lengths(lengths: Iterable[ResponseLength]) -> dict[str, Any]:
 
 
 def offered_load(found: dict[str, Any], gpus: int) -> float:
-    """GPU time that the jobs need, by what so many GPUs have until the last job arrives; a backlog
-    has no such load, and gives infinity."""
+    """GPU time that the jobs need, by what so many GPUs have from the first arrival to the last; a
+    backlog has no such load, and gives infinity."""
     offered: float = found["gpu_hours"] * 3600.0
     return offered / (gpus * found["arrivals_s"]) if found["arrivals_s"] else math.inf
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from plexrl.errors import InvalidRequestError
-from plexrl.traces.csv_file import CsvWriter, Parsed, read_csv
+from plexrl.traces.csv_file import CsvWriter, Parsed, fatal_header_faults, read_csv
 from plexrl.traces.distinct import IN_MEMORY, DistinctKeys
-from plexrl.traces.parquet_file import ParquetWriter, read_parquet
+from plexrl.traces.file_header import Header, header_error, read_header
+from plexrl.traces.parquet_file import ParquetWriter, column_names, read_parquet
 from plexrl.traces.problems import Problem, Problems, Report
 from plexrl.traces.schema import JOBS, LENGTHS, ResponseLength, Table, TraceJob, row_faults
 
@@ -56,11 +57,32 @@ def read_table(
     path: Path, table: Table[Row], *, skip_bad: bool = False, on_problem: Report | None = None
 ) -> Iterator[Row]:
     """Rows of any table; without `skip_bad` the file is read twice, first to check it."""
+    check_header(path, table)
     if not skip_bad:
         checked = validate(path, table, on_problem)
         if not checked.ok:
             raise checked.problems.error(str(path))
     return rows(path, table, on_problem or _ignore)
+
+
+def check_header(path: Path, table: Table[Any]) -> None:
+    """That the file's columns can be understood, without which no row can.
+
+    Raises:
+        TraceError: they cannot; all that is wrong with them is named.
+        InvalidRequestError: the file cannot be opened, or its name is that of no trace.
+    """
+    if _format(path) == ".parquet":
+        header = Header(kind="csv", line=0, names=tuple(column_names(path)))
+    else:
+        header = read_header(path)
+        if header.kind != "csv":
+            raise header_error(
+                path, header.line, [("", f"begins a {header.kind}: a trace of {table.name} is CSV")]
+            )
+    faults = fatal_header_faults(table, header)
+    if faults:
+        raise header_error(path, header.line, faults)
 
 
 def validate(path: Path, table: Table[Any], on_problem: Report | None = None) -> Validation:

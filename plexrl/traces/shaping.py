@@ -34,10 +34,30 @@ class Shape:
 
 
 def shaped(jobs: Iterable[TraceJob], shape: Shape) -> Iterator[TraceJob]:
-    """The jobs, changed so, still in order of submission."""
+    """The jobs, changed so, still in order of submission. The first that is kept comes at 0."""
+    return changed(from_first(kept(jobs, shape)), shape)
+
+
+def kept(jobs: Iterable[TraceJob], shape: Shape) -> Iterator[TraceJob]:
+    """The jobs that the shape does not leave out."""
+    return (
+        job for job in jobs if job.gpus >= shape.gpus_min and job.service_s >= shape.duration_s_min
+    )
+
+
+def from_first(jobs: Iterable[TraceJob]) -> Iterator[TraceJob]:
+    """The jobs by a clock that starts at the first of them: nobody waits or pays before it."""
+    start_s: float | None = None
     for job in jobs:
-        if job.gpus < shape.gpus_min or job.service_s < shape.duration_s_min:
-            continue
+        if start_s is None:
+            start_s = job.submit_s
+        # Sources count in milliseconds at best; the difference of two clocks' floats does not.
+        yield replace(job, submit_s=round(job.submit_s - start_s, 6)) if start_s else job
+
+
+def changed(jobs: Iterable[TraceJob], shape: Shape) -> Iterator[TraceJob]:
+    """The jobs at their new times, none longer than the cap."""
+    for job in jobs:
         submit_s = 0.0 if shape.backlog else job.submit_s / shape.compress
         job = replace(job, submit_s=submit_s)
         yield job if shape.cap_s is None else _capped(job, shape.cap_s)

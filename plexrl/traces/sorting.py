@@ -4,11 +4,11 @@ import heapq
 import pickle
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
 from plexrl.traces.schema import TraceJob
+from plexrl.traces.shaping import from_first
 
 IN_MEMORY = 100_000
 """Jobs; more are sorted in parts, which lie in files until they are merged."""
@@ -16,12 +16,7 @@ IN_MEMORY = 100_000
 
 def by_submission(jobs: Iterable[TraceJob], in_memory: int = IN_MEMORY) -> Iterator[TraceJob]:
     """The jobs by `submit_s`, the first at 0; those of equal times stay as they were."""
-    start_s: float | None = None
-    for job in _sorted(jobs, in_memory):
-        if start_s is None:
-            start_s = job.submit_s
-        # Sources count in milliseconds at best; the difference of two clocks' floats does not.
-        yield replace(job, submit_s=round(job.submit_s - start_s, 6)) if start_s else job
+    return from_first(_sorted(jobs, in_memory))
 
 
 def _sorted(jobs: Iterable[TraceJob], in_memory: int) -> Iterator[TraceJob]:

@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.traces.bundled import path_of
-from plexrl.traces.files import rows, validate
-from plexrl.traces.formats import detect, load
-from plexrl.traces.formats.records import header
+from plexrl.traces.file_header import read_header
+from plexrl.traces.files import check_header, rows, validate
+from plexrl.traces.formats import detect, load, unknown_layout
+from plexrl.traces.formats.nearest import nearest
+from plexrl.traces.formats.servegen import Draw, client_files
 from plexrl.traces.parquet_file import column_names
 from plexrl.traces.problems import Problems, Report
 from plexrl.traces.schema import JOBS, LENGTHS, TABLES, Table
+
+MOST = 0.6
+"""Part of our required columns by which a file is taken for one of ours with a fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +42,14 @@ def open_trace(
     format: str | None = None,
     skip_bad: bool = False,
     on_problem: Report | None = None,
+    draw: Draw | None = None,
 ) -> Source:
-    """The trace at a path, or `bundled:NAME`; without `format` its header says what it is.
+    """The trace at a path, or `bundled:NAME`; without `format` its header says what it is. `draw`
+    says how many requests are drawn of a source that has distributions only.
 
     Raises:
-        TraceError: it is of our own schema and has bad rows, which are not to be skipped. (Of a
-            public trace that is known when `rows` ends.)
+        TraceError: its header is wrong; or it is of our own schema and has bad rows, which are not
+            to be skipped. (Of a public trace that is known when `rows` ends.)
         InvalidRequestError: it cannot be read at all.
     """
     path = path_of(str(name))
@@ -50,6 +57,7 @@ def open_trace(
     problems = Problems(on_problem)
     if chosen in TABLES:
         table = TABLES[chosen]
+        check_header(path, table)
         if not skip_bad:
             found = validate(path, table, on_problem)
             if not found.ok:
@@ -62,7 +70,7 @@ def open_trace(
             problems=problems,
             left_out=Counter(),
         )
-    loaded = load(path, chosen, problems)
+    loaded = load(path, chosen, problems, draw)
     return Source(
         path=path,
         format=chosen,
@@ -91,9 +99,22 @@ def _format(path: Path) -> str:
     if path.name.endswith(".parquet"):
         names = set(column_names(path))
         return "lengths" if "output_tokens" in names else "jobs"
-    names = set(header(path))
+    if client_files(path):
+        return "servegen"
+    names = set(read_header(path).names)
+    required = {
+        table.name: {column.name for column in table.columns if column.required}
+        for table in (JOBS, LENGTHS)
+    }
     for table in (JOBS, LENGTHS):
-        required = {column.name for column in table.columns if column.required}
-        if required <= names <= set(table.names):
+        if required[table.name] <= names <= set(table.names):
             return table.name
-    return detect(path) or ("lengths" if "output_tokens" in names else "jobs")
+    found = detect(path)
+    if found is not None:
+        return found
+    # Most of our own columns: its faults are told by these.
+    ours = {name: [(each,) for each in sorted(of)] for name, of in required.items()}
+    own = nearest(names, ours, enough=MOST)
+    if not own:
+        raise unknown_layout(path)
+    return own[0][0]

@@ -13,7 +13,8 @@ from statistics import median
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, TraceError
-from plexrl.traces.formats.records import Record, csv_records, header, json_records
+from plexrl.traces.file_header import Header, read_header
+from plexrl.traces.formats.records import Record, csv_records, json_records
 from plexrl.traces.problems import Problem, Problems, Report
 from plexrl.traces.schema import TraceJob, TraceSegment, is_function
 
@@ -134,14 +135,15 @@ def read_runs(
         if not is_function(phase):
             raise InvalidRequestError(f"{metric!r}: {phase!r} is no name of letters, digits, _")
     problems = Problems(on_problem)
-    columns = _columns(header(path), known)
+    header = read_header(path)
+    columns = _columns(header.names, known)
     if not any(phase not in OFF_GROUP | {STEP} for _, _, phase in columns):
         raise TraceError(
             f"{path} has no metric of a training phase: name yours by --metric NAME=PHASE; known "
             f"are {', '.join(METRICS)}"
         )
     steps: dict[str, list[dict[str, float]]] = {}
-    for line, cells in _records(path, problems):
+    for line, cells in _records(path, header, problems):
         for run, taken in _taken(line, cells, columns, problems).items():
             steps.setdefault(run, []).append(taken)
     if problems.count and not skip_bad:
@@ -154,8 +156,8 @@ def read_runs(
     return profiles
 
 
-def _records(path: Path, report: Report) -> Iterator[Record]:
-    if path.name.removesuffix(".gz").endswith((".jsonl", ".json", ".ndjson")):
+def _records(path: Path, header: Header, report: Report) -> Iterator[Record]:
+    if header.kind == "json lines":
         return json_records(path, report)
     return csv_records(path, report, None)
 

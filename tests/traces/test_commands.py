@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from plexrl.cli.app import app, run_command
+from plexrl.errors import InvalidRequestError, TraceError
 from plexrl.traces import JOBS, LENGTHS, read_jobs, read_lengths
 from plexrl.traces.formats import FORMATS
 from plexrl.traces.wandb_runs import METRICS
@@ -105,12 +106,93 @@ def test_a_public_trace_is_shaped_for_a_simulation(tmp_path: Path) -> None:
     assert told_of["rows"] == 2
     jobs = list(read_jobs(out))
     assert [(job.job_id, job.submit_s, job.model) for job in jobs] == [
-        ("b", 5.0, "30B"),
-        ("c", 10.0, "235B"),
-    ]
+        ("b", 0.0, "30B"),
+        ("c", 5.0, "235B"),
+    ], "the clock starts at the first job that is kept"
     assert all(job.cycles and job.segments for job in jobs)
     assert jobs[1].service_s == pytest.approx(14 * 86_400, rel=0.01)
     assert told("describe", "bundled:azure-conversation")["responses"] == 19_366
+
+
+def test_the_clock_starts_at_the_first_kept_job_unless_a_whole_trace_is_copied(
+    tmp_path: Path,
+) -> None:
+    path, out = tmp_path / "trace.csv", tmp_path / "out.csv"
+    path.write_text("job_id,submit_s,gpus,duration_s\na,50,1,9\nb,70,8,9\nc,90,8,x\nd,95,8,9\n")
+    told("convert", path, out, "--skip-bad", "--min-gpus", "2")
+    assert [job.submit_s for job in read_jobs(out)] == [0.0, 25.0]
+    told("convert", path, out, "--skip-bad")
+    assert [job.submit_s for job in read_jobs(out)] == [0.0, 20.0, 45.0]
+    path.write_text(path.read_text().replace("x", "9"))
+    told("convert", path, out)
+    assert [job.submit_s for job in read_jobs(out)] == [50.0, 70.0, 90.0, 95.0]
+    assert told("describe", path)["arrivals_s"] == 45.0
+
+
+JOBS_CSV = "job_id,submit_s,gpus,duration_s\na,0,8,60\n"
+LENGTHS_CSV = "output_tokens\n5\n"
+
+WITHOUT_EFFECT: dict[str, tuple[str, list[str]]] = {
+    "shaping a table of lengths": (LENGTHS_CSV, ["convert", "IN", "OUT", "--min-gpus", "8"]),
+    "a W&B option without W&B": (JOBS_CSV, ["convert", "IN", "OUT", "--gpus", "8"]),
+    "shaping a W&B export": (JOBS_CSV, ["convert", "IN", "OUT", "--from", "wandb", "--backlog"]),
+    "a seed of nothing": (JOBS_CSV, ["convert", "IN", "OUT", "--seed", "3"]),
+    "requests of jobs": (JOBS_CSV, ["convert", "IN", "OUT", "--requests", "3"]),
+    "faster arrivals of a backlog": (
+        JOBS_CSV,
+        ["convert", "IN", "OUT", "--backlog", "--compress", "2"],
+    ),
+    "the load of lengths": (LENGTHS_CSV, ["describe", "IN", "--gpus", "8"]),
+    "jobs beside lengths": ("", ["generate", "OUT", "--lengths", "3", "--jobs", "2"]),
+    "lengths' options of jobs": ("", ["generate", "OUT", "--jobs", "2", "--samples", "4"]),
+    "arrivals of a fitted trace": (
+        JOBS_CSV,
+        ["generate", "OUT", "--jobs", "2", "--fit", "IN", "--jobs-per-day", "3"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_EFFECT)
+def test_an_option_without_effect_is_refused(tmp_path: Path, case: str) -> None:
+    text, arguments = WITHOUT_EFFECT[case]
+    path, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    path.write_text(text)
+    places = {"IN": str(path), "OUT": str(out)}
+    found = CliRunner().invoke(app, ["traces", *(places.get(each, each) for each in arguments)])
+    assert isinstance(found.exception, InvalidRequestError)
+    assert "would have no effect" in found.exception.message
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert", "IN", "OUT", "--compress", "nan"],
+        ["convert", "IN", "OUT", "--cap-days", "0"],
+        ["convert", "IN", "OUT", "--min-duration", "-5"],
+        ["convert", "IN", "IN"],
+        ["convert", "IN", "FOLDER"],
+        ["convert", "IN", "FOLDER/missing/out.csv"],
+        ["convert", "IN", "out.xlsx"],
+        ["generate", "OUT", "--days", "0"],
+        ["generate", "FOLDER/missing/out.csv", "--jobs", "3"],
+    ],
+)
+def test_what_cannot_be_written_or_meant_is_refused_before_anything_is_read(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    path, folder = tmp_path / "in.csv", tmp_path / "folder.csv"
+    # Its bad row would be told first if it were read.
+    path.write_text(JOBS_CSV + "b,x,1,1\n")
+    folder.mkdir()
+    places = {"IN": path, "OUT": tmp_path / "out.csv", "FOLDER": folder}
+    given = [
+        str(places.get(each.partition("/")[0], each)) + "".join(each.partition("/")[1:])
+        for each in arguments
+    ]
+    found = CliRunner().invoke(app, ["traces", *given])
+    assert isinstance(found.exception, InvalidRequestError)
+    assert not isinstance(found.exception, TraceError)
 
 
 def test_people_get_tables(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_faults_of_a_public_trace_are_told_by_its_own_fields(tmp_path: Path) -> 
     assert good == 1
     assert [(each.line, each.field) for each in told] == [
         *((3, "submit_time"), (3, "gpu_num")),
-        *((4, "duration_s"), (5, "job_id"), (6, "")),
+        *((4, "duration"), (5, "job_id"), (6, "")),
     ]
     assert source.problems.bad_lines == 4
     with pytest.raises(TraceError) as error:
@@ -253,11 +253,11 @@ def test_faults_of_a_public_trace_are_told_by_its_own_fields(tmp_path: Path) -> 
 def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "what.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(InvalidRequestError, match="that of no known trace"):
+    with pytest.raises(InvalidRequestError, match="no known trace has its columns"):
         load(path)
     with pytest.raises(InvalidRequestError, match="no layout is called"):
         open_trace(path, format="borg")
-    with pytest.raises(InvalidRequestError, match="has no column"):
+    with pytest.raises(TraceError, match="gpu_num is missing from the header; helios needs it"):
         load(path, "helios")
 
 

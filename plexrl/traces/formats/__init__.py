@@ -1,6 +1,6 @@
 """Loaders for public traces: their column layouts, told apart by their headers."""
 
 from plexrl.traces.formats.lengths import read_histogram
-from plexrl.traces.formats.load import FORMATS, Format, Loaded, detect, load
+from plexrl.traces.formats.load import FORMATS, Format, Loaded, detect, load, unknown_layout
 
-__all__ = ["FORMATS", "Format", "Loaded", "detect", "load", "read_histogram"]
+__all__ = ["FORMATS", "Format", "Loaded", "detect", "load", "read_histogram", "unknown_layout"]

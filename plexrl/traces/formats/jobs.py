@@ -5,6 +5,7 @@ the source's own clock here, and comes to start at 0 when the trace is sorted.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from plexrl.traces.formats.records import Fields
@@ -23,8 +24,23 @@ OUTCOMES = {
 """By how sources call it; `TIMEOUT` and `NODE_FAIL` are failures by the papers' own count."""
 
 
+def philly_flat(fields: Fields) -> Values | str:
+    """Microsoft Philly in the flat copy that simulators pass on (Pollux, Sia): one row a job.
+
+    It has no ids, so a job is called by its line. `cluster` is Philly's virtual cluster.
+    """
+    values = {
+        "job_id": f"philly-{fields.line}",
+        "tenant": fields.text("cluster"),
+        "submit_s": fields.time("timestamp"),
+        "duration_s": fields.number("duration"),
+        "gpus": fields.integer("num_gpus"),
+    }
+    return kept(fields, values)
+
+
 def philly(fields: Fields) -> Values | str:
-    """Microsoft Philly in its flat form: job_id, tenant, submit_s, duration_s, gpus."""
+    """Microsoft Philly as it is bundled: job_id, tenant, submit_s, duration_s, gpus."""
     values = {
         "job_id": fields.text("job_id"),
         "tenant": fields.text("tenant"),
@@ -32,7 +48,7 @@ def philly(fields: Fields) -> Values | str:
         "duration_s": fields.number("duration_s"),
         "gpus": fields.integer("gpus"),
     }
-    return _kept(fields, values)
+    return kept(fields, values)
 
 
 def slurm(fields: Fields) -> Values | str:
@@ -52,7 +68,7 @@ def slurm(fields: Fields) -> Values | str:
     if fields.has("queue"):
         # Clocks of two machines: a few waits of the sources are a second below 0.
         values["wait_s"] = max(0.0, fields.number("queue"))
-    return _kept(fields, values)
+    return kept(fields, values)
 
 
 PAI_TASK_COLUMNS = (
@@ -60,6 +76,22 @@ PAI_TASK_COLUMNS = (
     *("plan_cpu", "plan_mem", "plan_gpu", "gpu_type"),
 )
 """Of Alibaba PAI's `pai_task_table.csv`, whose header is a file of its own."""
+
+
+_PAI_STATUS = frozenset({"Terminated", "Failed", "Running", "Waiting", "Interrupted"})
+
+
+def is_pai_task(cells: Sequence[str]) -> bool:
+    """Whether the first line of a file without a header is a row of `pai_task_table.csv`."""
+    return (
+        len(cells) == len(PAI_TASK_COLUMNS)
+        and cells[3] in _PAI_STATUS
+        and all(_is_amount(cells[place]) for place in (2, 4, 5, 6, 7, 8))
+    )
+
+
+def _is_amount(cell: str) -> bool:
+    return not cell or cell.replace(".", "", 1).isdecimal()
 
 
 def alibaba_2020(fields: Fields) -> Values | str:
@@ -82,7 +114,7 @@ def alibaba_2020(fields: Fields) -> Values | str:
         "node_type": fields.text("gpu_type"),
         "outcome": OUTCOMES.get(fields.text("status").lower(), ""),
     }
-    return _kept(fields, values)
+    return kept(fields, values)
 
 
 def alibaba_2023(fields: Fields) -> Values | str:
@@ -99,7 +131,7 @@ def alibaba_2023(fields: Fields) -> Values | str:
         "wait_s": max(0.0, start_s - submit_s),
         "outcome": OUTCOMES.get(fields.text("pod_phase").lower(), ""),
     }
-    return _kept(fields, values)
+    return kept(fields, values)
 
 
 def alibaba_2026(fields: Fields) -> Values | str:
@@ -113,10 +145,10 @@ def alibaba_2026(fields: Fields) -> Values | str:
         "node_type": fields.text("gpu_model"),
         "priority": int(fields.text("job_type") == "HP"),
     }
-    return _kept(fields, values)
+    return kept(fields, values)
 
 
-def _kept(fields: Fields, values: Values) -> Values | str:
+def kept(fields: Fields, values: Values) -> Values | str:
     """The values, or why the row is no job; nothing of a row with faults is decided."""
     if fields.faults:
         return values

@@ -1,5 +1,6 @@
 """Column layouts of public response-length traces, by the names that each gives its columns."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,31 @@ from plexrl.traces.problems import Problem, Problems
 
 OUTPUT = ("output_tokens", "GeneratedTokens", "output_length", "num_decode_tokens")
 PROMPT = ("prompt_tokens", "ContextTokens", "input_length", "num_prefill_tokens")
+ARRIVAL = ("arrival_s", "arrived_at", "TIMESTAMP", "timestamp")
 SOURCE = ("client", "source")
 
 
+def source_fields(names: Sequence[str]) -> dict[str, str]:
+    """Our fields to those of a file whose columns these are."""
+    ours = {
+        "output_tokens": OUTPUT,
+        "prompt_tokens": PROMPT,
+        "arrival_s": ARRIVAL,
+        "source": SOURCE,
+    }
+    return {
+        field: next((name for name in theirs if name in names), field)
+        for field, theirs in ours.items()
+    }
+
+
 def requests(fields: Fields) -> dict[str, Any]:
-    """ServeGen, Azure, Mooncake or vidur: whichever names are there."""
+    """Azure, Mooncake or vidur: whichever names are there."""
     values: dict[str, Any] = {"output_tokens": fields.integer(_first(fields, OUTPUT))}
     if any(fields.has(name) for name in PROMPT):
         values["prompt_tokens"] = fields.integer(_first(fields, PROMPT))
-    if fields.has("arrival_s"):
-        values["arrival_s"] = fields.number("arrival_s")
+    if fields.has("arrival_s") or fields.has("arrived_at"):
+        values["arrival_s"] = fields.number(_first(fields, ARRIVAL))
     elif fields.has("TIMESTAMP"):
         values["arrival_s"] = fields.time("TIMESTAMP")
     elif fields.has("timestamp"):
@@ -58,4 +74,6 @@ def read_histogram(path: Path) -> Histogram:
 
 
 def _first(fields: Fields, names: tuple[str, ...]) -> str:
-    return next((name for name in names if fields.has(name)), names[0])
+    """The name that says something; else one that stands there, to be told that it does not."""
+    there = (*(n for n in names if fields.has(n)), *(n for n in names if fields.stands(n)))
+    return next(iter(there), names[0])

@@ -1,18 +1,27 @@
 """From a file of a known column layout to rows of our tables."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import InvalidRequestError, TraceError
 from plexrl.traces.cells import defaults
 from plexrl.traces.csv_file import Parsed
+from plexrl.traces.file_header import (
+    Header,
+    Kind,
+    column_faults,
+    header_error,
+    other_separator,
+    read_header,
+)
 from plexrl.traces.files import checked
-from plexrl.traces.formats import jobs, lengths
-from plexrl.traces.formats.records import Fields, Record, csv_records, header, json_records
-from plexrl.traces.problems import Problems, Report
+from plexrl.traces.formats import jobs, lengths, philly_log, servegen
+from plexrl.traces.formats.nearest import nearest
+from plexrl.traces.formats.records import Fields, Record, csv_records, json_records
+from plexrl.traces.problems import Problem, Problems, Report
 from plexrl.traces.schema import JOBS, LENGTHS, Table
 from plexrl.traces.sorting import by_submission
 
@@ -28,67 +37,142 @@ class Format:
     row: Callable[[Fields], dict[str, Any] | str]
     """Our values of one of its rows, or why the row is left out."""
     source: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Our field to the source's that it is made of, so that faults are told by the latter."""
     names: tuple[str, ...] | None = None
     """Of its columns, where its files have no header line."""
+    kind: Kind = "csv"
+    """Of its files; a layout of records is read from CSV and from JSON lines."""
+
+
+def _each(*names: str) -> tuple[tuple[str, ...], ...]:
+    return tuple((name,) for name in names)
 
 
 _SLURM = ("job_id", "user", "gpu_num", "state", "submit_time", "duration")
+_SLURM_FIELDS = {
+    "tenant": "vc",
+    "submit_s": "submit_time",
+    "duration_s": "duration",
+    "gpus": "gpu_num",
+    "model": "type",
+    "wait_s": "queue",
+}
 
 FORMATS: dict[str, Format] = {
     "philly": Format(
         table=JOBS,
         # `submit_time` tells it from a table of ours with a misspelt column.
-        columns=tuple(
-            (name,)
-            for name in ("job_id", "tenant", "submit_time", "submit_s", "duration_s", "gpus")
-        ),
+        columns=_each("job_id", "tenant", "submit_time", "submit_s", "duration_s", "gpus"),
         row=jobs.philly,
-        source="Microsoft Philly (ATC'19), in the flat form",
+        source="Microsoft Philly (ATC'19), as it is bundled",
+    ),
+    "philly-flat": Format(
+        table=JOBS,
+        columns=_each("timestamp", "duration", "num_gpus", "gpu_time", "cluster"),
+        row=jobs.philly_flat,
+        source="Microsoft Philly, the flat copy of Pollux and Sia, philly.csv",
+        fields={
+            "tenant": "cluster",
+            "submit_s": "timestamp",
+            "duration_s": "duration",
+            "gpus": "num_gpus",
+        },
+    ),
+    "philly-log": Format(
+        table=JOBS,
+        columns=_each(*philly_log.NAMES),
+        row=philly_log.philly_log,
+        source="Microsoft Philly as released, cluster_job_log",
+        fields={
+            "job_id": "jobid",
+            "tenant": "vc",
+            "submit_s": "submitted_time",
+            "duration_s": philly_log.RUN_S,
+            "gpus": philly_log.GPUS,
+            "wait_s": philly_log.FIRST_START,
+        },
+        kind="json list",
     ),
     "helios": Format(
         table=JOBS,
-        columns=tuple((name,) for name in (*_SLURM, "vc")),
+        columns=_each(*_SLURM, "vc"),
         row=jobs.slurm,
         source="SenseTime Helios (SC'21), cluster_log.csv",
+        fields=_SLURM_FIELDS,
     ),
     "acme": Format(
         table=JOBS,
-        columns=tuple((name,) for name in (*_SLURM, "type", "gpu_time")),
+        columns=_each(*_SLURM, "type", "gpu_time"),
         row=jobs.slurm,
         source="Shanghai AI Lab Acme (NSDI'24), trace_seren.csv and trace_kalos.csv",
+        fields={**_SLURM_FIELDS, "tenant": "user"},
     ),
     "alibaba-2020": Format(
         table=JOBS,
-        columns=tuple((name,) for name in jobs.PAI_TASK_COLUMNS),
+        columns=_each(*jobs.PAI_TASK_COLUMNS),
         row=jobs.alibaba_2020,
         source="Alibaba PAI 2020 (NSDI'22), pai_task_table.csv",
+        fields={
+            "job_id": "job_name",
+            "submit_s": "start_time",
+            "duration_s": "end_time",
+            "gpus": "plan_gpu",
+            "node_type": "gpu_type",
+        },
         names=jobs.PAI_TASK_COLUMNS,
     ),
     "alibaba-2023": Format(
         table=JOBS,
-        columns=tuple(
-            (name,) for name in ("name", "num_gpu", "creation_time", "deletion_time", "pod_phase")
+        columns=_each(
+            *("name", "num_gpu", "creation_time", "deletion_time", "scheduled_time", "pod_phase")
         ),
         row=jobs.alibaba_2023,
         source="Alibaba GPU cluster 2023 (ATC'23), openb_pod_list_*.csv",
+        fields={
+            "job_id": "name",
+            "submit_s": "creation_time",
+            "duration_s": "deletion_time",
+            "gpus": "num_gpu",
+            "node_type": "gpu_spec",
+            "wait_s": "scheduled_time",
+        },
     ),
     "alibaba-2026": Format(
         table=JOBS,
-        columns=tuple(
-            (name,) for name in ("job_name", "gpu_request", "worker_num", "submit_time", "job_type")
+        columns=_each(
+            *("job_name", "gpu_request", "worker_num", "submit_time", "duration", "job_type")
         ),
         row=jobs.alibaba_2026,
         source="Alibaba spot GPU 2026 (ASPLOS'26), job_info_df.csv",
+        fields={
+            "job_id": "job_name",
+            "tenant": "organization",
+            "submit_s": "submit_time",
+            "duration_s": "duration",
+            "gpus": "gpu_request",
+            "node_type": "gpu_model",
+        },
     ),
     "requests": Format(
         table=LENGTHS,
         columns=(lengths.OUTPUT, lengths.PROMPT),
         row=lengths.requests,
-        source="Azure, Mooncake, ServeGen or vidur: lengths of requests",
+        source="Azure, Mooncake or vidur: lengths of requests",
+    ),
+    "servegen": Format(
+        table=LENGTHS,
+        columns=((servegen.OUTPUT,),),
+        row=lengths.requests,
+        source="ServeGen, chunk-N-dataset.json or a folder of them: requests are drawn",
+        kind="json object",
     ),
 }
 """By the names that `plexrl traces convert --from` takes."""
 
+
+SHOWN_NAMES = 12
+"""Columns of an unknown header, in its error."""
 
 DATES_FROM_S = 1e8
 """Seconds beyond this are a date since 1970: no trace of requests is three years long."""
@@ -116,60 +200,132 @@ class Loaded:
 
 
 def detect(path: Path) -> str | None:
-    """The name of the layout that a file's header shows; None where none fits."""
-    names = set(header(path))
+    """The name of the layout that a file's content shows; None where none fits, or several do."""
+    if servegen.client_files(path):
+        return "servegen"
+    header = read_header(path)
+    names = set(header.names)
     for name, known in FORMATS.items():
-        if all(names & set(column) for column in known.columns):
+        is_list = header.kind == "json list"
+        if is_list == (known.kind == "json list") and all(names & set(c) for c in known.columns):
             return name
-    return None
+    return "alibaba-2020" if jobs.is_pai_task(header.names) else None
 
 
-def load(path: str | Path, name: str | None = None, on_problem: Report | None = None) -> Loaded:
+def unknown_layout(path: Path) -> InvalidRequestError:
+    """The error of a header that fits no layout: what is nearest to it, and all there are."""
+    header = read_header(path)
+    shown = ", ".join(map(ascii, header.names[:SHOWN_NAMES]))
+    more = ", …" if len(header.names) > SHOWN_NAMES else ""
+    told = f"{path}: no known trace has its columns ({shown}{more})"
+    separator = other_separator(header)
+    if separator:
+        return InvalidRequestError(
+            f"{told}: cells are separated by {separator}; save it with commas"
+        )
+    layouts = {
+        "jobs": tuple((each.name,) for each in JOBS.columns if each.required),
+        **{name: known.columns for name, known in FORMATS.items() if name != "servegen"},
+    }
+    near = " or ".join(
+        f"{name}, which also needs {', '.join(missing)}"
+        for name, missing in nearest(header.names, layouts)
+        if missing
+    )
+    told += f"; nearest is {near}: rename what is called otherwise here" if near else ""
+    return InvalidRequestError(
+        f"{told}. Known to --from are jobs, lengths (docs/traces.md), {', '.join(FORMATS)}, wandb"
+    )
+
+
+def load(
+    path: str | Path,
+    name: str | None = None,
+    on_problem: Report | None = None,
+    draw: servegen.Draw | None = None,
+) -> Loaded:
     """The rows of a public trace: jobs in order of submission, lengths as they stand.
 
-    Bad rows are reported by their line and the source's own field, and left out.
+    Bad rows are reported by their line and the source's own field, and left out. `draw` says how
+    many requests are drawn of a source that has distributions only.
 
     Raises:
         InvalidRequestError: no such layout, or none fits the file's header.
+        TraceError: the header is not the layout's.
     """
     path = Path(path)
     name = name or detect(path)
     if name is None:
-        raise InvalidRequestError(
-            f"{path}: its header is that of no known trace; say which by --from: "
-            f"{', '.join(FORMATS)}"
-        )
+        raise unknown_layout(path)
     if name not in FORMATS:
-        raise InvalidRequestError(f"no layout is called {name!r}: use {', '.join(FORMATS)}")
+        raise InvalidRequestError(
+            f"no layout is called {name!r}: use jobs, lengths, {', '.join(FORMATS)}, wandb"
+        )
     known = FORMATS[name]
-    loaded = Loaded(table=known.table, rows=iter(()), problems=Problems(on_problem))
-    records = _records(path, known, loaded.problems)
+    problems = Problems(on_problem)
+    loaded = Loaded(table=known.table, rows=iter(()), problems=problems)
+    if name == "servegen":
+        loaded.rows = _drawn(path, draw or servegen.Draw())
+        return loaded
+    records, header = _records(path, name, problems)
     parsed = _parsed(records, known, loaded.left_out)
     if known.table is LENGTHS:
-        loaded.rows = checked(_relative(parsed), LENGTHS, loaded.problems)
+        told = _in_their_words(problems, lengths.source_fields(header.names))
+        loaded.rows = checked(_relative(parsed), LENGTHS, told)
     else:
         # Sources are not in our order, nor are their times of ours before they are sorted.
-        unordered = checked(parsed, _UNORDERED, loaded.problems)
+        unordered = checked(parsed, _UNORDERED, _in_their_words(problems, known.fields))
         loaded.rows = by_submission(unordered)
     return loaded
 
 
-def _records(path: Path, known: Format, report: Report) -> Iterator[Record]:
-    first = header(path)
-    if known.names is not None and set(first) != set(known.names):
-        return csv_records(path, report, known.names)
-    missing = ["/".join(names) for names in known.columns if not set(names) & set(first)]
-    if missing:
-        raise InvalidRequestError(f"{path} has no column {', '.join(missing)}, which it must have")
-    if path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
-        return json_records(path, report)
-    return csv_records(path, report, None)
+def _drawn(path: Path, draw: servegen.Draw) -> Iterator[Any]:
+    files = servegen.client_files(path)
+    if not files:
+        raise TraceError(
+            f"{path} is neither a client's chunk-N-dataset.json of ServeGen nor a folder of them"
+        )
+    return servegen.drawn_requests(files, draw)
+
+
+def _in_their_words(report: Report, fields: Mapping[str, str]) -> Report:
+    """Faults by the source's own fields: what is checked are the values that we made of them."""
+
+    def tell(problem: Problem) -> None:
+        report(replace(problem, field=fields.get(problem.field, problem.field)))
+
+    return tell
+
+
+def _records(path: Path, name: str, report: Report) -> tuple[Iterator[Record], Header]:
+    known = FORMATS[name]
+    header = read_header(path)
+    if known.names is not None and set(header.names) != set(known.names):
+        if not jobs.is_pai_task(header.names):
+            faults = [("", f"is neither the header of {name} nor one of its rows")]
+            raise header_error(path, header.line, faults)
+        return csv_records(path, report, known.names), header
+    expected = ("json list",) if known.kind == "json list" else ("csv", "json lines")
+    if header.kind not in expected:
+        raise header_error(
+            path, header.line, [("", f"begins a {header.kind}; {name} is {' or '.join(expected)}")]
+        )
+    faults = column_faults(header, known.columns, name)
+    if faults:
+        fits = detect(path)
+        faults += [("", f"its columns are those of --from {fits}")] if fits else []
+        raise header_error(path, header.line, faults)
+    if header.kind == "json list":
+        return philly_log.philly_log_records(path, report), header
+    if header.kind == "json lines":
+        return json_records(path, report), header
+    return csv_records(path, report, None), header
 
 
 def _parsed(records: Iterator[Record], known: Format, left_out: Counter[str]) -> Iterator[Parsed]:
     absent = defaults(known.table)
     for line, cells in records:
-        fields = Fields(cells)
+        fields = Fields(cells, line)
         values = known.row(fields)
         if isinstance(values, str):
             left_out[values] += 1

@@ -22,9 +22,14 @@ ABSENT = frozenset({"", "nan", "none", "null", "na", "n/a", "-"})
 class Fields:
     """Takes typed fields out of one record and remembers what is wrong with any of them."""
 
-    def __init__(self, cells: Mapping[str, str]) -> None:
+    def __init__(self, cells: Mapping[str, str], line: int = 0) -> None:
         self._cells = cells
+        self.line = line
         self.faults: list[Fault] = []
+
+    def stands(self, name: str) -> bool:
+        """Whether the record has the field, which may say nothing."""
+        return name in self._cells
 
     def has(self, name: str) -> bool:
         """Whether the field is there and says something."""
@@ -101,21 +106,11 @@ def json_records(path: Path, report: Report) -> Iterator[Record]:
         if not isinstance(value, dict):
             report(Problem(line=line, field="", message="is no JSON object"))
             continue
-        yield line, {str(name): _text(each) for name, each in value.items()}
+        yield line, {str(name): json_text(each) for name, each in value.items()}
 
 
-def header(path: Path) -> tuple[str, ...]:
-    """The names in the first line: of a CSV header's columns, or of a JSON object's fields."""
-    ignored: list[Problem] = []
-    for _, text in lines(path, ignored.append):
-        if text.lstrip().startswith("{"):
-            first = next(json_records(path, ignored.append), (0, {}))
-            return tuple(first[1])
-        return next(((*row,) for _, row in cells(path, ignored.append)), ())
-    return ()
-
-
-def _text(value: Any) -> str:
+def json_text(value: Any) -> str:
+    """A JSON value as the text of a cell; what is none or has parts is an empty one."""
     if value is None or isinstance(value, bool | list | dict):
         return ""
     return str(value)

@@ -1,0 +1,96 @@
+"""Microsoft Philly as it was released: `cluster_job_log`, one JSON list of jobs with attempts.
+
+A job that was preempted or failed was begun again, so it has several attempts, each with its times
+and the GPUs that it had on each machine.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plexrl.traces.formats.jobs import NEVER_RAN, OUTCOMES, Values, kept
+from plexrl.traces.formats.records import Fields, Record, json_text
+from plexrl.traces.json_list import json_elements
+from plexrl.traces.problems import Problem, Report
+
+STILL_RAN = "still ran when the log was taken"
+
+PLAIN = ("status", "vc", "jobid", "submitted_time", "user")
+NAMES = (*PLAIN, "attempts")
+"""Of a job's fields."""
+
+RUN_S = "attempts[].end_time"
+"""Names a job's run time in messages: the sum over its attempts."""
+FIRST_START = "attempts[0].start_time"
+GPUS = "attempts[0].detail[].gpus"
+IS_OVER = "attempts[-1].end_time"
+
+
+def philly_log_records(path: Path, report: Report) -> Iterator[Record]:
+    """The jobs, their attempts as cells named by where they stand."""
+    for line, value in json_elements(path, report):
+        if not isinstance(value, Mapping):
+            report(Problem(line=line, field="", message="is no JSON object"))
+            continue
+        cells = {name: json_text(value.get(name)) for name in PLAIN}
+        attempts = value.get("attempts")
+        if not _are_attempts(attempts):
+            message = "is no list of attempts with detail[].gpus"
+            report(Problem(line=line, field="attempts", message=message))
+            continue
+        for index, attempt in enumerate(attempts):
+            for name in ("start_time", "end_time"):
+                cells[f"attempts[{index}].{name}"] = json_text(attempt.get(name))
+        if attempts:
+            gpus = sum(len(each["gpus"]) for each in attempts[0].get("detail", ()))
+            cells |= {GPUS: str(gpus), IS_OVER: json_text(attempts[-1].get("end_time"))}
+        yield line, cells
+
+
+def philly_log(fields: Fields) -> Values | str:
+    """The GPUs are those of the first attempt, the duration the sum of all attempts'.
+
+    An attempt without a start or an end, which the log has a few of, adds nothing.
+    """
+    if not fields.has(GPUS):
+        return NEVER_RAN
+    if not fields.has(IS_OVER):
+        return STILL_RAN
+    run_s, first_start_s = 0.0, None
+    index = 0
+    while fields.stands(f"attempts[{index}].start_time"):
+        start, end = f"attempts[{index}].start_time", f"attempts[{index}].end_time"
+        if fields.has(start) and fields.has(end):
+            start_s = fields.time(start)
+            run_s += fields.time(end) - start_s
+            first_start_s = start_s if first_start_s is None else first_start_s
+        index += 1
+    submit_s = fields.time("submitted_time")
+    values: Values = {
+        "job_id": fields.text("jobid"),
+        "tenant": fields.text("vc"),
+        "submit_s": submit_s,
+        "duration_s": run_s,
+        "gpus": fields.integer(GPUS),
+        "outcome": OUTCOMES.get(fields.text("status").lower(), ""),
+    }
+    if first_start_s is not None and not fields.faults:
+        # The scheduler's clock and the machines' differ by seconds.
+        values["wait_s"] = max(0.0, first_start_s - submit_s)
+    return kept(fields, values)
+
+
+def _are_attempts(value: Any) -> bool:
+    return _is_list(value) and all(
+        isinstance(attempt, Mapping)
+        and _is_list(attempt.get("detail", ()))
+        and all(
+            isinstance(each, Mapping) and _is_list(each.get("gpus"))
+            for each in attempt.get("detail", ())
+        )
+        for attempt in value
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
