@@ -7,6 +7,12 @@
   cycles of the published profiles by size; `philly, stale` likewise;
 * `philly, backlog`: the same jobs, all waiting at the start.
 
+The cluster has training GPUs only: *days*, *of isolated* and *gap* count those alone, and `isolated`
+lets nobody pass a job that has waited ten minutes. The whole cluster stands beside it: *all GPU-h* are
+all training GPUs until the drain and rollout GPUs as long as their jobs ran, in thousands, compared
+with `isolated` and with `isolated+backfill`. The last row gives `isolated+backfill` an equal fleet: as
+many GPUs as `spread+backfill` had for training and, at its peak, for rollouts (`fleet`).
+
 In full that is 6 million events a policy for the mix and 7 to 20 million for Philly. Without
 `--full` the jobs of the mix have an eighth of their cycles, and of Philly every eighth job is run,
 with an eighth of its cycles, on an eighth of the cluster, its arrivals eight times as fast again.
@@ -17,8 +23,7 @@ runs one workload whole, or of Philly every so manyth job with all of its cycles
 a cluster, one policy after the other. Each result is kept in the folder as it comes, and not made
 again; the table is of all that are there.
 
-*gap*: part of what lies between `isolated` and the bound that is won: (isolated - drain) /
-(isolated - bound). *cycles*: how much longer than the same drawn cycles alone. *wait*: from
+*gap*: (isolated - drain) / (isolated - bound), a dash where `isolated` is at the bound or near it. *cycles slower*: than the same drawn cycles alone, median / mean / 95 %. *wait*: from
 submission to first GPUs, by the job's length alone (PlexRL Fig. 8). *fairness*: Jain's index over
 tenants' mean slowdowns, waiting included.
 """
@@ -32,9 +37,11 @@ from itertools import islice
 from pathlib import Path
 
 from benchmarks.report import report
+from benchmarks.simulating.fleet import equal_fleet, whole_gpu_hours
 from benchmarks.simulating.part import Part
 from plexrl.sim.policies import SIM_POLICIES
 from plexrl.sim.replay import simulate
+from plexrl.sim.report.comparison import recovered
 from plexrl.sim.result import SimResult, Speed
 from plexrl.sim.result_json import dumps, result_from, result_values, speed_values
 from plexrl.sim.scenario import Behaviour, JobSource, Pool, Scenario
@@ -50,9 +57,14 @@ SEED = 1
 PHILLY = Shape(compress=6.0, cap_s=14 * DAY_S)
 BACKLOG = Shape(backlog=True, cap_s=14 * DAY_S)
 
+ISOLATED, BACKFILLED, SHARED = "isolated", "isolated+backfill", "spread+backfill"
+FLEET = "equal fleet"
+NEEDED = (ISOLATED, BACKFILLED, SHARED)
+"""Policies without which the others cannot be compared."""
+
 COLUMNS = (
-    *("policy", "days", "of isolated", "gap", "cycles +median", "+mean", "+p95"),
-    *("wait median", "mean", "fairness", "switches"),
+    *("policy", "days", "of isolated", "gap", "all GPU-h", "of isolated", "of +backfill"),
+    *("cycles slower %", "wait median", "fairness"),
 )
 
 
@@ -120,69 +132,76 @@ def workloads(*, part: int = 1, shorter: int = 1) -> dict[str, Workload]:
 def results(
     workload: Workload, policies: Sequence[str] = tuple(SIM_POLICIES)
 ) -> dict[str, SimResult]:
-    """Of each policy.
+    """Of each policy, and of the equal fleet.
 
     Raises:
         PlexRLError: a run came to no result.
     """
-    found: dict[str, SimResult] = {}
-    for name, outcome in zip(
-        policies, run_all([workload.scenario(name) for name in policies]), strict=True
-    ):
+    scenarios = [workload.scenario(name) for name in policies]
+    found = dict(zip(policies, _run(scenarios), strict=True))
+    fleet = equal_fleet(workload.scenario(SHARED), found[SHARED], BACKFILLED)
+    return {**found, FLEET: _run([fleet])[0]}
+
+
+def _run(scenarios: Sequence[Scenario]) -> list[SimResult]:
+    found = []
+    for outcome in run_all(scenarios):
         if isinstance(outcome, FailedRun):
             raise outcome.error
-        found[name] = outcome
+        found.append(outcome)
     return found
 
 
-def recovered(isolated: SimResult, other: SimResult) -> float:
-    """Part of the gap between `isolated` and what no scheduler can beat."""
-    bound_s = isolated.bounds.bound_s
-    return (isolated.drain_s - other.drain_s) / (isolated.drain_s - bound_s)
-
-
 def table(found: Mapping[str, SimResult]) -> list[tuple[str, ...]]:
-    """A row for the bound and for each policy; `isolated` is one of them."""
-    isolated = found["isolated"]
+    """A row for the bound and for each run; those of `NEEDED` are among them."""
+    isolated = found[ISOLATED]
     bounds = isolated.bounds
     what = "path" if bounds.critical_path_s > bounds.area_s else "area"
     share = f"{bounds.bound_s / isolated.drain_s:.0%}"
-    rows = [(f"bound ({what})", f"{bounds.bound_s / DAY_S:.1f}", share, "100%", *[""] * 7)]
-    rows += [_row(name, result, isolated) for name, result in found.items()]
+    rows = [(f"bound ({what})", f"{bounds.bound_s / DAY_S:.1f}", share, "100%", *[""] * 6)]
+    rows += [_row(name, result, found) for name, result in found.items()]
     return rows
 
 
-def _row(name: str, result: SimResult, isolated: SimResult) -> tuple[str, ...]:
+def _row(name: str, result: SimResult, found: Mapping[str, SimResult]) -> tuple[str, ...]:
+    isolated, whole = found[ISOLATED], whole_gpu_hours(result)
     slower, wait = result.cycle_slowdown, result.normalized_wait
     failed = f" ({result.failed_jobs} failed)" if result.failed_jobs else ""
+    gap = None if name == FLEET else recovered(result, isolated)
     return (
         name + failed,
         f"{result.drain_s / DAY_S:.1f}",
         f"{result.drain_s / isolated.drain_s:.1%}",
-        f"{recovered(isolated, result):.0%}",
-        *(f"{part:.1%}" for part in (slower.median, slower.mean, slower.p95)),
+        "-" if gap is None else f"{gap:.0%}",
+        f"{whole / 1000:,.0f}",
+        *(f"{whole / whole_gpu_hours(found[each]):.1%}" for each in (ISOLATED, BACKFILLED)),
+        " / ".join(f"{100 * each:.1f}" for each in (slower.median, slower.mean, slower.p95)),
         f"{wait.median:.1f}",
-        f"{wait.mean:.1f}",
         f"{result.fairness:.3f}",
-        f"{result.switches}",
     )
 
 
 def figures_of(name: str, found: Mapping[str, SimResult]) -> dict[str, float]:
     """Those of `spread+backfill`, and every policy's drain. The mix's have plain names."""
-    isolated, best = found["isolated"], found["spread+backfill"]
-    slower = best.cycle_slowdown
+    isolated, shared = found[ISOLATED], found[SHARED]
+    slower, whole = shared.cycle_slowdown, whole_gpu_hours(shared)
     mark = "" if name == "mix" else f"{name.replace(', ', '_')}_"
     figures = {
-        f"{mark}drain_ratio": best.drain_s / isolated.drain_s,
-        f"{mark}gap_recovered": recovered(isolated, best),
+        f"{mark}drain_ratio": shared.drain_s / isolated.drain_s,
+        f"{mark}whole_ratio": whole / whole_gpu_hours(isolated),
+        f"{mark}whole_ratio_backfill": whole / whole_gpu_hours(found[BACKFILLED]),
+        f"{mark}equal_fleet_ratio": shared.drain_s / found[FLEET].drain_s,
         f"{mark}median_slowdown": slower.median,
         f"{mark}mean_slowdown": slower.mean,
         f"{mark}p95_slowdown": slower.p95,
     }
-    for policy, result in found.items():
-        key = policy.replace("+", "_").replace("-", "_")
-        figures[f"{mark}drain_days_{key}"] = result.drain_s / DAY_S
+    gap = recovered(shared, isolated)
+    if gap is not None:
+        figures[f"{mark}gap_recovered"] = gap
+    for policy in SIM_POLICIES:
+        if policy in found:
+            key = policy.replace("+", "_").replace("-", "_")
+            figures[f"{mark}drain_days_{key}"] = found[policy].drain_s / DAY_S
     return figures
 
 
@@ -201,20 +220,26 @@ def measure(*, full: bool) -> Part:
     return part
 
 
-def kept(folder: Path, name: str, workload: Workload, policy: str) -> SimResult:
+def kept(folder: Path, name: str, run: str, scenario: Scenario) -> SimResult:
     """The result in the folder, made first where it is not there.
 
     Raises:
         PlexRLError: the run came to no result.
     """
-    file = folder / f"{name.replace(', ', '_')}-{policy}-{workload.nodes}.json"
+    nodes = scenario.pools[0].nodes
+    file = folder / f"{name}-{run}-{nodes}.json".replace(", ", "_").replace(" ", "_")
     if not file.exists():
-        result = simulate(workload.scenario(policy))
+        result = simulate(scenario)
         values = {"result": result_values(result), "speed": speed_values(result.speed)}
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(dumps(values))
     values = json.loads(file.read_text())
-    return result_from(values["result"], Speed(**values["speed"]))
+    found = result_from(values["result"], Speed(**values["speed"]))
+    sys.stderr.write(
+        f"{run}: {found.events} events in {found.speed.wall_s:.0f} s, "
+        f"{found.speed.peak_bytes >> 20} MiB\n"
+    )
+    return found
 
 
 def main() -> None:
@@ -224,19 +249,19 @@ def main() -> None:
     parser.add_argument("workload", choices=named)
     parser.add_argument("policy", nargs="*", default=tuple(SIM_POLICIES), metavar="policy")
     parser.add_argument("--part", type=int, default=1, help="every so manyth job of Philly")
+    parser.add_argument("--shorter", type=int, default=1, help="jobs of one of so many cycles")
     parser.add_argument("--out", type=Path, default=Path("out/drain"), help="folder")
     options = parser.parse_intermixed_args()
-    workload = workloads(part=options.part)[options.workload]
+    workload = workloads(part=options.part, shorter=options.shorter)[options.workload]
+    name = options.workload + (f"-{options.shorter}" if options.shorter > 1 else "")
     found: dict[str, SimResult] = {}
-    for policy in dict.fromkeys(("isolated", *options.policy)):
-        found[policy] = result = kept(options.out, options.workload, workload, policy)
-        speed = result.speed
-        sys.stderr.write(
-            f"{policy}: {result.events} events in {speed.wall_s:.0f} s, "
-            f"{speed.peak_bytes >> 20} MiB\n"
-        )
-    isolated = found["isolated"]
-    title = f"{options.workload}: {isolated.jobs} jobs, {isolated.gpus} GPUs"
+    for policy in dict.fromkeys((*NEEDED, *options.policy)):
+        found[policy] = kept(options.out, name, policy, workload.scenario(policy))
+    fleet = equal_fleet(workload.scenario(SHARED), found[SHARED], BACKFILLED)
+    found[FLEET] = kept(options.out, name, FLEET, fleet)
+    isolated, shared = found[ISOLATED], found[SHARED]
+    title = f"{options.workload}: {isolated.jobs} jobs, {isolated.gpus} training GPUs; {SHARED} had "
+    title += f"{shared.rollout_gpus_peak} rollout GPUs at its peak, an equal fleet {fleet.gpus} GPUs"
     report(title, COLUMNS, table(found), {})
 
 

@@ -389,10 +389,7 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
                 return
             if any(each.kind != _GENERATE for each in holder.running.values()):
                 return
-        elif (
-            len(holder.log) >= context.config.snapshot_operations
-            and now >= holder.no_snapshot_until
-        ):
+        elif now >= holder.no_snapshot_until and _has_much_to_replay(context, holder):
             _snapshot(context, group, holder, now)
             return
         _go_on_with_burst(context, holder, head, now)
@@ -401,6 +398,16 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
         start(context, group, holder, head, now)
         if head.kind != _GENERATE:
             return
+
+
+def _has_much_to_replay(context: Context, holder: Deployment) -> bool:
+    """Whether a recovery would repeat as many mutations, or as much computing, as it ever should."""
+    log, config = holder.log, context.config
+    if len(log) >= config.snapshot_operations:
+        return True
+    operations = context.state.operations
+    work_s = sum(operations[name].compute_s or 0.0 for name in log)
+    return work_s >= config.snapshot_work_s
 
 
 def _leans_on_its_source(holder: Deployment, now: float) -> bool:

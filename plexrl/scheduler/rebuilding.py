@@ -23,13 +23,31 @@ LOST_CODES = frozenset({"state_lost", "corrupt_state"})
 """Errors of a load or a copy that say that the version is damaged or missing."""
 
 
-def rebuild(context: Context, deployment: Deployment) -> bool:
+def rebuild(context: Context, deployment: Deployment, now: float) -> bool:
     """Have the next load begin from the initial weights, where a node that holds the WPG's version
-    is lost and what led to it was kept. False: nothing has changed."""
+    is lost and what led to it was kept. False: nothing has changed.
+
+    A lost node that may come back is awaited for as long as the repetition would take: whenever it
+    comes, at most twice the better choice is lost.
+    """
     nodes = context.state.nodes
-    if all(nodes[each].alive for each in deployment.state_nodes):
+    lost = [each for each in deployment.state_nodes if not nodes[each].alive]
+    if not lost or not deployment.past_is_whole:
         return False
+    for name in lost if context.config.lost_nodes_return else ():
+        node = nodes[name]
+        begins_at = (node.lost_at or 0.0) + _repetition_s(context, deployment)
+        if now < begins_at and not node.is_draining:
+            context.wake(begins_at, f"node:{name}")
+            return False
     return _begin_anew(deployment)
+
+
+def _repetition_s(context: Context, deployment: Deployment) -> float:
+    """Computing that a rebuild from the initial weights repeats."""
+    operations = context.state.operations
+    names = [*deployment.past, *deployment.log]
+    return sum(operations[name].compute_s or 0.0 for name in names)
 
 
 def fall_back(context: Context, deployment: Deployment) -> bool:

@@ -2,10 +2,11 @@
 
 A WPG can follow where its state survives: without a durable version the replay log rebuilds all of
 it; a version can be copied while all nodes that hold it live, for each has the parts of its own
-ranks only; and one that is lost is computed anew where what led to it was kept (`rebuilding`). The
-WPG leaves its group and waits for GPUs like a new one, ahead of others as one whose turn came long
-ago; no operation is lost, for queue and log stay. Any other whose durable version lies on the lost
-node waits for that node, or, where lost nodes do not come back, its job ends.
+ranks only; and one that is lost is computed anew where what led to it was kept, once the node has
+been away for as long as that takes (`rebuilding`). The WPG leaves its group and waits for GPUs like
+a new one, ahead of others as one whose turn came long ago; no operation is lost, for queue and log
+stay. Any other whose durable version lies on the lost node waits for that node, or, where lost
+nodes do not come back, its job ends.
 """
 
 from collections.abc import Iterator
@@ -127,7 +128,7 @@ def _replace(context: Context, deployment: Deployment, now: float) -> None:
     if deployment.state == WpgState.STOPPED:
         # Its job has ended by the loss of another of its deployments.
         return
-    if not _survives(context, deployment) and not rebuild(context, deployment):
+    if not _survives(context, deployment) and not rebuild(context, deployment, now):
         _give_up(context, deployment, now)
         return
     if deployment.state == WpgState.WAITING:

@@ -60,6 +60,9 @@ class Collector:
         self._busy_gpu_s = 0.0
         self._switch_gpu_s = 0.0
         self._rollout_gpu_s = 0.0
+        self._rollout_gpus = 0
+        """Of the jobs that run now."""
+        self._rollout_gpus_peak = 0
         self._rollout_cost = 0.0
         self._groups: dict[str, tuple[int, float]] = {}
         """GPUs and since when."""
@@ -86,6 +89,8 @@ class Collector:
         job = self._jobs[job_id]
         if job.placed_at is None:
             job.placed_at = now
+            self._rollout_gpus += job.job.rollout_gpus
+            self._rollout_gpus_peak = max(self._rollout_gpus_peak, self._rollout_gpus)
 
     def job_ended(
         self,
@@ -107,6 +112,7 @@ class Collector:
         self._ended += 1
         self._drain_s = max(self._drain_s, now)
         if live.placed_at is not None and job.rollout_gpus:
+            self._rollout_gpus -= job.rollout_gpus
             rollout_gpu_s = job.rollout_gpus * (now - live.placed_at)
             tenant.rollout_gpu_s += rollout_gpu_s
             self._rollout_gpu_s += rollout_gpu_s
@@ -212,6 +218,7 @@ class Collector:
             busy_gpu_hours=self._busy_gpu_s / HOUR_S,
             switch_gpu_hours=self._switch_gpu_s / HOUR_S,
             rollout_gpu_hours=rollout_hours,
+            rollout_gpus_peak=self._rollout_gpus_peak,
             cost=self._rollout_cost + _cluster_price(self._scenario) * self._drain_s / HOUR_S,
             rollout_cost=self._rollout_cost,
             gpu_hours_per_cycle=per_cycle,

@@ -52,6 +52,7 @@ class AloneClock:
         load_s: float,
         snapshot_s: float,
         snapshots_after: int,
+        snapshots_after_s: float,
     ) -> None:
         self.now = 0.0
         """End of the last cycle, from the job's first placement."""
@@ -59,7 +60,9 @@ class AloneClock:
         self._load_s = load_s
         self._snapshot_s = snapshot_s
         self._snapshots_after = snapshots_after
+        self._snapshots_after_s = snapshots_after_s
         self._logged = 0
+        self._logged_s = 0.0
         self._is_first = True
         self._rolled_at = launch_s
         self._staleness = staleness
@@ -88,12 +91,16 @@ class AloneClock:
             if not is_first:
                 at += gap_s if gap_s > controller_s else controller_s
             is_first = False
-            if self._logged >= self._snapshots_after:
+            if (
+                self._logged >= self._snapshots_after or self._logged_s >= self._snapshots_after_s
+            ):
                 at += self._snapshot_s
-                self._logged = 0
+                self._logged, self._logged_s = 0, 0.0
+            took_s = work_s / speed
             if kind in MUTATING:
                 self._logged += 1
-            at += work_s / speed
+                self._logged_s += took_s
+            at += took_s
         ends.append(at)
         self.now = at
         return at - before

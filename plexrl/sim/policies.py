@@ -5,6 +5,10 @@ The four of PlexRL §6.3 take turns by the default rule. The comparison policies
 systems do: where one says only who goes next, and not where jobs are placed, it gets `pack`, which
 needs no more than its users' labels do. `fcfs` and `sjf` differ from `spread+backfill` in the order
 alone, so a group is switched ahead of time for them too.
+
+`isolated` stops backfilling past a job that has waited for `starvation_bound_s`, so free GPUs stay
+idle in front of a large job. `isolated+backfill` never stops, and is the fair baseline of a cluster
+without sharing.
 """
 
 from collections.abc import Mapping
@@ -12,6 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from plexrl.errors import InvalidRequestError
+
+
+BACKFILL_S = 1e9
+"""A wait that no job reaches: the longest that the scheduler takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +37,11 @@ SIM_POLICIES: dict[str, SimPolicy] = {
     policy.name: policy
     for policy in (
         SimPolicy(name="isolated", settings={"policy": "isolated"}, source="PlexRL §6.3"),
+        SimPolicy(
+            name="isolated+backfill",
+            settings={"policy": "isolated", "starvation_bound_s": BACKFILL_S},
+            source="a cluster without sharing whose queue is always backfilled",
+        ),
         SimPolicy(name="pack", settings={"policy": "pack"}, source="PlexRL §6.3"),
         SimPolicy(name="spread", settings={"policy": "spread"}, source="PlexRL §6.3"),
         SimPolicy(

@@ -110,6 +110,8 @@ class SimResult:
     switch_gpu_hours: float
     """Of these, with a load or an offload running."""
     rollout_gpu_hours: float
+    rollout_gpus_peak: int = 0
+    """Most rollout GPUs that jobs had at one time."""
     cost: float
     """All GPUs of the cluster for `drain_s`, and the rollout GPUs as long as their jobs ran."""
     rollout_cost: float = 0.0

@@ -88,7 +88,7 @@ class TraceRun:
         self._laws = laws
         self._on_cycle = on_cycle
         self._costs = costs or MoveCosts(scenario.pools, scenario.switch_s)
-        self._snapshots_after = config.snapshot_operations
+        self._config = config
         self._source: Iterator[TraceJob] = scenario.source.jobs()
         self._runs: dict[str, JobRun] = {}
         """Live jobs, by deployment, which is named as its job is."""
@@ -351,7 +351,8 @@ class TraceRun:
             launch_s=self.scenario.launch_s,
             load_s=self._costs.load_s(*where, "host"),
             snapshot_s=self._costs.offload_s(*where, "host"),
-            snapshots_after=self._snapshots_after,
+            snapshots_after=self._config.snapshot_operations,
+            snapshots_after_s=self._config.snapshot_work_s,
         )
 
     def _launched(self, command: cmd.LaunchWorkers) -> None:

@@ -64,6 +64,8 @@ class FakeCluster:
         self.nodes: dict[str, ev.NodeJoined] = {}
         self.timer_at: float | None = None
         self.has_router = False
+        self.compute_s = 0.1
+        """Of every operation, as its workers count it."""
 
     def send(self, event: ev.Event) -> list[cmd.Command]:
         """Give the core an event, as the shell does."""
@@ -308,7 +310,11 @@ class FakeCluster:
         self._apply(wpg, run)
         if report:
             self.runs.remove(run)
-            self.send(ev.OperationFinished(operation=run.operation, token=run.token, compute_s=0.1))
+            self.send(
+                ev.OperationFinished(
+                    operation=run.operation, token=run.token, compute_s=self.compute_s
+                )
+            )
 
     def refusable(self) -> list[cmd.RunOperation]:
         """Runs that the workers could refuse: they are there, and have not carried the run out."""

@@ -374,6 +374,20 @@ def test_an_operation_that_kills_its_worker_is_not_tried_for_ever() -> None:
     assert cluster.state_of("a:1") == "cancelled"
 
 
+def test_what_a_recovery_repeats_is_bounded_in_seconds_too() -> None:
+    cluster = FakeCluster(snapshot_operations=64, snapshot_work_s=100.0)
+    cluster.start_node()
+    cluster.compute_s = 40.0
+    with_jobs(cluster, "a")
+    for index in range(4):
+        cluster.submit(f"a:{index}", "a/actor", "optim_step")
+    seen = []
+    while cluster.runs:
+        seen.append(cluster.runs[0].kind.value)
+        cluster.execute(cluster.runs[0])
+    assert seen[-5:] == ["optim_step"] * 3 + ["snapshot", "optim_step"]
+
+
 def test_a_snapshot_that_finds_no_room_does_not_hold_training_up(cluster: FakeCluster) -> None:
     with_jobs(cluster, "a")
     for index in range(cluster.config.snapshot_operations + 1):

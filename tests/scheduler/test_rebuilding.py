@@ -91,6 +91,41 @@ def test_a_node_that_is_back_in_time_has_its_version_loaded() -> None:
     assert durable_seq(cluster) > 0
 
 
+def test_a_lost_node_is_awaited_for_as_long_as_the_repetition_takes() -> None:
+    cluster = cluster_of(2, snapshot_operations=1, rebuild_operations=10)
+    cluster.compute_s = 200.0
+    with_jobs(cluster, "a")
+    train(cluster, 0, 1, 2)
+    cluster.submit("a:3", "a/actor", "forward_backward")
+    cluster.lose_node("n0")
+    # The version on n0 has all steps but those that the log repeats anyway: 600 s in all.
+    cluster.pass_time(590.0)
+    assert explained(cluster, "a")["nodes"] == ["n0"]
+    assert cluster.state_of("a:3") != "finished"
+    cluster.pass_time(11.0)
+    cluster.settle()
+    assert explained(cluster, "a")["nodes"] == ["n1"]
+    assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", "a:3"]
+
+
+@pytest.mark.parametrize("how", ["drained", "not to return"])
+def test_a_node_that_will_not_come_back_is_not_awaited(how: str) -> None:
+    cluster = cluster_of(
+        2, snapshot_operations=1, rebuild_operations=10, lost_nodes_return=how == "drained"
+    )
+    cluster.compute_s = 200.0
+    with_jobs(cluster, "a")
+    train(cluster, 0, 1, 2)
+    cluster.lose_node("n0")
+    if how == "drained":
+        drain(cluster, "n0")
+    else:
+        cluster.pass_time(GONE_S)
+    train(cluster, 3)
+    assert explained(cluster, "a")["nodes"] == ["n1"]
+    assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", "a:3"]
+
+
 def test_a_scheduler_that_was_restarted_computes_it_anew_too() -> None:
     cluster = trained()
     cluster.lose_node("n0")

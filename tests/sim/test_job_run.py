@@ -27,7 +27,9 @@ JOB = TraceJob(
 )
 
 
-def clock(staleness: int, snapshots_after: int = 64) -> AloneClock:
+def clock(
+    staleness: int, snapshots_after: int = 64, snapshots_after_s: float = 600.0
+) -> AloneClock:
     return AloneClock(
         staleness=staleness,
         controller_s=1.0,
@@ -35,6 +37,7 @@ def clock(staleness: int, snapshots_after: int = 64) -> AloneClock:
         load_s=4.0,
         snapshot_s=6.0,
         snapshots_after=snapshots_after,
+        snapshots_after_s=snapshots_after_s,
     )
 
 
@@ -79,6 +82,14 @@ def test_gaps_snapshots_and_fast_nodes_count() -> None:
     assert alone.cycle(50.0, steps, 2.0) == 30 + 50 + 4 + 5 + 7 + 10
     # The first step is stored before anything else is begun.
     assert alone.cycle(50.0, steps, 2.0) == 1 + 50 + 6 + 5 + 7 + 10
+
+
+def test_a_snapshot_comes_by_seconds_of_work_too() -> None:
+    alone = clock(0, snapshots_after_s=40.0)
+    steps = (Step(FORWARD, 10.0, 0.0), Step(STEP, 20.0, 7.0))
+    assert alone.cycle(50.0, steps, 1.0) == 30 + 50 + 4 + 10 + 7 + 20
+    assert alone.cycle(50.0, steps, 1.0) == 1 + 50 + 10 + 7 + 20
+    assert alone.cycle(50.0, steps, 1.0) == 1 + 50 + 6 + 10 + 7 + 20
 
 
 def test_touching_segments_are_one_operation_or_each_its_own() -> None:

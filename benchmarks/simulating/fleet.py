@@ -1,0 +1,45 @@
+"""The whole cluster, training and rollout GPUs together.
+
+The simulated cluster has training GPUs only; rollout GPUs are as many as jobs ask for. So a drain
+time alone flatters a policy that runs more jobs at once: it also needs more rollout GPUs at once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from plexrl.sim.result import SimResult
+from plexrl.sim.scenario import JobSource, Pool, Scenario
+from plexrl.traces import TraceJob
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneFleet:
+    """The same jobs, each of which takes its rollout GPUs out of the cluster as well."""
+
+    source: JobSource
+
+    def jobs(self) -> Iterator[TraceJob]:
+        """In their order."""
+        for job in self.source.jobs():
+            yield replace(job, gpus=job.gpus + job.rollout_gpus, rollout_gpus=0)
+
+
+def whole_gpu_hours(result: SimResult) -> float:
+    """All training GPUs until the drain, and rollout GPUs as long as their jobs ran."""
+    return result.gpus * result.drain_s / HOUR_S + result.rollout_gpu_hours
+
+
+def equal_fleet(scenario: Scenario, shared: SimResult, policy: str) -> Scenario:
+    """`policy`, one without sharing, on as many GPUs as the run `shared` of `scenario` had in all:
+    its training GPUs, and its rollout GPUs when it had most of them."""
+    pool = scenario.pools[0]
+    gpus = shared.gpus + shared.rollout_gpus_peak
+    nodes = -(-gpus // pool.node_type.gpus)
+    return replace(
+        scenario,
+        source=OneFleet(source=scenario.source),
+        pools=(Pool(nodes=nodes, node_type=pool.node_type),),
+        policy=policy,
+    )
