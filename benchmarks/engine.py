@@ -1,6 +1,6 @@
 """The built-in rollout engine beside `transformers`' `generate`, same model, same requests.
 
-    python benchmarks/engine.py [--json]
+    python benchmarks/engine.py [--quick] [--json]
 
 Ragged requests have prompts of 4 to 64 tokens and answers of 8 to 192 with a long tail. `generate`
 gets all of them as one left-padded batch and runs until the longest answer is done; only tokens
@@ -18,15 +18,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import report
+from benchmarks.sizes import sized
 from plexrl.deployment_spec import DeploymentSpec
 from plexrl.model_spec import tiny_qwen2
 from plexrl.wire.operations import SamplingParams
 from plexrl.worker.engine import Generation, TorchRolloutBackend
 from plexrl.worker.models import build_model
 
-CONCURRENT = (1, 8, 32, 256)
-BAR = 32
-ROUNDS = 5
+CONCURRENT = sized((1, 8, 32, 256), quick=(1, 2))
+BAR = sized(32, quick=2)
+ROUNDS = sized(5, quick=1)
 SPEC = DeploymentSpec(
     model=tiny_qwen2("".join(chr(code) for code in range(33, 126)), seed=3),
     kind="rollout",

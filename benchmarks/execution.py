@@ -1,6 +1,6 @@
 """Throughput and added latency of the router, beside a bare uvicorn endpoint in the same run.
 
-    python benchmarks/execution.py [--json]
+    python benchmarks/execution.py [--quick] [--json]
 
 An operation is a `forward_backward` with a batch of 1 or 64 MB: a client uploads it, the router
 checks it, keeps it in the blob store and has it admitted by the scheduler, which journals it; a
@@ -27,13 +27,16 @@ from benchmarks import engine
 from benchmarks.report import percentile, report
 from benchmarks.routing.clients import Load, Outcome
 from benchmarks.routing.rig import GPUS, KEY, bare_server, deployments, measure, routed
+from benchmarks.sizes import sized
 from plexrl.client import requests
 
-CLIENTS = (1, 16, 256)
-ROUNDS = 2
-SECONDS = {1: 3.0, 64: 4.0}
+SMALL_MB, LARGE_MB = 1, sized(64, quick=4)
+MANY = sized(16, quick=2)
+CLIENTS = sized((1, MANY, 256), quick=(1, MANY))
+ROUNDS = sized(2, quick=1)
+SECONDS = {SMALL_MB: sized(3.0, quick=0.1), LARGE_MB: sized(4.0, quick=0.1)}
 """Of a round, by megabytes of a payload."""
-AT_ONCE = {1: 256, 64: 16}
+AT_ONCE = {SMALL_MB: 256, LARGE_MB: 16}
 ROW_TOKENS = 512
 TOKEN_BYTES = 16
 """Tokens, mask, logprobs and advantages."""
@@ -131,7 +134,7 @@ def main() -> None:
     figures: dict[str, float] = {}
     run_all(rows, figures)
     figures["added_p50_ms"] = figures["1x1mb_added_p50_ms"]
-    figures["payload_ratio"] = figures["16x64mb_ratio"]
+    figures["payload_ratio"] = figures[f"{MANY}x{LARGE_MB}mb_ratio"]
     sys.stderr.write("engine …\n")
     theirs, ours = engine.compare(engine.ragged(engine.BAR), engine.BAR)
     figures["engine_vs_transformers"] = ours / theirs

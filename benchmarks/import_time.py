@@ -1,6 +1,6 @@
 """How long `import plexrl` takes, beside starting Python with nothing.
 
-python benchmarks/import_time.py [--json]
+python benchmarks/import_time.py [--quick] [--json]
 """
 
 import subprocess
@@ -8,8 +8,9 @@ import sys
 import time
 
 from benchmarks.report import percentile, report
+from benchmarks.sizes import sized
 
-ROUNDS = 15
+ROUNDS = sized(15, quick=1)
 
 
 def seconds_of(code: str) -> float:

@@ -1,6 +1,6 @@
 """Contention predicted at placement beside contention in the simulated runtime (PlexRL §7.2).
 
-    python benchmarks/interference.py [--json]
+    python benchmarks/interference.py [--quick] [--json]
 
 Jobs are placed by policy `spread` on one group, with their demand declared, by the scheduler's own
 core on a virtual clock, and then run for `CYCLES` cycles each and seed. *predicted* is what the
@@ -23,19 +23,23 @@ from math import sqrt
 from statistics import fmean, stdev
 
 from benchmarks.report import report
+from benchmarks.sizes import sized
 from plexrl.scheduler.contention import Resident, predict
 from plexrl.scheduler.demand import DemandTrace, Segment
 from plexrl.scheduler.estimates import MOVE_BYTES_PER_S
 from plexrl.sim import PUBLISHED, JobPlan, JobProfile, VirtualCluster, published, virtual_config
 
-RESIDENTS = (2, 3, 4)
-SIGMAS = (0.0, 0.15)
-SWITCHES_S = (2.0, 8.0)
-MIXES = (("7B", "30B"), ("30B", "235B"), ("7B", "30B", "235B"), ("7B", "30B", "235B", "7B"))
-SEEDS = tuple(range(1, 5))
-CYCLES = 200
+RESIDENTS = sized((2, 3, 4), quick=(2,))
+SIGMAS = sized((0.0, 0.15), quick=(0.15,))
+SWITCHES_S = sized((2.0, 8.0), quick=(8.0,))
+MIXES = sized(
+    (("7B", "30B"), ("30B", "235B"), ("7B", "30B", "235B"), ("7B", "30B", "235B", "7B")),
+    quick=(("7B", "30B"),),
+)
+SEEDS = sized(tuple(range(1, 5)), quick=(1, 2))
+CYCLES = sized(200, quick=20)
 """Of each job and seed, after the warm-up."""
-WARM_UP = 20
+WARM_UP = sized(20, quick=5)
 RELATIVE, ABSOLUTE = 0.10, 0.01
 """Bounds on the difference: of the measured part, and where that is below `RELATIVE`."""
 

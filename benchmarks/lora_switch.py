@@ -1,6 +1,6 @@
 """A context switch between two jobs that train adapters on one model, beside two that train it all.
 
-    python benchmarks/lora_switch.py [--json]
+    python benchmarks/lora_switch.py [--quick] [--json]
 
 Two jobs of one worker train a small batch each in turn, so that the group changes hands every time.
 The model's frozen weights stay on the device and are shared; adapters and their moments move.
@@ -11,11 +11,12 @@ from typing import Any
 
 import plexrl
 from benchmarks.report import percentile, report
+from benchmarks.sizes import sized
 from plexrl.cluster.embedded import start_embedded
 from plexrl.model_spec import parameter_count
 
-ROUNDS = 20
-MODEL = plexrl.tiny_qwen2("0123456789sr=", hidden=512, layers=6)
+ROUNDS = sized(20, quick=6)
+MODEL = plexrl.tiny_qwen2("0123456789sr=", hidden=sized(512, quick=64), layers=sized(6, quick=2))
 LORA = plexrl.LoraSpec(rank=8)
 BATCH = plexrl.Batch.from_completions([[3, 4, 5, 6, 7, 8, 9]] * 8, [[4, 5, 6, 7, 8, 2]] * 8)
 

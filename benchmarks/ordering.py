@@ -1,6 +1,6 @@
 """Ordering rules beside each other: what a cycle loses to the jobs that share its node group.
 
-    python benchmarks/ordering.py [--json]
+    python benchmarks/ordering.py [--quick] [--json]
 
 The scheduler's own core runs on a virtual clock. Jobs have the published 7B, 30B and 235B profiles
 (`mix`: 7B, 30B, 235B and a second 7B on one group) with lognormal rollouts and batches (sigma 0.15)
@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import fmean, stdev
 
 from benchmarks.report import report
+from benchmarks.sizes import sized
 from plexrl.sim import (
     PUBLISHED,
     JobPlan,
@@ -30,12 +31,12 @@ from plexrl.sim import (
 
 SIGMA = 0.15
 MIX = ("7B", "30B", "235B", "7B")
-RESIDENTS = (3, 4)
-SWITCHES_S = (8.0, 2.0)
-SEEDS = tuple(range(1, 9))
-CYCLES = 300
+RESIDENTS = sized((3, 4), quick=(3,))
+SWITCHES_S = sized((8.0, 2.0), quick=(8.0,))
+SEEDS = sized(tuple(range(1, 9)), quick=(1, 2))
+CYCLES = sized(300, quick=3)
 """Of each job and seed, after the warm-up."""
-WARM_UP = 5
+WARM_UP = sized(5, quick=1)
 
 Row = tuple[str, int, float]
 """Profile, residents, seconds of a switch."""

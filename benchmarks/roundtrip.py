@@ -1,6 +1,6 @@
 """Round trip of an empty admitted operation, beside a bare FastAPI no-op in the same run.
 
-    python benchmarks/roundtrip.py [--json]
+    python benchmarks/roundtrip.py [--quick] [--json]
 
 The operation is a `barrier`: the SDK posts it, the router submits it, the scheduler journals and
 admits it, the worker answers, the outcome is journalled and the SDK's long poll returns. The
@@ -16,10 +16,11 @@ import httpx
 
 import plexrl
 from benchmarks.report import percentile, report
+from benchmarks.sizes import sized
 from plexrl.cluster.embedded import start_embedded
 
-WARM_UP = 30
-ROUNDS = 300
+WARM_UP = sized(30, quick=1)
+ROUNDS = sized(300, quick=3)
 
 NOOP_SERVER = """
 import socket, uvicorn

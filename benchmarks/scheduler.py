@@ -1,6 +1,6 @@
 """The scheduler's speed: placement, admission, backlogs, dispatch, journal, restart.
 
-    python benchmarks/scheduler.py [--json] [part …]
+    python benchmarks/scheduler.py [--quick] [--json] [part …]
 
 Parts: tree, placement, admission, backlog, reads, dispatch, journal, restart; all by default. The
 last column is the ratio to a plain baseline measured in the same run: a binary tree in plain Python

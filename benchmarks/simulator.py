@@ -1,6 +1,6 @@
 """The simulator: speed, memory, how near it comes to a live cluster, and the published figures.
 
-    python benchmarks/simulator.py [--json] [--full] [part …]
+    python benchmarks/simulator.py [--quick] [--json] [--full] [part …]
 
 Parts: speed, memory, fidelity (minutes, with a live cluster), packing, and drain, which takes hours
 and so is only run by name; by default all the others. Everything runs through the scheduler's own
@@ -12,8 +12,10 @@ import sys
 
 from benchmarks.report import report
 from benchmarks.simulating import drain, fidelity, memory, packing, speed
+from benchmarks.sizes import sized
 
-LONG = ("drain",)
+LONG = sized(("drain",), quick=("drain", "fidelity"))
+"""Run by name only. With `--quick` each is left to its own module, which has it too."""
 
 PARTS = {
     "speed": speed.measure,

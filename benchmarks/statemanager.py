@@ -1,6 +1,6 @@
 """The StateManager's speed: tiers, pulls, plans, control plane, switches, checkpoints.
 
-    python benchmarks/statemanager.py [--json] [part …]
+    python benchmarks/statemanager.py [--quick] [--json] [part …]
 
 Parts: host, switches, nvme, pulls, plans, control, replicas, checkpoints, optimizer, delta; all by
 default. Baselines are taken in turns with what is measured: plain memory copies between memory

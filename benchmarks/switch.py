@@ -1,6 +1,6 @@
 """A context switch between two jobs on one training group, beside the training it interrupts.
 
-    python benchmarks/switch.py [--json]
+    python benchmarks/switch.py [--quick] [--json]
 
 Two jobs of two workers train one batch each in turn, so that the group changes hands every time;
 then one job trains as many batches alone. The difference is what sharing costs a job.
@@ -11,11 +11,13 @@ from typing import Any
 
 import plexrl
 from benchmarks.report import percentile, report
+from benchmarks.sizes import sized
 from plexrl.cluster.embedded import start_embedded
 
-ROUNDS = 40
+ROUNDS = sized(40, quick=4)
+ROWS = sized(256, quick=8)
 MODEL = plexrl.tiny_qwen2("0123456789sr=")
-BATCH = plexrl.Batch.from_completions([[3, 4, 5, 6, 7, 8, 9]] * 256, [[4, 5, 6, 7, 8, 2]] * 256)
+BATCH = plexrl.Batch.from_completions([[3, 4, 5, 6, 7, 8, 9]] * ROWS, [[4, 5, 6, 7, 8, 2]] * ROWS)
 
 
 def train(actor: plexrl.TrainDeployment) -> None:

@@ -160,7 +160,7 @@ class Controller:
         print(f"{self.options.task}: held-out reward {after:.3f} after {self.options.steps} steps")
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=sorted(TASKS), default="sort")
     parser.add_argument("--steps", type=int, default=150)
@@ -180,7 +180,11 @@ def main() -> None:
         "--exclusive", action="store_true", help="share the actor's GPUs with nobody"
     )
     parser.add_argument("--name", default=None, help="job name; default: the task's")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
     with plexrl.connect() as cluster, cluster.create_job(options.name or options.task) as job:
         Controller(job, TASKS[options.task], options).run()
 

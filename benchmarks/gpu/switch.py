@@ -1,6 +1,6 @@
 """What a context switch costs on a GPU, beside a pinned copy of the same driver in the same run.
 
-    python -m benchmarks.gpu.switch [--state-gib N] [--switches N] [--json]
+    python -m benchmarks.gpu.switch [--quick] [--state-gib N] [--switches N] [--json]
 
 Two processes take turns on device 0. Reports offload and load against `cuMemcpyAsync` between
 pinned host memory and the device, what a switch of a tiny state costs (the fixed part), and the
@@ -25,6 +25,7 @@ import msgspec
 
 from benchmarks.gpu.job import Reply, serve_job
 from benchmarks.report import report
+from benchmarks.sizes import sized
 from plexrl.errors import DeviceUnavailableError
 from plexrl.statemanager.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceKind
@@ -33,7 +34,7 @@ from plexrl.statemanager.device.mapping import map_zero, set_zero
 
 GIB = 1 << 30
 TINY_BYTES = 2 << 20
-COPY_BYTES = 4 * GIB
+COPY_BYTES = sized(4 * GIB, quick=GIB // 4)
 REPEATS = 5
 
 
@@ -144,8 +145,9 @@ def start_daemon(
 def main() -> None:
     """Measure and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--state-gib", type=int, default=8)
-    parser.add_argument("--switches", type=int, default=100)
+    parser.add_argument("--state-gib", type=int, default=sized(8, quick=1))
+    parser.add_argument("--switches", type=int, default=sized(100, quick=4))
+    parser.add_argument("--quick", action="store_true", help="small states, few switches")
     parser.add_argument("--json", action="store_true")
     wanted = parser.parse_args()
     try:

@@ -4,14 +4,15 @@ import time
 
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import config, node
+from benchmarks.sizes import sized
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 
-JOBS = 10_000
-NODES = 4_000
+JOBS = sized(10_000, quick=50)
+NODES = sized(4_000, quick=20)
 WORKERS = (4, 8, 8, 16)
-NAIVE_JOBS = 40
+NAIVE_JOBS = sized(40, quick=2)
 
 
 def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:

@@ -1,22 +1,22 @@
 """The slowest `handle` call while 10 000 deployments of one kind wait, in CPU seconds: kinds that
 have much in common, and kinds of which no two are alike."""
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
 
 from benchmarks.scheduling.cluster import GIB, GPUS, config, demand, node
+from benchmarks.sizes import sized
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import events as ev
 
-WAITING = int(os.environ.get("PLEXRL_BENCHMARK_WAITING", "10000"))
+WAITING = sized(10_000, quick=40)
 NODES = 64
 TENANTS = 1000
 STARVATION_S = 1000.0
 """Past the bound by default."""
 
-LAST = 200
+LAST = sized(200, quick=8)
 """Submissions that are measured: the last ones, before which the others wait."""
 
 Wish = tuple[dict[str, object], list[dict[str, object]]]

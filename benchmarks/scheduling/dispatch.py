@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import config
+from benchmarks.sizes import sized
 from plexrl.garbage_collection import spare_living
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from plexrl.wire.operations import OperationKind
 
-GROUPS = 1000
+GROUPS = sized(1000, quick=8)
 RESIDENTS = 8
-EVENTS = 300_000
+EVENTS = sized(300_000, quick=2000)
+WARM_UP = sized(20_000, quick=200)
+"""Events that are not counted."""
 CYCLE = (OperationKind.FORWARD, OperationKind.FORWARD_BACKWARD, OperationKind.OPTIM_STEP)
 RUN_S = 3.0
 MOVE_S = 1.0
@@ -139,7 +142,7 @@ def submit_job(drive: Drive, index: int) -> None:
 def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
     """(table rows, figures)."""
     drive = full_cluster(GROUPS, RESIDENTS)
-    drive.run(20_000)
+    drive.run(WARM_UP)
     spare_living()
     drive.samples.clear()
     drive.commands = 0

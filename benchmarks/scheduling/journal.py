@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import config, node
+from benchmarks.sizes import sized
 from plexrl.garbage_collection import spare_living
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import events as ev
@@ -19,8 +20,9 @@ from plexrl.scheduler.shell import Clock, Shell
 from plexrl.scheduler.sql_journal import SqlJournal
 from plexrl.wire.operations import OperationKind
 
-CLIENTS = 64
-ACCEPTS = 60_000
+CLIENTS = sized(64, quick=4)
+ACCEPTS = sized(60_000, quick=60)
+ALONE_ACCEPTS = sized(2_000, quick=10)
 
 
 def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
@@ -30,7 +32,7 @@ def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
     with tempfile.TemporaryDirectory(prefix="plexrl-bench-") as folder:
         path = str(Path(folder) / "journal.sqlite")
         rate, samples = asyncio.run(_accept(path, CLIENTS, ACCEPTS))
-        alone, _ = asyncio.run(_accept(str(Path(folder) / "alone.sqlite"), 1, 2_000))
+        alone, _ = asyncio.run(_accept(str(Path(folder) / "alone.sqlite"), 1, ALONE_ACCEPTS))
     p50, p99 = percentile(samples, 50) * 1e3, percentile(samples, 99) * 1e3
     figures |= {
         "journal_accepts_per_s": rate,

@@ -5,20 +5,23 @@ import time
 
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import Population, populate
+from benchmarks.sizes import sized
 from plexrl.ids import GroupId
 from plexrl.scheduler.demand import project
 from plexrl.scheduler.placement import leave, place
 from plexrl.scheduler.state import Deployment
 
-ROUNDS = 400
-NAIVE_ROUNDS = 3
+ROUNDS = sized(400, quick=4)
+NAIVE_ROUNDS = sized(3, quick=1)
+SIZES = sized(((256, 500), (12_800, 20_000)), quick=((8, 10), (16, 20)))
+"""(nodes, residents)."""
 
 
 def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
     """(table rows, figures)."""
     rows: list[tuple[str, ...]] = []
     figures: dict[str, float] = {}
-    for nodes, residents in ((256, 500), (12_800, 20_000)):
+    for nodes, residents in SIZES:
         population = populate(nodes, residents, seed=nodes)
         placed = sum(len(g.members) for g in population.context.state.groups.values())
         samples, fits = _place(population)
@@ -32,9 +35,10 @@ def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
         }
         label = f"warm placement, {nodes} nodes, {placed} residents ({fits:.0%} strict)"
         rows.append((label, f"{p50:.2f} ms", f"{p99:.2f} ms", f"{naive_s * 1e3 / p50:,.0f}x"))
-    growth = figures["place_12800_p50_ms"] / figures["place_256_p50_ms"]
+    few, many = (nodes for nodes, _ in SIZES)
+    growth = figures[f"place_{many}_p50_ms"] / figures[f"place_{few}_p50_ms"]
     figures["place_growth"] = growth
-    rows.append(("growth of p50 for 50x the nodes", f"{growth:.1f}x", "", ""))
+    rows.append((f"growth of p50 for {many // few}x the nodes", f"{growth:.1f}x", "", ""))
     return rows, figures
 
 

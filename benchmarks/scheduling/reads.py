@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import GPUS, config, node
+from benchmarks.sizes import sized
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.demand import DemandTrace, Segment
 from plexrl.wire.operations import OperationKind
 
-WAITING = 10_000
-NODES = 200
+WAITING = sized(10_000, quick=200)
+NODES = sized(200, quick=20)
 TENANTS = 20
-SAMPLES = 20
+SAMPLES = sized(20, quick=2)
 
 
 def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:

@@ -6,15 +6,16 @@ from pathlib import Path
 
 from benchmarks.scheduling.cluster import config
 from benchmarks.scheduling.dispatch import Drive, submit_job
+from benchmarks.sizes import sized
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler import events as ev
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.recovery import restore
 from plexrl.scheduler.sql_journal import SqlJournal
 
-JOBS = 20_000
-EVENTS = 1_000_000
-SNAPSHOT_EVENTS = 50_000
+JOBS = sized(20_000, quick=64)
+EVENTS = sized(1_000_000, quick=4000)
+SNAPSHOT_EVENTS = sized(50_000, quick=1000)
 BATCH = 512
 GPUS = 8
 RESIDENTS = 8

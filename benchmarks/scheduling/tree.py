@@ -5,10 +5,11 @@ import time
 
 import numpy as np
 
+from benchmarks.sizes import sized
 from plexrl.scheduler.segment_tree import SegmentTree
 
 SLOTS = 28_800
-ROUNDS = 4_000
+ROUNDS = sized(4_000, quick=20)
 FREE_GPUS = 2_048
 
 

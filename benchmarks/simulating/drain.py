@@ -17,7 +17,7 @@ In full that is 6 million events a policy for the mix and 7 to 20 million for Ph
 `--full` the jobs of the mix have an eighth of their cycles, and of Philly every eighth job is run,
 with an eighth of its cycles, on an eighth of the cluster, its arrivals eight times as fast again.
 
-    python -m benchmarks.simulating.drain philly [--part 8] [--out results] [policy …]
+    python -m benchmarks.simulating.drain mix [--quick] [--part 8] [--out results] [policy …]
 
 runs one workload whole, or of Philly every so manyth job with all of its cycles on so much smaller
 a cluster, one policy after the other. Each result is kept in the folder as it comes, and not made
@@ -31,7 +31,9 @@ tenants' mean slowdowns, waiting included.
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -39,6 +41,7 @@ from pathlib import Path
 from benchmarks.report import report
 from benchmarks.simulating.fleet import equal_fleet, whole_gpu_hours
 from benchmarks.simulating.part import Part
+from benchmarks.sizes import sized
 from plexrl.sim.policies import SIM_POLICIES
 from plexrl.sim.replay import simulate
 from plexrl.sim.report.comparison import recovered
@@ -50,12 +53,17 @@ from plexrl.sim.trace_source import PublishedSource, TraceSource
 from plexrl.traces import Shape, TraceJob
 
 DAY_S = 86_400.0
-NODES = 256
+NODES = sized(256, quick=64)
 """Of 8 GPUs: 2 048."""
-SAMPLE = 8
+SAMPLE = sized(8, quick=1)
 SEED = 1
-PHILLY = Shape(compress=6.0, cap_s=14 * DAY_S)
-BACKLOG = Shape(backlog=True, cap_s=14 * DAY_S)
+POLICIES = sized(tuple(SIM_POLICIES), quick=("isolated", "isolated+backfill", "spread+backfill"))
+SPAN_S = sized(90 * DAY_S, quick=DAY_S)
+CAP_S = sized(14 * DAY_S, quick=DAY_S / 24)
+PHILLY = Shape(compress=6.0, cap_s=CAP_S)
+BACKLOG = Shape(backlog=True, cap_s=CAP_S)
+PHILLY_STEP = sized(1, quick=500)
+"""Of the jobs of Philly only every so manyth is known at all."""
 
 ISOLATED, BACKFILLED, SHARED = "isolated", "isolated+backfill", "spread+backfill"
 FLEET = "equal fleet"
@@ -112,12 +120,12 @@ class Workload:
 def workloads(*, part: int = 1, shorter: int = 1) -> dict[str, Workload]:
     """By name: of Philly, each `part`-th job on as much smaller a cluster; jobs with one of
     `shorter` cycles, coming as much faster."""
-    backlog = PublishedSource(span_s=90 * DAY_S, shape=BACKLOG, seed=SEED)
+    backlog = PublishedSource(span_s=SPAN_S, shape=BACKLOG, seed=SEED)
     mix = Sample(source=backlog, shorter=shorter)
 
     def philly(shape: Shape, staleness: int = 0) -> Workload:
         whole = TraceSource(trace="bundled:philly", shape=shape, seed=SEED)
-        sample = Sample(source=whole, step=part, shorter=shorter)
+        sample = Sample(source=whole, step=part * PHILLY_STEP, shorter=shorter)
         return Workload(source=sample, nodes=NODES // part, staleness=staleness)
 
     return {
@@ -129,9 +137,7 @@ def workloads(*, part: int = 1, shorter: int = 1) -> dict[str, Workload]:
     }
 
 
-def results(
-    workload: Workload, policies: Sequence[str] = tuple(SIM_POLICIES)
-) -> dict[str, SimResult]:
+def results(workload: Workload, policies: Sequence[str] = POLICIES) -> dict[str, SimResult]:
     """Of each policy, and of the equal fleet.
 
     Raises:
@@ -247,22 +253,40 @@ def main() -> None:
     named = workloads()
     parser = argparse.ArgumentParser(description="One workload, one policy after the other.")
     parser.add_argument("workload", choices=named)
-    parser.add_argument("policy", nargs="*", default=tuple(SIM_POLICIES), metavar="policy")
+    parser.add_argument("policy", nargs="*", default=POLICIES, metavar="policy")
     parser.add_argument("--part", type=int, default=1, help="every so manyth job of Philly")
     parser.add_argument("--shorter", type=int, default=1, help="jobs of one of so many cycles")
     parser.add_argument("--out", type=Path, default=Path("out/drain"), help="folder")
+    parser.add_argument("--quick", action="store_true", help="few short jobs, nothing kept")
     options = parser.parse_intermixed_args()
     workload = workloads(part=options.part, shorter=options.shorter)[options.workload]
     name = options.workload + (f"-{options.shorter}" if options.shorter > 1 else "")
-    found: dict[str, SimResult] = {}
-    for policy in dict.fromkeys((*NEEDED, *options.policy)):
-        found[policy] = kept(options.out, name, policy, workload.scenario(policy))
-    fleet = equal_fleet(workload.scenario(SHARED), found[SHARED], BACKFILLED)
-    found[FLEET] = kept(options.out, name, FLEET, fleet)
+    with ExitStack() as stack:
+        folder = options.out
+        if options.quick:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="plexrl-bench-")))
+        found = compared(folder, name, workload, options.policy)
     isolated, shared = found[ISOLATED], found[SHARED]
-    title = f"{options.workload}: {isolated.jobs} jobs, {isolated.gpus} training GPUs; {SHARED} had "
-    title += f"{shared.rollout_gpus_peak} rollout GPUs at its peak, an equal fleet {fleet.gpus} GPUs"
+    title = (
+        f"{options.workload}: {isolated.jobs} jobs, {isolated.gpus} training GPUs; {SHARED} had "
+    )
+    title += (
+        f"{shared.rollout_gpus_peak} rollout GPUs at its peak, "
+        f"an equal fleet {found[FLEET].gpus} GPUs"
+    )
     report(title, COLUMNS, table(found), {})
+
+
+def compared(
+    folder: Path, name: str, workload: Workload, policies: Sequence[str]
+) -> dict[str, SimResult]:
+    """The results of `NEEDED`, of the policies and of the equal fleet; paces go to stderr."""
+    found: dict[str, SimResult] = {}
+    for policy in dict.fromkeys((*NEEDED, *policies)):
+        found[policy] = kept(folder, name, policy, workload.scenario(policy))
+    fleet = equal_fleet(workload.scenario(SHARED), found[SHARED], BACKFILLED)
+    found[FLEET] = kept(folder, name, FLEET, fleet)
+    return found
 
 
 if __name__ == "__main__":

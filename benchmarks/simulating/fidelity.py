@@ -1,6 +1,6 @@
 """Cycle times of jobs on a live embedded cluster beside those that the simulator gives them.
 
-    python -m benchmarks.simulating.fidelity [--json] [--full]
+    python -m benchmarks.simulating.fidelity [--quick] [--json] [--full]
 
 Jobs of different size share one training group: real controllers, processes, models and switches.
 Only the rollouts are played, by controllers that sleep (lognormal, sigma 0.2, as are the sizes of
@@ -28,6 +28,7 @@ from statistics import fmean, median
 from benchmarks.report import report
 from benchmarks.simulating.live_jobs import LiveJob, LiveRun, run_live
 from benchmarks.simulating.part import Part
+from benchmarks.sizes import sized
 from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
 from plexrl.sim.fidelity import Comparison, Errors, JobError, compare_law, compare_replay, errors_of
 from plexrl.sim.recording import Overheads, overheads, recorded_run
@@ -39,15 +40,15 @@ JOBS = (
     LiveJob(name="c", rows=7, hidden=320),
     LiveJob(name="d", rows=6, hidden=384),
 )
-RUNS = (("hrrs", (2, 4)), ("fifo-bursts", (3,)))
+RUNS = sized((("hrrs", (2, 4)), ("fifo-bursts", (3,))), quick=(("hrrs", (1,)),))
 """Ordering, and of how many of `JOBS` its runs are."""
 POLICIES = {"hrrs": "pack", "fifo-bursts": "fifo-lock"}
 """The simulator's names of them, with placement by `pack`."""
 LOAD = 0.75
-ALONE_CYCLES = 12
-CYCLES, FULL_CYCLES = 40, 100
+ALONE_CYCLES = sized(12, quick=4)
+CYCLES, FULL_CYCLES = sized(40, quick=4), 100
 """Of each job in a shared run, at least."""
-SEEDS = (1, 2, 3, 4, 5)
+SEEDS = sized((1, 2, 3, 4, 5), quick=(1,))
 """Of the draws by law."""
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Generator
 
 import simpy
 
-EVENTS = 300_000
+from benchmarks.sizes import sized
+
+EVENTS = sized(300_000, quick=3000)
 DEPTH = 1000
 """Events pending in the bare loop, and processes of the second SimPy run."""
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from benchmarks.simulating.part import Part
 from benchmarks.simulating.workloads import passers
+from benchmarks.sizes import sized
 from plexrl.sim.replay import simulate
 
-JOBS = 200
-TIMES = 10
+JOBS = sized(200, quick=10)
+TIMES = sized(10, quick=2)
 BAR_MB, BAR_GROWTH = 600.0, 1.10
 ROOT = Path(__file__).parents[2]
 

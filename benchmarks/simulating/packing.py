@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from benchmarks.simulating.part import Part
+from benchmarks.sizes import sized
 from plexrl.sim.replay import simulate
 from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import Behaviour, Pool, Scenario
@@ -38,8 +39,8 @@ ROLLOUT_TENSOR_PARALLEL = {"7B": 2, "30B": 2, "235B": 8}
 TOLERANCE = 0.03
 RATIOS = (0.25, 1 / 3, 0.5, 1.0)
 """Rollout by training GPUs."""
-CYCLES = 300
-SEEDS = (1, 2, 3, 4)
+CYCLES = sized(300, quick=3)
+SEEDS = sized((1, 2, 3, 4), quick=(1, 2))
 
 COLUMNS = (
     *("two jobs", "steps +mean", "median", "p95", "T + R", "saved", "published", "off by"),

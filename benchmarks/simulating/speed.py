@@ -7,6 +7,7 @@ from statistics import fmean
 from benchmarks.simulating.loops import DEPTH, heap_rate, simpy_rate
 from benchmarks.simulating.part import Part
 from benchmarks.simulating.workloads import DAY_S, residents
+from benchmarks.sizes import sized
 from plexrl.garbage_collection import rare_collections
 from plexrl.sim.replay import is_compiled, simulate
 from plexrl.sim.trace_run import TraceRun
@@ -15,9 +16,9 @@ POLICIES = ("isolated", "pack", "spread", "spread+backfill")
 MAIN = "spread+backfill"
 
 MONTHS_DAYS = 92.0
-WARM_DAYS = 0.06
+WARM_DAYS = sized(0.06, quick=0.005)
 """Until all jobs are placed and have run some twenty cycles each."""
-EVENTS = 40_000
+EVENTS = sized(40_000, quick=1000)
 """Of the stretch after that, from which three months are extrapolated."""
 
 STEP = 512

@@ -20,12 +20,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.sizes import sized
 from plexrl.statemanager.mapping import address_of
 
 MIB = 1 << 20
 GB = 1e9
 BLOCK_BYTES = 4 * MIB
-ROUNDS = 9
+ROUNDS = sized(9, quick=1)
 
 Seconds = float
 Work = Callable[[], Seconds]

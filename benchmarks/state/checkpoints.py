@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.report import percentile
+from benchmarks.sizes import sized
 from benchmarks.state.baselines import GB, MIB, Seconds, in_turns, timed
 from benchmarks.state.rig import Figures, Rank, Rows, daemon, row
 from plexrl.statemanager.checkpoint.requests import (
@@ -27,11 +28,11 @@ from plexrl.statemanager.checkpoint.requests import (
 from plexrl.statemanager.checkpoint.restore import Checkpoint
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
 
-TENSORS = 3 * 250
+TENSORS = sized(3 * 250, quick=6)
 TENSOR_BYTES = MIB
 STATE_BYTES = TENSORS * TENSOR_BYTES
-STALLS = 200
-ROUNDS = 4
+STALLS = sized(200, quick=4)
+ROUNDS = sized(4, quick=1)
 WRITE_BYTES = 8 * MIB
 POLL_S = 0.005
 
@@ -58,7 +59,7 @@ def measure() -> tuple[Rows, Figures]:
     rate = f"{figures['checkpoint_write_gb_s']:.2f} GB/s, {figures['checkpoint_write_ratio']:.2f}"
     tail = f"p99 {figures['checkpoint_stall_p99_ms']:.2f}"
     return [
-        row("checkpoint of 750 tensors: stall of training", stall, tail, "≤ 5 ms"),
+        row(f"checkpoint of {TENSORS} tensors: stall of training", stall, tail, "≤ 5 ms"),
         row(
             "checkpoint written, of plain writes", rate, f"{found.usual_ratio('ours', 'plain'):.2f}"
         ),

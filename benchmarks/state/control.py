@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from benchmarks.sizes import sized
 from benchmarks.state.baselines import MIB
 from benchmarks.state.rig import Daemon, Figures, Rank, Rows, daemon, row, tensors
 
-ROUNDS = 60
-REQUESTS = 1000
+ROUNDS = sized(60, quick=1)
+REQUESTS = sized(1000, quick=100)
 """In each round."""
-KILLS = 20
-ARENA_BYTES = 256 * MIB
+KILLS = sized(20, quick=1)
+ARENA_BYTES = sized(256 * MIB, quick=MIB)
 
 
 def measure() -> tuple[Rows, Figures]:

@@ -4,17 +4,19 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.sizes import sized
 from benchmarks.state.baselines import GB, MIB, Memcpy, Work, in_turns, timed
 from benchmarks.state.rig import Figures, Rank, Rows, daemon, folders, manifest_of, row, tensors
 from plexrl.statemanager.device.cpu import CpuDevice
 from plexrl.statemanager.store import Store
 
 TENSOR_BYTES = 4 * MIB
-STATE_BYTES = 512 * MIB
+STATE_BYTES = sized(512 * MIB, quick=8 * MIB)
 BASELINE_BLOCKS = (4 * MIB, 64 * MIB, STATE_BYTES)
 """The largest as one piece for each thread."""
-SWITCH_MIB = (1, 4, 16, 64, 256, 512)
-SWITCHES = 9
+SWITCH_MIB = sized((1, 4, 16, 64, 256, 512), quick=(1, 4))
+SWITCHES = sized(9, quick=1)
+COPIES = sized(15, quick=1)
 
 
 def measure_copies() -> tuple[Rows, Figures]:
@@ -30,7 +32,7 @@ def measure_copies() -> tuple[Rows, Figures]:
                     f"memcpy {block // MIB} MiB": memcpy.work(threads, block)
                     for block in BASELINE_BLOCKS
                 }
-                found = in_turns({**plain, **_moves(store)}, 15)
+                found = in_turns({**plain, **_moves(store)}, COPIES)
             finally:
                 store.close()
         best = min(plain, key=found.best_s)
@@ -40,7 +42,7 @@ def measure_copies() -> tuple[Rows, Figures]:
             figures[f"host_{move}_ratio_{threads}"] = ratio
             figures[f"host_{move}_ratio_{threads}_usual"] = usual
             rate = f"{STATE_BYTES / found.best_s(move) / GB:.1f} GB/s, {ratio:.2f}"
-            name = f"{move} of 512 MiB in host, {threads} threads, of memcpy"
+            name = f"{move} of {STATE_BYTES // MIB} MiB in host, {threads} threads, of memcpy"
             rows.append(row(name, rate, f"{usual:.2f}", "≥ 0.9"))
         figures[f"memcpy_gb_s_{threads}"] = STATE_BYTES / found.best_s(best) / GB
     figures["host_copy_ratio"] = min(

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from benchmarks.sizes import sized
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.client import StateManagerClient
 from plexrl.statemanager.config import StateManagerConfig
@@ -30,8 +31,8 @@ from plexrl.worker.arena_tensors import ArenaLayout, span
 from plexrl.worker.host_optimizer import HostAdamW
 from plexrl.worker.host_transfer import Run
 
-ELEMENTS = 50_000_000 // 16 * 16
-ROUNDS = 7
+ELEMENTS = sized(50_000_000 // 16 * 16, quick=1 << 16)
+ROUNDS = sized(7, quick=2)
 GIB = 1 << 30
 PARAMS = AdamParams(learning_rate=1e-4)
 PARTS = frozenset({StatePart.PARAMETER, StatePart.OPTIMIZER})

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.sizes import sized
 from benchmarks.state.baselines import GB, MIB, Seconds, Work, fio, in_turns, timed
 from benchmarks.state.rig import Figures, Rows, folders, manifest_of, row, tensors
 from plexrl.statemanager.device.cpu import CpuDevice
@@ -10,9 +11,9 @@ from plexrl.statemanager.residency import TierName
 from plexrl.statemanager.store import Store
 from plexrl.statemanager.tenant_limit import TenantLimit
 
-STATE_BYTES = 512 * MIB
+STATE_BYTES = sized(512 * MIB, quick=8 * MIB)
 DEPTH = 8
-ROUNDS = 7
+ROUNDS = sized(7, quick=1)
 STRAIGHT = "straight"
 """A tenant whose state goes to NVMe at once."""
 

@@ -2,6 +2,7 @@
 
 import time
 
+from benchmarks.sizes import sized
 from benchmarks.state.baselines import Seconds, timed
 from benchmarks.state.rig import Figures, Rows, row
 from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
@@ -9,10 +10,10 @@ from plexrl.statemanager.plan_balance import Source
 from plexrl.statemanager.plan_cache import PlanCache
 from plexrl.statemanager.plan_layout import Layout
 
-TENSORS, SOURCES, TARGETS = 1563, 64, 8
+TENSORS, SOURCES, TARGETS = sized(1563, quick=4), 64, 8
 """100 032 slices at the sources, each to be brought to one target."""
 EXTENT = 64
-REPEATS = 5
+REPEATS = sized(5, quick=1)
 
 
 def measure() -> tuple[Rows, Figures]:

@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.sizes import sized
 from benchmarks.state.baselines import GB, MIB, Memcpy, Rounds, Seconds, Work, in_turns, iperf3
 from benchmarks.state.rig import Daemon, Figures, Rank, Rows, daemon, row, tensors
 from plexrl.statemanager.client import PullReport
 from plexrl.statemanager.keys import StateSlice
 
-TENSORS, ROWS, COLUMNS = 128, 1024, 1024
+TENSORS, ROWS, COLUMNS = sized((128, 1024, 1024), quick=(4, 64, 64))
 """F32, 4 MiB each."""
 STATE_BYTES = TENSORS * ROWS * COLUMNS * 4
-ROUNDS = 7
+ROUNDS = sized(7, quick=1)
 TRAINER, ROLLOUT = "job/actor", "job/rollout"
 
 

@@ -1,15 +1,16 @@
 """Bytes that data-parallel replicas share, and versions of many small tensors."""
 
+from benchmarks.sizes import sized
 from benchmarks.state.baselines import GB, MIB, Memcpy, in_turns, timed
 from benchmarks.state.rig import Figures, Rank, Rows, daemon, row, tensors
 
-REPLICAS = (2, 4, 8)
-SHARED_BYTES = 48 * MIB
-OBJECTS = 10_000
+REPLICAS = sized((2, 4, 8), quick=(2,))
+SHARED_BYTES = sized(48 * MIB, quick=12 * MIB)
+OBJECTS = sized(10_000, quick=100)
 OBJECT_BYTES = 48 << 10
 """64 KiB at most."""
 GAP_BYTES = 64
-ROUNDS = 7
+ROUNDS = sized(7, quick=1)
 
 
 def measure() -> tuple[Rows, Figures]:

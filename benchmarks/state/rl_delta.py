@@ -5,7 +5,6 @@ every step a rollout in fp32 and one in bf16 are synchronised by delta. What the
 compared, by digest, with a pull of everything that shares nothing with theirs.
 """
 
-import argparse
 import statistics
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 import plexrl
-from examples.grpo_digits import TASKS, Controller, draw_digits, most_informative
+from benchmarks.sizes import sized
+from examples.grpo_digits import TASKS, Controller, draw_digits, most_informative, parse
 from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.client import StateManagerClient
@@ -25,9 +25,9 @@ from plexrl.statemanager.state_digest import digest_of_slices
 from plexrl.statemanager.ticket_key import read_ticket_key
 from plexrl.statemanager.tickets import Claims, Role
 
-LEARNING_RATES = (1e-6, 1e-5, 1e-3)
-STEPS = 24
-UNCOUNTED = 4
+LEARNING_RATES = sized((1e-6, 1e-5, 1e-3), quick=(1e-3,))
+STEPS = sized(24, quick=1)
+UNCOUNTED = sized(4, quick=0)
 """First steps at each rate, in which the optimizer forgets the rate before."""
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 
@@ -101,10 +101,14 @@ class DeltaController(Controller):
     """The demo's controller with a second rollout, whose learning rate is told."""
 
     def __init__(self, job: plexrl.Job, steps: int) -> None:
-        options = argparse.Namespace(
-            seed=1, workers=2, backend=None, layout=None, exclusive=True, steps=steps
-        )
-        super().__init__(job, TASKS["sort"], options)
+        words = [
+            "--exclusive",
+            "--steps",
+            str(steps),
+            *sized([], quick=["--warm-up-steps", "1", "--workers", "1"]),
+        ]
+        options = parse(words)
+        super().__init__(job, TASKS[options.task], options)
         model = plexrl.tiny_qwen2("0123456789sr=", seed=options.seed)
         self.model = model
         half = job.rollout_deployment("half", model, dtype="bfloat16")

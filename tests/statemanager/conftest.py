@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -45,13 +45,13 @@ class Daemon:
         self.tcp = ""
         """Where it serves other nodes, if it does."""
 
-    def start(self) -> None:
-        """Return when it serves."""
+    def start(self, launcher: Sequence[str] = ()) -> None:
+        """Return when it serves; `launcher` is a command that becomes the daemon's."""
         path = Path(self.config.nvme_dir).parent / "config.json"
         path.write_bytes(msgspec.json.encode(self.config))
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "plexrl.statemanager"),
+                *(*launcher, sys.executable, "-m", "plexrl.statemanager"),
                 *("--config", str(path), "--end-with-parent"),
             ],
             stdout=subprocess.PIPE,

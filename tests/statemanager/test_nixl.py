@@ -1,5 +1,6 @@
 """Pulls that read remote memory, over NIXL's UCX backend; without the package, that it is named."""
 
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -41,8 +42,10 @@ def test_slices_are_read_from_the_memory_of_another_node(trainers: list[Rank], d
     rollout.close()
 
 
-@pytest.mark.skipif(HAS_NIXL, reason="the package nixl is installed")
-def test_without_the_package_its_name_is_told(trainers: list[Rank]) -> None:
+def test_without_the_package_its_name_is_told(
+    trainers: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
     node = trainers[0].daemon
     rollout = Rank(node, "job/rollout", 0, tensor_parallel(1, 2))
     with pytest.raises(UnavailableError, match="needs the package nixl"):

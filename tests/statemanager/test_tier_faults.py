@@ -37,6 +37,10 @@ STATE = MIB // 2
 """Bytes of a shard as `make_shard` makes it."""
 
 
+BOUND_BY_PERMISSIONS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+"""Starts a process of root that a directory's permissions stop as they stop its owner."""
+
+
 @pytest.fixture
 def spilled(start_daemon: StartDaemon, make_shard: MakeShard) -> tuple[Daemon, Shard]:
     """A daemon whose only version lies on NVMe, and the shard it was taken from."""
@@ -265,11 +269,13 @@ def test_a_file_that_may_not_be_read_is_refused_and_the_others_load(
     shard.load(1)
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="no permission stops root: run as another user")
 def test_a_directory_without_permission_is_refused_with_the_state_where_it_was(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     daemon = start_daemon(host_bytes=1)
+    if os.getuid() == 0:
+        daemon.terminate()
+        daemon.start(BOUND_BY_PERMISSIONS)
     shard = make_shard(daemon)
     expected = shard.fill(1)
     directory = Path(daemon.config.nvme_dir)

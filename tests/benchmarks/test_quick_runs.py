@@ -1,0 +1,27 @@
+"""Every benchmark runs from end to end. What it measures with `--quick` is not judged."""
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.run_all import HERE, NOT_RUN, ROOT, commands
+
+NO_BENCHMARKS = {"report.py", "run_all.py", "sizes.py"}
+
+
+@pytest.mark.parametrize("name", commands())
+def test_a_benchmark_runs_with_quick_and_prints_a_table(name: str) -> None:
+    command = [sys.executable, *commands()[name], "--quick"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip(), found.stderr
+
+
+def test_every_script_is_a_benchmark_that_is_found() -> None:
+    scripts = {path.name for path in HERE.glob("*.py")} - NO_BENCHMARKS
+    assert scripts == {name for name in commands() if "/" not in name}
+
+
+def test_only_benchmarks_are_left_out_of_the_results() -> None:
+    assert set(NOT_RUN) <= set(commands())
