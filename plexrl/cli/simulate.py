@@ -18,6 +18,11 @@ def simulate(
     node_type: options.NodeType = "h200",
     pool: options.Pool = None,
     price: options.Price = None,
+    price_reserved: options.PriceReserved = None,
+    price_on_demand: options.PriceOnDemand = None,
+    price_rollout: options.PriceRollout = None,
+    reserved_nodes: options.ReservedNodes = None,
+    horizon_days: options.HorizonDays = None,
     switch_s: options.SwitchS = None,
     layout: options.Layout = None,
     skip_bad: options.SkipBad = False,
@@ -59,6 +64,7 @@ def simulate(
         from plexrl.cli import simulate_setup as setup
         from plexrl.cli.simulate_answers import answered
         from plexrl.cli.simulate_output import check_folder, tell
+        from plexrl.sim.prices import Prices
         from plexrl.sim.scenario import Behaviour, Failures, Scenario
         from plexrl.traces import Shape
     except ImportError as error:
@@ -110,6 +116,13 @@ def simulate(
         detail=setup.detail(detail),
         check=check,
         window_s=setup.window(window),
+        prices=Prices(
+            reserved=price_reserved,
+            on_demand=price_on_demand,
+            rollout=price_rollout,
+            reserved_nodes=reserved_nodes,
+            horizon_s=None if horizon_days is None else horizon_days * DAY_S,
+        ),
     )
     found = answered(
         trace, base, asked, max_nodes=max_nodes, workers=workers, ray_address=ray, quiet=as_json

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-_CLUSTER, _TRACE, _JOBS, _FAULTS, _ASKED, _RUNS = (
-    *("The cluster", "The trace", "The jobs' behaviour", "Faults", "Questions", "Running it"),
+_CLUSTER, _PRICES, _TRACE, _JOBS, _FAULTS, _ASKED, _RUNS = (
+    *("The cluster", "Prices", "The trace", "The jobs' behaviour", "Faults", "Questions"),
+    "Running it",
 )
 
 Trace = Annotated[
@@ -38,7 +39,51 @@ Pool = Annotated[
 ]
 Price = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Of a GPU-hour; else the type's.", rich_help_panel=_CLUSTER),
+    typer.Option(
+        min=0.0,
+        help="Of a GPU-hour, where no other price says more; default: the node type's.",
+        rich_help_panel=_PRICES,
+    ),
+]
+PriceReserved = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Of a GPU-hour of reserved training nodes, paid used or not; default: --price.",
+        rich_help_panel=_PRICES,
+    ),
+]
+PriceOnDemand = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Of a GPU-hour of on-demand training nodes, paid while groups hold them; default: "
+        "all nodes are reserved.",
+        rich_help_panel=_PRICES,
+    ),
+]
+PriceRollout = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Of a GPU-hour of rollouts, paid while their jobs run; default: --price.",
+        rich_help_panel=_PRICES,
+    ),
+]
+ReservedNodes = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Nodes that are reserved beside on-demand ones; default: as many as cost least.",
+        rich_help_panel=_PRICES,
+    ),
+]
+HorizonDays = Annotated[
+    float | None,
+    typer.Option(
+        help="Days that reserved nodes are paid for; default: until the trace is drained.",
+        rich_help_panel=_PRICES,
+    ),
 ]
 SwitchS = Annotated[
     float | None,

@@ -16,6 +16,7 @@ from plexrl.cli.simulate_tables import (
 )
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.capacity_search import CapacityPlan
+from plexrl.sim.report.capacity import headline, meets_all
 from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.result_json import dumps, result_values, scenario_values, speed_values
 
@@ -68,6 +69,7 @@ def document(found: Answers) -> str:
                 }
                 for scenario, result in found.runs
             ],
+            "headline": headline(found.plans) if found.plans else None,
             "smallest": [_plan_values(plan) for plan in found.plans],
             "what_if": [
                 {
@@ -132,7 +134,11 @@ def _plan_values(plan: CapacityPlan) -> dict[str, Any]:
         "probes": [
             {
                 "nodes": size,
+                "gpus": plan.results[size].gpus,
                 "met": met,
+                "met_all": meets_all(plan, size),
+                "cost": plan.results[size].cost,
+                "drain_s": plan.results[size].drain_s,
                 "values": {each.text: each.value(plan.results[size]) for each in plan.objectives},
             }
             for size, met in plan.search.probes.items()

@@ -1,12 +1,14 @@
 """The tables of `plexrl simulate` for people."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from plexrl.cli.context import plain_cell, print_line
 from plexrl.sim.capacity_search import CapacityPlan
-from plexrl.sim.objectives import Objective, utilisation
+from plexrl.sim.objectives import utilisation
+from plexrl.sim.report.capacity import certainty, headline, probe_table
 from plexrl.sim.report.comparison import BASELINE, recovered
 from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import Scenario
@@ -97,20 +99,20 @@ def print_runs(runs: Sequence[Run]) -> None:
 
 
 def print_plans(plans: Sequence[CapacityPlan]) -> None:
-    """The smallest cluster of each policy, the figures of its objectives, and how sure that is."""
-    columns: Columns = {}
+    """The answer in a sentence, all sizes that were run, and how far to trust it."""
+    print_line(headline(plans))
+    table = probe_table(plans)
+    # An objective breaks after the parts of its name, so that several stand side by side.
+    titles = [re.sub(r"(?=\.\D|[<>]=)", " ", name) for name in table.columns]
+    columns = {
+        name: [row[place] for row in table.rows]
+        for place, name in enumerate(titles)
+        if name != "GPUs"
+    }
+    names = {name: columns.pop(name) for name in ("policy", "nodes")}
+    _print_packed("Sizes that were run", names, columns)
     for plan in plans:
-        size = plan.search.nodes
-        result = plan.results[size if size is not None else max(plan.results)]
-        cells = {
-            "policy": plan.policy,
-            "nodes": "none" if plan.nodes is None else f"{plan.nodes:,}",
-        }
-        cells |= {each.text: shown(each, each.value(result)) for each in plan.objectives}
-        _add(columns, cells | {"cost": money(result.cost)})
-    _print_groups({}, {"Smallest cluster": columns})
-    for plan in plans:
-        print_line(said(plan))
+        print_line(certainty(plan))
 
 
 def print_changes(runs: Sequence[Run], changes: Sequence[Changed]) -> None:
@@ -157,20 +159,6 @@ def nodes_of(scenario: Scenario) -> str:
     return " + ".join(f"{pool.nodes:,} {pool.node_type.name}" for pool in scenario.pools)
 
 
-def shown(objective: Objective, value: float) -> str:
-    """A figure, and whether it keeps its bound."""
-    if objective.unit == "time":
-        text = span(value)
-    elif objective.unit == "money":
-        text = money(value)
-    elif objective.unit == "part":
-        text = percent(value) if objective.bound < 1 else f"{value:.2f}"
-    else:
-        text = f"{value:,.4g}"
-    kept = value <= objective.bound if objective.at_most else value >= objective.bound
-    return text if kept else f"{text} (!)"
-
-
 def span(value_s: float) -> str:
     """A time in the unit that suits it."""
     for unit, length_s in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
@@ -200,33 +188,6 @@ def difference(was: float, now: float, absolute: str) -> str:
     if was == now:
         return "="
     return f"{100 * (now - was) / was:+.1f} %" if was else f"+{absolute}"
-
-
-def said(plan: CapacityPlan) -> str:
-    """The answer of a search, and how far it can be trusted."""
-    search = plan.search
-    tried = f"{len(search.probes)} sizes were run"
-    if search.nodes is None:
-        return (
-            f"{plan.policy}: no cluster of up to {max(search.probes):,} nodes meets the "
-            f"objectives; the table shows that size ({tried})."
-        )
-    below = "it is the least that holds the largest job"
-    if search.failing_from is not None:
-        below = f"all sizes from {search.failing_from:,} to {search.nodes - 1:,} fail"
-    text = f"{plan.policy}: {search.nodes:,} nodes; {below} ({tried})."
-    if not search.is_monotone:
-        failing = [size for size, met in search.probes.items() if not met and size > search.nodes]
-        text += (
-            f" Beware: {', '.join(f'{size:,}' for size in failing)} nodes fail though they are "
-            "more; more nodes do not always help this trace."
-        )
-    if plan.broken_budgets:
-        text += (
-            f" But at that size {', '.join(each.text for each in plan.broken_budgets)} does not "
-            "hold; larger clusters were not looked at for that."
-        )
-    return text
 
 
 def _part(of: float, whole: float) -> float:
@@ -287,6 +248,26 @@ def _print_groups(names: Columns, groups: Mapping[str, Columns]) -> None:
         return
     for title, columns in said_of.items():
         console.print(_table(title, {**names, **columns}))
+
+
+def _print_packed(title: str, names: Columns, columns: Columns) -> None:
+    """As many columns in a table as the terminal has room for, and the next ones below."""
+    from rich.console import Console
+
+    console = Console()
+    left = dict(columns)
+    while left:
+        part: Columns = {}
+        for name, cells in left.items():
+            wider = {**names, **part, name: cells}
+            needs = console.measure(
+                _table(title, wider), options=console.options.update(max_width=UNBOUNDED)
+            )
+            if part and needs.minimum > console.width:
+                break
+            part[name] = cells
+        console.print(_table(title, {**names, **part}))
+        left = {name: cells for name, cells in left.items() if name not in part}
 
 
 def _saying(columns: Columns) -> Columns:

@@ -5,11 +5,13 @@ and of everything else only sums, sketches and bounded series are kept. The orde
 nothing but the last digits, so that equal runs have equal results.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from plexrl.sim.bill import bill
 from plexrl.sim.bounds import DrainBound
+from plexrl.sim.held_nodes import HeldNodes
 from plexrl.sim.result import SimResult, Span, Speed
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.sketch import Sketch
@@ -68,6 +70,7 @@ class Collector:
         """GPUs and since when."""
         self._grouped_gpu_s = 0.0
         """Of groups that are gone."""
+        self._held_nodes = HeldNodes()
         self._grouped = Series()
         self._trains = Series()
         self._unbilled: dict[str, tuple[TenantSums, float]] = {}
@@ -176,11 +179,16 @@ class Collector:
         """A group has these GPUs from now on."""
         self._groups[group] = gpus, now
 
+    def nodes_taken(self, group: str, nodes: Sequence[str], now: float) -> None:
+        """These are the nodes of its GPUs, each named once."""
+        self._held_nodes.take(group, nodes, now)
+
     def group_gone(self, group: str, gpus: int, now: float) -> None:
         """It gave all of its GPUs back."""
         made_with, since = self._groups.pop(group)
         assert gpus == made_with, f"{group} had {made_with} GPUs and gives {gpus} back"
         self._bill_itself(group)
+        self._held_nodes.give(group, now)
         self._grouped_gpu_s += gpus * (now - since)
         self._grouped.add(since, now, gpus)
 
@@ -198,6 +206,16 @@ class Collector:
             self.group_gone(group, gpus, now)
         grouped_hours = self._grouped_gpu_s / HOUR_S
         rollout_hours = self._rollout_gpu_s / HOUR_S
+        rollout_cost = self._rollout_cost
+        if self._scenario.prices.rollout is not None:
+            rollout_cost = rollout_hours * self._scenario.prices.rollout
+        nodes_held = self._held_nodes.hours()
+        billed = bill(
+            self._scenario,
+            drain_s=self._drain_s,
+            nodes_held=nodes_held,
+            rollout_cost=rollout_cost,
+        )
         per_cycle = (grouped_hours + rollout_hours) / self._cycles if self._cycles else 0.0
         return SimResult(
             policy=self._scenario.policy,
@@ -219,8 +237,12 @@ class Collector:
             switch_gpu_hours=self._switch_gpu_s / HOUR_S,
             rollout_gpu_hours=rollout_hours,
             rollout_gpus_peak=self._rollout_gpus_peak,
-            cost=self._rollout_cost + _cluster_price(self._scenario) * self._drain_s / HOUR_S,
-            rollout_cost=self._rollout_cost,
+            cost=billed.cost,
+            rollout_cost=billed.rollout_cost,
+            on_demand_cost=billed.on_demand_cost,
+            reserved_nodes=billed.reserved_nodes,
+            paid_s=billed.paid_s,
+            nodes_held=nodes_held,
             gpu_hours_per_cycle=per_cycle,
             utilisation=self._utilisation(now),
             tenants=self._tenants.results(),
@@ -270,8 +292,3 @@ def _gpus_by_type(scenario: Scenario) -> Mapping[str, int]:
         name = pool.node_type.name
         found[name] = found.get(name, 0) + pool.nodes * pool.node_type.gpus
     return found
-
-
-def _cluster_price(scenario: Scenario) -> float:
-    """Of an hour of all the cluster's GPUs."""
-    return sum(pool.nodes * pool.node_type.gpus * pool.node_type.price for pool in scenario.pools)

@@ -113,9 +113,18 @@ class SimResult:
     rollout_gpus_peak: int = 0
     """Most rollout GPUs that jobs had at one time."""
     cost: float
-    """All GPUs of the cluster for `drain_s`, and the rollout GPUs as long as their jobs ran."""
+    """Reserved nodes for `paid_s`, on-demand nodes as long as groups held them, and rollout GPUs as
+    long as their jobs ran."""
     rollout_cost: float = 0.0
     """Of these, the rollout GPUs'."""
+    on_demand_cost: float = 0.0
+    """Of these, the on-demand nodes'."""
+    reserved_nodes: int = 0
+    """All nodes, unless the scenario has an on-demand price."""
+    paid_s: float = 0.0
+    """How long reserved nodes are paid: the horizon, or `drain_s` where that is longer."""
+    nodes_held: tuple[tuple[int, float], ...] = ()
+    """(nodes that groups held at once, hours for which that many were held), ascending."""
     gpu_hours_per_cycle: float
     """Training (as held by groups) and rollout."""
     utilisation: tuple[tuple[float, float, float], ...]

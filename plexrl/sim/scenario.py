@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from plexrl.errors import InvalidRequestError
+from plexrl.sim.prices import Prices
 from plexrl.traces import TraceJob
 
 GIB = 1 << 30
@@ -52,7 +53,7 @@ class NodeType:
     speed: float = 1.0
     """Of training work, by that of the trace's nodes."""
     price: float = 2.5
-    """Of a GPU-hour."""
+    """Of a GPU-hour, where the scenario's prices say nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +192,11 @@ class Scenario:
     """Check the invariants all along."""
     window_s: tuple[float, float] | None = None
     """Whose spans are kept for a Gantt chart."""
+    prices: Prices = field(default_factory=Prices)
+    """They change no decision."""
 
     def __post_init__(self) -> None:
+        self._check_prices()
         given = {"launch_s": self.launch_s, "control_s": self.control_s}
         if self.switch_s is not None:
             given["switch_s"] = self.switch_s
@@ -206,6 +210,19 @@ class Scenario:
                     f"a window ends after its start, which is at least 0 s: not {start_s:g} to "
                     f"{end_s:g}"
                 )
+
+    def _check_prices(self) -> None:
+        prices = self.prices
+        if prices.on_demand is not None and len(self.pools) > 1:
+            raise InvalidRequestError(
+                f"a price of on-demand nodes needs a cluster of one pool, and this one has "
+                f"{len(self.pools)}: nobody could tell which of their nodes are reserved"
+            )
+        if prices.reserved_nodes is not None and prices.on_demand is None:
+            raise InvalidRequestError(
+                f"{prices.reserved_nodes} nodes are reserved, and the others have no price: say "
+                "what nodes on demand cost (--price-on-demand)"
+            )
 
     @property
     def gpus(self) -> int:

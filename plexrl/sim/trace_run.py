@@ -333,6 +333,8 @@ class TraceRun:
         if run is None:
             return
         self._groups.put(run, command.group, self.shell.now)
+        nodes = tuple(dict.fromkeys(str(rank.node) for rank in command.ranks))
+        self._collector.nodes_taken(command.group, nodes, self.shell.now)
         self._states.launched(command, run.state_bytes)
         run.incarnation = command.incarnation
         kind = self._node_types[command.ranks[0].node]

@@ -20,7 +20,14 @@ GRID = "#0a0b0d"
 """Stands for the page's faint lines."""
 GROUND = "#0a0b0e"
 """Stands for what lies under coloured and black bars."""
-THEME = {INK: "currentColor", GRID: "var(--grid)", GROUND: "var(--ground)"}
+PAPER = "#0a0b0f"
+"""Stands for the page's ground."""
+THEME = {
+    INK: "currentColor",
+    GRID: "var(--grid)",
+    GROUND: "var(--ground)",
+    PAPER: "var(--paper)",
+}
 PIXELS_PER_INCH = 96
 FONT_END = 0x0500
 """The font has the Latin, Greek and Cyrillic letters below."""

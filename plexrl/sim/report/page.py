@@ -1,16 +1,20 @@
 """The page of a report."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.report.bars import cost_plot, drain_plot
+from plexrl.sim.report.capacity import answer, certainty, headline, probe_table
+from plexrl.sim.report.capacity_plots import cost_curve, objective_plot
 from plexrl.sim.report.comparison import Run, compare, drawn, sizes
 from plexrl.sim.report.cumulative import completion_plot, wait_plot
 from plexrl.sim.report.figure import Plot, missing_package
 from plexrl.sim.report.gantt import gantt_plot
 from plexrl.sim.report.size_sweep import sweep_plot
 from plexrl.sim.report.style import looks
-from plexrl.sim.report.tables import slowdowns, summary, tenants
+from plexrl.sim.report.tables import Table, slowdowns, summary, tenants
 from plexrl.sim.report.units import duration, percent
 from plexrl.sim.report.utilisation import utilisation_plot
 from plexrl.sim.report.what_ifs import WhatIf, what_if_plot
@@ -26,6 +30,7 @@ def write_report(
     scenario_lines: Sequence[tuple[str, str]],
     labels: Sequence[str] = (),
     what_ifs: Sequence[WhatIf] = (),
+    plans: Sequence[CapacityPlan] = (),
     gpus_per_node: int | None = None,
     window_s: tuple[float, float] | None = None,
 ) -> Path:
@@ -34,8 +39,9 @@ def write_report(
 
     `scenario_lines` are (name, value) of what the runs have in common. `labels` name the runs where
     their policies do not, one each; `what_ifs` say which of them they are compared with. With
-    `gpus_per_node` clusters are counted in nodes too. `window_s` is the scenario's, from the
-    trace's start; absent: what the results' spans cover.
+    `plans` the page begins with the smallest clusters and how they were found; the runs are those
+    on them. With `gpus_per_node` clusters are counted in nodes too. `window_s` is the scenario's,
+    from the trace's start; absent: what the results' spans cover.
 
     Raises:
         InvalidRequestError: there is no result, labels or what-ifs do not match the results, or
@@ -46,6 +52,7 @@ def write_report(
         title=title,
         scenario_lines=scenario_lines,
         what_ifs=what_ifs,
+        plans=plans,
         nodes_of=gpus_per_node,
         window_s=window_s,
     )
@@ -61,6 +68,7 @@ def render_page(
     title: str,
     scenario_lines: Sequence[tuple[str, str]],
     what_ifs: Sequence[WhatIf] = (),
+    plans: Sequence[CapacityPlan] = (),
     nodes_of: int | None,
     window_s: tuple[float, float] | None,
 ) -> str:
@@ -81,7 +89,8 @@ def render_page(
     return environment.get_template("report.html.j2").render(
         title=title,
         scenario_lines=scenario_lines,
-        best=best(single),
+        best=None if plans else best(single),
+        capacity=capacity(plans) if plans else None,
         summary=summary(runs, nodes_of),
         slowdowns=slowdowns(runs, nodes_of),
         tenants=tenants(single),
@@ -91,6 +100,29 @@ def render_page(
         drawn_gpus=single[0].result.gpus if len(sizes(runs)) > 1 else None,
         drawn_runs=len(single),
         left_out=sum(run.result.gpus == single[0].result.gpus for run in runs) - len(single),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What the page says of the smallest clusters."""
+
+    headline: str
+    notes: tuple[str, ...]
+    """How far each policy's answer can be trusted."""
+    plots: tuple[Plot, ...]
+    probes: Table
+
+
+def capacity(plans: Sequence[CapacityPlan]) -> Capacity:
+    """The smallest clusters, in words, pictures and a table."""
+    look = looks([Run(label=plan.policy, result=answer(plan)) for plan in plans])
+    found = (objective_plot(plans, look), cost_curve(plans, look))
+    return Capacity(
+        headline=headline(plans),
+        notes=tuple(certainty(plan) for plan in plans),
+        plots=tuple(plot for plot in found if plot is not None),
+        probes=probe_table(plans),
     )
 
 

@@ -1,0 +1,149 @@
+"""The smallest clusters in words and a table: the answer, how far to trust it, all probes. Pure."""
+
+from collections.abc import Sequence
+
+from plexrl.sim.capacity_search import CapacityPlan
+from plexrl.sim.objectives import NO_FAILED_JOBS, Objective
+from plexrl.sim.report.comparison import BASELINE
+from plexrl.sim.report.tables import Table
+from plexrl.sim.report.units import duration, percent, short
+from plexrl.sim.result import SimResult
+
+MISSED = " (!)"
+"""Behind a figure that does not keep its bound."""
+
+
+def headline(plans: Sequence[CapacityPlan]) -> str:
+    """The answer in one sentence: the fewest nodes of each policy, what they cost, and how that
+    compares with groups that share nothing."""
+    wanted = _listed([each.text for each in shown_objectives(plans)], "and")
+    found = sorted((plan for plan in plans if plan.nodes is not None), key=_by_need)
+    lacking = [plan for plan in plans if plan.nodes is None]
+    largest = max((max(plan.search.probes) for plan in lacking), default=0)
+    none = f"no size that was run, up to {largest:,} nodes,"
+    policies = _listed([plan.policy for plan in lacking], "or")
+    if not found:
+        return f"With {policies} {none} keeps {wanted}."
+    first, *others = found
+    needs = [f"{first.policy} needs {_count(first)} at a cost of {short(answer(first).cost)}"]
+    needs += [f"{plan.policy} {plan.nodes:,} at {short(answer(plan).cost)}" for plan in others]
+    text = f"To keep {wanted}, {', '.join(needs)}{_beside_baseline(first, found)}"
+    return f"{text}; with {policies} {none} does." if lacking else f"{text}."
+
+
+def certainty(plan: CapacityPlan) -> str:
+    """The answer of a search, and how far it can be trusted."""
+    search = plan.search
+    tried = f"{len(search.probes)} sizes were run"
+    if search.nodes is None:
+        return (
+            f"{plan.policy}: no cluster of up to {max(search.probes):,} nodes meets the "
+            f"objectives ({tried})."
+        )
+    below = "it is the least that holds the largest job"
+    if search.failing_from is not None:
+        below = f"all sizes from {search.failing_from:,} to {search.nodes - 1:,} fail"
+    text = f"{plan.policy}: {search.nodes:,} nodes; {below} ({tried})."
+    if not search.is_monotone:
+        failing = [size for size, met in search.probes.items() if not met and size > search.nodes]
+        text += (
+            f" Beware: {', '.join(f'{size:,}' for size in failing)} nodes fail though they are "
+            "more; more nodes do not always help this trace."
+        )
+    if plan.broken_budgets:
+        text += (
+            f" But at that size {', '.join(each.text for each in plan.broken_budgets)} does not "
+            "hold; larger clusters were not looked at for that."
+        )
+    cheapest = cheapest_feasible(plan)
+    if cheapest is not None and cheapest != plan.nodes:
+        cost = short(plan.results[cheapest].cost)
+        text += f" Of the sizes that were run and meet all, {cheapest:,} nodes cost least: {cost}."
+    return text
+
+
+def answer(plan: CapacityPlan) -> SimResult:
+    """The run on the smallest cluster that was found; where none was, on the largest tried."""
+    size = plan.search.nodes
+    return plan.results[max(plan.results) if size is None else size]
+
+
+def meets_all(plan: CapacityPlan, size: int) -> bool:
+    """Whether the run of that size keeps every objective, budgets as well."""
+    return all(each.is_met(plan.results[size]) for each in plan.objectives)
+
+
+def cheapest_feasible(plan: CapacityPlan) -> int | None:
+    """Of the sizes that were run and keep every objective; of equally cheap ones the smallest."""
+    sizes = [size for size in plan.results if meets_all(plan, size)]
+    return min(sizes, key=lambda size: (plan.results[size].cost, size), default=None)
+
+
+def shown_objectives(plans: Sequence[CapacityPlan]) -> list[Objective]:
+    """Of all plans alike; that no job fails is shown only where it was asked for, or is broken."""
+    asked = plans[0].objectives
+    broken = any(result.failed_jobs for plan in plans for result in plan.results.values())
+    return [each for each in asked if each != NO_FAILED_JOBS or broken or len(asked) == 1]
+
+
+def figure(objective: Objective, result: SimResult) -> str:
+    """The figure of a run, with a mark where it does not keep its bound."""
+    value = objective.value(result)
+    if objective.unit == "time":
+        text = duration(value)
+    elif objective.unit == "part" and objective.bound < 1:
+        text = percent(value)
+    else:
+        text = short(value)
+    return text if objective.is_met(result) else text + MISSED
+
+
+def probe_table(plans: Sequence[CapacityPlan]) -> Table:
+    """A row a run, policy by policy, by size."""
+    wanted = shown_objectives(plans)
+    rows: list[tuple[str, ...]] = []
+    breaks = set()
+    for plan in plans:
+        breaks.add(len(rows))
+        for size, result in plan.results.items():
+            met = "yes" if meets_all(plan, size) else "no"
+            figures = (figure(each, result) for each in wanted)
+            keeps = "fewest" if size == plan.nodes else met
+            rows.append(
+                (plan.policy, f"{size:,}", f"{result.gpus:,}", keeps, short(result.cost), *figures)
+            )
+    columns = ("policy", "nodes", "GPUs", "keeps all", "cost", *(each.text for each in wanted))
+    return Table(
+        groups=(("", 1), ("cluster", 2), ("", 2), ("objectives", len(wanted))),
+        columns=columns,
+        rows=tuple(rows),
+        breaks=frozenset(breaks - {0}),
+    )
+
+
+def _beside_baseline(first: CapacityPlan, found: Sequence[CapacityPlan]) -> str:
+    base = next((plan for plan in found if plan.policy == BASELINE), None)
+    if base is None or base is first or base.nodes is None or first.nodes is None:
+        return ""
+    fewer = percent(1 - first.nodes / base.nodes)
+    cost, its = answer(first).cost, answer(base).cost
+    if not its:
+        return f": {fewer} fewer nodes than {BASELINE}"
+    saved = 1 - cost / its
+    less = "less" if saved >= 0 else "more"
+    return f": {fewer} fewer nodes than {BASELINE}, at {percent(abs(saved))} {less} cost"
+
+
+def _by_need(plan: CapacityPlan) -> tuple[int, float]:
+    assert plan.nodes is not None
+    return plan.nodes, answer(plan).cost
+
+
+def _count(plan: CapacityPlan) -> str:
+    nodes = plan.nodes or 0
+    return f"{nodes:,} node{'s' if nodes != 1 else ''} ({answer(plan).gpus:,} GPUs)"
+
+
+def _listed(names: Sequence[str], last: str) -> str:
+    """`a, b and c`."""
+    return f" {last} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
