@@ -269,8 +269,6 @@ def main() -> None:
     isolated, shared = found[ISOLATED], found[SHARED]
     title = (
         f"{options.workload}: {isolated.jobs} jobs, {isolated.gpus} training GPUs; {SHARED} had "
-    )
-    title += (
         f"{shared.rollout_gpus_peak} rollout GPUs at its peak, "
         f"an equal fleet {found[FLEET].gpus} GPUs"
     )
