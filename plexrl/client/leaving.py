@@ -71,7 +71,7 @@ def leave_interrupted(job: "Job") -> None:
 async def leave_interrupted_async(job: "Job") -> None:
     """As `leave_interrupted`, on an event loop."""
     try:
-        if _detach(job):
+        if await asyncio.to_thread(_detach, job):
             await asyncio.sleep(AGAIN_S)
     except (asyncio.CancelledError, KeyboardInterrupt):
         # The latter where the signal meets this code rather than the event loop.
@@ -99,8 +99,8 @@ def warn_if_unfinished(job: "Job", transport: Transport) -> None:
     if controller.failure is not None:
         LOG.error("job %s: %s", job.job, controller.failure["message"])
     LOG.warning(
-        "this script did not end its job %s, so the cluster takes it for detached and cancels it "
-        "later: use `with`, `finish()` or `cancel()`\n  resume it: %s\n  cancel it: %s",
+        "this script did not end its job %s:\nwithout a controller it is cancelled after its "
+        "timeouts; use `with`, `finish()` or `cancel()`\n  resume it: %s\n  cancel it: %s",
         *(job.job, transport.place.attach(job.job), transport.place.cancel(job.job)),
     )
 
@@ -115,7 +115,7 @@ def tell_of_former(transport: Transport, jobs: list[dict[str, Any]], *, is_new: 
     place = transport.place
     for job in former[-FORMER_MAX:]:
         LOG.warning(
-            "job %s of a former script has not ended; its GPUs go to jobs that wait for some.\n"
+            "job %s of a former script has not ended;\nits GPUs go to jobs that wait for some\n"
             "  resume it: %s\n  cancel it: plexrl cancel %s --data-dir %s",
             *(job["job"], place.attach(job["job"]), shlex.quote(job["job"])),
             shlex.quote(str(place.data_dir)),
@@ -131,10 +131,11 @@ def _detach(job: "Job") -> bool:
     place = job.place
     waits = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
     LOG.warning(
-        "job %s is detached: what was submitted goes on%s. Without a controller the job is "
-        "cancelled after its reattach timeout.\n  resume it: %s\n  cancel it: %s%s",
+        "job %s is detached: what was submitted goes on%s.\n"
+        "Without a controller it is cancelled after its reattach timeout.\n"
+        "  resume it: %s\n  cancel it: %s%s",
         job.job,
-        ", also in a later cluster of this data directory" if place.is_embedded else "",
+        ",\nif need be in the next cluster of the data directory" if place.is_embedded else "",
         place.attach(job.job),
         place.cancel(job.job),
         f"\n  or press Ctrl-C again within {AGAIN_S:g} s to cancel it" if waits else "",
