@@ -1,5 +1,6 @@
 """Fixtures of the whole suite."""
 
+import logging
 import os
 import sys
 import tempfile
@@ -33,6 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
             pytest.exit(
                 f"{source} is newer than what was compiled of it: make compiled, or make pure", 4
             )
+
+
+def pytest_unconfigure() -> None:
+    """Tests leave jobs behind on purpose: at the end of the process nobody wants to read of it."""
+    logging.getLogger("plexrl.client.leaving").setLevel(logging.CRITICAL)
 
 
 def _is_newer(source: Path, compiled: Path) -> bool:

@@ -224,9 +224,9 @@ class AsyncJob:
         """As `Job.cancel`."""
         await asyncio.to_thread(self._sync.cancel, reason)
 
-    def detach(self) -> None:
+    async def detach(self) -> None:
         """As `Job.detach`."""
-        self._sync.detach()
+        await asyncio.to_thread(self._sync.detach)
 
     async def __aenter__(self) -> "AsyncJob":
         return self
@@ -237,7 +237,7 @@ class AsyncJob:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None and not self._sync.has_left:
+        if error is None and not self._sync.left.is_set():
             await self._wait_for_last_operations()
         elif error is not None and is_interrupt(error):
             await leave_interrupted_async(self._sync)

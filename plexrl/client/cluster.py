@@ -12,7 +12,7 @@ from plexrl.client import requests
 from plexrl.client.controller import Controller
 from plexrl.client.handle_repr import handle_repr, without_credentials
 from plexrl.client.job import Job
-from plexrl.client.leaving import warn_of_former
+from plexrl.client.leaving import tell_of_former
 from plexrl.client.place import Place
 from plexrl.client.transport import Call, Transport
 from plexrl.errors import AuthenticationError, InvalidRequestError
@@ -33,7 +33,8 @@ class Cluster:
         """`local` is this process's share in a cluster that was found by its data directory."""
         self._transport = transport
         self._local = local
-        self._has_warned = False
+        self._former: list[Plain] | None = None
+        self._has_told = False
         if local is not None:
             transport.place = Place(transport.url, local.data_dir, local.is_embedded)
 
@@ -88,7 +89,7 @@ class Cluster:
             "gang": gang,
             "expected_s": expected_s,
         }
-        self._warn_of_former_jobs()
+        self._tell_of_former_jobs()
         call = requests.create_job(name, job_id, options)
         transport = self._transport.of(Controller())
         view = transport.request(call).json()
@@ -244,12 +245,19 @@ class Cluster:
     ) -> None:
         self.close()
 
-    def _warn_of_former_jobs(self) -> None:
+    def note_former_jobs(self) -> None:
+        """Note the jobs of a cluster that was just started: nobody controls them any more."""
+        self._former = self.jobs()
+
+    def _tell_of_former_jobs(self) -> None:
         """Before the first job on a cluster of this machine, whose GPUs they may hold."""
-        local = self._local
-        if local is not None and not self._has_warned:
-            self._has_warned = True
-            warn_of_former(self.jobs(), self._transport.place, all_are_former=local.is_started)
+        if self._local is None or self._has_told:
+            return
+        self._has_told = True
+        is_new = self._former is not None
+        tell_of_former(
+            self._transport, self.jobs() if self._former is None else self._former, is_new=is_new
+        )
 
     def _get(self, path: str) -> Plain:
         return dict(self._transport.request(Call(method="GET", path=path)).json())
@@ -298,4 +306,7 @@ def connect(
     if data_dir is None:
         data_dir = environment.get("PLEXRL_DATA_DIR") or DATA_DIR
     local = join_or_start(data_dir, timeout_s)
-    return Cluster(Transport(local.url, api_key or local.api_key, timeout_s), local)
+    cluster = Cluster(Transport(local.url, api_key or local.api_key, timeout_s), local)
+    if local.is_started:
+        cluster.note_former_jobs()
+    return cluster

@@ -2,8 +2,6 @@
 
 import logging
 import threading
-import time
-from dataclasses import replace
 from urllib.parse import quote
 
 from plexrl.client.transport import Call, Transport
@@ -27,14 +25,14 @@ def send_heartbeats(
 
 def beat(transport: Transport, job: str, within_s: float | None = None) -> None:
     """Tell the cluster that the job's controller lives, and hear of the job's failure; a cluster
-    that holds is waited for, unless it is to answer `within_s` seconds."""
+    that holds is waited for, unless it is to answer within `within_s` seconds."""
     controller = transport.controller
     assert controller is not None, "whoever sends heartbeats controls the job"
     path = f"/v1/jobs/{quote(job)}/heartbeat"
     mark = controller.mark
     call = Call(method="POST", path=path)
     if within_s is not None:
-        call = replace(call, read_timeout_s=within_s, give_up_at=time.monotonic() + within_s)
+        call = call.tried_for(within_s)
     controller.heard(transport.request(call).json().get("failure"), mark)
 
 

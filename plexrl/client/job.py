@@ -23,7 +23,7 @@ from plexrl.client.deployment_kinds import (
 from plexrl.client.futures import wait_final
 from plexrl.client.handle_repr import handle_repr
 from plexrl.client.heartbeats import send_heartbeats
-from plexrl.client.leaving import leave_block, warn_if_unfinished
+from plexrl.client.leaving import leave_block, tell_detached, warn_if_unfinished
 from plexrl.client.transport import Call, Transport
 from plexrl.parallelism import Parallelism
 
@@ -55,23 +55,19 @@ class Job:
         """`forward_backward`s without a step when this controller came, by deployment."""
         self._control = transport.controller or Controller()
         self._control.heard(view.get("failure"), self._control.mark)
-        self._ended = threading.Event()
+        self.left = threading.Event()
+        """Set once this controller has ended the job, or detached it."""
         self._path = f"/v1/jobs/{quote(self.job)}"
         self._at_exit = partial(warn_if_unfinished, self, transport)
         if heartbeat:
             # A third of the shortest useful timeout: two beats may be lost.
             period_s = min(20.0, float(view.get("controller_timeout_s", 60.0)) / 3)
-            send_heartbeats(transport, self.job, self._ended, period_s)
+            send_heartbeats(transport, self.job, self.left, period_s)
             atexit.register(self._at_exit)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this controller has ended the job, or detached it."""
-        return self._ended.is_set()
 
     def __repr__(self) -> str:
         marks = [] if self._transport.controller is not None else ["looked at"]
-        return handle_repr(self, self.job, *marks, *(["ended"] if self._ended.is_set() else []))
+        return handle_repr(self, self.job, *marks, *(["ended"] if self.left.is_set() else []))
 
     @property
     def controller(self) -> Controller | None:
@@ -345,7 +341,7 @@ class Job:
             view = self._transport.request(call).json()
         finally:
             # Not before: a cluster that holds is to see that this controller lives.
-            self.detach()
+            self._leave()
         if outcome == "completed":
             check_completed(view)
 
@@ -355,7 +351,11 @@ class Job:
 
     def detach(self) -> None:
         """Leave the job to whoever attaches it. What was submitted goes on."""
-        self._ended.set()
+        self._leave()
+        tell_detached(self._transport, self.job)
+
+    def _leave(self) -> None:
+        self.left.set()
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> "Job":

@@ -7,26 +7,28 @@ import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from plexrl.client.heartbeats import beat
-from plexrl.client.place import Place
+from plexrl.client.transport import Call, Transport
 from plexrl.errors import ControllerReplacedError, JobEndedError, PlexRLError
 
 if TYPE_CHECKING:
     from plexrl.client.job import Job
-    from plexrl.client.transport import Transport
 
 LOG = logging.getLogger(__name__)
 
 LAST_WORD_S = 2.0
 """Longest wait at the end of a script for the last word about its job."""
+FORMER_MAX = 3
+"""Jobs of former scripts that are named."""
 AGAIN_S = 2.0
 """At a terminal a second Ctrl-C within this time cancels the job."""
 
 
 def leave_block(job: "Job", error: BaseException | None) -> None:
     """End a job with its `with` block; Ctrl-C detaches it."""
-    if job.has_left:
+    if job.left.is_set():
         return
     if error is None:
         try:
@@ -69,58 +71,76 @@ def leave_interrupted(job: "Job") -> None:
 async def leave_interrupted_async(job: "Job") -> None:
     """As `leave_interrupted`, on an event loop."""
     try:
-        if _detach(job):
+        if await asyncio.to_thread(_detach, job):
             await asyncio.sleep(AGAIN_S)
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        # The latter where the signal meets this code rather than the event loop.
         await asyncio.to_thread(_cancel, job)
         raise
 
 
-def warn_if_unfinished(job: "Job", transport: "Transport") -> None:
+def tell_detached(transport: Transport, job: str) -> None:
+    """Tell the cluster that this controller leaves a job to another one; it would learn it from the
+    silence, too."""
+    body = {"outcome": "detached", "reason": ""}
+    path = f"/v1/jobs/{quote(job)}/finish"
+    call = Call(method="POST", path=path, json=body).tried_for(LAST_WORD_S)
+    try:
+        transport.impatient().request(call)
+    except PlexRLError as error:
+        LOG.info("the cluster was not told that %s is detached: %s", job, error)
+
+
+def warn_if_unfinished(job: "Job", transport: Transport) -> None:
     """At the end of a script: say that it has not ended its job, and what failed in it unread."""
     controller = transport.controller
-    if job.has_left or controller is None or not _lives(job.job, transport):
+    if job.left.is_set() or controller is None or not _lives(job.job, transport):
         return
     if controller.failure is not None:
         LOG.error("job %s: %s", job.job, controller.failure["message"])
     LOG.warning(
-        "this script did not end its job %s, so the cluster takes it for detached and cancels it "
-        "later: use `with`, `finish()` or `cancel()`\n  resume it: %s\n  cancel it: %s",
+        "this script did not end its job %s:\nwithout a controller it is cancelled after its "
+        "timeouts; use `with`, `finish()` or `cancel()`\n  resume it: %s\n  cancel it: %s",
         *(job.job, transport.place.attach(job.job), transport.place.cancel(job.job)),
     )
 
 
-def warn_of_former(jobs: list[dict[str, Any]], place: Place, *, all_are_former: bool) -> None:
-    """Say which unfinished jobs have GPUs and no controller: those of former scripts."""
-    for each in jobs:
-        has_gpus = any(deployment["group"] for deployment in each["deployments"])
-        if each["ended_at"] is not None or not has_gpus:
-            continue
-        if all_are_former or not each["attached"]:
-            LOG.warning(
-                "job %s of a former script has not ended and holds GPUs.\n  resume it: %s\n"
-                "  cancel it: plexrl cancel %s --data-dir %s",
-                *(each["job"], place.attach(each["job"]), shlex.quote(each["job"])),
-                shlex.quote(str(place.data_dir)),
-            )
+def tell_of_former(transport: Transport, jobs: list[dict[str, Any]], *, is_new: bool) -> None:
+    """Say which unfinished jobs have no controller: those of former scripts. Where the cluster
+    `is_new`, that is true of all, and it is told so, so that they give their GPUs to others."""
+    former = [job for job in jobs if job["ended_at"] is None and (is_new or not job["attached"])]
+    for job in former:
+        if job["attached"]:
+            tell_detached(transport, job["job"])
+    place = transport.place
+    for job in former[-FORMER_MAX:]:
+        LOG.warning(
+            "job %s of a former script has not ended;\nits GPUs go to jobs that wait for some\n"
+            "  resume it: %s\n  cancel it: plexrl cancel %s --data-dir %s",
+            *(job["job"], place.attach(job["job"]), shlex.quote(job["job"])),
+            shlex.quote(str(place.data_dir)),
+        )
+    if len(former) > FORMER_MAX:
+        LOG.warning("and %d more: `plexrl jobs` lists them", len(former) - FORMER_MAX)
 
 
 def _detach(job: "Job") -> bool:
     """Whether to wait for a second Ctrl-C."""
-    if job.has_left:
+    if job.left.is_set():
         return False
-    job.detach()
     place = job.place
     waits = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
     LOG.warning(
-        "job %s is detached: what was submitted goes on%s. Without a controller the job is "
-        "cancelled after its reattach timeout.\n  resume it: %s\n  cancel it: %s%s",
+        "job %s is detached: what was submitted goes on%s.\n"
+        "Without a controller it is cancelled after its reattach timeout.\n"
+        "  resume it: %s\n  cancel it: %s%s",
         job.job,
-        ", also in a later cluster of this data directory" if place.is_embedded else "",
+        ",\nif need be in the next cluster of the data directory" if place.is_embedded else "",
         place.attach(job.job),
         place.cancel(job.job),
         f"\n  or press Ctrl-C again within {AGAIN_S:g} s to cancel it" if waits else "",
     )
+    job.detach()
     return waits
 
 
@@ -132,12 +152,12 @@ def _cancel(job: "Job") -> None:
         LOG.warning("job %s could not be cancelled: %s", job.job, error)
 
 
-def _lives(job: str, transport: "Transport") -> bool:
+def _lives(job: str, transport: Transport) -> bool:
     """Whether the job goes on, as far as the cluster says so at once; its failure is heard of."""
     if transport.is_closed:
         return True
     try:
-        beat(transport.impatient(), job, LAST_WORD_S)
+        beat(transport.impatient(), job, within_s=LAST_WORD_S)
     except (JobEndedError, ControllerReplacedError):
         return False
     except PlexRLError as error:

@@ -87,6 +87,10 @@ class Call:
             return self
         return replace(self, deadline_at=time.monotonic() + deadline_s)
 
+    def tried_for(self, seconds: float) -> "Call":
+        """The same request, for a caller who waits no longer than that for an answer."""
+        return replace(self, read_timeout_s=seconds, give_up_at=time.monotonic() + seconds)
+
 
 class Endpoints:
     """The routers of one cluster: one of them is asked until it fails, then the next."""

@@ -69,10 +69,11 @@ class ScriptLock:
                 self.close()
                 return False
             else:
+                # The supervisor has the exclusive lock to its end; another script that leaves, for
+                # an instant.
                 fcntl.flock(self._file, fcntl.LOCK_SH)
-                break
         self.close()
-        return True
+        return not is_locked(self._data_dir)
 
     def close(self) -> None:
         """Give the lock back."""

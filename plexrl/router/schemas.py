@@ -97,7 +97,7 @@ class JobRequest(_Strict):
 class FinishRequest(_Strict):
     """The end of a job."""
 
-    outcome: Literal["completed", "failed", "cancelled"]
+    outcome: Literal["completed", "failed", "cancelled", "detached"]
     reason: str = ""
 
 

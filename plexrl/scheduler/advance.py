@@ -12,6 +12,7 @@ from plexrl.scheduler.context import Context
 from plexrl.scheduler.cycles import cycle_over
 from plexrl.scheduler.early_ends import deadline_passed
 from plexrl.scheduler.forgetting import forget_ended
+from plexrl.scheduler.giving_way import give_way
 from plexrl.scheduler.groups import advance
 from plexrl.scheduler.hold_and_wait import break_deadlocks
 from plexrl.scheduler.lifecycle import detach_or_cancel, launch_if_due, place_waiting
@@ -59,6 +60,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 else:
                     place_waiting(context, now)
                     break_deadlocks(context, now)
+                    give_way(context, now)
             while dirty:
                 touched = next(iter(dirty))
                 del dirty[touched]

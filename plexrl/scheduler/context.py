@@ -58,6 +58,8 @@ class Context:
     """Predicted already under these settings, for whoever waits is tried on a group many times."""
     live_jobs: dict[TenantId, int] = field(default_factory=dict)
     """Jobs that have not ended, of tenants that have some; derived from the state."""
+    detached: dict[JobId, None] = field(default_factory=dict)
+    """Jobs that have not ended and have no controller; derived from the state."""
     _held: dict[TenantId, tuple[int, dict[JobId, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -73,6 +75,8 @@ class Context:
         for job in self.state.jobs.values():
             if not job.state.is_final:
                 self.count_live_job(job.tenant, +1)
+                if not job.attached:
+                    self.detached[job.job] = None
         # Of a snapshot from before it was kept, it is lower.
         tokens = (group.token for group in self.state.groups.values())
         self.state.tokens_made = max(self.state.tokens_made, *tokens, 0)
@@ -101,7 +105,8 @@ class Context:
             if deployment.relocation is not None:
                 self.relocating[deployment.deployment] = None
             if deployment.state == WpgState.WAITING:
-                self.wait(deployment)
+                if not self.job(deployment.job).is_set_aside:
+                    self.wait(deployment)
             elif deployment.group is not None:
                 self._count_held(self.job(deployment.job).tenant, deployment, +1)
 

@@ -17,14 +17,18 @@ from plexrl.scheduler.events import (
     JobFinished,
 )
 from plexrl.scheduler.failures import acknowledge, job_failure, read_error, root_of
+from plexrl.scheduler.giving_way import come_back
 from plexrl.scheduler.gradients import gradients_to_come
-from plexrl.scheduler.lifecycle import ENDINGS, end_job
+from plexrl.scheduler.lifecycle import ENDINGS, detach_or_cancel, end_job
 from plexrl.scheduler.lookups import find_deployment, find_job, find_live_job, find_operation
 from plexrl.scheduler.operations import enqueue_zero_grad
 from plexrl.scheduler.state import Job
 
 if TYPE_CHECKING:
     from plexrl.ids import OperationId
+
+DETACHED = "detached"
+"""What a controller says that leaves its job to another one."""
 
 
 def check_controller(job: Job, controller: str) -> None:
@@ -46,6 +50,8 @@ def seen(context: Context, job: Job, now: float) -> None:
     job.seen_at = now
     if not job.attached:
         job.attached = True
+        context.detached.pop(job.job, None)
+        come_back(context, job, now)
         context.wake(now + job.controller_timeout_s, f"job:{job.job}")
 
 
@@ -103,15 +109,19 @@ def failure_acknowledged(context: Context, event: FailureAcknowledged, now: floa
 
 
 def job_finished(context: Context, event: JobFinished, now: float) -> None:
-    """End a job as its controller says; with a failure that it took no note of, as failed."""
+    """End a job as its controller says; with a failure that it took no note of, as failed. One that
+    is only to be detached lives on, as if its controller had been silent for its timeout."""
     job = find_job(context.state, event.job)
-    if event.outcome not in ENDINGS:
-        raise InvalidRequestError(
-            f"outcome {event.outcome!r} is unknown: use {', '.join(sorted(ENDINGS))}"
-        )
+    if event.outcome not in (*ENDINGS, DETACHED):
+        known = ", ".join(sorted((*ENDINGS, DETACHED)))
+        raise InvalidRequestError(f"outcome {event.outcome!r} is unknown: use {known}")
     if job.state.is_final:
         return
     check_controller(job, event.controller)
+    if event.outcome == DETACHED:
+        job.seen_at = now - job.controller_timeout_s
+        detach_or_cancel(context, job, now)
+        return
     outcome, reason = event.outcome, event.reason
     failure = job_failure(context.state, job)
     if failure is not None and outcome == "completed":

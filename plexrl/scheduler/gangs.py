@@ -16,6 +16,8 @@ Wish = tuple[str, int]
 def why_not_yet(context: Context, deployment: Deployment) -> tuple[str, str] | None:
     """(reason, rule) for which `deployment` may not have GPUs even where some are free."""
     job = context.job(deployment.job)
+    if job.is_set_aside:
+        return "its job has no controller: it gets GPUs again when one attaches the job", "detached"
     if job.gang and len(job.deployments) < job.gang:
         have = len(job.deployments)
         return f"its gang of {job.gang} has {have} deployments so far", "gang"

@@ -40,13 +40,13 @@ def break_deadlocks(context: Context, now: float) -> None:
     idle = _idle_partial_jobs(context, now)
     while idle:
         stuck = _stuck(context, idle)
-        if not stuck or (len(stuck) == 1 and not _is_waited_for(context, stuck[0])):
+        if not stuck or (len(stuck) == 1 and not is_waited_for(context, stuck[0])):
             return
         job = min(stuck, key=lambda each: _order_of_giving_way(context, each))
         idle.remove(job)
         reason = "it held GPUs while it waited for GPUs that other such jobs held"
         job.gang = len(job.deployments)
-        for deployment in _placed(context, job):
+        for deployment in placed_of(context, job):
             displace(context, deployment, reason, now)
 
 
@@ -55,7 +55,7 @@ def _idle_partial_jobs(context: Context, now: float) -> list[Job]:
     found = []
     for name in names:
         job = context.job(name)
-        placed = _placed(context, job)
+        placed = placed_of(context, job)
         if not placed:
             continue
         idle_at = max(_idle_at(context, each) for each in placed)
@@ -68,7 +68,8 @@ def _idle_partial_jobs(context: Context, now: float) -> list[Job]:
     return found
 
 
-def _placed(context: Context, job: Job) -> list[Deployment]:
+def placed_of(context: Context, job: Job) -> list[Deployment]:
+    """The job's deployments that have GPUs."""
     return [each for each in map(context.deployment, job.deployments) if each.group is not None]
 
 
@@ -102,7 +103,7 @@ def _free_without(context: Context, holders: dict[JobId, Job]) -> dict[NodeKind,
     free = dict(context.inventory.in_service())
     groups: dict[GroupId, None] = {}
     for job in holders.values():
-        for deployment in _placed(context, job):
+        for deployment in placed_of(context, job):
             assert deployment.group is not None, f"{deployment.deployment} is on no group"
             groups[deployment.group] = None
     for name in groups:
@@ -122,7 +123,7 @@ def _has_quota(
         each.workers
         for other in holders.values()
         if other.tenant == job.tenant
-        for each in _placed(context, other)
+        for each in placed_of(context, other)
     )
     return held + sum(each.workers for each in waiting) <= tenant.gpus_max
 
@@ -133,7 +134,7 @@ def _order_of_giving_way(context: Context, job: Job) -> tuple[bool, int, float, 
     return can_be_had, job.priority, -job.submitted_at, job.job
 
 
-def _is_waited_for(context: Context, job: Job) -> bool:
+def is_waited_for(context: Context, job: Job) -> bool:
     """Whether another job waits that could use GPUs if it had some."""
     for name in context.waiting:
         other = context.deployment(name)

@@ -45,6 +45,7 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
     context.state.ended[job.job] = None
     context.count_live_job(job.tenant, -1)
     job.attached = False
+    context.detached.pop(job.job, None)
     for name in job.deployments:
         group = context.group_of(context.deployment(name))
         if group is not None and context.deployment(name).queue:
@@ -296,6 +297,13 @@ def excuse_silence(context: Context, event: Event, now: float) -> None:
             job.seen_at = now
 
 
+def detach(context: Context, job: Job) -> None:
+    """The job has no controller: it gives its GPUs to jobs that wait."""
+    job.attached = False
+    context.detached[job.job] = None
+    context.place_waiting = context.place_waiting or bool(context.waiting)
+
+
 def detach_or_cancel(context: Context, job: Job, now: float) -> None:
     """Look at how long the job's controller has been silent."""
     if job.state.is_final:
@@ -304,7 +312,7 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
     if now < gone_at:
         context.wake(gone_at, f"job:{job.job}")
         return
-    job.attached = False
+    detach(context, job)
     cancelled_at = gone_at + job.reattach_timeout_s
     if now < cancelled_at:
         context.wake(cancelled_at, f"job:{job.job}")

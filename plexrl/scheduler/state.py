@@ -358,6 +358,8 @@ class Job:
     seen_at: float
     state: JobState = JobState.QUEUED
     attached: bool = True
+    is_set_aside: bool = False
+    """It gave its GPUs to others and waits for none until a controller attaches it."""
     reason: str = ""
     ended_at: float | None = None
     priority: int = 0

@@ -93,10 +93,50 @@ def test_an_interrupted_script_of_an_embedded_cluster_is_resumed_with_the_same_b
     assert resume in told
     with training(tmp_path, "create", "other", "0") as other:
         _, warned = other.communicate(timeout=300)
-    assert "job interrupted of a former script has not ended and holds GPUs" in warned
+    assert "job interrupted of a former script has not ended" in warned
     assert resume in warned
     resumed = training(tmp_path, "attach", "interrupted", "0")
     assert weights(resumed) == want
+
+
+HOLDING = """
+import sys, time, plexrl
+mode, name = sys.argv[1:]
+with plexrl.connect() as cluster:
+    begun = cluster.attach_job(name) if mode == "attach" else cluster.create_job(name, job_id=name)
+    with begun as job:
+        model = plexrl.tiny_qwen2("0123456789")
+        actor = job.train_deployment("actor", model, workers=4, exclusive=True)
+        actor.barrier().result(120)
+        print("ready", flush=True)
+        time.sleep(600 if mode == "wait" else 0)
+"""
+
+
+def test_the_job_of_a_killed_script_keeps_no_gpus_from_the_next_one_and_can_be_resumed(
+    tmp_path: Path,
+) -> None:
+    """Each of the two jobs needs all GPUs of the embedded cluster."""
+    environment = {**os.environ, "PLEXRL_DATA_DIR": str(tmp_path)}
+
+    def script(*words: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-c", HOLDING, *words],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    with script("wait", "killed") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+    for words, of_former in ((("run", "next"), True), (("attach", "killed"), False)):
+        with script(*words) as process:
+            said, told = process.communicate(timeout=300)
+        assert (process.returncode, said) == (0, "ready\n"), told
+        assert ("job killed of a former script has not ended" in told) == of_former
 
 
 @pytest.fixture

@@ -1,0 +1,60 @@
+"""Jobs without a controller give their GPUs to jobs that wait for some.
+
+A detached job that has nothing to run holds GPUs for nobody. When another job waits that could use
+GPUs, the detached job is *set aside* after the placement pass: its deployments give their GPUs back
+and stand in no queue. One job is set aside at a time, first the one whose controller has been
+silent longest. It loses nothing: once a controller attaches it, its deployments wait for GPUs like
+new ones, and go on from their state. Operations that were submitted before are carried out first.
+"""
+
+from plexrl.scheduler.context import Context
+from plexrl.scheduler.fair_shares import begin_to_wait
+from plexrl.scheduler.hold_and_wait import is_waited_for, placed_of
+from plexrl.scheduler.replacement import displace, may_displace
+from plexrl.scheduler.state import Job, WpgState
+
+LOOK_EACH_S = 5.0
+"""Detached jobs that still work are looked at again at multiples of this time."""
+
+
+def give_way(context: Context, now: float) -> None:
+    """Set one detached job aside, if another could use GPUs."""
+    if not context.waiting or not context.detached:
+        return
+    detached = map(context.job, context.detached)
+    for job in sorted(detached, key=lambda each: (each.seen_at, each.job)):
+        if job.is_set_aside or not job.deployments or not is_waited_for(context, job):
+            continue
+        if _is_idle(context, job):
+            _set_aside(context, job, now)
+            return
+        context.wake((now // LOOK_EACH_S + 1) * LOOK_EACH_S, "placement:")
+
+
+def come_back(context: Context, job: Job, now: float) -> None:
+    """The job has a controller again: it stands in the queues for GPUs."""
+    if not job.is_set_aside:
+        return
+    job.is_set_aside = False
+    begin_to_wait(context, job.tenant, now)
+    for deployment in map(context.deployment, job.deployments):
+        if deployment.state == WpgState.WAITING:
+            context.wait(deployment)
+            for node in deployment.state_nodes:
+                # It may have been lost meanwhile.
+                context.wake(now, f"node:{node}")
+    context.place_waiting = True
+
+
+def _set_aside(context: Context, job: Job, now: float) -> None:
+    for deployment in placed_of(context, job):
+        displace(context, deployment, "its job has no controller, and others waited", now)
+    job.is_set_aside = True
+    for name in job.deployments:
+        context.waiting.remove(name)
+    context.place_waiting = True
+
+
+def _is_idle(context: Context, job: Job) -> bool:
+    waits = any(context.deployment(name).queue for name in job.deployments)
+    return not waits and all(may_displace(context, each) for each in placed_of(context, job))
