@@ -1,6 +1,7 @@
 """What the commands share: which cluster is meant, and how its answers are shown."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plexrl.cli.tables import table_lines, wrapped
 from plexrl.errors import ConnectionLostError
 from plexrl.plain_text import many_lines, one_line
 
@@ -78,25 +80,11 @@ class Output:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table for people; markup in cells means nothing."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    # Without a frame: many columns are to fit into 80 characters.
-    table = Table(
-        title=plain_cell(title),
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(plain_cell("" if value is None else str(value)) for value in row))
-    Console().print(table)
+    """A table, under a title where there is one, that fits the terminal (`plexrl.cli.tables`)."""
+    texts = [[one_line("" if cell is None else str(cell)) for cell in row] for row in rows]
+    head = ["", one_line(title)] if title else []
+    for line in [*head, *table_lines(columns, texts, terminal_width())]:
+        sys.stdout.write(line + "\n")
 
 
 def plain_cell(text: str) -> "Text":
@@ -107,10 +95,15 @@ def plain_cell(text: str) -> "Text":
 
 
 def print_line(text: str) -> None:
-    """One paragraph for people, wrapped at the terminal's width."""
-    from rich.console import Console
+    """One paragraph: at a terminal on as many lines as it needs, else on one."""
+    width = terminal_width()
+    lines = [one_line(text)] if width is None else wrapped(one_line(text), width)
+    sys.stdout.write("".join(line + "\n" for line in lines))
 
-    Console().print(one_line(text), markup=False, highlight=False)
+
+def terminal_width() -> int | None:
+    """Characters of a line of the terminal; absent where a program or a file reads the output."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def write_json(found: Any) -> None:

@@ -133,6 +133,12 @@ class Cluster:
         operator."""
         return list(self._get("/v1/usage")["usage"])
 
+    def sharing(self) -> list[Plain]:
+        """What was saved by sharing GPUs, a row for each job that had some: the tenant's own, or
+        all for the operator. `saved_gpu_seconds` = `isolated_gpu_seconds` (on groups of its own)
+        less `held_gpu_seconds` (its part of shared ones); below 0 where sharing cost more."""
+        return list(self._get("/v1/usage")["sharing"])
+
     def tenants(self) -> list[Plain]:
         """All tenants with their weights, their quotas and what they hold (operator only)."""
         return list(self._get("/v1/tenants")["tenants"])
