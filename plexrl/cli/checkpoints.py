@@ -24,7 +24,6 @@ from plexrl.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from plexrl.client.cluster import Cluster
-    from plexrl.client.job import Job
 
 checkpoints_app = typer.Typer(
     cls=ListGroup,
@@ -47,9 +46,9 @@ def list_checkpoints(
     found: list[dict[str, Any]] = []
     silent: dict[str, str] = {}
     with open_cluster(url, api_key, data_dir) as cluster:
-        jobs = _that_saved(cluster) if job is None else [find_job(cluster, job)]
+        jobs = _that_saved(cluster) if job is None else [find_job(cluster, job).job]
         for each in jobs:
-            listing = each.read_checkpoints()
+            listing = cluster.read_checkpoints(each)
             found += listing["checkpoints"]
             silent |= {node["node"]: node["reason"] for node in listing["failed"]}
     for node, reason in silent.items():
@@ -102,11 +101,10 @@ def delete_checkpoints(
         print_line(f"{found.job} {name} is deleted: {known[name]['path']}")
 
 
-def _that_saved(cluster: "Cluster") -> list["Job"]:
+def _that_saved(cluster: "Cluster") -> list[str]:
     """Jobs that have written a checkpoint, oldest first."""
     rows = cluster.usage()
-    names = dict.fromkeys(row["job"] for row in rows if row["kind"] == "save_checkpoint")
-    return [cluster.attach_job(name, heartbeat=False) for name in names]
+    return list(dict.fromkeys(row["job"] for row in rows if row["kind"] == "save_checkpoint"))
 
 
 def _size(checkpoint: dict[str, Any]) -> str:

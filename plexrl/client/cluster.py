@@ -9,6 +9,7 @@ from urllib.parse import quote
 from msgspec import UNSET, UnsetType
 
 from plexrl.client import requests
+from plexrl.client.checkpoints import list_call
 from plexrl.client.controller import Controller
 from plexrl.client.job import Job
 from plexrl.client.transport import Call, Transport
@@ -98,6 +99,11 @@ class Cluster:
     def jobs(self) -> list[Plain]:
         """All jobs the key may see."""
         return list(self._get("/v1/jobs")["jobs"])
+
+    def read_checkpoints(self, job: str) -> Plain:
+        """`checkpoints`: as `Job.checkpoints`; `failed`: the nodes that did not say what they
+        write, and why."""
+        return dict(self._transport.request(list_call(job)).json())
 
     def nodes(self) -> list[Plain]:
         """All nodes."""

@@ -411,11 +411,7 @@ class Job:
 
     def checkpoints(self) -> list[Plain]:
         """Its checkpoints by name, with `state`, `step`, bytes written and how `upload` goes."""
-        return list(self.read_checkpoints()["checkpoints"])
-
-    def read_checkpoints(self) -> Plain:
-        """`checkpoints`, and `failed`: the nodes that did not say what they write, and why."""
-        return dict(self._transport.request(list_call(self.job)).json())
+        return list(self._transport.request(list_call(self.job)).json()["checkpoints"])
 
     def delete_checkpoint(self, name: str) -> None:
         """Delete a checkpoint from the disk. Raises `CheckpointNotFoundError`."""
