@@ -25,7 +25,7 @@ from plexrl.cli.context import (
     write_text,
 )
 from plexrl.cli.job_ids import JobArgument, find_job, is_live
-from plexrl.cli.metrics_plot import sparkline, write_plot
+from plexrl.cli.metrics_plot import trend, write_plot
 from plexrl.cli.tables import table_width
 from plexrl.errors import InvalidRequestError
 
@@ -121,7 +121,7 @@ def _show(job: str, known: Sequence[Row], newest: Sequence[Row], names: Sequence
         for name in names:
             values = [row["values"][name] for row in known if name in row["values"]]
             ends = (values[-1], min(values), max(values))
-            rows.append((name, *map(_number, ends), sparkline(values, TREND_POINTS)))
+            rows.append((name, *map(_number, ends), trend(values, TREND_POINTS)))
         print_line(f"All {len(known)} rows of {job}:")
         print_table("", ("metric", "last", "least", "most", "trend"), rows)
 

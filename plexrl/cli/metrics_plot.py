@@ -1,30 +1,24 @@
 """A job's metrics where people would rather look: as a line of blocks, or a file."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, StorageError
 
-BLOCKS = "▁▂▃▄▅▆▇█"
 FORMATS = (".png", ".svg", ".pdf")
 COLUMNS_MAX = 3
 PLOT_INCHES = (4.0, 2.6)
 """Of one metric."""
 
 
-def sparkline(values: Sequence[float], points: int) -> str:
-    """`values` as blocks between their least and their most, means of equal parts where they are
-    more than `points`."""
-    count = min(points, len(values))
-    cuts = [len(values) * at // count for at in range(count + 1)] if count else []
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    if not means:
-        return ""
-    least, most = min(means), max(means)
-    scale = (len(BLOCKS) - 1) / (most - least) if most > least else 0.0
-    return "".join(BLOCKS[round((mean - least) * scale)] for mean in means)
+def trend(values: Sequence[float], points: int) -> str:
+    """`values` as blocks between their least and their most, in at most `points` characters."""
+    from plexrl.demo.view import sparkline
+
+    least, most = min(values), max(values)
+    span = (most - least) or 1.0
+    return sparkline([(value - least) / span for value in values], points)
 
 
 def write_plot(
