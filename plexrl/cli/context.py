@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -96,14 +96,19 @@ def plain_cell(text: str) -> "Text":
 
 def print_line(text: str) -> None:
     """One paragraph: at a terminal on as many lines as it needs, else on one."""
-    width = terminal_width()
-    lines = [one_line(text)] if width is None else wrapped(one_line(text), width)
-    sys.stdout.write("".join(line + "\n" for line in lines))
+    _write_paragraph(sys.stdout, text)
 
 
-def terminal_width() -> int | None:
+def terminal_width(stream: TextIO | None = None) -> int | None:
     """Characters of a line of the terminal; absent where a program or a file reads the output."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    stream = stream or sys.stdout
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def _write_paragraph(stream: TextIO, text: str) -> None:
+    width = terminal_width(stream)
+    lines = [one_line(text)] if width is None else wrapped(one_line(text), width)
+    stream.write("".join(line + "\n" for line in lines))
 
 
 def write_json(found: Any) -> None:
@@ -117,8 +122,8 @@ def write_text(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """One line on standard error."""
-    sys.stderr.write(one_line(text) + "\n")
+    """One paragraph on standard error, as `print_line` writes one."""
+    _write_paragraph(sys.stderr, text)
 
 
 def local_time(at: float | None) -> str:
