@@ -2,21 +2,30 @@
 
 import json
 import sys
+from collections.abc import Sequence
 
 from plexrl.cli.app import app, run_command
 
 MARK = "$ plexrl "
 
 
+def run(words: Sequence[str]) -> int | str | None:
+    """Run one command in this process, as the console script does; returns its exit code."""
+    former = sys.argv
+    sys.argv = ["plexrl", *words]
+    try:
+        return run_command(lambda: app(list(words), prog_name="plexrl"))
+    except SystemExit as ended:
+        return ended.code
+    finally:
+        sys.argv = former
+
+
 def main() -> None:
     """Each of the commands, given as a JSON list of lists of words, and then its exit code."""
     for words in json.loads(sys.argv[1]):
         sys.stdout.write(f"{MARK}{' '.join(words)}\n")
-        sys.stdout.flush()
-        try:
-            code = run_command(lambda words=words: app(words, prog_name="plexrl"))
-        except SystemExit as ended:
-            code = ended.code
+        code = run(words)
         sys.stdout.write(f"{MARK}ended {code}\n")
         sys.stdout.flush()
 
