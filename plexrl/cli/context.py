@@ -1,6 +1,7 @@
 """What the commands share: which cluster is meant, and how its answers are shown."""
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -100,9 +101,12 @@ def print_line(text: str) -> None:
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Characters of a line of the terminal; absent where a program or a file reads the output."""
-    stream = stream or sys.stdout
-    return shutil.get_terminal_size().columns if stream.isatty() else None
+    """Characters of a line of the terminal, or as `COLUMNS` says; absent where a program or a file
+    reads the output."""
+    is_said = bool(os.environ.get("COLUMNS"))
+    if is_said or (stream or sys.stdout).isatty():
+        return shutil.get_terminal_size().columns
+    return None
 
 
 def _write_paragraph(stream: TextIO, text: str) -> None:

@@ -72,6 +72,12 @@ def scene(embedded: EmbeddedCluster) -> Iterator[Scene]:
             each.finish("cancelled")
 
 
+@pytest.fixture(autouse=True)
+def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside a terminal a width is only asked for by this variable."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def commands(scene: Scene) -> list[list[str]]:
     """Everything that shows something of a live cluster."""
     job = scene.job.job
@@ -95,6 +101,9 @@ def commands(scene: Scene) -> list[list[str]]:
         ["groups"],
         ["tenants", "list"],
         ["tenants", "keys", TENANT],
+        ["tenants", "rotate", TENANT],
+        ["tenants", "set", TENANT, "--weight", "2"],
+        ["nodes", "undrain", "node0"],
         ["explain", "no-such-job"],
         ["cancel", scene.ended.job],
         ["checkpoints", "delete", job, "no-such-checkpoint"],
