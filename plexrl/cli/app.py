@@ -6,10 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
+from plexrl.cli.cancel import cancel
+from plexrl.cli.checkpoints import checkpoints_app
 from plexrl.cli.context import warn, write_json, write_text
 from plexrl.cli.explain import explain
 from plexrl.cli.fidelity import fidelity
+from plexrl.cli.help import CommandGroup
 from plexrl.cli.jobs import jobs, logs
+from plexrl.cli.metrics import metrics
 from plexrl.cli.node import statemanager, statemanager_status
 from plexrl.cli.nodes import groups, nodes_app, status
 from plexrl.cli.operations import operations, trace
@@ -22,17 +26,21 @@ from plexrl.errors import PlexRLError
 
 app = typer.Typer(
     name="plexrl",
+    cls=CommandGroup,
     help="LLM execution for RL with verifiable rewards, as a shared service of the cluster.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    # Boxes break words at 80 columns, and are noise for programs.
+    rich_markup_mode=None,
 )
 for command in (
-    *(up, status, jobs, explain, groups, logs, usage, demo),
+    *(up, status, jobs, explain, cancel, metrics, logs, groups, usage, demo),
     *(statemanager, statemanager_status, operations, trace, simulate, fidelity),
 ):
     app.command()(command)
 app.add_typer(nodes_app, name="nodes")
+app.add_typer(checkpoints_app, name="checkpoints")
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(traces_app, name="traces")
 

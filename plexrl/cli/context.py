@@ -1,14 +1,17 @@
 """What the commands share: which cluster is meant, and how its answers are shown."""
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from plexrl.cli.tables import table_lines, wrapped
 from plexrl.cluster.data_dir import DATA_DIR as DATA_DIR
 from plexrl.cluster.data_dir import data_dir_at
 from plexrl.errors import ConnectionLostError
@@ -79,25 +82,11 @@ class Output:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table for people; markup in cells means nothing."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    # Without a frame: many columns are to fit into 80 characters.
-    table = Table(
-        title=plain_cell(title),
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(plain_cell("" if value is None else str(value)) for value in row))
-    Console().print(table)
+    """A table, under a title where there is one, that fits the terminal (`plexrl.cli.tables`)."""
+    texts = [[one_line("" if cell is None else str(cell)) for cell in row] for row in rows]
+    head = ["", one_line(title)] if title else []
+    for line in [*head, *table_lines(columns, texts, terminal_width())]:
+        sys.stdout.write(line + "\n")
 
 
 def plain_cell(text: str) -> "Text":
@@ -108,10 +97,23 @@ def plain_cell(text: str) -> "Text":
 
 
 def print_line(text: str) -> None:
-    """One paragraph for people, wrapped at the terminal's width."""
-    from rich.console import Console
+    """One paragraph: at a terminal on as many lines as it needs, else on one."""
+    _write_paragraph(sys.stdout, text)
 
-    Console().print(one_line(text), markup=False, highlight=False)
+
+def terminal_width(stream: TextIO | None = None) -> int | None:
+    """Characters of a line of the terminal, or as `COLUMNS` says; absent where a program or a file
+    reads the output."""
+    is_said = bool(os.environ.get("COLUMNS"))
+    if is_said or (stream or sys.stdout).isatty():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def _write_paragraph(stream: TextIO, text: str) -> None:
+    width = terminal_width(stream)
+    lines = [one_line(text)] if width is None else wrapped(one_line(text), width)
+    stream.write("".join(line + "\n" for line in lines))
 
 
 def write_json(found: Any) -> None:
@@ -125,8 +127,8 @@ def write_text(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """One line on standard error."""
-    sys.stderr.write(one_line(text) + "\n")
+    """One paragraph on standard error, as `print_line` writes one."""
+    _write_paragraph(sys.stderr, text)
 
 
 def local_time(at: float | None) -> str:

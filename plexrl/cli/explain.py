@@ -1,9 +1,7 @@
 """`plexrl explain`: a job's story, for people."""
 
 from itertools import groupby
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from plexrl.cli.context import (
     DATA_DIR,
@@ -17,12 +15,16 @@ from plexrl.cli.context import (
     seconds,
     write_json,
 )
+from plexrl.cli.job_ids import JobArgument, find_job
 
 Plain = dict[str, Any]
 
+IDLE_S = 60.0
+"""A job that is idle for less is between two steps."""
+
 
 def explain(
-    job: Annotated[str, typer.Argument(help="The job's id.")],
+    job: JobArgument,
     url: Url = None,
     api_key: Key = None,
     data_dir: DataDir = DATA_DIR,
@@ -30,17 +32,59 @@ def explain(
 ) -> None:
     """Why a job waits or runs as it does: its operations, its GPUs, and until when."""
     with open_cluster(url, api_key, data_dir) as cluster:
-        story = cluster.attach_job(job, heartbeat=False).explain()
+        story = find_job(cluster, job).explain()
     if as_json:
         write_json(story)
         return
     print_line(f"{story['name']} of {story['tenant']} is {story['state']}: {story['summary']}.")
+    _holders(story["holders"])
     _operations(story["operations"])
     _deployments(story["deployments"])
     for deployment in story["deployments"]:
         _attempts(deployment)
         _near(deployment)
     _quality(story["eta_quality"])
+
+
+def _holders(holders: list[Plain]) -> None:
+    """Who has the GPUs that the job waits for, and which of those jobs nobody works with."""
+    if not holders:
+        return
+    rows = [
+        (
+            each["job"] or "another tenant's job",
+            each["tenant"],
+            each["gpus"],
+            each["condition"],
+            seconds(each["silent_s"]),
+            seconds(each["idle_s"]),
+            seconds(each["cancelled_in_s"]),
+        )
+        for each in holders
+    ]
+    heard = ("controller silent for", "idle for", "cancelled in")
+    print_table("Who has the GPUs", ("job", "tenant", "GPUs", "it is", *heard), rows)
+    for each in holders:
+        if each["condition"] in ("detached", "silent") or (each["idle_s"] or 0.0) > IDLE_S:
+            print_line("")
+            print_line(_left_open(each))
+
+
+def _left_open(holder: Plain) -> str:
+    if holder["condition"] == "idle":
+        what = (
+            f"has run nothing for {seconds(holder['idle_s'])}; its controller lives, so it keeps "
+            "its GPUs until it ends"
+        )
+    else:
+        what = (
+            f"was not ended, and nothing was heard of its controller for "
+            f"{seconds(holder['silent_s'])}; it is cancelled in "
+            f"{seconds(holder['cancelled_in_s'])} unless one comes back"
+        )
+    if holder["job"] is None:
+        return f"A job of another tenant {what}. An operator can end it before."
+    return f"{holder['job']} {what}. To end it now: plexrl cancel {holder['job']}"
 
 
 def _operations(operations: list[Plain]) -> None:
@@ -131,6 +175,7 @@ def _near(deployment: Plain) -> None:
 
 
 def _quality(quality: Plain) -> None:
+    print_line("")
     if not quality["estimates"]:
         print_line("No estimate of a start has been checked yet.")
         return

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from plexrl.cli.context import Json, Output
-from plexrl.cli.sizes import byte_size
+from plexrl.cli.sizes import byte_size, size_text
 from plexrl.errors import InvalidRequestError, UnavailableError, from_wire
 
 ConfigFile = Annotated[
@@ -83,8 +83,8 @@ def statemanager_status(
         [
             (
                 tier,
-                _size(found[f"{tier}_bytes"]),
-                _size(found[f"{tier}_bytes_max"]),
+                size_text(found[f"{tier}_bytes"]),
+                size_text(found[f"{tier}_bytes_max"]),
                 f"{found[f'{tier}_bytes'] / found[f'{tier}_bytes_max']:.0%}",
             )
             for tier in ("host", "nvme")
@@ -95,7 +95,7 @@ def statemanager_status(
         "Versions",
         ("deployment", "rank", "seq", "kind", "tier", "size"),
         [
-            (name, v["rank"], v["seq"], v["kind"], v["tier"], _size(v["nbytes"]))
+            (name, v["rank"], v["seq"], v["kind"], v["tier"], size_text(v["nbytes"]))
             for name, entry in sorted(found["deployments"].items())
             for v in sorted(entry["versions"], key=lambda v: (v["kind"], v["seq"], v["rank"]))
         ],
@@ -105,7 +105,7 @@ def statemanager_status(
         "Tenants",
         ("tenant", "in host", "on NVMe"),
         [
-            (name or "(none)", _size(held["host"]), _size(held["nvme"]))
+            (name or "(none)", size_text(held["host"]), size_text(held["nvme"]))
             for name, held in found["tenants"].items()
         ],
         found,
@@ -141,10 +141,3 @@ def _ask(listen: str, ticket_key_file: str) -> dict[str, Any]:
     if "error" in found:
         raise from_wire(found["error"])
     return found
-
-
-def _size(nbytes: int) -> str:
-    for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << shift:
-            return f"{nbytes / (1 << shift):.1f} {unit}"
-    return f"{nbytes} B"

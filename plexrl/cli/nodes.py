@@ -1,6 +1,6 @@
 """`plexrl status`, `plexrl nodes` and `plexrl groups`: the machines and who has them."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,8 +16,9 @@ from plexrl.cli.context import (
     open_cluster,
     print_table,
 )
+from plexrl.cli.help import CommandGroup
 
-nodes_app = typer.Typer()
+nodes_app = typer.Typer(cls=CommandGroup)
 NodeName = Annotated[str, typer.Argument(help="The node's name.")]
 
 
@@ -36,7 +37,7 @@ def status(
     rows.append(("deployments held", len(found["held"])))
     rows.append(("parts restarted", _restarts(found["restarts"], found["last_restart_at"])))
     rows.append(("conditions", len(found["conditions"]) or "none"))
-    Output(as_json).table("Cluster", ("what", "value"), rows, found)
+    Output(as_json).table("", ("what", "value"), rows, found)
     if as_json:
         return
     if found["conditions"]:
@@ -93,7 +94,7 @@ def nodes(
         *("node", "type", "block", "alive", "draining", "GPUs reserved"),
         *("per GPU", "host tier", "NVMe tier"),
     )
-    Output(as_json).table("Nodes", columns, rows, found)
+    Output(as_json).table("", columns, rows, found)
 
 
 def _refuse_lost_options(context: typer.Context) -> None:
@@ -118,7 +119,7 @@ def drain(
         found = cluster.drain(node)
     rows = [(node, found["gpus_reserved"], ", ".join(found["groups"]))]
     columns = ("node", "GPUs still reserved", "groups still there")
-    Output(as_json).table("Draining", columns, rows, found)
+    Output(as_json).table("", columns, rows, found)
 
 
 @nodes_app.command("undrain")
@@ -133,7 +134,7 @@ def undrain(
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.undrain(node)
     rows = [(node, f"{found['gpus_reserved']}/{found['gpus']}")]
-    Output(as_json).table("In use", ("node", "GPUs reserved"), rows, found)
+    Output(as_json).table("", ("node", "GPUs reserved"), rows, found)
 
 
 def groups(
@@ -145,7 +146,7 @@ def groups(
     rows = [
         (
             each["group"],
-            ", ".join(f"{gpu['node']}:{gpu['gpu']}" for gpu in each["gpus"]),
+            _places(each["gpus"]),
             ", ".join(each["members"]),
             each["node_type"],
             f"{each['load']:.0%}",
@@ -161,4 +162,22 @@ def groups(
         *("group", "GPUs", "members", "type", "load", "closed", "held by"),
         *("phase", "switches", "seconds in them"),
     )
-    Output(as_json).table("Groups", columns, rows, found)
+    Output(as_json).table("", columns, rows, found)
+
+
+def _places(gpus: list[dict[str, Any]]) -> str:
+    """`node0:0-3,6, node1:0`: the GPUs of each node, neighbours as a range."""
+    by_node: dict[str, list[int]] = {}
+    for gpu in gpus:
+        by_node.setdefault(gpu["node"], []).append(gpu["gpu"])
+    places = []
+    for node, indexes in by_node.items():
+        ranges: list[list[int]] = []
+        for index in sorted(indexes):
+            if ranges and index == ranges[-1][1] + 1:
+                ranges[-1][1] = index
+            else:
+                ranges.append([index, index])
+        texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
+        places.append(f"{node}:{','.join(texts)}")
+    return ", ".join(places)

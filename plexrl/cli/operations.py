@@ -18,6 +18,7 @@ from plexrl.cli.context import (
     seconds,
     write_json,
 )
+from plexrl.cli.job_ids import JobArgument, find_job
 from plexrl.errors import StorageError
 
 ERROR_MAX = 300
@@ -25,7 +26,7 @@ ERROR_MAX = 300
 
 
 def operations(
-    job: Annotated[str, typer.Argument(help="The job's id.")],
+    job: JobArgument,
     deployment: Annotated[str | None, typer.Option(help="Only this deployment's.")] = None,
     kind: Annotated[str | None, typer.Option(help="Only this kind.")] = None,
     last: Annotated[int, typer.Option(min=1, help="So many of the newest.")] = 50,
@@ -38,7 +39,7 @@ def operations(
     from plexrl.client.chrome_trace import operation_rows
 
     with open_cluster(url, api_key, data_dir) as cluster:
-        cluster.attach_job(job, heartbeat=False)
+        job = find_job(cluster, job).job
         known = list(operation_rows(cluster, job))
     of_deployment = [
         row
@@ -66,7 +67,7 @@ def operations(
     ]
     times = ("queue", "switch", "transfer", "compute")
     columns = ("#", "deployment", "kind", "state", *times)
-    Output(as_json).table(f"Operations of {job}", columns, rows, found)
+    Output(as_json).table("", columns, rows, found)
     if not as_json:
         for row in found:
             if row["error"] is not None:
@@ -80,7 +81,9 @@ def _error(error: dict[str, str]) -> str:
 
 
 def trace(
-    job: Annotated[str | None, typer.Argument(help="The job's id; none: all jobs.")] = None,
+    job: Annotated[
+        str | None, typer.Argument(help="The job's id, its beginning or name; none: all jobs.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("trace.json"),
     url: Url = None,
     api_key: Key = None,
@@ -92,7 +95,7 @@ def trace(
 
     with open_cluster(url, api_key, data_dir) as cluster:
         if job is not None:
-            cluster.attach_job(job, heartbeat=False)
+            job = find_job(cluster, job).job
         # Of all jobs, for others held the job's GPUs too, where the key may know.
         found = chrome_trace(operation_rows(cluster), job)
     try:

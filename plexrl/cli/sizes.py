@@ -18,3 +18,11 @@ def byte_size(text: str) -> int:
     if found is None or found[2].upper() not in _UNITS:
         raise typer.BadParameter(f"{text!r} is no size: write it as 64GiB, 512MiB or 4096")
     return round(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def size_text(nbytes: int) -> str:
+    """`1.5 GiB` for so many bytes."""
+    for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << shift:
+            return f"{nbytes / (1 << shift):.1f} {unit}"
+    return f"{nbytes} B"

@@ -15,9 +15,12 @@ from plexrl.cli.context import (
     local_time,
     open_cluster,
 )
+from plexrl.cli.help import CommandGroup
 
 tenants_app = typer.Typer(
-    help="Tenants, their API keys, weights and quotas (operator only).", no_args_is_help=True
+    cls=CommandGroup,
+    help="Tenants, their API keys, weights and quotas (operator only).",
+    no_args_is_help=True,
 )
 Name = Annotated[str, typer.Argument(help="The tenant; `operator` for the operator's own.")]
 Limit = Annotated[str | None, typer.Option(help="A number, or `none` for no quota.")]
@@ -40,7 +43,7 @@ def create_tenant(
     with open_cluster(url, api_key, data_dir) as cluster:
         key = cluster.create_tenant(name)
     found = {"tenant": name, "api_key": key}
-    Output(as_json).table("Tenant", ("tenant", "API key"), [(name, key)], found)
+    Output(as_json).table("", ("tenant", "API key"), [(name, key)], found)
 
 
 @tenants_app.command("list")
@@ -69,7 +72,7 @@ def list_keys(
         for each in found
     ]
     columns = ("key", "made", "last used since the scheduler's start")
-    Output(as_json).table(f"API keys of {name}", columns, rows, found)
+    Output(as_json).table("", columns, rows, found)
 
 
 @tenants_app.command("rotate")
@@ -85,7 +88,7 @@ def rotate_key(
         found = cluster.rotate_key(name)
     columns = ("tenant", "key", "API key")
     rows = [(name, found["key"], found["api_key"])]
-    Output(as_json).table("New API key", columns, rows, found)
+    Output(as_json).table("", columns, rows, found)
 
 
 @tenants_app.command("revoke")
@@ -102,7 +105,7 @@ def revoke_key(
         cluster.revoke_key(name, key)
         found = cluster.tenant_keys(name)
     rows = [(name, key, len(found))]
-    Output(as_json).table("Revoked", ("tenant", "key", "keys left"), rows, found)
+    Output(as_json).table("", ("tenant", "key", "keys left"), rows, found)
 
 
 @tenants_app.command("set")
@@ -153,7 +156,7 @@ def set_tenant(
 
 def _show(output: Output, tenants: list[dict[str, Any]], found: Any) -> None:
     """Two tables, because one of all columns is wider than a terminal."""
-    output.table("Tenants", COLUMNS, [_row(each) for each in tenants], found)
+    output.table("", COLUMNS, [_row(each) for each in tenants], found)
     if not output.is_json:
         output.table("What they store", STORED, [_stored(each) for each in tenants], found)
 

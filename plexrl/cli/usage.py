@@ -7,9 +7,21 @@ from typing import Annotated, Any
 
 import typer
 
-from plexrl.cli.context import DATA_DIR, DataDir, Json, Key, Output, Url, open_cluster, write_text
+from plexrl.cli.context import (
+    DATA_DIR,
+    DataDir,
+    Json,
+    Key,
+    Output,
+    Url,
+    open_cluster,
+    print_line,
+    write_text,
+)
 
 COUNTS = ("operations", "failed", "tokens", "gpu_seconds")
+SHARED = ("isolated_gpu_hours", "held_gpu_hours", "saved_gpu_hours")
+"""Of whole jobs, so that sums by kind of operation have none (`plexrl.scheduler.sharing`)."""
 HOUR_S = 3600.0
 
 
@@ -31,12 +43,16 @@ def usage(
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """GPU-hours, operations and tokens used: one's own, or all for the operator."""
+    """GPU-hours, operations and tokens used, and GPU-hours saved by sharing: one's own, or all for
+    the operator."""
     if as_csv and as_json:
         raise typer.BadParameter("--csv and --json are two formats: choose one")
     with open_cluster(url, api_key, data_dir) as cluster:
         rows = add_up(cluster.usage(), by)
-    columns = (*KEYS[by], "gpu_hours", *COUNTS)
+        if by is not By.KIND:
+            rows = with_sharing(rows, cluster.sharing(), by)
+    shared = () if by is By.KIND else SHARED
+    columns = (*KEYS[by], "gpu_hours", *COUNTS, *shared)
     if as_csv:
         text = io.StringIO()
         writer = csv.DictWriter(text, columns, lineterminator="\n")
@@ -44,12 +60,42 @@ def usage(
         writer.writerows(rows)
         write_text(text.getvalue())
         return
+    total = _total(rows, by)
+    keys = tuple(key for key in KEYS[by] if key != "name")
+    hours = tuple(name for name in ("gpu_hours", "saved_gpu_hours") if name in columns)
     cells = [
-        (*(row[key] for key in KEYS[by]), f"{row['gpu_hours']:.4f}", *_counts(row))
-        for row in [*rows, _total(rows, by)]
+        (
+            *(row[key] for key in keys),
+            *(f"{row[name]:.4f}" for name in hours),
+            *(row[name] for name in COUNTS[:3]),
+        )
+        for row in [*rows, total]
     ]
-    headings = (*KEYS[by], "GPU-hours", "operations", "failed", "tokens")
-    Output(as_json).table("Usage", headings, cells, rows)
+    headings = (*keys, *("GPU-hours", "saved")[: len(hours)], *COUNTS[:3])
+    Output(as_json).table("", headings, cells, rows)
+    if shared and not as_json:
+        isolated, held, saved = (f"{total[name]:.4f}" for name in SHARED)
+        print_line(
+            f"Sharing saved {saved} GPU-hours: on groups of their own the jobs would have held "
+            f"{isolated}, and they held {held}."
+        )
+
+
+def with_sharing(
+    rows: list[dict[str, Any]], sharing: list[dict[str, Any]], by: By
+) -> list[dict[str, Any]]:
+    """`rows` with what their jobs would have reserved alone, held and saved, in GPU-hours; a row of
+    its own for a job that held GPUs and has run nothing yet."""
+    found = {tuple(row[name] for name in KEYS[by]): {**row} for row in rows}
+    for row in found.values():
+        row.update(dict.fromkeys(SHARED, 0.0))
+    for each in sharing:
+        key = tuple(each[name] for name in KEYS[by])
+        empty = dict.fromkeys((*COUNTS, "gpu_hours", *SHARED), 0)
+        row = found.setdefault(key, {**dict(zip(KEYS[by], key, strict=True)), **empty})
+        for name in SHARED:
+            row[name] += each[name.replace("_hours", "_seconds")] / HOUR_S
+    return list(found.values())
 
 
 def add_up(usage_rows: list[dict[str, Any]], by: By) -> list[dict[str, Any]]:
@@ -67,10 +113,6 @@ def add_up(usage_rows: list[dict[str, Any]], by: By) -> list[dict[str, Any]]:
 
 def _total(rows: list[dict[str, Any]], by: By) -> dict[str, Any]:
     first, *rest = KEYS[by]
-    names = ("gpu_hours", *COUNTS)
+    names = ("gpu_hours", *COUNTS, *(() if by is By.KIND else SHARED))
     sums = {name: sum(row[name] for row in rows) for name in names}
     return {first: "all", **dict.fromkeys(rest, ""), **sums}
-
-
-def _counts(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["operations"], row["failed"], row["tokens"]

@@ -114,6 +114,10 @@ class AsyncCluster:
         """As `Cluster.usage`."""
         return await asyncio.to_thread(self._sync.usage)
 
+    async def sharing(self) -> list[Plain]:
+        """As `Cluster.sharing`."""
+        return await asyncio.to_thread(self._sync.sharing)
+
     async def tenants(self) -> list[Plain]:
         """As `Cluster.tenants`."""
         return await asyncio.to_thread(self._sync.tenants)

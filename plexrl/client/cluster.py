@@ -9,6 +9,7 @@ from urllib.parse import quote
 from msgspec import UNSET, UnsetType
 
 from plexrl.client import requests
+from plexrl.client.checkpoints import list_call
 from plexrl.client.controller import Controller
 from plexrl.client.handle_repr import handle_repr, without_credentials
 from plexrl.client.job import Job
@@ -119,6 +120,11 @@ class Cluster:
         """All jobs the key may see."""
         return list(self._get("/v1/jobs")["jobs"])
 
+    def read_checkpoints(self, job: str) -> Plain:
+        """`checkpoints`: as `Job.checkpoints`; `failed`: the nodes that did not say what they
+        write, and why."""
+        return dict(self._transport.request(list_call(job)).json())
+
     def nodes(self) -> list[Plain]:
         """All nodes."""
         return list(self._get("/v1/nodes")["nodes"])
@@ -156,6 +162,12 @@ class Cluster:
         """What was used, a row for each job and kind of operation: the tenant's own, or all for the
         operator."""
         return list(self._get("/v1/usage")["usage"])
+
+    def sharing(self) -> list[Plain]:
+        """What was saved by sharing GPUs, a row for each job that had some: the tenant's own, or
+        all for the operator. `saved_gpu_seconds` = `isolated_gpu_seconds` (on groups of its own)
+        less `held_gpu_seconds` (its part of shared ones); below 0 where sharing cost more."""
+        return list(self._get("/v1/usage")["sharing"])
 
     def tenants(self) -> list[Plain]:
         """All tenants with their weights, their quotas and what they hold (operator only)."""

@@ -299,7 +299,8 @@ class Job:
 
     def explain(self) -> Plain:
         """Why it waits or runs as it does: a summary, its unfinished operations with reason, holder
-        and estimated start, its deployments with how they got their group or why they have none."""
+        and estimated start, its deployments with how they got their group or why they have none,
+        and as `holders` the jobs that have the GPUs it waits for, those left open first."""
         call = Call(method="GET", path=f"{self._path}/explain")
         return dict(self._transport.request(call).json())
 

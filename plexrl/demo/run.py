@@ -250,7 +250,7 @@ def _cores() -> int:
 def _print_summary(console: Console, result: DemoResult, page: Path) -> None:
     from rich.table import Table
 
-    table = Table(title="Two RL jobs on one shared training group")
+    table = Table(title="Two RL jobs on one shared training group", title_justify="left", box=None)
     for column in ("job", "tenant", "steps", "reward before", "after"):
         table.add_column(column, justify="left" if column in ("job", "tenant") else "right")
     for job in result.shared.jobs:
@@ -265,11 +265,13 @@ def _print_summary(console: Console, result: DemoResult, page: Path) -> None:
     shared, isolated = result.shared, result.isolated
     console.print(
         f"shared: {shared.worker_seconds_per_step:.3f} reserved worker-seconds per step, "
-        f"{shared.context_switches} context switches in {shared.switch_seconds:.2f} s"
+        f"{shared.context_switches} context switches in {shared.switch_seconds:.2f} s",
+        soft_wrap=not console.is_terminal,
     )
     if isolated is not None:
         console.print(
             f"isolated: {isolated.worker_seconds_per_step:.3f} reserved worker-seconds per step; "
-            f"sharing saves {100 * saving(shared, isolated):.0f} %"
+            f"sharing saves {100 * saving(shared, isolated):.0f} %",
+            soft_wrap=not console.is_terminal,
         )
-    console.print(f"report: {page}")
+    console.print(f"report: {page}", soft_wrap=True)

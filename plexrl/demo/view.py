@@ -67,7 +67,7 @@ class DemoView:
             self._live.update(render(screen))
         elif time.monotonic() - self._last_plain >= PLAIN_PERIOD_S:
             self._last_plain = time.monotonic()
-            self._console.print(plain_line(screen), highlight=False)
+            self._console.print(plain_line(screen), highlight=False, soft_wrap=True)
 
 
 def render(screen: Screen) -> RenderableType:

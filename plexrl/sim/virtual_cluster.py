@@ -325,7 +325,7 @@ class VirtualCluster:
         )
 
     def _report(self) -> RunReport:
-        switches = sum(int(group["switches"]) for group in self.core.list_groups(self._now))
+        switches = int(self.core.status(self._now)["context_switches"])
         return RunReport(
             jobs=tuple(
                 JobReport(job=str(name), cycles=tuple(job.records), profiled=tuple(job.profiled))

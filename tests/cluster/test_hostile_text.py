@@ -42,11 +42,11 @@ def test_reasons_are_shown_with_escapes(embedded: EmbeddedCluster, cluster: plex
     told = [
         cli(embedded, *words)
         for words in (
-            ("jobs",),
+            ("jobs", "--all"),
             ("jobs", "hostile"),
             ("explain", "hostile"),
             ("operations", "hostile"),
-            ("jobs", "--json"),
+            ("jobs", "--all", "--json"),
             ("usage",),
             ("usage", "--csv"),
             ("tenants", "list"),

@@ -111,7 +111,8 @@ def test_where_a_quota_keeps_a_job_waiting_its_own_tenants_jobs_are_named() -> N
     cluster.start_node(6)
     for tenant in ("t", "u"):
         cluster.send(ev.TenantCreated(tenant=tenant, key_digest=tenant))
-    cluster.send(ev.TenantConfigured(tenant="t", jobs_max=1))
+    unbounded = {"weight": 1.0, "gpus_max": None, "gpu_seconds_max": None}
+    cluster.send(ev.TenantConfigured(tenant="t", jobs_max=1, **unbounded))
     submit(cluster, "other", tenant="u")
     submit(cluster, "first")
     submit(cluster, "second")

@@ -1,0 +1,32 @@
+"""What is printed depends on who reads it: a person at a terminal, or a program."""
+
+import pytest
+
+from plexrl.cli.context import print_line, print_table, terminal_width
+
+TEXT = "a-word-that-is-long another-word-that-is-long"
+
+
+def test_a_program_gets_whole_lines_and_a_title_above_its_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert terminal_width() is None
+    print_line(TEXT)
+    print_table("Jobs\x1b[2J", ("job", "why"), [("a", None), ("b", TEXT)])
+    assert capsys.readouterr().out.splitlines() == [
+        TEXT,
+        "",
+        r"Jobs\u001b[2J",
+        "job  why",
+        "a    -",
+        f"b    {TEXT}",
+    ]
+
+
+def test_a_width_that_is_asked_for_is_kept_in_a_pipe_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    print_line(TEXT)
+    assert capsys.readouterr().out.splitlines() == TEXT.split()
