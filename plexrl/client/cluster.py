@@ -254,6 +254,9 @@ def connect(
 
     The key is `api_key`, else `PLEXRL_API_KEY`. An embedded cluster ends with the connection.
 
+    A cluster that gives no answer for `timeout_s` seconds (120) is given up: the request raises
+    `ConnectionLostError`.
+
     Raises:
         AuthenticationError: there is a URL and no key.
     """
