@@ -90,6 +90,18 @@ def test_every_argument_is_in_the_docstring(call: Callable[..., Any]) -> None:
     assert not missing, f"the docstring of {told.__qualname__} says nothing of {missing}"
 
 
+def test_the_guide_has_every_argument() -> None:
+    guide = (Path(__file__).parents[2] / "docs/sdk.md").read_text()
+    missing = [
+        f"{name} of {call.__qualname__}"
+        for call in CALLS
+        if not call.__qualname__.startswith("Parallelism.")
+        for name in [call.__name__, *(each.name for each in arguments(call))]
+        if not re.search(rf"\b{name}\b", guide)
+    ]
+    assert not missing
+
+
 @pytest.mark.parametrize("call", CALLS, ids=ident)
 def test_nothing_is_of_any_type(call: Callable[..., Any]) -> None:
     for name, parameter in inspect.signature(call).parameters.items():
