@@ -293,9 +293,11 @@ class FakeCluster:
             )
         )
 
-    def execute(self, run: cmd.RunOperation, *, report: bool = True) -> None:
+    def execute(
+        self, run: cmd.RunOperation, *, report: bool = True, trainer_step: int | None = None
+    ) -> None:
         """The workers carry out a run; `report` false loses the answer (the run stays to be asked
-        for again, as a router that died would have it)."""
+        for again, as a router that died would have it). `trainer_step` is what they say of it."""
         wpg = self.wpgs[run.deployment]
         if self.is_out_of_date(run):
             # There is no answer.
@@ -308,7 +310,14 @@ class FakeCluster:
         self._apply(wpg, run)
         if report:
             self.runs.remove(run)
-            self.send(ev.OperationFinished(operation=run.operation, token=run.token, compute_s=0.1))
+            self.send(
+                ev.OperationFinished(
+                    operation=run.operation,
+                    token=run.token,
+                    compute_s=0.1,
+                    trainer_step=trainer_step,
+                )
+            )
 
     def refusable(self) -> list[cmd.RunOperation]:
         """Runs that the workers could refuse: they are there, and have not carried the run out."""
