@@ -89,3 +89,8 @@ def test_values_show_their_shape_and_no_array() -> None:
     assert repr(step) == "StepResult(grad_norm=1.25, trainer_step=3)"
     chunk = plexrl.Chunk(0, 1, [5] * 5000, [0.0] * 5000)
     assert repr(chunk) == "Chunk(prompt=0, sample=1, tokens=5000)"
+    model = plexrl.tiny_qwen2("0123")
+    shown = "ModelSpec(architecture='qwen2', vocabulary of 4, seed=0, head='causal')"
+    assert repr(model) == shown
+    assert repr(plexrl.ModelSpec(path="/m")) == "ModelSpec(path='/m', head='causal')"
+    assert repr(plexrl.Tokenizer.from_vocabulary("0123")) == "<Tokenizer of 7 tokens>"
