@@ -41,6 +41,14 @@ class ModelSpec:
     score of a row's last hidden state, as in `transformers`' `…ForSequenceClassification` with one
     label."""
 
+    def __repr__(self) -> str:
+        if self.path is not None:
+            return f"ModelSpec(path={self.path!r}, head={self.head!r})"
+        return (
+            f"ModelSpec(architecture={self.architecture!r}, vocabulary of {len(self.vocabulary)}, "
+            f"seed={self.seed}, head={self.head!r})"
+        )
+
     @property
     def config(self) -> dict[str, Any]:
         """The architecture's configuration. Raises `InvalidRequestError` where it cannot be read.

@@ -72,7 +72,7 @@ class Parallelism:
 
     @classmethod
     def from_text(cls, text: str) -> "Parallelism":
-        """A layout as a command line writes it: `dp=2,tp=2`; axes that are left out are 1 long.
+        """A layout from a `text` as a command line has it: `dp=2,tp=2`; axes left out are 1 long.
 
         Raises:
             LayoutError: it is not written so, or cannot be.
@@ -114,7 +114,11 @@ class Parallelism:
         return int(getattr(self, axis))
 
     def rank(self, *, dp: int = 0, tp: int = 0, pp: int = 0, cp: int = 0) -> int:
-        """The rank at these coordinates. Raises `LayoutError` outside of the layout."""
+        """The rank at the coordinates `dp`, `tp`, `pp` and `cp`, each from 0.
+
+        Raises:
+            LayoutError: they are outside of the layout.
+        """
         for axis, place in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
             if not 0 <= place < getattr(self, axis):
                 raise LayoutError(
@@ -155,12 +159,12 @@ class Parallelism:
         return next(ranks for ranks in self.groups(*axes) if rank in ranks)
 
     def replicas(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the same part of the dense parameters, itself included. A backend that
-        shards its state (FSDP, a distributed optimizer) shards it among these."""
+        """The ranks with the same part of the dense parameters as `rank`, itself included. A
+        backend that shards its state (FSDP, a distributed optimizer) shards it among these."""
         return self.group(rank, "dp", "cp")
 
     def expert_replicas(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the same part of the experts' parameters, itself included."""
+        """The ranks with the same part of the experts' parameters as `rank`, itself included."""
         return self.group(rank, "expert_dp")
 
     def is_output(self, rank: int) -> bool:

@@ -78,6 +78,9 @@ class Tokenizer:
             # The library raises bare `Exception` for whatever it cannot parse.
             raise InvalidRequestError(f"this is no tokenizer.json: {error}") from error
 
+    def __repr__(self) -> str:
+        return f"<Tokenizer of {self._tokenizer.get_vocab_size()} tokens>"
+
     @classmethod
     def from_vocabulary(cls, vocabulary: str) -> "Tokenizer":
         """The character-level tokenizer of a locally made model: ids 0 to 2 are `<pad>`, `<bos>`

@@ -198,9 +198,9 @@ class Batch:
 
     def __repr__(self) -> str:
         lengths = self._lengths
-        longest = f" of {lengths.min()} to {lengths.max()}" if len(lengths) else ""
-        names = ", ".join(self._per_token) or "no per-token values"
-        return f"Batch({len(lengths)} rows{longest} tokens, {len(self._tokens)} in all; {names})"
+        spread = f", lengths={lengths.min()}..{lengths.max()}" if len(lengths) else ""
+        names = ", ".join(self._per_token)
+        return f"Batch(rows={len(lengths)}, tokens={len(self._tokens)}{spread}, values=[{names}])"
 
     def _check(self, name: str, lengths: Sequence[int]) -> None:
         _same_count(name, len(lengths), "token rows", len(self._lengths))

@@ -294,6 +294,9 @@ def connect(
 
     The key is `api_key`, else `PLEXRL_API_KEY`, else, with a data directory, the operator's.
 
+    A cluster that gives no answer for `timeout_s` seconds (120) is given up: the request raises
+    `ConnectionLostError`.
+
     Raises:
         AuthenticationError: there is a URL and no key.
         InvalidRequestError: both `url` and `data_dir` are given.

@@ -60,9 +60,9 @@ class Sample:
 
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self.tokens[:SHOWN_TOKENS]))
-        more = ", …" if len(self.tokens) > SHOWN_TOKENS else ""
+        more = len(self.tokens) - SHOWN_TOKENS
         return (
-            f"Sample({len(self.tokens)} tokens: [{shown}{more}], "
+            f"Sample(tokens=[{shown}{f', … {more} more' if more > 0 else ''}], "
             f"finish_reason={self.finish_reason!r}, trainer_step={self.trainer_step})"
         )
 
@@ -85,7 +85,7 @@ class GenerateResult:
         samples = [sample for group in self.samples for sample in group]
         tokens = sum(len(sample.tokens) for sample in samples)
         return (
-            f"GenerateResult({len(self.samples)} prompts, {len(samples)} samples, {tokens} tokens, "
+            f"GenerateResult(prompts={len(self.samples)}, samples={len(samples)}, tokens={tokens}, "
             f"trainer_step={self.trainer_step})"
         )
 
@@ -110,7 +110,7 @@ class ScoreResult:
     """float32 `[rows]`, in the batch's order."""
 
     def __repr__(self) -> str:
-        return f"ScoreResult({len(self.scores)} rows)"
+        return f"ScoreResult(rows={len(self.scores)})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -126,7 +126,7 @@ class TrainResult:
     step. Entry 0 is 0."""
 
     def __repr__(self) -> str:
-        return f"TrainResult({_shown(self.metrics)}, {_shape(self.logprobs)})"
+        return f"TrainResult({_shown(self.metrics)}, rows={len(self.logprobs)})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -157,7 +157,7 @@ class Chunk:
     """One for each of `tokens`, as `Sample.logprobs`."""
 
     def __repr__(self) -> str:
-        return f"Chunk(prompt={self.prompt}, sample={self.sample}, {len(self.tokens)} tokens)"
+        return f"Chunk(prompt={self.prompt}, sample={self.sample}, tokens={len(self.tokens)})"
 
 
 class SyncReport(TypedDict):
@@ -278,7 +278,7 @@ def decode_plain(result: Mapping[str, Any], arrays: "Arrays") -> dict[str, Any]:
 
 
 def _shape(rows: "list[npt.NDArray[np.float32]]") -> str:
-    return f"{len(rows)} rows, {sum(len(row) for row in rows)} tokens"
+    return f"rows={len(rows)}, tokens={sum(len(row) for row in rows)}"
 
 
 def _shown(metrics: Mapping[str, float]) -> str:

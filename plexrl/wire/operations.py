@@ -161,7 +161,9 @@ class LossSpec:
     """
 
     name: LossName
+    """Made by the function of `plexrl.losses` of that name."""
     clip_low: float = 0.2
+    """As `clip_high`."""
     clip_high: float = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]. DAPO's higher upper bound is 0.28."""
     kl_coef: float = 0.0

@@ -44,7 +44,7 @@ def test_a_cache_within_its_budget_draws_the_same_and_says_what_it_cost(
     found = short.generate(prompts, n=2, sampling=sampling).result(120)
     tokens = [[sample.tokens for sample in samples] for samples in found.samples]
     assert tokens == [[sample.tokens for sample in samples] for samples in wanted.samples]
-    assert found.samples[0][0].weights == ((0, found.weights_seq),)
+    assert found.samples[0][0].weights == ((0, found.weights_seq, 0),)
     assert wanted.metrics["preemptions"] == 0
     assert found.metrics["preemptions"] > 0
     assert found.metrics["kv_cache_bytes"] == 6 * BLOCK_BYTES
@@ -164,8 +164,10 @@ def test_weights_change_in_flight_and_samples_say_which_drew_them(
     prompts = [[3, 4, 5], [6, 7]]
     for prompt, samples, before in zip(prompts, mixed.samples, old.samples, strict=True):
         for sample, former in zip(samples, before, strict=True):
-            (start, first), (cut, second) = sample.weights
-            assert (start, first, second) == (0, old.weights_seq, old.weights_seq + 1)
+            former_weights, (cut, second, step) = sample.weights
+            assert former_weights == (0, old.weights_seq, 0)
+            assert (second, step) == (old.weights_seq + 1, 1)
+            assert sample.trainer_step == 0, "its first tokens are of the former weights"
             assert sample.tokens[:cut] == former.tokens[:cut]
             assert sample.tokens != former.tokens
             rows.append([*prompt, *sample.tokens])
@@ -179,7 +181,7 @@ def test_weights_change_in_flight_and_samples_say_which_drew_them(
         assert worst < 1e-4 if recompute_kv else worst > 1e-4
     new = rollout.generate([[3, 4, 5]], sampling=plexrl.SamplingParams(max_tokens=4)).result(120)
     assert new.weights_seq == old.weights_seq + 1
-    assert new.samples[0][0].weights == ((0, new.weights_seq),)
+    assert new.samples[0][0].weights == ((0, new.weights_seq, 1),)
 
 
 def test_async_controllers_pause_and_interrupt_too(

@@ -295,9 +295,11 @@ class FakeCluster:
             )
         )
 
-    def execute(self, run: cmd.RunOperation, *, report: bool = True) -> None:
+    def execute(
+        self, run: cmd.RunOperation, *, report: bool = True, trainer_step: int | None = None
+    ) -> None:
         """The workers carry out a run; `report` false loses the answer (the run stays to be asked
-        for again, as a router that died would have it)."""
+        for again, as a router that died would have it). `trainer_step` is what they say of it."""
         wpg = self.wpgs[run.deployment]
         if self.is_out_of_date(run):
             # There is no answer.
@@ -312,7 +314,10 @@ class FakeCluster:
             self.runs.remove(run)
             self.send(
                 ev.OperationFinished(
-                    operation=run.operation, token=run.token, compute_s=self.compute_s
+                    operation=run.operation,
+                    token=run.token,
+                    compute_s=self.compute_s,
+                    trainer_step=trainer_step,
                 )
             )
 

@@ -360,6 +360,30 @@ def test_a_rollout_whose_trainer_lost_what_it_published_has_it_publish_again() -
     assert cluster.state_of("draw") == "finished"
 
 
+def test_a_generation_is_told_the_step_of_the_weights_that_were_published_last() -> None:
+    cluster = synced()
+    cluster.submit("a:1", "a/actor", "optim_step")
+    cluster.execute(cluster.runs[0], trainer_step=4)
+    cluster.submit("again", "a/rollout", "sync_weights", source="a/actor")
+    cluster.execute(cluster.runs[0], trainer_step=4)
+    (sync,) = cluster.runs
+    assert (sync.operation, sync.trainer_step) == ("again", 4)
+    cluster.execute(sync, trainer_step=4)
+    cluster.kill("a/rollout")
+    cluster.submit("draw", "a/rollout", "generate")
+    cluster.launch(cluster.launches[0])
+    cluster.execute(cluster.runs[0])
+    refuse(cluster, cluster.runs[0], StateLostError("the version is gone"))
+    cluster.execute(cluster.runs[0], trainer_step=6)
+    (replayed,) = cluster.runs
+    assert (replayed.replay, replayed.trainer_step) == (True, 6), "its trainer's present weights"
+    cluster.execute(replayed, trainer_step=6)
+    (draw,) = cluster.runs
+    assert (draw.operation, draw.trainer_step) == ("draw", 6)
+    cluster.restart_scheduler(restored=True)
+    assert cluster.core.deployment_view("a/rollout", cluster.now)["trainer_step"] == 6
+
+
 @pytest.mark.parametrize("is_cancelled", [True, False])
 def test_a_sync_that_is_repeated_is_tried_again_when_its_new_publish_ends_badly(
     is_cancelled: bool,

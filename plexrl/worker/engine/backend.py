@@ -130,7 +130,7 @@ class EngineBackend(ABC, Generic[Made]):
         """The pulled weights draw from now on, for what a paused engine was generating too."""
         if self._adapters is not None:
             self._adapters.merge()
-        self._trainer_steps[seq] = trainer_step
+        self._note_step(seq, trainer_step)
         self.engine.weights_changed(seq, recompute_kv=self._recompute_kv_on_pull)
 
     def gather(self, value: str) -> list[str]:
@@ -164,7 +164,7 @@ class EngineBackend(ABC, Generic[Made]):
                 view(self.arena, piece).copy_(found[piece.key.name])
             self._adapters.merge()
         trainer_step = recorded_trainer_step(self._checkpoint_dir / job / params.name)
-        self._trainer_steps[call.seq] = trainer_step
+        self._note_step(call.seq, trainer_step)
         self.engine.weights_changed(call.seq)
         return BackendResult(result={"trainer_step": trainer_step})
 
@@ -247,16 +247,14 @@ class EngineBackend(ABC, Generic[Made]):
             result["segments"] = [
                 [row, start, seq, self._trainer_steps[seq]] for row, start, seq in mixed
             ]
-        self._forget(generation.name)
+        self._begun.pop(generation.name, None)
         return BackendResult(result=result, arrays=generation.arrays())
 
-    def _forget(self, operation: str) -> None:
-        """Drop what is known of versions that nothing unfinished was drawn by."""
-        self._begun.pop(operation, None)
-        oldest = min([*self._begun.values(), self.engine.stats().weights_seq])
-        self._trainer_steps = {
-            seq: step for seq, step in self._trainer_steps.items() if seq >= oldest
-        }
+    def _note_step(self, seq: int, trainer_step: int) -> None:
+        """Version `seq` draws from now on. What drew nothing that is unfinished is forgotten."""
+        oldest = min(self._begun.values(), default=seq)
+        kept = {old: step for old, step in self._trainer_steps.items() if old >= oldest}
+        self._trainer_steps = {**kept, seq: trainer_step}
 
     def _box(self, name: str, shape: tuple[int, ...]) -> Box:
         if self._ranks is None:
