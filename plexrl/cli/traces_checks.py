@@ -52,8 +52,14 @@ def check_amounts(**amounts: float | None) -> None:
         raise InvalidRequestError(f"--{name.replace('_', '-')} is {wanted}, not {value:g}")
 
 
-def check_out(out: Path, source: str | None = None, suffixes: tuple[str, ...] = SUFFIXES) -> None:
+def check_out(
+    out: Path,
+    source: str | None = None,
+    suffixes: tuple[str, ...] = SUFFIXES,
+    to_be_made: Path | None = None,
+) -> None:
     """Before anything is read: the file can be written. One that is there will be replaced.
+    `to_be_made`: a folder that need not be there.
 
     Raises:
         InvalidRequestError: its name is of no kind that is written, it is a folder, its folder is
@@ -64,6 +70,8 @@ def check_out(out: Path, source: str | None = None, suffixes: tuple[str, ...] = 
     if out.is_dir():
         raise InvalidRequestError(f"{out} is a folder: name a file in it")
     folder = out.absolute().parent
+    if not folder.exists() and to_be_made is not None and folder == to_be_made.absolute():
+        return
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "is not there: make it first"
         raise InvalidRequestError(f"{out} cannot be written: {folder} {what}")

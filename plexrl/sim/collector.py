@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plexrl.sim.bounds import DrainBound
+from plexrl.sim.job_rows import JobRows
 from plexrl.sim.result import SimResult, Span, Speed
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.sketch import Sketch
@@ -38,8 +39,10 @@ class _LiveJob:
 class Collector:
     """What a run is to be told of: the calls are named for what has happened, `now` in seconds."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, rows: JobRows | None = None) -> None:
         self._scenario = scenario
+        self._rows = rows
+        """Is told of each job by itself, where anybody asks for that."""
         self._jobs: dict[str, _LiveJob] = {}
         self._tenants = TenantTable()
         self._bound = DrainBound(_gpus_by_type(scenario))
@@ -80,12 +83,16 @@ class Collector:
         tenant = self._tenants.of(job.tenant)
         tenant.live += 1
         self._jobs[job.job_id] = _LiveJob(job=job, submitted_at=now, tenant=tenant)
+        if self._rows is not None:
+            self._rows.submitted(job, now)
 
     def job_placed(self, job_id: str, now: float) -> None:
         """It got GPUs; only the first time counts."""
         job = self._jobs[job_id]
         if job.placed_at is None:
             job.placed_at = now
+            if self._rows is not None:
+                self._rows.placed(job_id, now)
 
     def job_ended(
         self,
@@ -101,6 +108,8 @@ class Collector:
         these cycles; absent: what it ran, repetitions after failures included."""
         del cycles
         live = self._jobs.pop(job_id)
+        if self._rows is not None:
+            self._rows.ended(job_id, now, outcome, alone_s)
         job, tenant = live.job, live.tenant
         tenant.live -= 1
         tenant.ended += 1
@@ -131,9 +140,17 @@ class Collector:
 
     def cycle_ended(self, job_id: str, now: float, took_s: float, alone_s: float) -> None:
         """A cycle is over; `alone_s`, above 0: of the same drawn cycle on a group of its own."""
-        del job_id, now
+        del now
+        slowdown = took_s / alone_s - 1
         self._cycles += 1
-        self._cycle_slowdown.add(took_s / alone_s - 1)
+        self._cycle_slowdown.add(slowdown)
+        if self._rows is not None:
+            self._rows.cycle_ended(job_id, slowdown)
+
+    def switched(self, job_id: str) -> None:
+        """A job's state was moved off the GPUs for another's."""
+        if self._rows is not None:
+            self._rows.switched(job_id)
 
     def ran(
         self, group: str, job_id: str, gpus: int, kind: RunKind, start_s: float, end_s: float
@@ -144,6 +161,8 @@ class Collector:
         and without one to the job itself. What is told of a job that has ended is billed to nobody.
         """
         held = gpus * (end_s - start_s)
+        if self._rows is not None:
+            self._rows.ran(job_id, group, held, is_move=kind != "run")
         job = self._jobs.get(job_id)
         if kind == "run":
             self._busy_gpu_s += held
