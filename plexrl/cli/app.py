@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from plexrl.cli.context import warn, write_json, write_text
 from plexrl.cli.explain import explain
@@ -15,13 +16,29 @@ from plexrl.cli.nodes import groups, nodes_app, status
 from plexrl.cli.operations import operations, trace
 from plexrl.cli.running import demo, up
 from plexrl.cli.simulate import simulate
+from plexrl.cli.simulate_compare import compare
 from plexrl.cli.tenants import tenants_app
 from plexrl.cli.traces import traces_app
 from plexrl.cli.usage import usage
 from plexrl.errors import PlexRLError
 
+COMPARE = "simulate compare"
+
+
+class Commands(TyperGroup):
+    """The commands. `simulate` takes a trace, and the word `compare` behind it is no trace but a
+    command of its own; a file of that name is `./compare`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the words begin with, its name, and the other words."""
+        if args[:2] == COMPARE.split():
+            args = [COMPARE, *args[2:]]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="plexrl",
+    cls=Commands,
     help="LLM execution for RL with verifiable rewards, as a shared service of the cluster.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -32,6 +49,7 @@ for command in (
     *(statemanager, statemanager_status, operations, trace, simulate, fidelity),
 ):
     app.command()(command)
+app.command(COMPARE)(compare)
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(traces_app, name="traces")
