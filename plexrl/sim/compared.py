@@ -132,7 +132,9 @@ def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     """Two documents, each with a trace and runs."""
     searched = bool(a.get("smallest") or b.get("smallest"))
     asked_a, asked_b = _questions(a, searched), _questions(b, searched)
-    axes = sorted(_varying(asked_a) | _varying(asked_b), key=lambda name: (name != OPTIONS["policy"], name))
+    axes = sorted(
+        _varying(asked_a) | _varying(asked_b), key=lambda name: (name != OPTIONS["policy"], name)
+    )
     settings = tuple(_settings(asked_a, asked_b))
     runs_a = {_place(each, axes): index for index, each in enumerate(asked_a)}
     runs_b = {_place(each, axes): index for index, each in enumerate(asked_b)}
