@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from plexrl.cli.context import warn, write_json, write_text
+from plexrl.cli.context import warn, warn_lines, write_json, write_text
 from plexrl.cli.explain import explain
 from plexrl.cli.fidelity import fidelity
 from plexrl.cli.jobs import jobs, logs
@@ -20,7 +20,7 @@ from plexrl.cli.simulate_compare import compare
 from plexrl.cli.tenants import tenants_app
 from plexrl.cli.traces import traces_app
 from plexrl.cli.usage import usage
-from plexrl.errors import PlexRLError
+from plexrl.errors import PlexRLError, TraceError
 
 COMPARE = "simulate compare"
 
@@ -81,7 +81,9 @@ def run_command(command: Callable[[], Any]) -> int:
         if "--json" in sys.argv:
             write_json({"error": error.to_wire()})
         else:
-            warn(f"plexrl: {error.message}")
+            # A file's faults stand a line each; no other message has lines of its own.
+            tell = warn_lines if isinstance(error, TraceError) else warn
+            tell(f"plexrl: {error.message}")
         return 1
     return 0
 

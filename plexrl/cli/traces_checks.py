@@ -11,8 +11,11 @@ from pathlib import Path
 import typer
 
 from plexrl.errors import InvalidRequestError
+from plexrl.traces.schema import TIME_S_MAX
 
 _LEFT_OUT = frozenset({"DEFAULT", "DEFAULT_MAP"})
+
+DAYS_MAX = TIME_S_MAX / 86_400.0
 
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 
@@ -39,12 +42,18 @@ def refuse(given: frozenset[str], ignored: Mapping[str, str], because: str) -> N
 
 
 def check_amounts(**amounts: float | None) -> None:
-    """That each number is one that can be reckoned with, above 0 unless it is a minimum.
+    """That each number is one that can be reckoned with, above 0 unless it is a minimum, and that
+    days are no more than a trace can have.
 
     Raises:
         InvalidRequestError: one is not; which is said.
     """
     for name, value in amounts.items():
+        if value is not None and name.endswith("days") and value > DAYS_MAX:
+            raise InvalidRequestError(
+                f"--{name.replace('_', '-')} is at most {DAYS_MAX:,.0f}, not {value:g}: a trace has "
+                "no later times"
+            )
         least = 0.0 if name.startswith("min_") else None
         if value is None or (isfinite(value) and (value > 0 or value == least)):
             continue
