@@ -11,11 +11,11 @@ from pathlib import Path
 import typer
 
 from plexrl.errors import InvalidRequestError
-from plexrl.traces.schema import TIME_S_MAX
 
 _LEFT_OUT = frozenset({"DEFAULT", "DEFAULT_MAP"})
 
-DAYS_MAX = TIME_S_MAX / 86_400.0
+DAYS_MAX = 11_574
+"""Of a trace, whose times are at most 1e9 seconds."""
 
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 
@@ -51,8 +51,8 @@ def check_amounts(**amounts: float | None) -> None:
     for name, value in amounts.items():
         if value is not None and name.endswith("days") and value > DAYS_MAX:
             raise InvalidRequestError(
-                f"--{name.replace('_', '-')} is at most {DAYS_MAX:,.0f}, not {value:g}: a trace has "
-                "no later times"
+                f"--{name.replace('_', '-')} is at most {DAYS_MAX:,}, not {value:g}: a trace has no "
+                "later times"
             )
         least = 0.0 if name.startswith("min_") else None
         if value is None or (isfinite(value) and (value > 0 or value == least)):
