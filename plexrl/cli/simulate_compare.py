@@ -100,8 +100,8 @@ def _show(a: Path, b: Path, found: "Comparison") -> None:
     else:
         print_line("The questions are the same.")
     for pair in found.smallest:
-        rows = map(_figure, pair.figures)
-        print_table(f"Smallest cluster, {pair.label}", ("", "A", "B", "B - A", "change"), rows)
+        sizes = [_figure(each) for each in pair.figures]
+        print_table(f"Smallest cluster, {pair.label}", ("", "A", "B", "B - A", "change"), sizes)
     for pair in found.pairs:
         if not any(each.difference for each in pair.figures):
             print_line(f"{pair.label}: the same figures.")

@@ -51,7 +51,7 @@ def check_amounts(**amounts: float | None) -> None:
     for name, value in amounts.items():
         if value is not None and name.endswith("days") and value > DAYS_MAX:
             raise InvalidRequestError(
-                f"--{name.replace('_', '-')} is at most {DAYS_MAX:,}, not {value:g}: a trace has no "
+                f"--{name.replace('_', '-')} is at most {DAYS_MAX:,}, not {value:g}: no trace has "
                 "later times"
             )
         least = 0.0 if name.startswith("min_") else None

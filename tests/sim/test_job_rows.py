@@ -130,7 +130,7 @@ def simulated(*arguments: str | Path) -> Any:
 def test_the_command_writes_rows_beside_its_results(trace: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     rows_at = out / "jobs.csv"
-    asked = ["--nodes", "8", "--sweep", "seed=1,2", "--workers", "2", "--out", out]
+    asked = ["--nodes", "8", "--sweep", "seed=1,2", "--workers", "2", "--out", str(out)]
     found = simulated(trace, *asked, "--jobs-out", rows_at)
     assert found.exit_code == 0, found.output
     assert "jobs.csv" in found.stdout

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from plexrl.traces.json_list import PIECE_CHARACTERS, json_elements
 
 FOLDER = Path(__file__).parent / "layouts"
 
-PHILLY_JOB = {
+PHILLY_JOB: dict[str, Any] = {
     "status": "Pass",
     "vc": "ee9e8c",
     "jobid": "application_1506638472019_14199",
@@ -71,7 +72,7 @@ def test_jobs_of_the_log_that_never_ran_or_ran_on_are_counted_and_faults_named(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "cluster_job_log"
-    attempt = PHILLY_JOB["attempts"][0]  # type: ignore[index]
+    attempt = PHILLY_JOB["attempts"][0]
     backwards = {**attempt, "start_time": "2017-10-08 01:12:09"}
     jobs = [
         PHILLY_JOB,
