@@ -8,7 +8,7 @@ import typer
 
 from plexrl.cli.cancel import cancel
 from plexrl.cli.checkpoints import checkpoints_app
-from plexrl.cli.context import warn, write_json, write_text
+from plexrl.cli.context import warn, warn_lines, write_json, write_text
 from plexrl.cli.explain import explain
 from plexrl.cli.fidelity import fidelity
 from plexrl.cli.help import CommandGroup
@@ -19,14 +19,29 @@ from plexrl.cli.nodes import groups, nodes_app, status
 from plexrl.cli.operations import operations, trace
 from plexrl.cli.running import demo, up
 from plexrl.cli.simulate import simulate
+from plexrl.cli.simulate_compare import compare
 from plexrl.cli.tenants import tenants_app
 from plexrl.cli.traces import traces_app
 from plexrl.cli.usage import usage
-from plexrl.errors import PlexRLError
+from plexrl.errors import PlexRLError, TraceError
+
+COMPARE = "simulate compare"
+
+
+class Commands(CommandGroup):
+    """The commands. `simulate` takes a trace, and the word `compare` behind it is no trace but a
+    command of its own; a file of that name is `./compare`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the words begin with, its name, and the other words."""
+        if args[:2] == COMPARE.split():
+            args = [COMPARE, *args[2:]]
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="plexrl",
-    cls=CommandGroup,
+    cls=Commands,
     help="LLM execution for RL with verifiable rewards, as a shared service of the cluster.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -39,6 +54,7 @@ for command in (
     *(statemanager, statemanager_status, operations, trace, simulate, fidelity),
 ):
     app.command()(command)
+app.command(COMPARE)(compare)
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(checkpoints_app, name="checkpoints")
 app.add_typer(tenants_app, name="tenants")
@@ -71,7 +87,9 @@ def run_command(command: Callable[[], Any]) -> int:
         if "--json" in sys.argv:
             write_json({"error": error.to_wire()})
         else:
-            warn(f"plexrl: {error.message}")
+            # A file's faults stand a line each; no other message has lines of its own.
+            tell = warn_lines if isinstance(error, TraceError) else warn
+            tell(f"plexrl: {error.message}")
         return 1
     return 0
 

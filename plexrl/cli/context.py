@@ -131,6 +131,11 @@ def warn(text: str) -> None:
     _write_paragraph(sys.stderr, text)
 
 
+def warn_lines(text: str) -> None:
+    """Lines on standard error, such as the faults of a file."""
+    sys.stderr.write(many_lines(text) + "\n")
+
+
 def local_time(at: float | None) -> str:
     """Seconds since the epoch as this machine's time; nothing where it is not known."""
     if at is None:

@@ -3,7 +3,7 @@
 import typer
 
 from plexrl.cli import simulate_options as options
-from plexrl.cli.context import Json
+from plexrl.cli.context import Json, print_line
 from plexrl.cli.traces import DAY_S
 from plexrl.errors import UnavailableError
 
@@ -57,12 +57,14 @@ def simulate(
     workers: options.Workers = None,
     ray: options.Ray = None,
     out: options.Out = None,
+    jobs_out: options.JobsOut = None,
     as_json: Json = False,
 ) -> None:
     """Run a trace through the scheduler on a virtual clock: policies, cluster sizes, costs."""
     try:
         from plexrl.cli import simulate_setup as setup
         from plexrl.cli.simulate_answers import answered
+        from plexrl.cli.simulate_jobs import check_jobs_out
         from plexrl.cli.simulate_output import check_folder, tell
         from plexrl.sim.prices import Prices
         from plexrl.sim.scenario import Behaviour, Failures, Scenario
@@ -76,6 +78,8 @@ def simulate(
     asked = setup.questions(policy, sweep, slo, what_if)
     if out is not None:
         check_folder(out)
+    if jobs_out is not None:
+        check_jobs_out(jobs_out, trace, ray, out)
     source = setup.source(
         trace,
         shape=Shape(
@@ -125,8 +129,17 @@ def simulate(
         ),
     )
     found = answered(
-        trace, base, asked, max_nodes=max_nodes, workers=workers, ray_address=ray, quiet=as_json
+        trace,
+        base,
+        asked,
+        max_nodes=max_nodes,
+        workers=workers,
+        ray_address=ray,
+        quiet=as_json,
+        jobs_out=jobs_out,
     )
     tell(found, out, as_json=as_json)
+    if jobs_out is not None and not as_json:
+        print_line(f"Written: {jobs_out}")
     if found.failed:
         raise typer.Exit(1)

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from plexrl.cli.context import warn
+from plexrl.cli.simulate_jobs import write_rows
 from plexrl.cli.simulate_progress import Runs
 from plexrl.cli.simulate_setup import Questions
 from plexrl.cli.simulate_tables import (
@@ -49,8 +50,10 @@ def answered(
     workers: int | None,
     ray_address: str | None,
     quiet: bool,
+    jobs_out: Path | None = None,
 ) -> Answers:
-    """Look through the trace, run what is asked, and put the answers together.
+    """Look through the trace, run what is asked, and put the answers together; with `jobs_out` a
+    row of each job of each answer goes into that file.
 
     Raises:
         TraceError: rows are bad, and not to be skipped.
@@ -70,6 +73,7 @@ def answered(
             ray_address=ray_address,
             copies=copies,
             quiet=quiet,
+            rows_in=None if jobs_out is None else Path(folder),
         ) as run:
             plans: tuple[CapacityPlan, ...] = ()
             failed: tuple[FailedRun, ...] = ()
@@ -80,6 +84,8 @@ def answered(
             else:
                 runs, failed = _ran(scenarios, run)
             changes, more = _changes(runs, asked, run)
+        if jobs_out is not None:
+            write_rows(jobs_out, runs, run.job_rows)
     return Answers(
         trace=trace,
         survey=survey,

@@ -223,6 +223,10 @@ Ray = Annotated[
     str | None,
     typer.Option(help="Run on this Ray cluster: host:port, or auto.", rich_help_panel=_RUNS),
 ]
+JobsOut = Annotated[
+    Path | None,
+    typer.Option(help="File for a row a job: *.csv, *.csv.gz, *.parquet.", rich_help_panel=_RUNS),
+]
 Out = Annotated[
     Path | None,
     typer.Option(help="Folder for report.html and results.json.", rich_help_panel=_RUNS),

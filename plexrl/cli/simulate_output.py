@@ -1,6 +1,7 @@
 """The answers of `plexrl simulate`: shown to people, and written for programs."""
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def document(found: Answers) -> str:
     survey = found.survey
     return dumps(
         {
+            "version": version("plexrl"),
             "trace": {
                 "name": found.trace,
                 "jobs": survey.jobs,

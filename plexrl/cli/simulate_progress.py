@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plexrl.cli.simulate_tables import span
@@ -34,12 +35,17 @@ class Runs:
         ray_address: str | None,
         copies: Mapping[JobSource, JobSource],
         quiet: bool = False,
+        rows_in: Path | None = None,
     ) -> None:
+        """`rows_in`: a folder in which each run writes a row of each of its jobs."""
         self._jobs = jobs
         self._workers = workers
         self._ray_address = ray_address
         self._copies = copies
         self._quiet = quiet
+        self._rows_in = rows_in
+        self.job_rows: dict[Scenario, Path] = {}
+        """Where they are, by run."""
         self._asked = 0
         self._ended = 0
         self._display: Display | None = None
@@ -99,11 +105,15 @@ class Runs:
             assert self._overall is not None
             display.update(self._overall, completed=self._ended)
 
+        if self._rows_in is not None:
+            for each in scenarios:
+                self.job_rows[each] = self._rows_in / f"rows{len(self.job_rows)}"
         return run_all(
             scenarios,
             workers=self._workers,
             ray_address=self._ray_address,
             copies=self._copies,
+            job_rows=self.job_rows or None,
             on_progress=moved,
             on_end=ended,
         )

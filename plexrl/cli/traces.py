@@ -259,6 +259,8 @@ def generate(
     check_amounts(days=days, cap_days=cap_days, jobs_per_day=jobs_per_day)
     if lengths is not None:
         refuse(given, OF_JOBS, "--lengths makes up responses, no jobs")
+        if correlation != correlation:
+            raise typer.BadParameter("--correlation is 0 to 1, not nan")
         count = _generate_lengths(out, lengths, samples, correlation, fit, seed)
         _told(out, count, {}, as_json)
         return

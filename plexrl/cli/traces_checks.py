@@ -14,6 +14,9 @@ from plexrl.errors import InvalidRequestError
 
 _LEFT_OUT = frozenset({"DEFAULT", "DEFAULT_MAP"})
 
+DAYS_MAX = 11_574
+"""Of a trace, whose times are at most 1e9 seconds."""
+
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 
 
@@ -39,12 +42,18 @@ def refuse(given: frozenset[str], ignored: Mapping[str, str], because: str) -> N
 
 
 def check_amounts(**amounts: float | None) -> None:
-    """That each number is one that can be reckoned with, above 0 unless it is a minimum.
+    """That each number is one that can be reckoned with, above 0 unless it is a minimum, and that
+    days are no more than a trace can have.
 
     Raises:
         InvalidRequestError: one is not; which is said.
     """
     for name, value in amounts.items():
+        if value is not None and name.endswith("days") and value > DAYS_MAX:
+            raise InvalidRequestError(
+                f"--{name.replace('_', '-')} is at most {DAYS_MAX:,}, not {value:g}: no trace has "
+                "later times"
+            )
         least = 0.0 if name.startswith("min_") else None
         if value is None or (isfinite(value) and (value > 0 or value == least)):
             continue
@@ -52,8 +61,14 @@ def check_amounts(**amounts: float | None) -> None:
         raise InvalidRequestError(f"--{name.replace('_', '-')} is {wanted}, not {value:g}")
 
 
-def check_out(out: Path, source: str | None = None, suffixes: tuple[str, ...] = SUFFIXES) -> None:
+def check_out(
+    out: Path,
+    source: str | None = None,
+    suffixes: tuple[str, ...] = SUFFIXES,
+    to_be_made: Path | None = None,
+) -> None:
     """Before anything is read: the file can be written. One that is there will be replaced.
+    `to_be_made`: a folder that need not be there.
 
     Raises:
         InvalidRequestError: its name is of no kind that is written, it is a folder, its folder is
@@ -64,6 +79,8 @@ def check_out(out: Path, source: str | None = None, suffixes: tuple[str, ...] = 
     if out.is_dir():
         raise InvalidRequestError(f"{out} is a folder: name a file in it")
     folder = out.absolute().parent
+    if not folder.exists() and to_be_made is not None and folder == to_be_made.absolute():
+        return
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "is not there: make it first"
         raise InvalidRequestError(f"{out} cannot be written: {folder} {what}")

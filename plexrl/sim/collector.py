@@ -12,6 +12,7 @@ from typing import Literal
 from plexrl.sim.bill import bill
 from plexrl.sim.bounds import DrainBound
 from plexrl.sim.held_nodes import HeldNodes
+from plexrl.sim.job_rows import JobRows
 from plexrl.sim.result import SimResult, Span, Speed
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.sketch import Sketch
@@ -40,8 +41,10 @@ class _LiveJob:
 class Collector:
     """What a run is to be told of: the calls are named for what has happened, `now` in seconds."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, rows: JobRows | None = None) -> None:
         self._scenario = scenario
+        self._rows = rows
+        """Is told of each job by itself, where anybody asks for that."""
         self._jobs: dict[str, _LiveJob] = {}
         self._tenants = TenantTable()
         self._bound = DrainBound(_gpus_by_type(scenario))
@@ -86,6 +89,8 @@ class Collector:
         tenant = self._tenants.of(job.tenant)
         tenant.live += 1
         self._jobs[job.job_id] = _LiveJob(job=job, submitted_at=now, tenant=tenant)
+        if self._rows is not None:
+            self._rows.submitted(job, now)
 
     def job_placed(self, job_id: str, now: float) -> None:
         """It got GPUs; only the first time counts."""
@@ -94,6 +99,8 @@ class Collector:
             job.placed_at = now
             self._rollout_gpus += job.job.rollout_gpus
             self._rollout_gpus_peak = max(self._rollout_gpus_peak, self._rollout_gpus)
+            if self._rows is not None:
+                self._rows.placed(job_id, now)
 
     def job_ended(
         self,
@@ -109,6 +116,8 @@ class Collector:
         these cycles; absent: what it ran, repetitions after failures included."""
         del cycles
         live = self._jobs.pop(job_id)
+        if self._rows is not None:
+            self._rows.ended(job_id, now, outcome, alone_s)
         job, tenant = live.job, live.tenant
         tenant.live -= 1
         tenant.ended += 1
@@ -140,9 +149,17 @@ class Collector:
 
     def cycle_ended(self, job_id: str, now: float, took_s: float, alone_s: float) -> None:
         """A cycle is over; `alone_s`, above 0: of the same drawn cycle on a group of its own."""
-        del job_id, now
+        del now
+        slowdown = took_s / alone_s - 1
         self._cycles += 1
-        self._cycle_slowdown.add(took_s / alone_s - 1)
+        self._cycle_slowdown.add(slowdown)
+        if self._rows is not None:
+            self._rows.cycle_ended(job_id, slowdown)
+
+    def switched(self, job_id: str) -> None:
+        """A job's state was moved off the GPUs for another's."""
+        if self._rows is not None:
+            self._rows.switched(job_id)
 
     def ran(
         self, group: str, job_id: str, gpus: int, kind: RunKind, start_s: float, end_s: float
@@ -153,6 +170,8 @@ class Collector:
         and without one to the job itself. What is told of a job that has ended is billed to nobody.
         """
         held = gpus * (end_s - start_s)
+        if self._rows is not None:
+            self._rows.ran(job_id, group, held, is_move=kind != "run")
         job = self._jobs.get(job_id)
         if kind == "run":
             self._busy_gpu_s += held

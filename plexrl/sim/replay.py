@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from plexrl.garbage_collection import rare_collections
 from plexrl.scheduler import core
 from plexrl.sim.cycles import CycleLaw, Laws
+from plexrl.sim.job_rows import JobRow
 from plexrl.sim.move_costs import MoveCosts
 from plexrl.sim.result import SimResult, Speed
 from plexrl.sim.scenario import Scenario
@@ -39,17 +40,18 @@ def simulate(
     laws: Laws = CycleLaw,
     costs: MoveCosts | None = None,
     on_cycle: CycleEnded | None = None,
+    on_job: Callable[[JobRow], None] | None = None,
 ) -> SimResult:
     """Run the scenario to the end of its last job. `progress` is told about twice a second,
-    `on_cycle` of every cycle; `laws` say what cycles take and `costs` what moves do, where the
-    scenario is not to.
+    `on_cycle` of every cycle, `on_job` of each job as it ends; `laws` say what cycles take and
+    `costs` what moves do, where the scenario is not to.
 
     Raises:
         InvalidRequestError: there is no such policy.
         UnavailableError: jobs wait, and nothing more can happen.
     """
     began_at = time.perf_counter()
-    run = TraceRun(scenario, laws=laws, costs=costs, on_cycle=on_cycle)
+    run = TraceRun(scenario, laws=laws, costs=costs, on_cycle=on_cycle, on_job=on_job)
     with rare_collections():
         run.start()
         reported_at = began_at

@@ -16,10 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plexrl.cluster.lifeline import die_with_parent
 from plexrl.errors import PlexRLError, from_wire
+from plexrl.sim.job_rows_file import row_writer
 from plexrl.sim.replay import Progress, simulate
 from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import JobSource, Scenario
@@ -38,6 +40,8 @@ class FailedRun:
 
 
 Outcome = SimResult | FailedRun
+_Task = tuple[Scenario, Path | None]
+"""A run, and where its rows of jobs go."""
 OnProgress = Callable[[int, Progress], None]
 """Told the number of a run and how far it is."""
 OnEnd = Callable[[int, Outcome], None]
@@ -50,6 +54,7 @@ def run_all(
     workers: int | None = None,
     ray_address: str | None = None,
     copies: Mapping[JobSource, JobSource] | None = None,
+    job_rows: Mapping[Scenario, Path] | None = None,
     on_progress: OnProgress | None = None,
     on_end: OnEnd | None = None,
 ) -> tuple[Outcome, ...]:
@@ -57,6 +62,7 @@ def run_all(
 
     `workers`: runs at a time, by default as many as there are cores; 1 stays in this process.
     `copies`: where runs on this machine find the jobs of a source more quickly (`job_copy`).
+    `job_rows`: where runs on this machine write a row of each of their jobs (`job_rows_file`).
     An interrupt (Ctrl-C) ends every run and is raised again.
 
     Raises:
@@ -69,8 +75,9 @@ def run_all(
         return run_on_ray(scenarios, ray_address, tell, ended)
     places = min(workers or len(os.sched_getaffinity(0)), len(scenarios))
     run = _run_here if places <= 1 else partial(_run_in_processes, places=places)
+    rows = [job_rows.get(each) if job_rows else None for each in scenarios]
     if not copies:
-        return run(scenarios, tell, ended)
+        return run([*zip(scenarios, rows, strict=True)], tell, ended)
     reading = [replace(each, source=copies.get(each.source, each.source)) for each in scenarios]
 
     def as_asked(index: int, outcome: Outcome) -> Outcome:
@@ -78,14 +85,20 @@ def run_all(
             return replace(outcome, scenario=scenarios[index])
         return outcome
 
-    found = run(reading, tell, lambda index, outcome: ended(index, as_asked(index, outcome)))
+    tasks = [*zip(reading, rows, strict=True)]
+    found = run(tasks, tell, lambda index, outcome: ended(index, as_asked(index, outcome)))
     return tuple(as_asked(index, outcome) for index, outcome in enumerate(found))
 
 
-def run_one(scenario: Scenario, on_progress: Callable[[Progress], None]) -> Outcome:
+def run_one(
+    scenario: Scenario, on_progress: Callable[[Progress], None], job_rows: Path | None = None
+) -> Outcome:
     """One run here, its failure as a value."""
     try:
-        return simulate(scenario, on_progress)
+        if job_rows is None:
+            return simulate(scenario, on_progress)
+        with row_writer(job_rows) as take:
+            return simulate(scenario, on_progress, on_job=take)
     except PlexRLError as error:
         return _failed(scenario, error)
     except Exception as error:
@@ -107,24 +120,24 @@ def _failed(scenario: Scenario, error: PlexRLError) -> FailedRun:
     return FailedRun(scenario=scenario, error=said)
 
 
-def _run_here(scenarios: Sequence[Scenario], tell: OnProgress, ended: OnEnd) -> tuple[Outcome, ...]:
+def _run_here(tasks: Sequence[_Task], tell: OnProgress, ended: OnEnd) -> tuple[Outcome, ...]:
     outcomes = []
-    for index, scenario in enumerate(scenarios):
-        outcomes.append(run_one(scenario, partial(tell, index)))
+    for index, (scenario, rows) in enumerate(tasks):
+        outcomes.append(run_one(scenario, partial(tell, index), rows))
         ended(index, outcomes[-1])
     return tuple(outcomes)
 
 
 def _run_in_processes(
-    scenarios: Sequence[Scenario], tell: OnProgress, ended: OnEnd, *, places: int
+    tasks: Sequence[_Task], tell: OnProgress, ended: OnEnd, *, places: int
 ) -> tuple[Outcome, ...]:
-    waiting = deque(enumerate(scenarios))
+    waiting = deque(enumerate(tasks))
     outcomes: dict[int, Outcome] = {}
     with _children() as running:
         while waiting or running:
             while waiting and len(running) < places:
-                index, scenario = waiting.popleft()
-                connection, process = _start(scenario)
+                index, task = waiting.popleft()
+                connection, process = _start(task)
                 running[connection] = (index, process)
             for ready in wait(list(running)):
                 assert isinstance(ready, Connection)
@@ -137,7 +150,7 @@ def _run_in_processes(
                         f"its process died with exit code {process.exitcode}: where that is -9 the "
                         "machine may be short of memory; take fewer --workers"
                     )
-                    told = _failed(scenarios[index], died)
+                    told = _failed(tasks[index][0], died)
                 if isinstance(told, Progress):
                     tell(index, told)
                     continue
@@ -146,7 +159,7 @@ def _run_in_processes(
                 ready.close()
                 del running[ready]
                 ended(index, told)
-    return tuple(outcomes[index] for index in range(len(scenarios)))
+    return tuple(outcomes[index] for index in range(len(tasks)))
 
 
 @contextmanager
@@ -162,23 +175,24 @@ def _children() -> "Iterator[dict[Connection, tuple[int, SpawnProcess]]]":
             connection.close()
 
 
-def _start(scenario: Scenario) -> "tuple[Connection, SpawnProcess]":
+def _start(task: _Task) -> "tuple[Connection, SpawnProcess]":
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(theirs, scenario), daemon=True)
+    process = context.Process(target=_child, args=(theirs, task), daemon=True)
     process.start()
     # Ours alone, so that its end is seen when the process dies.
     theirs.close()
     return ours, process
 
 
-def _child(connection: Connection, scenario: Scenario) -> None:
+def _child(connection: Connection, task: _Task) -> None:
     # Ctrl-C reaches every process of a terminal; the parent ends its children itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None, "this runs in a child only"
     die_with_parent(parent=parent.pid)
-    connection.send(run_one(scenario, connection.send))
+    scenario, rows = task
+    connection.send(run_one(scenario, connection.send, rows))
     connection.close()
 
 

@@ -24,6 +24,7 @@ from plexrl.sim.controllers import Controllers
 from plexrl.sim.cycles import CycleLaw, Laws
 from plexrl.sim.device_state import device_state_bytes
 from plexrl.sim.group_members import GroupMembers
+from plexrl.sim.job_rows import JobRow, JobRows
 from plexrl.sim.job_run import AloneClock, JobRun, demand_of
 from plexrl.sim.move_costs import MoveCosts
 from plexrl.sim.node_states import NodeStates, Refusal
@@ -65,6 +66,7 @@ class TraceRun:
         laws: Laws = CycleLaw,
         costs: MoveCosts | None = None,
         on_cycle: CycleEnded | None = None,
+        on_job: Callable[[JobRow], None] | None = None,
     ) -> None:
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
@@ -80,7 +82,7 @@ class TraceRun:
                 cmd.PrefetchState: self._prefetch_state,
             },
         )
-        self._collector = Collector(scenario)
+        self._collector = Collector(scenario, None if on_job is None else JobRows(on_job))
         self._checker = Checker(scenario, self.shell.core) if scenario.check else None
         if self._checker is not None:
             self.shell.watch(self._checker.watch)
@@ -433,6 +435,7 @@ class TraceRun:
             return
         if run.run_kind == "offload" and command.kind == _OFFLOAD:
             self._switches += 1
+            self._collector.switched(run.job_id)
         moved, token = move.moved, command.token
         self._tell(ev.OperationFinished(operation, token, computed_s, None, "{}", moved))
         for report in move.reports:

@@ -57,6 +57,10 @@ def read_header(path: Path) -> Header:
         InvalidRequestError: the file cannot be opened.
         TraceError: it is empty, or no text.
     """
+    if path.is_dir():
+        raise InvalidRequestError(
+            f"{path} is a folder: name a file in it, or a folder of ServeGen's chunk-N-dataset.json"
+        )
     first = _beginning(path)
     _check_is_text(path, first)
     text = first.decode("utf-8", "surrogateescape").removeprefix("\ufeff").lstrip()

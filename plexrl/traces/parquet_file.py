@@ -24,7 +24,7 @@ def read_parquet(path: Path, table: Table[Any], report: Report) -> Iterator[Pars
     Raises:
         InvalidRequestError: it is no Parquet file, or pyarrow is not installed.
     """
-    parquet = _pyarrow().parquet
+    parquet = pyarrow_or_refusal().parquet
     try:
         with path.open("rb") as raw:
             file = parquet.ParquetFile(raw, pre_buffer=False)
@@ -36,15 +36,15 @@ def read_parquet(path: Path, table: Table[Any], report: Report) -> Iterator[Pars
                 return
             known = [name for name in table.names if name in names]
             yield from _rows(file.iter_batches(BATCH_ROWS, columns=known), table)
-    except (OSError, _pyarrow().ArrowException) as error:
+    except (OSError, pyarrow_or_refusal().ArrowException) as error:
         raise InvalidRequestError(f"{path} cannot be read as Parquet: {error}") from error
 
 
 def column_names(path: Path) -> list[str]:
     """The names of a file's columns; raises as `read_parquet`."""
     try:
-        return list(_pyarrow().parquet.read_schema(path).names)
-    except (OSError, _pyarrow().ArrowException) as error:
+        return list(pyarrow_or_refusal().parquet.read_schema(path).names)
+    except (OSError, pyarrow_or_refusal().ArrowException) as error:
         raise InvalidRequestError(f"{path} cannot be read as Parquet: {error}") from error
 
 
@@ -102,7 +102,7 @@ class ParquetWriter:
 
     def __init__(self, path: Path, table: Table[Any]) -> None:
         self._table = table
-        self._pyarrow = _pyarrow()
+        self._pyarrow = pyarrow_or_refusal()
         self._schema = arrow_schema(table)
         self._file = self._pyarrow.parquet.ParquetWriter(path, self._schema, compression="zstd")
         self._rows: list[dict[str, Any]] = []
@@ -128,7 +128,7 @@ class ParquetWriter:
 
 def arrow_schema(table: Table[Any]) -> "pyarrow.Schema":
     """The table's columns as Parquet has them."""
-    arrow = _pyarrow()
+    arrow = pyarrow_or_refusal()
     segment = arrow.struct(
         [
             arrow.field("function", arrow.string(), nullable=False),
@@ -165,7 +165,12 @@ def _stored(value: Any) -> Any:
     ]
 
 
-def _pyarrow() -> Any:
+def pyarrow_or_refusal() -> Any:
+    """The library.
+
+    Raises:
+        InvalidRequestError: it is not installed.
+    """
     try:
         import pyarrow.parquet
     except ImportError as error:

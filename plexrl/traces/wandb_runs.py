@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, TraceError
-from plexrl.traces.file_header import Header, read_header
+from plexrl.traces.file_header import Header, header_error, read_header
 from plexrl.traces.formats.records import Record, csv_records, json_records
 from plexrl.traces.problems import Problem, Problems, Report
 from plexrl.traces.schema import TraceJob, TraceSegment, is_function
@@ -142,6 +142,11 @@ def read_runs(
             f"{path} has no metric of a training phase: name yours by --metric NAME=PHASE; known "
             f"are {', '.join(METRICS)}"
         )
+    taken_of = [name for name, _, _ in columns]
+    twice = [name for name in dict.fromkeys(taken_of) if taken_of.count(name) > 1]
+    if twice:
+        faults = [(name, "stands twice in the header: rename or remove one") for name in twice]
+        raise header_error(path, header.line, faults)
     steps: dict[str, list[dict[str, float]]] = {}
     for line, cells in _records(path, header, problems):
         for run, taken in _taken(line, cells, columns, problems).items():

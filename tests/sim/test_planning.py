@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from plexrl.sim.objectives import objectives
 from plexrl.sim.policies import SIM_POLICIES
 from plexrl.sim.replay import simulate
 from plexrl.sim.result_json import dumps, result_from, result_values, scenario_values
-from plexrl.sim.scenario import GIB, TIB, NodeType, Pool
+from plexrl.sim.scenario import GIB, TIB, NodeType, Pool, Scenario
 from plexrl.sim.survey import check_fits, surveyed
 from plexrl.sim.sweep import run_all
 from plexrl.sim.trace_source import PublishedSource, TraceSource
@@ -202,6 +203,37 @@ def test_a_trace_becomes_jobs_of_a_cluster_shaped_and_bounded(tmp_path: Path) ->
     assert [problem.line for problem in told] == [3]
     with pytest.raises(InvalidRequestError, match="no jobs"):
         surveyed(TraceSource.at("bundled:azure-conversation").jobs())
+
+
+LATE = (
+    "job_id,submit_s,gpus,duration_s\n"
+    "x,0,8,bad\na,86400,8,4000\nb,90000,64,4000\nc,93600,8,400\nd,97200,64,4000\ne,190000,64,99\n"
+)
+"""A day of nothing but a row that cannot be read."""
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({}, {"a": 0.0, "b": 3600.0, "c": 7200.0, "d": 10800.0, "e": 103600.0}),
+        ({"shape": Shape(gpus_min=64)}, {"b": 0.0, "d": 7200.0, "e": 100000.0}),
+        ({"shape": Shape(gpus_min=64), "span_s": 86_400.0}, {"b": 0.0, "d": 7200.0}),
+        ({"shape": Shape(gpus_min=64, compress=2.0)}, {"b": 0.0, "d": 3600.0, "e": 50000.0}),
+        ({"shape": Shape(duration_s_min=500.0), "gpus_max": 8}, {"a": 0.0}),
+    ],
+)
+def test_clock_and_bill_start_at_the_first_job_that_is_kept(
+    tmp_path: Path, change: dict[str, Any], wanted: dict[str, float]
+) -> None:
+    path = tmp_path / "late.csv"
+    path.write_text(LATE)
+    source = replace(TraceSource.at(str(path)), skip_bad=True, **change)
+    assert {job.job_id: job.submit_s for job in source.jobs()} == wanted
+    result = simulate(Scenario(source=source, pools=(Pool(nodes=40),)))
+    assert max(wanted.values()) < result.drain_s < max(wanted.values()) + 10_000
+    pool = Pool(nodes=40)
+    hours = pool.nodes * pool.node_type.gpus * result.drain_s / 3600.0
+    assert result.cost - result.rollout_cost == pytest.approx(hours * pool.node_type.price)
 
 
 def test_the_published_jobs_are_three_classes_with_cycles() -> None:

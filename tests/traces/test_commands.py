@@ -175,6 +175,7 @@ def test_an_option_without_effect_is_refused(tmp_path: Path, case: str) -> None:
         ["convert", "IN", "FOLDER/missing/out.csv"],
         ["convert", "IN", "out.xlsx"],
         ["generate", "OUT", "--days", "0"],
+        ["generate", "OUT", "--days", "20000"],
         ["generate", "FOLDER/missing/out.csv", "--jobs", "3"],
     ],
 )

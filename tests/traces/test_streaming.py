@@ -1,5 +1,6 @@
 """Memory does not grow with a trace's length, and sorting needs none for the whole."""
 
+import json
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from plexrl.traces import JOBS, TraceJob, describe_jobs, write_jobs
 from plexrl.traces.files import checked, rows
+from plexrl.traces.json_list import json_elements
 from plexrl.traces.problems import Problems
 from plexrl.traces.sorting import by_submission
 
@@ -41,6 +43,21 @@ def test_memory_is_flat_in_the_length_of_a_trace(tmp_path: Path) -> None:
     peak_bytes(path, 100)
     short, long = peak_bytes(path, 600), peak_bytes(path, 6000)
     assert long < 1.1 * short + 20_000
+
+
+def test_memory_is_flat_in_the_length_of_a_json_list(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+
+    def peak_of(count: int) -> int:
+        path.write_text(json.dumps([{"text": "x" * 10_000}] * count))
+        tracemalloc.start()
+        try:
+            assert sum(1 for _ in json_elements(path, Problems())) == count
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak_of(3000) < 1.2 * peak_of(600) + 100_000
 
 
 @settings(max_examples=40)

@@ -129,3 +129,11 @@ def test_faults_of_an_export_are_told(tmp_path: Path) -> None:
     empty.write_text("timing_s/gen,timing_s/update_actor\n,\n")
     with pytest.raises(TraceError, match="no step"):
         read_runs(empty)
+
+
+def test_two_runs_of_one_name_in_a_chart_are_told_whatever_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "chart.csv"
+    column = "run - timing_s/update_actor"
+    path.write_text(f"Step,{column},{column}\n0,1,2\n1,1,2\n")
+    with pytest.raises(TraceError, match="update_actor stands twice in the header"):
+        read_runs(path, skip_bad=True)

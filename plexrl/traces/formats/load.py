@@ -228,7 +228,7 @@ def unknown_layout(path: Path) -> InvalidRequestError:
         **{name: known.columns for name, known in FORMATS.items() if name != "servegen"},
     }
     near = " or ".join(
-        f"{name}, which also needs {', '.join(missing)}"
+        f"{name} (it also needs {', '.join(missing)})"
         for name, missing in nearest(header.names, layouts)
         if missing
     )
@@ -313,8 +313,8 @@ def _records(path: Path, name: str, report: Report) -> tuple[Iterator[Record], H
     faults = column_faults(header, known.columns, name)
     if faults:
         fits = detect(path)
-        faults += [("", f"its columns are those of --from {fits}")] if fits else []
-        raise header_error(path, header.line, faults)
+        told = [("", f"its columns are not those of {name} but of --from {fits}")]
+        raise header_error(path, header.line, told if fits not in (None, name) else faults)
     if header.kind == "json list":
         return philly_log.philly_log_records(path, report), header
     if header.kind == "json lines":

@@ -4,7 +4,7 @@ A job that was preempted or failed was begun again, so it has several attempts, 
 and the GPUs that it had on each machine.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ def philly_log_records(path: Path, report: Report) -> Iterator[Record]:
             report(Problem(line=line, field="", message="is no JSON object"))
             continue
         cells = {name: json_text(value.get(name)) for name in PLAIN}
-        attempts = value.get("attempts")
-        if not _are_attempts(attempts):
+        attempts = _attempts(value.get("attempts"))
+        if attempts is None:
             message = "is no list of attempts with detail[].gpus"
             report(Problem(line=line, field="attempts", message=message))
             continue
@@ -80,17 +80,15 @@ def philly_log(fields: Fields) -> Values | str:
     return kept(fields, values)
 
 
-def _are_attempts(value: Any) -> bool:
-    return _is_list(value) and all(
-        isinstance(attempt, Mapping)
-        and _is_list(attempt.get("detail", ()))
-        and all(
-            isinstance(each, Mapping) and _is_list(each.get("gpus"))
-            for each in attempt.get("detail", ())
-        )
-        for attempt in value
+def _attempts(value: Any) -> list[Mapping[str, Any]] | None:
+    """The attempts, if they are a list of what attempts are."""
+    if not isinstance(value, list) or not all(map(_is_attempt, value)):
+        return None
+    return value
+
+
+def _is_attempt(value: Any) -> bool:
+    machines = value.get("detail", []) if isinstance(value, Mapping) else None
+    return isinstance(machines, list) and all(
+        isinstance(each, Mapping) and isinstance(each.get("gpus"), list) for each in machines
     )
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from plexrl.errors import InvalidRequestError, TraceError
 from plexrl.traces.schema import ResponseLength
@@ -118,18 +119,16 @@ def drawn_requests(files: list[Path], draw: Draw) -> Iterator[ResponseLength]:
         )
 
 
-_Law = tuple[
-    "np.ndarray[tuple[int], np.dtype[np.int64]]", "np.ndarray[tuple[int], np.dtype[np.float64]]"
-]
+_Counts = npt.NDArray[np.int64]
+_Law = tuple[_Counts, npt.NDArray[np.float64]]
 """Tokens and the probability of so many or fewer."""
 
 
-def _sample(
-    law: _Law, count: int, rng: np.random.Generator
-) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+def _sample(law: _Law, count: int, rng: np.random.Generator) -> _Counts:
     tokens, below = law
     places = np.searchsorted(below, rng.random(count) * below[-1], side="right")
-    return tokens[np.minimum(places, len(tokens) - 1)]
+    drawn: _Counts = tokens[np.minimum(places, len(tokens) - 1)]
+    return drawn
 
 
 def _stretches(index: int, file: Path) -> list[_Stretch]:
