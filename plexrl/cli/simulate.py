@@ -11,6 +11,7 @@ HOUR_S = 3600.0
 
 
 def simulate(
+    context: typer.Context,
     trace: options.Trace,
     policy: options.Policy = "isolated,spread+backfill",
     nodes: options.Nodes = 256,
@@ -56,6 +57,7 @@ def simulate(
 ) -> None:
     """Run a trace through the scheduler on a virtual clock: policies, cluster sizes, costs."""
     try:
+        from plexrl.cli import simulate_checks as checks
         from plexrl.cli import simulate_setup as setup
         from plexrl.cli.simulate_answers import answered
         from plexrl.cli.simulate_output import check_folder, tell
@@ -68,6 +70,8 @@ def simulate(
         ) from error
 
     asked = setup.questions(policy, sweep, slo, what_if)
+    given = checks.given_options(context)
+    checks.check_options(given, asked.axes, is_published=trace == setup.PUBLISHED)
     if out is not None:
         check_folder(out)
     source = setup.source(

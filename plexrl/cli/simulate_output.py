@@ -1,7 +1,7 @@
 """The answers of `plexrl simulate`: shown to people, and written for programs."""
 
-import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from plexrl.cli.context import print_line, warn, write_text
@@ -18,6 +18,10 @@ from plexrl.errors import InvalidRequestError
 from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.result_json import dumps, result_values, scenario_values, speed_values
+
+
+WRITTEN = ("results.json", "report.html")
+"""Into the folder of --out."""
 
 
 def tell(found: Answers, out: Path | None, *, as_json: bool) -> None:
@@ -97,9 +101,21 @@ def check_folder(folder: Path) -> None:
     there = folder.absolute()
     while not there.exists():
         there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = "no folder" if not there.is_dir() else "not yours to write"
-        raise InvalidRequestError(f"--out {folder}: {there} is {what}; name another")
+    if not there.is_dir():
+        raise InvalidRequestError(f"--out {folder}: {there} is no folder; name another")
+    try:
+        # Asked for by trying: root may write by its rights where the file system lets nobody.
+        with TemporaryDirectory(prefix=".plexrl-", dir=there):
+            pass
+    except OSError as error:
+        raise InvalidRequestError(
+            f"--out {folder}: {there} cannot be written ({error.strerror}); name another"
+        ) from error
+    for name in WRITTEN:
+        if (folder / name).is_dir():
+            raise InvalidRequestError(
+                f"--out {folder}: {folder / name} is a folder, where a file is to be; name another"
+            )
 
 
 def write(found: Answers, folder: Path, *, quiet: bool) -> None:
@@ -108,7 +124,7 @@ def write(found: Answers, folder: Path, *, quiet: bool) -> None:
     Raises:
         InvalidRequestError: the folder cannot be written.
     """
-    told = [folder / "results.json"]
+    told = [folder / WRITTEN[0]]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(told[0], document(found) + "\n")
