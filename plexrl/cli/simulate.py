@@ -13,7 +13,7 @@ HOUR_S = 3600.0
 def simulate(
     context: typer.Context,
     trace: options.Trace,
-    policy: options.Policy = "isolated,spread+backfill",
+    policy: options.Policy = "isolated,isolated+backfill,spread+backfill",
     nodes: options.Nodes = 256,
     gpus_per_node: options.GpusPerNode = None,
     node_type: options.NodeType = "h200",
@@ -71,7 +71,7 @@ def simulate(
 
     asked = setup.questions(policy, sweep, slo, what_if)
     given = checks.given_options(context)
-    checks.check_options(given, asked.axes, is_published=trace == setup.PUBLISHED)
+    checks.check_options(given, is_published=trace == setup.PUBLISHED)
     if out is not None:
         check_folder(out)
     source = setup.source(

@@ -9,7 +9,6 @@ from typing import Any
 import typer
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.axes import Axis
 from plexrl.sim.scenario import (
     BETWEEN_FAILURES_S_MIN,
     GPUS_PER_NODE_MAX,
@@ -47,6 +46,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "workers": (1, WORKERS_MAX),
 }
 """Least and most of every number."""
+
+HINTS = {"jitter": ", as 0.15 for 15 %"}
 
 NEEDS: dict[str, tuple[str, str]] = {
     "lengths": ("responses", "only a rollout of --responses draws lengths"),
@@ -89,7 +90,7 @@ def given_options(context: typer.Context) -> dict[str, Any]:
     }
 
 
-def check_options(given: Mapping[str, Any], axes: Sequence[Axis], *, is_published: bool) -> None:
+def check_options(given: Mapping[str, Any], *, is_published: bool) -> None:
     """Raises `InvalidRequestError` where an option has a value that makes no sense, or would be
     ignored."""
     for name, (least, most) in RANGES.items():
@@ -98,8 +99,8 @@ def check_options(given: Mapping[str, Any], axes: Sequence[Axis], *, is_publishe
     for name in ("node_mtbf_hours", "worker_mtbf_hours"):
         if 0.0 < given.get(name, 0.0) * 3600.0 < BETWEEN_FAILURES_S_MIN:
             raise InvalidRequestError(
-                f"{option(name)} {given[name]:g}: give at least {BETWEEN_FAILURES_S_MIN:g} s, which "
-                f"is {BETWEEN_FAILURES_S_MIN / 3600.0:.3g}, or 0 for never"
+                f"{option(name)} {given[name]:g}: give at least {BETWEEN_FAILURES_S_MIN:g} s "
+                f"({BETWEEN_FAILURES_S_MIN / 3600.0:.3g}), or 0 for never"
             )
     _check_empty(given)
     for name in ("slo", "what_if", "pool"):
@@ -113,11 +114,12 @@ def check_options(given: Mapping[str, Any], axes: Sequence[Axis], *, is_publishe
     if given.get("window") and not given.get("out") and not given.get("as_json"):
         why = "what ran then is drawn in the report of --out, and listed by --json"
         raise _ignored("window", given["window"], "without --out or --json", why)
-    for axis in axes:
-        for name in SWEPT.get(axis.name, ()):
+    for sweep in given.get("sweep") or ():
+        axis = sweep.partition("=")[0]
+        for name in SWEPT.get(axis, ()):
             if name in given:
                 why = "the sweep says all its values"
-                raise _ignored(name, given[name], f"beside --sweep {axis.name}", why)
+                raise _ignored(name, given[name], f"beside --sweep {axis}", why)
     _check_trace(given, is_published=is_published)
 
 
@@ -132,6 +134,7 @@ def _check_range(name: str, value: Any, least: float, most: float) -> None:
         return
     raise InvalidRequestError(
         f"{option(name)} {value}: give at least {least:,.12g} and at most {most:,.12g}"
+        + HINTS.get(name, "")
     )
 
 

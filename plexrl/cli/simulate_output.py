@@ -16,9 +16,9 @@ from plexrl.cli.simulate_tables import (
 )
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.capacity_search import CapacityPlan
+from plexrl.sim.headline import Band, Headline, headlines, whole_gpu_hours
 from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.result_json import dumps, result_values, scenario_values, speed_values
-
 
 WRITTEN = ("results.json", "report.html")
 """Into the folder of --out."""
@@ -61,6 +61,7 @@ def document(found: Answers) -> str:
                 "jobs": survey.jobs,
                 "arrivals_s": survey.arrivals_s,
                 "gpus_max": survey.gpus_max,
+                "jobs_without_rollout_gpus": survey.without_rollout_gpus,
                 "busy_gpu_hours": survey.busy_gpu_s / 3600.0,
                 "held_gpu_hours": survey.held_gpu_s / 3600.0,
             },
@@ -69,9 +70,11 @@ def document(found: Answers) -> str:
                     "scenario": scenario_values(scenario),
                     "result": result_values(result),
                     "gap_recovered": gap_recovered(scenario, result, isolated),
+                    "whole_gpu_hours": whole_gpu_hours(result),
                 }
                 for scenario, result in found.runs
             ],
+            "headlines": [_headline_values(each) for each in headlines(found.runs)],
             "smallest": [_plan_values(plan) for plan in found.plans],
             "what_if": [
                 {
@@ -135,6 +138,23 @@ def write(found: Answers, folder: Path, *, quiet: bool) -> None:
         raise InvalidRequestError(f"cannot write to {folder}: {error}") from error
     if not quiet:
         print_line("Written: " + ", ".join(map(str, told)))
+
+
+def _headline_values(line: Headline) -> dict[str, Any]:
+    def band(values: Band) -> dict[str, float]:
+        return {"median": values.median, "lowest": values.values[0], "highest": values.values[-1]}
+
+    return {
+        "policy": line.scenario.policy,
+        "gpus": line.scenario.gpus,
+        "baseline": line.baseline,
+        "seeds": line.seeds,
+        "drain": band(line.drain),
+        "whole_gpu_hours": band(line.whole),
+        "gap_recovered": None if line.recovered is None else band(line.recovered),
+        "quickest": line.is_quickest,
+        "text": line.text,
+    }
 
 
 def _plan_values(plan: CapacityPlan) -> dict[str, Any]:

@@ -25,6 +25,7 @@ def write_report(
     title: str,
     scenario_lines: Sequence[tuple[str, str]],
     labels: Sequence[str] = (),
+    headline: Sequence[str] = (),
     what_ifs: Sequence[WhatIf] = (),
     gpus_per_node: int | None = None,
     window_s: tuple[float, float] | None = None,
@@ -33,9 +34,9 @@ def write_report(
     equal results make equal bytes: how fast the runs went is not in it.
 
     `scenario_lines` are (name, value) of what the runs have in common. `labels` name the runs where
-    their policies do not, one each; `what_ifs` say which of them they are compared with. With
-    `gpus_per_node` clusters are counted in nodes too. `window_s` is the scenario's, from the
-    trace's start; absent: what the results' spans cover.
+    their policies do not, one each; `headline` says what they come to; `what_ifs` say which of them
+    they are compared with. With `gpus_per_node` clusters are counted in nodes too. `window_s` is
+    the scenario's, from the trace's start; absent: what the results' spans cover.
 
     Raises:
         InvalidRequestError: there is no result, labels or what-ifs do not match the results, or
@@ -45,6 +46,7 @@ def write_report(
         compare(results, labels),
         title=title,
         scenario_lines=scenario_lines,
+        headline=headline,
         what_ifs=what_ifs,
         nodes_of=gpus_per_node,
         window_s=window_s,
@@ -60,6 +62,7 @@ def render_page(
     *,
     title: str,
     scenario_lines: Sequence[tuple[str, str]],
+    headline: Sequence[str] = (),
     what_ifs: Sequence[WhatIf] = (),
     nodes_of: int | None,
     window_s: tuple[float, float] | None,
@@ -81,7 +84,7 @@ def render_page(
     return environment.get_template("report.html.j2").render(
         title=title,
         scenario_lines=scenario_lines,
-        best=best(single),
+        headline=headline,
         summary=summary(runs, nodes_of),
         slowdowns=slowdowns(runs, nodes_of),
         tenants=tenants(single),
@@ -92,12 +95,6 @@ def render_page(
         drawn_runs=len(single),
         left_out=sum(run.result.gpus == single[0].result.gpus for run in runs) - len(single),
     )
-
-
-def best(runs: Sequence[Run]) -> Run | None:
-    """The run that drains first, of those that have a baseline beside them."""
-    beside = [run for run in runs if run.ratio is not None and run.recovered is not None]
-    return min(beside, key=lambda run: run.result.drain_s, default=None)
 
 
 def plots(
