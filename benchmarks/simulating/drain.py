@@ -7,11 +7,12 @@
   cycles of the published profiles by size; `philly, stale` likewise;
 * `philly, backlog`: the same jobs, all waiting at the start.
 
-The cluster has training GPUs only: *days*, *of isolated* and *gap* count those alone, and `isolated`
-lets nobody pass a job that has waited ten minutes. The whole cluster stands beside it: *all GPU-h* are
-all training GPUs until the drain and rollout GPUs as long as their jobs ran, in thousands, compared
-with `isolated` and with `isolated+backfill`. The last row gives `isolated+backfill` an equal fleet: as
-many GPUs as `spread+backfill` had for training and, at its peak, for rollouts (`fleet`).
+The cluster has training GPUs only: *days*, *of isolated* and *gap* count those alone, and
+`isolated` lets nobody pass a job that has waited ten minutes. The whole cluster stands beside it:
+*all GPU-h* are all training GPUs until the drain and rollout GPUs as long as their jobs ran, in
+thousands, compared with `isolated` and with `isolated+backfill`. The last row gives
+`isolated+backfill` an equal fleet: as many GPUs as `spread+backfill` had for training and, at its
+peak, for rollouts (`fleet`).
 
 In full that is 6 million events a policy for the mix and 7 to 20 million for Philly. Without
 `--full` the jobs of the mix have an eighth of their cycles, and of Philly every eighth job is run,
@@ -23,9 +24,10 @@ runs one workload whole, or of Philly every so manyth job with all of its cycles
 a cluster, one policy after the other. Each result is kept in the folder as it comes, and not made
 again; the table is of all that are there.
 
-*gap*: (isolated - drain) / (isolated - bound), a dash where `isolated` is at the bound or near it. *cycles slower*: than the same drawn cycles alone, median / mean / 95 %. *wait*: from
-submission to first GPUs, by the job's length alone (PlexRL Fig. 8). *fairness*: Jain's index over
-tenants' mean slowdowns, waiting included.
+*gap*: (isolated - drain) / (isolated - bound), a dash where `isolated` is at the bound or near it.
+*cycles slower*: than the same drawn cycles alone, median / mean / 95 %. *wait*: from submission to
+first GPUs, by the job's length alone (PlexRL Fig. 8). *fairness*: Jain's index over tenants' mean
+slowdowns, waiting included.
 """
 
 import argparse
@@ -39,9 +41,10 @@ from itertools import islice
 from pathlib import Path
 
 from benchmarks.report import report
-from benchmarks.simulating.fleet import equal_fleet, whole_gpu_hours
+from benchmarks.simulating.fleet import equal_fleet
 from benchmarks.simulating.part import Part
 from benchmarks.sizes import sized
+from plexrl.sim.headline import whole_gpu_hours
 from plexrl.sim.policies import SIM_POLICIES
 from plexrl.sim.replay import simulate
 from plexrl.sim.report.comparison import recovered

@@ -11,8 +11,6 @@ from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import JobSource, Pool, Scenario
 from plexrl.traces import TraceJob
 
-HOUR_S = 3600.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneFleet:
@@ -24,11 +22,6 @@ class OneFleet:
         """In their order."""
         for job in self.source.jobs():
             yield replace(job, gpus=job.gpus + job.rollout_gpus, rollout_gpus=0)
-
-
-def whole_gpu_hours(result: SimResult) -> float:
-    """All training GPUs until the drain, and rollout GPUs as long as their jobs ran."""
-    return result.gpus * result.drain_s / HOUR_S + result.rollout_gpu_hours
 
 
 def equal_fleet(scenario: Scenario, shared: SimResult, policy: str) -> Scenario:

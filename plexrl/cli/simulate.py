@@ -11,8 +11,9 @@ HOUR_S = 3600.0
 
 
 def simulate(
+    context: typer.Context,
     trace: options.Trace,
-    policy: options.Policy = "isolated,spread+backfill",
+    policy: options.Policy = "isolated,isolated+backfill,spread+backfill",
     nodes: options.Nodes = 256,
     gpus_per_node: options.GpusPerNode = None,
     node_type: options.NodeType = "h200",
@@ -62,6 +63,7 @@ def simulate(
 ) -> None:
     """Run a trace through the scheduler on a virtual clock: policies, cluster sizes, costs."""
     try:
+        from plexrl.cli import simulate_checks as checks
         from plexrl.cli import simulate_setup as setup
         from plexrl.cli.simulate_answers import answered
         from plexrl.cli.simulate_jobs import check_jobs_out
@@ -76,6 +78,8 @@ def simulate(
         ) from error
 
     asked = setup.questions(policy, sweep, slo, what_if)
+    given = checks.given_options(context)
+    checks.check_options(given, is_published=trace == setup.PUBLISHED)
     if out is not None:
         check_folder(out)
     if jobs_out is not None:

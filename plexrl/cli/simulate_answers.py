@@ -64,6 +64,12 @@ def answered(
         copy = Path(folder) / "jobs"
         base, survey = _looked_through(trace, base, copy)
         scenarios = () if asked.objectives else _checked(base, asked, survey)
+        if survey.without_rollout_gpus:
+            warn(
+                f"plexrl: {survey.without_rollout_gpus:,} of {survey.jobs:,} jobs have rollouts "
+                "and no rollout GPUs, so cost and GPU-hours leave those rollouts out: give the "
+                "trace a column rollout_gpus"
+            )
         if not quiet:
             print_survey(trace, survey)
         copies = {base.source: JobCopy(path=str(copy))}

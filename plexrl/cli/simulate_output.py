@@ -1,8 +1,8 @@
 """The answers of `plexrl simulate`: shown to people, and written for programs."""
 
-import os
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from plexrl.cli.context import print_line, warn, write_text
@@ -17,9 +17,13 @@ from plexrl.cli.simulate_tables import (
 )
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.capacity_search import CapacityPlan
+from plexrl.sim.headline import Band, Headline, headlines, whole_gpu_hours
 from plexrl.sim.report.capacity import headline, meets_all
 from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.result_json import dumps, result_values, scenario_values, speed_values
+
+WRITTEN = ("results.json", "report.html")
+"""Into the folder of --out."""
 
 
 def tell(found: Answers, out: Path | None, *, as_json: bool) -> None:
@@ -60,6 +64,7 @@ def document(found: Answers) -> str:
                 "jobs": survey.jobs,
                 "arrivals_s": survey.arrivals_s,
                 "gpus_max": survey.gpus_max,
+                "jobs_without_rollout_gpus": survey.without_rollout_gpus,
                 "busy_gpu_hours": survey.busy_gpu_s / 3600.0,
                 "held_gpu_hours": survey.held_gpu_s / 3600.0,
             },
@@ -68,10 +73,12 @@ def document(found: Answers) -> str:
                     "scenario": scenario_values(scenario),
                     "result": result_values(result),
                     "gap_recovered": gap_recovered(scenario, result, isolated),
+                    "whole_gpu_hours": whole_gpu_hours(result),
                 }
                 for scenario, result in found.runs
             ],
             "headline": headline(found.plans) if found.plans else None,
+            "headlines": [_headline_values(each) for each in headlines(found.runs)],
             "smallest": [_plan_values(plan) for plan in found.plans],
             "what_if": [
                 {
@@ -101,9 +108,21 @@ def check_folder(folder: Path) -> None:
     there = folder.absolute()
     while not there.exists():
         there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = "no folder" if not there.is_dir() else "not yours to write"
-        raise InvalidRequestError(f"--out {folder}: {there} is {what}; name another")
+    if not there.is_dir():
+        raise InvalidRequestError(f"--out {folder}: {there} is no folder; name another")
+    try:
+        # Asked for by trying: root may write by its rights where the file system lets nobody.
+        with TemporaryDirectory(prefix=".plexrl-", dir=there):
+            pass
+    except OSError as error:
+        raise InvalidRequestError(
+            f"--out {folder}: {there} cannot be written ({error.strerror}); name another"
+        ) from error
+    for name in WRITTEN:
+        if (folder / name).is_dir():
+            raise InvalidRequestError(
+                f"--out {folder}: {folder / name} is a folder, where a file is to be; name another"
+            )
 
 
 def write(found: Answers, folder: Path, *, quiet: bool) -> None:
@@ -112,7 +131,7 @@ def write(found: Answers, folder: Path, *, quiet: bool) -> None:
     Raises:
         InvalidRequestError: the folder cannot be written.
     """
-    told = [folder / "results.json"]
+    told = [folder / WRITTEN[0]]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(told[0], document(found) + "\n")
@@ -123,6 +142,23 @@ def write(found: Answers, folder: Path, *, quiet: bool) -> None:
         raise InvalidRequestError(f"cannot write to {folder}: {error}") from error
     if not quiet:
         print_line("Written: " + ", ".join(map(str, told)))
+
+
+def _headline_values(line: Headline) -> dict[str, Any]:
+    def band(values: Band) -> dict[str, float]:
+        return {"median": values.median, "lowest": values.values[0], "highest": values.values[-1]}
+
+    return {
+        "policy": line.scenario.policy,
+        "gpus": line.scenario.gpus,
+        "baseline": line.baseline,
+        "seeds": line.seeds,
+        "drain": band(line.drain),
+        "whole_gpu_hours": band(line.whole),
+        "gap_recovered": None if line.recovered is None else band(line.recovered),
+        "quickest": line.is_quickest,
+        "text": line.text,
+    }
 
 
 def _plan_values(plan: CapacityPlan) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from plexrl.cli.context import warn
 from plexrl.cli.simulate_tables import (
+    HEADLINES_MAX,
     Changed,
     Run,
     difference,
@@ -17,6 +18,8 @@ from plexrl.cli.simulate_tables import (
     varying,
 )
 from plexrl.sim.capacity_search import CapacityPlan
+from plexrl.sim.headline import headlines
+from plexrl.sim.headline import said as said_of_headlines
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.survey import Survey
 from plexrl.sim.trace_source import PublishedSource, TraceSource
@@ -56,6 +59,7 @@ def report(
         ],
         labels=labels(scenarios),
         plans=plans,
+        headline=said_of_headlines(headlines(runs))[:HEADLINES_MAX],
         what_ifs=[WhatIf(change=each.what, of=each.of, result=each.result) for each in changes],
         gpus_per_node=sizes.pop() if len(sizes) == 1 else None,
         window_s=scenarios[0].window_s,

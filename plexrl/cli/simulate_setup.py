@@ -12,13 +12,16 @@ from plexrl.sim.axes import Axis, axis, policies_named
 from plexrl.sim.node_types import node_type as named_type
 from plexrl.sim.node_types import with_fields
 from plexrl.sim.objectives import Objective, objectives
-from plexrl.sim.scenario import Detail, Pool, ToolStalls
+from plexrl.sim.scenario import JITTER_MAX, NODES_MAX, Detail, Pool, ToolStalls
 from plexrl.sim.trace_source import PublishedSource, TraceSource
 from plexrl.sim.what_if import Change, change
 from plexrl.traces import Shape
 
 PUBLISHED = "published"
 PUBLISHED_DAYS = 90.0
+WINDOW_HOURS_MAX = 1e6
+STALL_S_MAX = 1e6
+"""Of a rollout that waits for tools, on average: twelve days."""
 
 Source = TraceSource | PublishedSource
 
@@ -141,11 +144,16 @@ def stalls(given: str | None) -> ToolStalls | None:
     if given is None:
         return None
     numbers = _numbers(given)
-    if numbers is None or len(numbers) not in (2, 3) or numbers[0] > 1:
+    if numbers is None or len(numbers) not in (2, 3):
         raise InvalidRequestError(
             f"--tool-stalls {given!r}: write CHANCE:SECONDS or CHANCE:SECONDS:SIGMA, as 0.1:120"
         )
     chance, mean_s, *sigma = numbers
+    if chance > 1 or mean_s > STALL_S_MAX or max(sigma, default=0.0) > JITTER_MAX:
+        raise InvalidRequestError(
+            f"--tool-stalls {given!r}: a chance is 0 to 1, seconds are at most {STALL_S_MAX:,.0f} "
+            f"and sigma is at most {JITTER_MAX:g}"
+        )
     found = ToolStalls(chance=chance, mean_s=mean_s)
     return replace(found, sigma=sigma[0]) if sigma else found
 
@@ -159,8 +167,10 @@ def window(given: str | None) -> tuple[float, float] | None:
     if given is None:
         return None
     numbers = _numbers(given)
-    if numbers is None or len(numbers) != 2 or numbers[0] >= numbers[1]:
-        raise InvalidRequestError(f"--window {given!r}: write START:END in hours, as 24:30")
+    if numbers is None or len(numbers) != 2 or not numbers[0] < numbers[1] <= WINDOW_HOURS_MAX:
+        raise InvalidRequestError(
+            f"--window {given!r}: write START:END in hours, as 24:30, at most {WINDOW_HOURS_MAX:g}"
+        )
     return numbers[0] * 3600.0, numbers[1] * 3600.0
 
 
@@ -192,8 +202,10 @@ def lengths(given: str) -> str:
 
 def _pool(given: str) -> tuple[str, int]:
     name, colon, count = given.rpartition(":")
-    if not colon or not count.isdigit() or int(count) < 1:
+    if not colon or not (count.isascii() and count.isdigit()):
         raise InvalidRequestError(f"--pool {given!r}: write NODE_TYPE:NODES, as h100:64")
+    if not 1 <= int(count[:9]) <= NODES_MAX:
+        raise InvalidRequestError(f"--pool {given!r}: a pool has 1 to {NODES_MAX} nodes")
     return name, int(count)
 
 

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 
 from plexrl.cli.context import plain_cell, print_line
 from plexrl.sim.capacity_search import CapacityPlan
+from plexrl.sim.headline import BACKFILLED, headlines, near_bound
+from plexrl.sim.headline import said as said_of_headlines
 from plexrl.sim.objectives import utilisation
 from plexrl.sim.report.capacity import certainty, headline, probe_table
-from plexrl.sim.report.comparison import BASELINE, recovered
+from plexrl.sim.report.comparison import BASELINE, GAP_PART_MIN, recovered
 from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.survey import Survey
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 Run = tuple[Scenario, SimResult]
@@ -37,6 +40,9 @@ WORDS_WIDTH = 22
 """That no column of words is squeezed below."""
 UNBOUNDED = 10_000
 """Characters, of a terminal that any table fits."""
+HEADLINES_MAX = 12
+NO_GAP = "\N{EN DASH}"
+"""Where a part of the gap would say nothing."""
 SLOWDOWN = "Slowdown"
 LEFT = ("policy", "what if", "by")
 """Columns of words."""
@@ -60,7 +66,6 @@ def print_runs(runs: Sequence[Run]) -> None:
     slower: Columns = {}
     gpus: Columns = {}
     for scenario, result in runs:
-        gap = gap_recovered(scenario, result, isolated)
         values = {"policy": scenario.policy, "nodes": nodes_of(scenario)}
         _add(names, values | {name: setting(scenario, name) for name in varies})
         _add(
@@ -68,7 +73,7 @@ def print_runs(runs: Sequence[Run]) -> None:
             {
                 "drain": span(result.drain_s),
                 "bound": span(result.bounds.bound_s),
-                "gap recovered": "" if gap is None else percent(gap),
+                "gap recovered": gap_cell(scenario, result, isolated),
                 "wait p50": span(result.wait.median),
                 "wait p95": span(result.wait.p95),
             },
@@ -87,8 +92,10 @@ def print_runs(runs: Sequence[Run]) -> None:
         _add(
             gpus,
             {
-                "training": percent(utilisation(result)),
-                "GPU-h/cycle": f"{result.gpu_hours_per_cycle:,.2f}",
+                "training busy": percent(utilisation(result)),
+                "training GPU-h": hours(result.gpus * result.drain_s / 3600),
+                "rollout GPU-h": hours(result.rollout_gpu_hours),
+                "GPU-h /cycle": f"{result.gpu_hours_per_cycle:,.2f}",
                 "switches": f"{result.switches:,}",
                 "failed jobs": f"{result.failed_jobs:,}" if result.failed_jobs else "",
                 "cost": money(result.cost),
@@ -96,6 +103,27 @@ def print_runs(runs: Sequence[Run]) -> None:
         )
     jobs = max(result.jobs for _, result in runs)
     _print_groups(names, {f"{jobs:,} jobs": times, SLOWDOWN: slower, "GPUs": gpus})
+    _print_notes(runs)
+
+
+def _print_notes(runs: Sequence[Run]) -> None:
+    """What a reader of the table has to know, and what several runs come to."""
+    print_line(
+        "Drain and bound count training GPUs only; cost and GPU-h/cycle rollout GPUs as well."
+    )
+    policies = {scenario.policy for scenario, _ in runs}
+    if BASELINE in policies:
+        print_line(f"{BASELINE} lets no job pass one that has waited 10 min; {BACKFILLED} does.")
+    if len(policies) > 1 and near_bound(runs):
+        print_line(
+            f"{NO_GAP} {BASELINE} is within {percent(GAP_PART_MIN)} of the bound: a part of so "
+            "small a gap says nothing."
+        )
+    lines = said_of_headlines(headlines(runs))
+    for line in lines[:HEADLINES_MAX]:
+        print_line(line)
+    if len(lines) > HEADLINES_MAX:
+        print_line(f"{len(lines) - HEADLINES_MAX} more comparisons are in --json and --out.")
 
 
 def print_plans(plans: Sequence[CapacityPlan]) -> None:
@@ -110,7 +138,7 @@ def print_plans(plans: Sequence[CapacityPlan]) -> None:
         if name != "GPUs"
     }
     names = {name: columns.pop(name) for name in ("policy", "nodes")}
-    _print_packed("Sizes that were run", names, columns)
+    _print_groups(names, {"Sizes that were run": columns})
     for plan in plans:
         print_line(certainty(plan))
 
@@ -150,6 +178,18 @@ def gap_recovered(
     if alone is None or scenario.policy == BASELINE:
         return None
     return recovered(result, alone)
+
+
+def gap_cell(scenario: Scenario, result: SimResult, isolated: Mapping[Scenario, SimResult]) -> str:
+    """`gap_recovered` for people: by how much longer it takes, where it does."""
+    alone = isolated.get(_isolated(scenario))
+    if alone is None or scenario.policy == BASELINE:
+        return ""
+    longer = result.drain_s / alone.drain_s - 1.0 if alone.drain_s > 0 else 0.0
+    if longer > 0.0:
+        return f"{percent(longer)} longer"
+    gap = recovered(result, alone)
+    return NO_GAP if gap is None else percent(gap)
 
 
 def nodes_of(scenario: Scenario) -> str:
@@ -247,27 +287,23 @@ def _print_groups(names: Columns, groups: Mapping[str, Columns]) -> None:
         console.print(one)
         return
     for title, columns in said_of.items():
-        console.print(_table(title, {**names, **columns}))
+        for part in _fitting(names, columns, console):
+            console.print(_table(title, {**names, **part}))
 
 
-def _print_packed(title: str, names: Columns, columns: Columns) -> None:
-    """As many columns in a table as the terminal has room for, and the next ones below."""
-    from rich.console import Console
-
-    console = Console()
-    left = dict(columns)
-    while left:
-        part: Columns = {}
-        for name, cells in left.items():
-            wider = {**names, **part, name: cells}
-            needs = console.measure(
-                _table(title, wider), options=console.options.update(max_width=UNBOUNDED)
-            )
-            if part and needs.minimum > console.width:
-                break
-            part[name] = cells
-        console.print(_table(title, {**names, **part}))
-        left = {name: cells for name, cells in left.items() if name not in part}
+def _fitting(names: Columns, columns: Columns, console: "Console") -> list[Columns]:
+    """The columns of a group in as many parts as the terminal's width asks for."""
+    unbounded = console.options.update(max_width=UNBOUNDED)
+    width = console.measure(_table("", {**names, **columns}), options=unbounded).minimum
+    if width <= console.width or len(columns) < 2:
+        return [columns]
+    cells = list(columns.items())
+    half = (len(cells) + 1) // 2
+    return [
+        part
+        for some in (cells[:half], cells[half:])
+        for part in _fitting(names, dict(some), console)
+    ]
 
 
 def _saying(columns: Columns) -> Columns:

@@ -401,7 +401,7 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
 
 
 def _has_much_to_replay(context: Context, holder: Deployment) -> bool:
-    """Whether a recovery would repeat as many mutations, or as much computing, as it ever should."""
+    """Whether a recovery would repeat as many mutations, or as much computing, as it may."""
     log, config = holder.log, context.config
     if len(log) >= config.snapshot_operations:
         return True

@@ -9,7 +9,7 @@ from itertools import product
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.policies import SIM_POLICIES, sim_policy
-from plexrl.sim.scenario import Scenario
+from plexrl.sim.scenario import JITTER_MAX, NODES_MAX, STALENESS_MAX, SWITCH_S_MAX, Scenario
 
 PAPER = ("isolated", "pack", "spread", "spread+backfill")
 """PlexRL §6.3."""
@@ -29,13 +29,14 @@ def policies_named(given: str) -> tuple[str, ...]:
     """Names of policies: `all`, `paper`, or names with commas between, each once.
 
     Raises:
-        InvalidRequestError: one is unknown.
+        InvalidRequestError: one is unknown, or comes twice.
     """
     if given == "all":
         return tuple(SIM_POLICIES)
     if given == "paper":
         return PAPER
-    names = tuple(dict.fromkeys(part.strip() for part in given.split(",") if part.strip()))
+    names = tuple(part.strip() for part in given.split(",") if part.strip())
+    _check_once("policy", names)
     if not names:
         raise InvalidRequestError(
             f"name a policy: all, paper, or some of {', '.join(SIM_POLICIES)}"
@@ -63,7 +64,8 @@ def axis(given: str) -> Axis:
             f"sweep {given!r}: only {', '.join(AXES)} can be swept, not {name!r}"
         )
     values = _range(given, text) if ":" in text else tuple(text.split(","))
-    found = Axis(name=name, values=tuple(dict.fromkeys(value.strip() for value in values)))
+    found = Axis(name=name, values=tuple(value.strip() for value in values))
+    _check_once(f"sweep {given!r}", found.values)
     return found
 
 
@@ -122,35 +124,40 @@ def _seed(scenario: Scenario, value: str) -> Scenario:
 
 def _nodes(scenario: Scenario, value: str) -> Scenario:
     nodes = int(value)
-    if nodes < 1:
+    if not 1 <= nodes <= NODES_MAX:
         raise ValueError(value)
     return with_nodes(scenario, nodes)
 
 
-def _at_least_zero(value: str) -> float:
+def _up_to(most: float, value: str) -> float:
     number = float(value)
-    if not 0 <= number < float("inf"):
+    if not 0 <= number <= most:
         raise ValueError(value)
     return number
 
 
 def _jitter(scenario: Scenario, value: str) -> Scenario:
-    behaviour = replace(scenario.behaviour, jitter=_at_least_zero(value))
+    behaviour = replace(scenario.behaviour, jitter=_up_to(JITTER_MAX, value))
     return replace(scenario, behaviour=behaviour)
 
 
 def _staleness(scenario: Scenario, value: str) -> Scenario:
     steps = int(value)
-    if steps < 0:
+    if not 0 <= steps <= STALENESS_MAX:
         raise ValueError(value)
     return replace(scenario, behaviour=replace(scenario.behaviour, staleness=steps))
 
 
 def _switch_s(scenario: Scenario, value: str) -> Scenario:
-    return replace(scenario, switch_s=_at_least_zero(value))
+    return replace(scenario, switch_s=_up_to(SWITCH_S_MAX, value))
 
 
-_AS = {"nodes": ": there is at least 1 node", "jitter": ": write 0.15 for 15 %"}
+_AS = {
+    "nodes": f": there is at least 1 node, and at most {NODES_MAX}",
+    "jitter": f": write 0.15 for 15 %; at most {JITTER_MAX:g}",
+    "staleness": f": it is 0 to {STALENESS_MAX} steps",
+    "switch-s": f": it is 0 to {SWITCH_S_MAX:g} s",
+}
 """What a value would be."""
 
 _APPLIED: dict[str, Callable[[Scenario, str], Scenario]] = {
@@ -162,6 +169,12 @@ _APPLIED: dict[str, Callable[[Scenario, str], Scenario]] = {
 }
 AXES = ("policy", *_APPLIED)
 """What can be swept."""
+
+
+def _check_once(what: str, values: Sequence[str]) -> None:
+    for value in values:
+        if values.count(value) > 1:
+            raise InvalidRequestError(f"{what}: {value!r} comes twice; each is run once")
 
 
 def _range(given: str, text: str) -> tuple[str, ...]:

@@ -91,9 +91,7 @@ class AloneClock:
             if not is_first:
                 at += gap_s if gap_s > controller_s else controller_s
             is_first = False
-            if (
-                self._logged >= self._snapshots_after or self._logged_s >= self._snapshots_after_s
-            ):
+            if self._logged >= self._snapshots_after or self._logged_s >= self._snapshots_after_s:
                 at += self._snapshot_s
                 self._logged, self._logged_s = 0, 0.0
             took_s = work_s / speed

@@ -17,7 +17,6 @@ from typing import Any
 
 from plexrl.errors import InvalidRequestError
 
-
 BACKFILL_S = 1e9
 """A wait that no job reaches: the longest that the scheduler takes."""
 

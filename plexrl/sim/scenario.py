@@ -17,6 +17,13 @@ NODES_MAX = 10_000
 """Of a pool: more are a slip, and would take minutes to join."""
 JITTER_MAX = 3.0
 """Where a cycle in a thousand takes ten thousand times the median; 15 for 15 % is a slip."""
+STALENESS_MAX = 64
+"""Steps: training on rollouts that old is not what anybody does."""
+RESPONSES_MAX = 1_000_000
+"""Of a rollout: the law of the longest is exact up to here."""
+GPUS_PER_NODE_MAX = 1024
+SWITCH_S_MAX = 86_400.0
+"""Of a context switch."""
 AMOUNT_MAX = 1e12
 """Of seconds, some 30 000 years: clocks are no finer than a tenth of a millisecond there."""
 BETWEEN_FAILURES_S_MIN = 1.0
@@ -122,6 +129,11 @@ class Behaviour:
                 "jitter, responses, staleness and controller_s are at least 0: not "
                 f"{self.jitter}, {self.responses}, {self.staleness} and {self.controller_s:g}"
             )
+        if (self.staleness or 0) > STALENESS_MAX or self.responses > RESPONSES_MAX:
+            raise InvalidRequestError(
+                f"staleness is at most {STALENESS_MAX} steps and a rollout has at most "
+                f"{RESPONSES_MAX:,} responses: not {self.staleness} and {self.responses}"
+            )
         if self.jitter is not None and self.jitter > JITTER_MAX:
             raise InvalidRequestError(
                 f"a jitter of {self.jitter:g} is more than {JITTER_MAX:g}: it is a part of a "
@@ -200,6 +212,10 @@ class Scenario:
         given = {"launch_s": self.launch_s, "control_s": self.control_s}
         if self.switch_s is not None:
             given["switch_s"] = self.switch_s
+            if self.switch_s > SWITCH_S_MAX:
+                raise InvalidRequestError(
+                    f"a context switch takes at most {SWITCH_S_MAX:g} s, not {self.switch_s:g}"
+                )
         for name, seconds in given.items():
             if not _is_amount(seconds):
                 raise InvalidRequestError(f"{name} is a time of at least 0 s, not {seconds:g}")

@@ -43,6 +43,8 @@ class Survey:
     """Training GPUs, while cycles need them."""
     held_gpu_s: float = 0.0
     """Training GPUs as long as jobs run: what isolation takes."""
+    without_rollout_gpus: int = 0
+    """Jobs that have rollouts, and no GPUs for them."""
     kinds: dict[tuple[str, int], Kind] = field(default_factory=dict)
     """By node type and GPUs."""
 
@@ -78,6 +80,7 @@ def surveyed(jobs: Iterable[TraceJob]) -> Survey:
         survey.held_gpu_s += job.gpus * job.service_s
         if job.period_s and job.segments:
             busy_s = sum(segment.duration_s for segment in job.segments)
+            survey.without_rollout_gpus += not job.rollout_gpus and busy_s < job.period_s
             survey.busy_gpu_s += job.gpus * job.service_s * min(1.0, busy_s / job.period_s)
         lack = _lack(job)
         if lack:

@@ -33,7 +33,9 @@ def pools(nodes: int, *names: str) -> tuple[Pool, ...]:
 def test_policies_have_names_and_names_of_several() -> None:
     assert policies_named("paper") == PAPER
     assert policies_named("all") == tuple(SIM_POLICIES)
-    assert policies_named("pack, isolated,pack") == ("pack", "isolated")
+    assert policies_named("pack, isolated") == ("pack", "isolated")
+    with pytest.raises(InvalidRequestError, match="'pack' comes twice"):
+        policies_named("pack, isolated,pack")
     assert set(PAPER) <= set(SIM_POLICIES)
     with pytest.raises(InvalidRequestError, match=r"'packed' is unknown: use one of isolated"):
         policies_named("pack,packed")

@@ -72,7 +72,30 @@ def test_policies_are_compared_in_one_table_or_in_three(trace: str) -> None:
     assert all(word in narrow for word in ("recovered", "fairness", "switches", "cost"))
     wide = shown(trace, "--nodes", "2", "--workers", "1", columns=WIDE)
     assert "cost" in wide
-    assert sum("isolated" in line for line in wide.splitlines()) == 1
+    assert sum(line.startswith(" isolated ") for line in wide.splitlines()) == 1
+    said = " ".join(narrow.split())
+    assert "Drain and bound count training GPUs only" in said
+    assert "spread+backfill drains in" in said
+    assert "of its GPU-hours on the whole cluster" in said
+
+
+def test_several_seeds_are_told_by_median_and_band_and_fit_a_narrow_terminal(trace: str) -> None:
+    asked = (trace, "--nodes", "2", "--workers", "1", "--policy", "isolated,pack")
+    text = shown(*asked, "--jitter", "0.3", "--sweep", "seed=0:2")
+    assert max(map(len, text.splitlines())) <= int(NARROW)
+    band = r"pack drains in \d+\.\d % \(\d+\.\d to \d+\.\d\) of the time of isolated"
+    assert re.search(band, " ".join(text.split()))
+    (headline,) = told(*asked, "--jitter", "0.3", "--sweep", "seed=0:2")["headlines"]
+    assert headline["seeds"] == 3
+    assert headline["drain"]["lowest"] <= headline["drain"]["median"]
+
+
+def test_a_policy_that_is_longer_than_isolated_is_said_to_be_and_no_gap_is_told(trace: str) -> None:
+    asked = (trace, "--nodes", "20", "--workers", "1", "--policy", "isolated,pack")
+    text = " ".join(shown(*asked).split())
+    assert re.search(r"pack 20 .*? % longer", text)
+    assert "isolated is within 5.0 % of the bound" in text
+    assert told(*asked)["runs"][1]["gap_recovered"] is None
 
 
 def test_the_document_is_the_same_each_time_however_many_run_at_once(trace: str) -> None:
@@ -268,21 +291,52 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
         (("--what-if", "price"), "write NAME=VALUE"),
         (("--what-if", "nodes=1", "--gpus-per-node", "4", "--nodes", "4"), "too small for 6 jobs"),
         (("--tool-stalls", "often"), "write CHANCE:SECONDS"),
-        (("--tool-stalls", "2:10"), "write CHANCE:SECONDS"),
-        (("--window", "5:3"), "write START:END in hours"),
+        (("--tool-stalls", "2:10"), "a chance is 0 to 1"),
+        (("--window", "5:3", "--out", "results"), "write START:END in hours"),
         (("--detail", "fine"), "use burst or operation"),
-        (("--lengths", "none.csv"), "neither r1 nor a file"),
+        (("--lengths", "none.csv", "--responses", "4"), "neither r1 nor a file"),
         (("--lengths", str(DOCS), "--responses", "4"), "simulating.md"),
-        (("--compress", "0"), "compress arrivals by more than 0"),
-        (("--min-duration", "nan"), "shorter than some seconds, not nan"),
-        (("--jitter", "15"), "a jitter of 15 .* 0.15 for 15 %"),
-        (("--jitter", "inf"), "jitter, responses"),
-        (("--switch-s", "inf"), "switch_s is a time of at least 0 s, not inf"),
-        (("--node-mtbf-hours", "1", "--repair-minutes", "inf"), "of repairs .* 3600, inf"),
-        (("--worker-mtbf-hours", "1e-9"), "at least 1 s, or 0 for never"),
-        (("--window", "0:1e308"), "a window ends after its start"),
-        (("--nodes", "1000000000"), "at most 10000 nodes"),
-        (("--gpus-per-node", "1000000000"), "gpus must be a whole number of at most 1024"),
+        (("--compress", "0"), "--compress 0.0: give at least 0.001"),
+        (("--min-duration", "nan"), "--min-duration nan: give at least 0"),
+        (("--jitter", "15"), "--jitter 15.0: .* at most 3, as 0.15 for 15 %"),
+        (("--jitter", "inf"), "--jitter inf: give"),
+        (("--switch-s", "inf"), "--switch-s inf: give .* at most 86,400"),
+        (("--node-mtbf-hours", "1", "--repair-minutes", "inf"), "--repair-minutes inf: give"),
+        (("--worker-mtbf-hours", "1e-9"), r"at least 1 s \(0.000278\), or 0 for never"),
+        (("--window", "0:1e308", "--out", "results"), "at most 1e"),
+        (("--nodes", "1000000000"), "--nodes 1000000000: .* at most 10,000"),
+        (("--gpus-per-node", "1000000000"), "--gpus-per-node 1000000000: .* at most 1,024"),
+        (("--pool", "h200:2", "--nodes", "3"), "--nodes 3 beside --pool is ignored"),
+        (("--pool", "h200:2", "--node-type", "h100"), "--node-type h100 beside --pool is ignored"),
+        (("--pool", "h200:99999999"), "a pool has 1 to 10000 nodes"),
+        (("--lengths", "r1"), "--lengths r1 without --responses is ignored"),
+        (("--repair-minutes", "5"), "without --node-mtbf-hours is ignored"),
+        (("--state-survives", "0.5", "--node-mtbf-hours", "0"), "without --node-mtbf-hours is"),
+        (("--max-nodes", "5"), "--max-nodes 5 without --slo is ignored"),
+        (("--slo", "drain<=2h", "--nodes", "3"), "--nodes 3 beside --slo is ignored"),
+        (("--slo", "drain<=2h", "--pool", "h200:3"), "--pool h200:3 beside --slo is ignored"),
+        (("--backlog", "--compress", "2"), "--compress 2.0 beside --backlog is ignored"),
+        (("--ray", "auto", "--workers", "2"), "--workers 2 beside --ray is ignored"),
+        (("--window", "0:1"), "--window 0:1 without --out or --json is ignored"),
+        (("--sweep", "nodes=1:2", "--nodes", "3"), "--nodes 3 beside --sweep nodes is ignored"),
+        (("--sweep", "nodes=1:2", "--pool", "h200:3"), "--pool h200:3 beside --sweep nodes"),
+        (("--sweep", "policy=pack", "--policy", "pack"), "--policy pack beside --sweep policy"),
+        (("--sweep", "jitter=0", "--jitter", "0.1"), "--jitter 0.1 beside --sweep jitter"),
+        (("--sweep", "staleness=1", "--staleness", "1"), "--staleness 1 beside --sweep stal"),
+        (("--sweep", "switch-s=1", "--switch-s", "1"), "--switch-s 1.0 beside --sweep switch-s"),
+        (("--sweep", "staleness=99999"), "'99999' is no number for it: it is 0 to 64 steps"),
+        (("--sweep", "nodes=2,2"), "'2' comes twice"),
+        (("--policy", "pack,pack"), "'pack' comes twice"),
+        (("--what-if", "price=3", "--what-if", "price=3"), "--what-if price=3 is given twice"),
+        (("--slo", "drain<=2h", "--slo", "drain<=2h"), "--slo drain<=2h is given twice"),
+        (("--jobs-per-day", "3"), "--jobs-per-day 3.0 with a trace is ignored"),
+        (("--min-gpus", "8", "--max-gpus", "4"), "--min-gpus 8 is more than --max-gpus 4"),
+        (("--staleness", "99999"), "--staleness 99999: give at least 0 and at most 64"),
+        (("--responses", "99999999"), "--responses 99999999: .* at most 1,000,000"),
+        (("--tool-stalls", "0.1:10:99"), "sigma is at most 3"),
+        (("--compress", "nan"), "--compress nan: give"),
+        (("--from", ""), "--from is empty"),
+        (("--out", "/proc/results"), "/proc cannot be written"),
         (("--out", str(DOCS / "out")), r"--out .*simulating\.md is no folder"),
     ],
 )
@@ -296,11 +350,39 @@ def test_what_cannot_be_answered_is_one_message_before_anything_runs(
     assert re.search(said, refused(monkeypatch, capsys, trace, *options))
 
 
-@pytest.mark.parametrize("options", [("--days", "inf"), ("--jobs-per-day", "1e12")])
+@pytest.mark.parametrize("options", [("--days", "1e4", "--jobs-per-day", "1e6")])
 def test_jobs_without_end_are_not_made_up(
     options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "at most 10000000 can be made up" in refused(monkeypatch, capsys, "published", *options)
+
+
+@pytest.mark.parametrize(
+    "option", [("--from", "philly"), ("--skip-bad",), ("--any-node-type",), ("--no-profiles",)]
+)
+def test_options_of_a_trace_are_refused_where_jobs_are_made_up(
+    option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(monkeypatch, capsys, "published", *option)
+    assert f"{' '.join(option)} with `published` is ignored" in message
+
+
+def test_a_folder_that_stands_where_a_result_is_to_be_is_refused_before_the_run(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.html").mkdir()
+    message = refused(monkeypatch, capsys, trace, "--nodes", "2", "--out", str(tmp_path))
+    assert "report.html is a folder" in message
+
+
+def test_rollouts_without_gpus_are_warned_of(trace: str, tmp_path: Path) -> None:
+    asked = ("--nodes", "2", "--policy", "pack", "--workers", "1", "--json")
+    unpaid = tmp_path / "unpaid.csv"
+    write_jobs(unpaid, (replace(job, rollout_gpus=0) for job in FewJobs().jobs()))
+    found = CliRunner().invoke(app, ["simulate", str(unpaid), *asked])
+    assert "6 of 6 jobs have rollouts and no rollout GPUs" in found.stderr
+    assert json.loads(found.stdout)["trace"]["jobs_without_rollout_gpus"] == 6
+    assert "no rollout GPUs" not in CliRunner().invoke(app, ["simulate", trace, *asked]).stderr
 
 
 def test_a_job_that_failed_is_counted_once_and_long_seeds_stand_in_full(

@@ -9,7 +9,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.sim.result import SimResult
 
 BASELINE = "isolated"
-GAP_PART_MIN = 1e-3
+GAP_PART_MIN = 0.05
 """Of the isolated drain time; a smaller gap is none, and parts of it would say nothing."""
 DRAWN_RUNS_MAX = 10
 """Of one plot: more lines could not be told apart."""
@@ -68,9 +68,9 @@ def _same_bound(one: SimResult, other: SimResult) -> bool:
 
 def recovered(result: SimResult, isolated: SimResult) -> float | None:
     """What part of the gap from the isolated drain time to the lower bound `result` recovers;
-    absent where there is no gap to speak of."""
+    absent where there is no gap to speak of, or `result` takes longer than the isolated run."""
     gap = isolated.drain_s - result.bounds.bound_s
-    if gap <= GAP_PART_MIN * isolated.drain_s:
+    if gap <= GAP_PART_MIN * isolated.drain_s or result.drain_s > isolated.drain_s:
         return None
     return (isolated.drain_s - result.drain_s) / gap
 

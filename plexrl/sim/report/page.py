@@ -6,7 +6,8 @@ from pathlib import Path
 
 from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.report.bars import cost_plot, drain_plot
-from plexrl.sim.report.capacity import answer, certainty, headline, probe_table
+from plexrl.sim.report.capacity import answer, certainty, probe_table
+from plexrl.sim.report.capacity import headline as capacity_headline
 from plexrl.sim.report.capacity_plots import cost_curve, objective_plot
 from plexrl.sim.report.comparison import Run, compare, drawn, sizes
 from plexrl.sim.report.cumulative import completion_plot, wait_plot
@@ -29,6 +30,7 @@ def write_report(
     title: str,
     scenario_lines: Sequence[tuple[str, str]],
     labels: Sequence[str] = (),
+    headline: Sequence[str] = (),
     what_ifs: Sequence[WhatIf] = (),
     plans: Sequence[CapacityPlan] = (),
     gpus_per_node: int | None = None,
@@ -38,10 +40,10 @@ def write_report(
     equal results make equal bytes: how fast the runs went is not in it.
 
     `scenario_lines` are (name, value) of what the runs have in common. `labels` name the runs where
-    their policies do not, one each; `what_ifs` say which of them they are compared with. With
-    `plans` the page begins with the smallest clusters and how they were found; the runs are those
-    on them. With `gpus_per_node` clusters are counted in nodes too. `window_s` is the scenario's,
-    from the trace's start; absent: what the results' spans cover.
+    their policies do not, one each; `headline` says what they come to; `what_ifs` say which of them
+    they are compared with. With `plans` the page begins with the smallest clusters and how they
+    were found; the runs are those on them. With `gpus_per_node` clusters are counted in nodes too.
+    `window_s` is the scenario's, from the trace's start; absent: what the results' spans cover.
 
     Raises:
         InvalidRequestError: there is no result, labels or what-ifs do not match the results, or
@@ -51,6 +53,7 @@ def write_report(
         compare(results, labels),
         title=title,
         scenario_lines=scenario_lines,
+        headline=headline,
         what_ifs=what_ifs,
         plans=plans,
         nodes_of=gpus_per_node,
@@ -67,6 +70,7 @@ def render_page(
     *,
     title: str,
     scenario_lines: Sequence[tuple[str, str]],
+    headline: Sequence[str] = (),
     what_ifs: Sequence[WhatIf] = (),
     plans: Sequence[CapacityPlan] = (),
     nodes_of: int | None,
@@ -89,7 +93,7 @@ def render_page(
     return environment.get_template("report.html.j2").render(
         title=title,
         scenario_lines=scenario_lines,
-        best=None if plans else best(single),
+        headline=headline,
         capacity=capacity(plans) if plans else None,
         summary=summary(runs, nodes_of),
         slowdowns=slowdowns(runs, nodes_of),
@@ -119,17 +123,11 @@ def capacity(plans: Sequence[CapacityPlan]) -> Capacity:
     look = looks([Run(label=plan.policy, result=answer(plan)) for plan in plans])
     found = (objective_plot(plans, look), cost_curve(plans, look))
     return Capacity(
-        headline=headline(plans),
+        headline=capacity_headline(plans),
         notes=tuple(certainty(plan) for plan in plans),
         plots=tuple(plot for plot in found if plot is not None),
         probes=probe_table(plans),
     )
-
-
-def best(runs: Sequence[Run]) -> Run | None:
-    """The run that drains first, of those that have a baseline beside them."""
-    beside = [run for run in runs if run.ratio is not None and run.recovered is not None]
-    return min(beside, key=lambda run: run.result.drain_s, default=None)
 
 
 def plots(

@@ -9,6 +9,7 @@ from plexrl.sim.report.utilisation import part_of_cluster, trained
 from plexrl.sim.result import Distribution, TenantResult
 
 TENANTS_MAX = 50
+HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ def summary(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
     }
     bill = {
         "cost": [short(run.result.cost) for run in runs],
+        "training GPU-h": [short(run.result.gpus * run.result.drain_s / HOUR_S) for run in runs],
+        "rollout GPU-h": [short(run.result.rollout_gpu_hours) for run in runs],
         "GPU-h a cycle": [short(run.result.gpu_hours_per_cycle) for run in runs],
     }
     among = {"fairness": [f"{run.result.fairness:.3f}" for run in runs]}

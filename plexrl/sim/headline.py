@@ -1,0 +1,171 @@
+"""What several simulated runs come to, in a sentence each: medians and bands over seeds. Pure.
+
+No run is picked out of its seeds. A policy is called the quickest only where its slowest seed beats
+every seed of all others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from plexrl.sim.report.comparison import BASELINE, recovered
+from plexrl.sim.result import SimResult
+from plexrl.sim.scenario import Scenario
+
+BACKFILLED = "isolated+backfill"
+BASELINES = (BASELINE, BACKFILLED)
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """A figure over seeds."""
+
+    values: tuple[float, ...]
+    """Ascending, one a seed."""
+
+    @property
+    def median(self) -> float:
+        """The middle one, or between the two in the middle."""
+        return median(self.values)
+
+    @property
+    def text(self) -> str:
+        """As parts of a hundred."""
+        if len(self.values) == 1:
+            return f"{100 * self.values[0]:.1f} %"
+        lowest, highest = 100 * self.values[0], 100 * self.values[-1]
+        return f"{100 * self.median:.1f} % ({lowest:.1f} to {highest:.1f})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """One policy on one cluster, against a run without sharing of the same seed."""
+
+    scenario: Scenario
+    """Of the first seed."""
+    baseline: str
+    """The policy compared with."""
+    seeds: int
+    drain: Band
+    """By the baseline's drain time: the time of the training GPUs."""
+    whole: Band
+    """GPU-hours of the whole cluster, by the baseline's."""
+    recovered: Band | None
+    """Part of the gap to the bound; absent where a seed has none to speak of, or is longer."""
+    is_quickest: bool = False
+    """Beyond its seeds' band, of all policies on this cluster."""
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return (
+            f"{self.scenario.policy} {drained(self.drain, self.baseline)} (training GPUs only), "
+            f"with {self.whole.text} of its GPU-hours on the whole cluster"
+        )
+
+
+def whole_gpu_hours(result: SimResult) -> float:
+    """All training GPUs until the drain, and rollout GPUs as long as their jobs ran."""
+    return result.gpus * result.drain_s / HOUR_S + result.rollout_gpu_hours
+
+
+def drained(drain: Band, baseline: str) -> str:
+    """How a drain time compares with the baseline's."""
+    if drain.median <= 1.0:
+        return f"drains in {drain.text} of the time of {baseline}"
+    longer = Band(values=tuple(value - 1.0 for value in drain.values))
+    return f"drains {longer.text} longer than {baseline}"
+
+
+def headlines(runs: Sequence[tuple[Scenario, SimResult]]) -> tuple[Headline, ...]:
+    """A headline for each policy that shares and each cluster, in the order of the runs. The
+    baseline is `isolated+backfill` where it was run, else `isolated`; without either there are
+    none."""
+    known = dict(runs)
+    groups: dict[Scenario, list[tuple[Scenario, SimResult]]] = {}
+    for scenario, result in runs:
+        groups.setdefault(replace(scenario, seed=0), []).append((scenario, result))
+    found = []
+    for group in groups.values():
+        first = group[0][0]
+        baseline = _baseline(group, known)
+        if first.policy not in BASELINES and baseline is not None:
+            found.append(_headline(group, baseline, known))
+    return tuple(replace(each, is_quickest=_is_quickest(each, found)) for each in found)
+
+
+def near_bound(runs: Sequence[tuple[Scenario, SimResult]]) -> bool:
+    """Whether an isolated run leaves nothing to speak of above the bound."""
+    return any(
+        scenario.policy == BASELINE and recovered(result, result) is None
+        for scenario, result in runs
+    )
+
+
+def said(lines: Sequence[Headline]) -> list[str]:
+    """Sentences for people: a headline each, and what may be said of the quickest."""
+    found = [each.text for each in lines]
+    if len(lines) < 2:
+        return found
+    quickest = [each.scenario.policy for each in lines if each.is_quickest]
+    clusters = {replace(each.scenario, policy="", seed=0) for each in lines}
+    if len(clusters) > 1:
+        return found
+    if quickest:
+        found.append(f"{quickest[0]} drains first in every seed: its band overlaps no other's.")
+    elif lines[0].seeds > 1:
+        found.append("The bands of the quickest policies overlap: none is called best.")
+    else:
+        found.append(
+            "One seed has no band, so no policy is called best: --sweep seed=0:4 gives one."
+        )
+    return found
+
+
+def _headline(
+    group: Sequence[tuple[Scenario, SimResult]],
+    baseline: str,
+    known: dict[Scenario, SimResult],
+) -> Headline:
+    drains, wholes, parts = [], [], []
+    for scenario, result in group:
+        alone = known[replace(scenario, policy=baseline)]
+        drains.append(result.drain_s / alone.drain_s if alone.drain_s > 0 else 1.0)
+        whole = whole_gpu_hours(alone)
+        wholes.append(whole_gpu_hours(result) / whole if whole > 0 else 1.0)
+        parts.append(recovered(result, alone))
+    known_parts = [part for part in parts if part is not None]
+    return Headline(
+        scenario=group[0][0],
+        baseline=baseline,
+        seeds=len(group),
+        drain=Band(values=tuple(sorted(drains))),
+        whole=Band(values=tuple(sorted(wholes))),
+        recovered=(
+            Band(values=tuple(sorted(known_parts))) if len(known_parts) == len(parts) else None
+        ),
+    )
+
+
+def _baseline(
+    group: Sequence[tuple[Scenario, SimResult]], known: dict[Scenario, SimResult]
+) -> str | None:
+    for name in reversed(BASELINES):
+        if all(replace(scenario, policy=name) in known for scenario, _ in group):
+            return name
+    return None
+
+
+def _is_quickest(one: Headline, all_of_them: Sequence[Headline]) -> bool:
+    others = [
+        each
+        for each in all_of_them
+        if each is not one
+        and replace(each.scenario, policy="", seed=0) == replace(one.scenario, policy="", seed=0)
+    ]
+    return (
+        bool(others)
+        and one.seeds > 1
+        and all(one.drain.values[-1] < each.drain.values[0] for each in others)
+    )
