@@ -15,13 +15,15 @@ export OMP_NUM_THREADS ?= 1
 # DeepSpeed's kernels are compiled with the ninja that is installed there.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help setup demo test test-all test-faults compiled pure bench lint format clean
+.PHONY: help setup demo test test-all test-faults docs-check gpu-kit compiled pure bench lint format clean
 
 help:
 	@echo "make demo      set up, then train two jobs on one shared pool; report in $(OUT)/"
 	@echo "make test      set up, then run the test suite"
 	@echo "make test-all  set up vLLM too, then the test suite and the slow whole-cluster tests"
 	@echo "make test-faults  kill, stop, fill and damage a live cluster; FAULT_SEED=N for other moments"
+	@echo "make docs-check  run every command and snippet of README.md, docs/ and CONTRIBUTING.md"
+	@echo "make gpu-kit   wheels that scripts/gpu_check.sh installs on a GPU machine without internet"
 	@echo "make compiled  the scheduler and the simulator as C extensions: twice as quick; needs gcc"
 	@echo "make pure      Python again"
 	@echo "make bench     every benchmark; writes benchmarks/RESULTS.md"
@@ -55,6 +57,9 @@ test: setup
 
 test-all: $(VLLM_STAMP)
 	$(BIN)/python -m pytest
+
+docs-check: setup
+	$(BIN)/python -m pytest tests/docs
 
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults --fault-seed $(FAULT_SEED)

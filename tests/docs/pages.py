@@ -1,0 +1,134 @@
+"""The documentation's pages as a reader has them: code blocks, code spans, links, headings."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = (
+    *("plexrl", ".venv/bin/plexrl", "make", "python", "pip"),
+    *("curl", "cp", "install", "ray", "systemctl"),
+)
+"""First words of a line that is a command. A code block that names no language has commands if its
+first line begins with one of these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A fenced code block; `line` is its first one in the page, from 1."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """How tests are named for it."""
+        return f"{self.page}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command of a code block, without its comment and its program's folder."""
+
+    page: str
+    line: int
+    words: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """As one would type it."""
+        return shlex.join(self.words)
+
+    @property
+    def name(self) -> str:
+        """How tests are named for it."""
+        return f"{self.page}:{self.line} {self.text}"
+
+
+def pages() -> list[Path]:
+    """The README and the rest of the documentation, in the order in which one reads it."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+
+
+def tokens(page: Path) -> list[Token]:
+    """The page, parsed as GitHub does."""
+    return MarkdownIt("commonmark").enable("table").parse(page.read_text())
+
+
+def inline(page: Path) -> Iterator[tuple[int, Token]]:
+    """The parts of running text, each with the first line of its paragraph."""
+    for token in tokens(page):
+        for child in token.children or ():
+            assert token.map is not None
+            yield token.map[0] + 1, child
+
+
+def blocks(language: str | None = None) -> list[Block]:
+    """All code blocks, or those of one language."""
+    return [
+        Block(
+            page=str(page.relative_to(ROOT)),
+            line=token.map[0] + 2,
+            language=token.info.strip(),
+            text=token.content,
+        )
+        for page in pages()
+        for token in tokens(page)
+        if token.type == "fence" and token.map is not None
+        if language is None or token.info.strip() == language
+    ]
+
+
+def commands() -> list[Command]:
+    """Every command of a code block; what stands twice, once.
+
+    Raises:
+        ValueError: a line of a block of commands is none.
+    """
+    found: dict[tuple[str, ...], Command] = {}
+    for block in blocks():
+        if block.language not in ("", "sh", "bash", "console"):
+            continue
+        for offset, line in lines_of(block.text):
+            words = tuple(shlex.split(line, comments=True))
+            if not words:
+                continue
+            if words[0] not in COMMANDS:
+                if not block.language and not offset:
+                    break
+                raise ValueError(f"{block.page}:{block.line + offset}: no command: {line}")
+            words = (Path(words[0]).name, *words[1:])
+            command = Command(page=block.page, line=block.line + offset, words=words)
+            found.setdefault(words, command)
+    return list(found.values())
+
+
+def lines_of(text: str) -> Iterator[tuple[int, str]]:
+    """(number from 0, line), those that end in a backslash joined with the next."""
+    first, parts = 0, []
+    for number, line in enumerate(text.splitlines()):
+        first = first if parts else number
+        parts.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            yield first, " ".join(parts)
+            parts = []
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the page's headings."""
+    found: set[str] = set()
+    parts = tokens(page)
+    for number, token in enumerate(parts):
+        if token.type == "heading_open":
+            children = parts[number + 1].children or ()
+            text = "".join(child.content for child in children)
+            slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+            found.add(slug if slug not in found else f"{slug}-1")
+    return found

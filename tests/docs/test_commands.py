@@ -1,0 +1,52 @@
+"""Every command of the documentation's code blocks does what it should; `make docs-check`."""
+
+import signal
+import subprocess
+
+import pytest
+
+from tests.docs.conftest import Docs
+from tests.docs.exceptions import PARSED, substituted
+from tests.docs.pages import Command, commands
+
+pytestmark = pytest.mark.slow
+
+
+def exception(command: Command) -> str | None:
+    """Which exception it is."""
+    return next((text for text in PARSED if f"{command.text} ".startswith(text)), None)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [command for command in commands() if exception(command) is None],
+    ids=lambda command: command.name,
+)
+def test_a_command_of_a_page_succeeds(docs: Docs, command: Command) -> None:
+    words = substituted(command.words, docs.placeholders())
+    if words[:2] == ["plexrl", "up"]:
+        serves(docs, words)
+        return
+    found = subprocess.run(
+        words, cwd=docs.folder, env=docs.environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.strip(), "it says nothing"
+
+
+def serves(docs: Docs, words: list[str]) -> None:
+    """A cluster that starts, and ends in order with Ctrl-C."""
+    environment = {**docs.environment, "PLEXRL_DATA_DIR": str(docs.folder / "own")}
+    with subprocess.Popen(
+        words, cwd=docs.folder, env=environment, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert "PlexRL is up" in running.stdout.readline()
+        running.send_signal(signal.SIGINT)
+        running.stdout.read()
+    assert running.returncode == 0
+
+
+def test_every_exception_is_of_a_command_that_is_there() -> None:
+    used = {exception(command) for command in commands()}
+    assert set(PARSED) == used - {None}

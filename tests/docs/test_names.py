@@ -1,0 +1,110 @@
+"""What the documentation names is there: commands, options, targets, files, anchors."""
+
+import ast
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import plexrl
+from benchmarks.run_all import HERE
+from tests.docs.command_line import all_options, options_of, parse, resolve
+from tests.docs.exceptions import OPTIONS_OF_OTHERS, PARSED, substituted
+from tests.docs.pages import ROOT, Block, Command, anchors, blocks, commands, inline, pages
+
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+EXTRAS = set(
+    tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+)
+PLACEHOLDER = re.compile(r"\[[^\]]*\]")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+
+
+def options_of_scripts() -> set[str]:
+    """Those of examples, benchmarks and scripts, which have no table of theirs."""
+    files = [*(ROOT / "examples").glob("*.py"), *HERE.rglob("*.py"), ROOT / "tests" / "conftest.py"]
+    return {option for path in files for option in OPTION.findall(path.read_text())}
+
+
+@pytest.mark.parametrize("command", commands(), ids=lambda command: command.name)
+def test_a_command_is_accepted(command: Command) -> None:
+    program, *words = command.text.split()
+    if program == "plexrl":
+        parse(substituted(command.words))
+    elif program == "make":
+        assert {word for word in words if "=" not in word} <= TARGETS
+    elif program == "pip":
+        for extras in re.findall(r"plexrl\[([\w,]+)\]", command.text):
+            assert set(extras.split(",")) <= EXTRAS
+    elif program == "python":
+        assert (ROOT / words[0]).exists() or _is_module(words), words
+    else:
+        assert any(command.text.startswith(text) for text in PARSED), "stands in no list"
+
+
+def _is_module(words: list[str]) -> bool:
+    path = ROOT / words[1].replace(".", "/") if words[0] == "-m" else ROOT / "-"
+    return path.with_suffix(".py").exists()
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_what_running_text_names_exists(page: Path) -> None:
+    known = all_options() | options_of_scripts() | OPTIONS_OF_OTHERS
+    wrong = []
+    for line, token in inline(page):
+        if token.type != "code_inline":
+            continue
+        text = token.content.removeprefix(".venv/bin/")
+        where = f"{page.name}:{line}: `{text}`"
+        if text.startswith("plexrl ") and not _command_exists(text):
+            wrong.append(f"{where} is no command, or has no such option")
+        elif text.startswith("make ") and text.split()[1] not in TARGETS:
+            wrong.append(f"{where} is no target")
+        elif text.startswith("--") and not set(OPTION.findall(text)) <= known:
+            wrong.append(f"{where} is no option")
+        elif found := re.match(r"(?:python )?((?:benchmarks|examples|plexrl)/[\w/.]+)", text):
+            path = found[1].rstrip("/.")
+            if not (ROOT / path).exists():
+                wrong.append(f"{where} is no file")
+        elif (found := re.match(r"python (-m [\w.]+)", text)) and not _is_module(found[1].split()):
+            wrong.append(f"{where} is no module")
+    assert not wrong, "\n".join(wrong)
+
+
+def _command_exists(text: str) -> bool:
+    words = shlex.split(PLACEHOLDER.sub("", text.replace("…", "")))
+    try:
+        command, _ = resolve(words)
+    except KeyError:
+        return False
+    return set(OPTION.findall(text)) <= set(options_of(command))
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for line, token in inline(page):
+        target = str(token.attrs.get("href" if token.type == "link_open" else "src", ""))
+        if not target or re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        leads_to = (page.parent / path).resolve() if path else page
+        if not leads_to.exists() or (anchor and anchor not in anchors(leads_to)):
+            broken.append(f"{page.name}:{line}: {target}")
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.name)
+def test_a_snippet_compiles_and_names_what_plexrl_has(block: Block) -> None:
+    code = compile(
+        block.text,
+        block.name,
+        "exec",
+        ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
+    )
+    for node in ast.walk(code):
+        match node:
+            case ast.Attribute(value=ast.Name(id="plexrl"), attr=name):
+                assert hasattr(plexrl, name), f"plexrl.{name}"
