@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from plexrl.cli.context import plain_cell, print_line
 from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.objectives import utilisation
+from plexrl.sim.report.bills import Billed, bill_table, price_lines, priced_apart
 from plexrl.sim.report.capacity import certainty, headline, probe_table
 from plexrl.sim.report.comparison import BASELINE, recovered
 from plexrl.sim.result import SimResult
@@ -115,6 +116,19 @@ def print_plans(plans: Sequence[CapacityPlan]) -> None:
         print_line(certainty(plan))
 
 
+def print_bills(billed: Sequence[Billed]) -> None:
+    """The bills of runs with prices of their own, and when reserving a node pays."""
+    shown = priced_apart(billed)
+    if not shown:
+        return
+    table = bill_table(shown)
+    columns = {name: [row[place] for row in table.rows] for place, name in enumerate(table.columns)}
+    names = {"policy": columns.pop("run"), "nodes": columns.pop("nodes")}
+    _print_packed("Bills", names, columns)
+    for name, value in price_lines(shown[0].scenario):
+        print_line(f"{name}: {value}")
+
+
 def print_changes(runs: Sequence[Run], changes: Sequence[Changed]) -> None:
     """What-ifs, and what they come to."""
     names: Columns = {}
@@ -133,7 +147,7 @@ def print_changes(runs: Sequence[Run], changes: Sequence[Changed]) -> None:
                 "by": "run" if each.ran else "priced",
             },
         )
-    _print_groups(names, {"What if, by how much of what it was": figures})
+    _print_packed("What if, by how much of what it was", names, figures)
 
 
 def isolated_runs(runs: Sequence[Run]) -> dict[Scenario, SimResult]:
@@ -247,7 +261,7 @@ def _print_groups(names: Columns, groups: Mapping[str, Columns]) -> None:
         console.print(one)
         return
     for title, columns in said_of.items():
-        console.print(_table(title, {**names, **columns}))
+        _print_packed(title, names, columns)
 
 
 def _print_packed(title: str, names: Columns, columns: Columns) -> None:

@@ -74,19 +74,14 @@ def bill(
     )
 
 
-def split_bills(scenario: Scenario, result: SimResult) -> tuple[Bill, Bill]:
-    """The run with all nodes reserved, and with none: what a split of both is compared with."""
-
-    def of(nodes: int) -> Bill:
-        prices = replace(scenario.prices, reserved_nodes=nodes)
-        return bill(
-            replace(scenario, prices=prices),
-            drain_s=result.drain_s,
-            nodes_held=result.nodes_held,
-            rollout_cost=result.rollout_cost,
-        )
-
-    return of(sum(pool.nodes for pool in scenario.pools)), of(0)
+def with_reserved(scenario: Scenario, result: SimResult, nodes: int) -> Bill:
+    """The bill with so many nodes reserved, of a scenario with an on-demand price."""
+    return bill(
+        replace(scenario, prices=replace(scenario.prices, reserved_nodes=nodes)),
+        drain_s=result.drain_s,
+        nodes_held=result.nodes_held,
+        rollout_cost=result.rollout_cost,
+    )
 
 
 def break_even(scenario: Scenario) -> float | None:

@@ -56,21 +56,20 @@ def cost_curve(plans: Sequence[CapacityPlan], looks: Mapping[str, Look]) -> Plot
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
         largest = max(max(plan.results) for plan in plans)
-        for plan in plans:
-            if plan.nodes is not None:
-                colour = looks[plan.policy].colour
-                axes.axvspan(plan.nodes, largest, color=colour, alpha=0.1, linewidth=0)
+        # Policies of the same need share a region and a label.
+        needs = {plan.nodes: plan for plan in reversed(plans) if plan.nodes is not None}
+        for nodes, plan in needs.items():
+            axes.axvspan(nodes, largest, color=looks[plan.policy].colour, alpha=0.1, linewidth=0)
         _probes(axes, plans, looks, lambda result: result.cost, meets_all)
-        for plan in plans:
-            if plan.nodes is not None:
-                cost = answer(plan).cost
-                axes.annotate(
-                    f"{plan.nodes:,}: {short(cost)}",
-                    (plan.nodes, cost),
-                    xytext=(8, -8),
-                    textcoords="offset points",
-                    va="top",
-                )
+        for nodes, plan in needs.items():
+            cost = answer(plan).cost
+            axes.annotate(
+                f"{nodes:,}: {short(cost)}",
+                (nodes, cost),
+                xytext=(8, -8),
+                textcoords="offset points",
+                va="top",
+            )
         axes.set_ylim(bottom=0)
         axes.margins(y=0.2)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
