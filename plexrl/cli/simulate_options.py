@@ -48,7 +48,6 @@ Price = Annotated[
 PriceReserved = Annotated[
     float | None,
     typer.Option(
-        min=0.0,
         help="Of a GPU-hour of reserved training nodes, paid used or not; default: --price.",
         rich_help_panel=_PRICES,
     ),
@@ -56,7 +55,6 @@ PriceReserved = Annotated[
 PriceOnDemand = Annotated[
     float | None,
     typer.Option(
-        min=0.0,
         help="Of a GPU-hour of on-demand training nodes, paid while groups hold them; default: "
         "all nodes are reserved.",
         rich_help_panel=_PRICES,
@@ -65,7 +63,6 @@ PriceOnDemand = Annotated[
 PriceRollout = Annotated[
     float | None,
     typer.Option(
-        min=0.0,
         help="Of a GPU-hour of rollouts, paid while their jobs run; default: --price.",
         rich_help_panel=_PRICES,
     ),
@@ -73,7 +70,6 @@ PriceRollout = Annotated[
 ReservedNodes = Annotated[
     int | None,
     typer.Option(
-        min=0,
         help="Nodes that are reserved beside on-demand ones; default: as many as cost least.",
         rich_help_panel=_PRICES,
     ),

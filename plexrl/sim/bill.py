@@ -16,6 +16,7 @@ H * price_reserved / price_on_demand.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from plexrl.errors import InvalidRequestError
 from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import Pool, Scenario
 
@@ -72,6 +73,23 @@ def bill(
         on_demand_cost=beyond * pool.node_type.gpus * prices.on_demand,
         rollout_cost=rollout_cost,
     )
+
+
+def check_reserved(scenarios: Sequence[Scenario], nodes_max: int) -> None:
+    """That no more nodes are reserved than the largest cluster of the question has. (They are paid
+    on smaller ones all the same.)
+
+    Raises:
+        InvalidRequestError: more are.
+    """
+    for scenario in scenarios:
+        reserved = scenario.prices.reserved_nodes or 0
+        if reserved > nodes_max:
+            raise InvalidRequestError(
+                f"{reserved:,} nodes are reserved, and the largest cluster has {nodes_max:,}: "
+                "lower the reserved nodes, or enlarge the cluster by --nodes (with --slo by "
+                "--max-nodes)"
+            )
 
 
 def with_reserved(scenario: Scenario, result: SimResult, nodes: int) -> Bill:
