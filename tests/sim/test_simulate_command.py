@@ -418,5 +418,15 @@ def test_the_page_names_every_policy_axis_node_type_and_option() -> None:
     assert not {word for word in words if word not in page}
 
 
+def test_every_option_is_helped_with_in_a_panel_and_says_its_default() -> None:
+    for option in _simulate().params:
+        assert option.help, option.name
+        if option.name == "trace" or option.name == "as_json":
+            continue
+        assert option.rich_help_panel, option.name
+        said = option.show_default is not False and option.default is not None
+        assert said or "default: " in option.help or "may be repeated" in option.help, option.name
+
+
 def _simulate() -> Any:
     return typer.main.get_command(app).commands["simulate"]  # type: ignore[attr-defined]
