@@ -30,9 +30,10 @@ def tell(found: Answers, out: Path | None, *, as_json: bool) -> None:
     Raises:
         InvalidRequestError: the folder cannot be written.
     """
-    for each in billed(found.runs):
-        if late := horizon_warning(each):
-            warn(f"plexrl: {late}")
+    others = [(each.scenario, each.result) for each in found.changes]
+    late = (horizon_warning(each) for each in (*billed(found.runs), *billed(others)))
+    for message in dict.fromkeys(filter(None, late)):
+        warn(f"plexrl: {message}")
     if as_json:
         write_text(document(found) + "\n")
     else:

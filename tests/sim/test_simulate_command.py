@@ -170,8 +170,10 @@ def test_nodes_are_reserved_or_on_demand_and_the_bill_says_which(
 
 def test_a_horizon_that_ends_before_the_drain_is_warned_of(trace: str) -> None:
     asked = ("simulate", trace, "--nodes", "2", "--policy", "pack", "--workers", "1", "--json")
-    short = CliRunner().invoke(app, [*asked, "--horizon-days", "0.001"])
+    short = CliRunner().invoke(app, [*asked, "--horizon-days", "0.001", "--what-if", "price=9"])
     assert "later than the horizon of" in short.stderr
+    changed = CliRunner().invoke(app, [*asked, "--what-if", "horizon-days=0.001"])
+    assert changed.stderr == short.stderr
     long = CliRunner().invoke(app, [*asked, "--horizon-days", "1"])
     assert long.stderr == ""
     ran, paid = (json.loads(each.stdout)["runs"][0]["result"] for each in (short, long))

@@ -71,8 +71,9 @@ def cost_curve(plans: Sequence[CapacityPlan], looks: Mapping[str, Look]) -> Plot
                 textcoords="offset points",
                 va="top",
             )
-        axes.set_ylim(bottom=0)
-        axes.margins(y=0.2)
+        axes.set_ylim(
+            0, ROOM * max(result.cost for plan in plans for result in plan.results.values())
+        )
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         axes.set_ylabel("cost")
 
