@@ -148,7 +148,8 @@ def _shaping(scenario: Scenario) -> list[str]:
 
 def _types(scenario: Scenario) -> str:
     kinds = [f"{pool.node_type.name}, {pool.node_type.gpus} GPUs" for pool in scenario.pools]
-    if None in (scenario.prices.reserved, scenario.prices.rollout):
+    prices = scenario.prices
+    if (prices.reserved, prices.on_demand, prices.rollout) == (None, None, None):
         kinds = [
             f"{kind} at {pool.node_type.price:g} an hour"
             for kind, pool in zip(kinds, scenario.pools, strict=True)

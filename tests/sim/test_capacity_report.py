@@ -132,7 +132,7 @@ def test_a_bill_says_what_it_would_be_with_one_kind_of_nodes_only() -> None:
 def test_prices_and_break_even_are_said_in_words() -> None:
     both = billed_of(Prices(on_demand=5.0, horizon_s=30 * DAY_S)).scenario
     assert dict(price_lines(both)) == {
-        "prices of a GPU-hour": "5 of nodes on demand",
+        "prices of a GPU-hour": "2.5 of reserved nodes, 5 of nodes on demand, 2.5 of rollouts",
         "horizon": "30.0 days",
         "break-even": "a node pays reserved if it is held for more than 50.0 % of the paid time",
     }

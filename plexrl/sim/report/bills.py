@@ -72,26 +72,25 @@ def bill_table(billed: Sequence[Billed]) -> Table:
 
 
 def price_lines(scenario: Scenario) -> list[tuple[str, str]]:
-    """(name, value) of what GPU-hours cost, as far as the node type's price does not say it, and
+    """(name, value) of what GPU-hours cost, where the node types' price does not say it all, and
     from when on reserving a node pays."""
     prices = scenario.prices
-    parts = [
-        f"{price:g} {what}"
-        for price, what in (
-            (prices.reserved, "of reserved nodes"),
-            (prices.on_demand, "of nodes on demand"),
-            (prices.rollout, "of rollouts"),
+    lines = []
+    if (prices.reserved, prices.on_demand, prices.rollout) != (None, None, None):
+        own = " or ".join(dict.fromkeys(f"{pool.node_type.price:g}" for pool in scenario.pools))
+        reserved, rollout = (
+            own if price is None else f"{price:g}" for price in (prices.reserved, prices.rollout)
         )
-        if price is not None
-    ]
-    lines = [("prices of a GPU-hour", ", ".join(parts))] if parts else []
+        on_demand = "" if prices.on_demand is None else f"{prices.on_demand:g} of nodes on demand, "
+        said = f"{reserved} of reserved nodes, {on_demand}{rollout} of rollouts"
+        lines.append(("prices of a GPU-hour", said))
     if prices.horizon_s is not None:
         lines.append(("horizon", duration(prices.horizon_s)))
     even = break_even(scenario)
     if even is not None:
-        said = f"a node pays reserved if it is held for more than {percent(even)} of the paid time"
+        pays = f"a node pays reserved if it is held for more than {percent(even)} of the paid time"
         never = "no node pays reserved, for on-demand nodes cost no more while they are held"
-        lines.append(("break-even", said if even < 1 else never))
+        lines.append(("break-even", pays if even < 1 else never))
     return lines
 
 

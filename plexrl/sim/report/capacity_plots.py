@@ -39,8 +39,8 @@ def objective_plot(plans: Sequence[CapacityPlan], looks: Mapping[str, Look]) -> 
         title="Nodes against objectives",
         says="Each point is a run on so many nodes. A filled point keeps this objective, a hollow "
         "one does not; the dotted line is the bound, and the shaded side keeps it. A ring marks "
-        "the fewest nodes that keep all objectives. Where points coincide the last named policy is "
-        "on top.",
+        "the fewest nodes that keep all objectives. Where figures lie far above the bound, the "
+        "axis is logarithmic beyond it; where points coincide, the last named policy is on top.",
         pictures=tuple(
             Picture(title=each.text, svg=_objective(f"objective{index}", each, plans, looks))
             for index, each in enumerate(wanted)
