@@ -18,6 +18,7 @@ from plexrl.cli.simulate_tables import (
 )
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.axes import scenarios_along
+from plexrl.sim.bill import check_reserved
 from plexrl.sim.capacity_search import CapacityPlan, smallest_cluster
 from plexrl.sim.job_copy import JobCopy, copied
 from plexrl.sim.response_lengths import read_longest_of
@@ -128,11 +129,15 @@ def _all_good(jobs: Iterator[TraceJob], problems: Problems, trace: str) -> Itera
 def _checked(base: Scenario, asked: Questions, survey: Survey) -> tuple[Scenario, ...]:
     """The scenarios that are asked for, all of which can be run."""
     scenarios = tuple(scenarios_along(base, asked.axes))
-    for scenario in scenarios:
+    others = [changed(scenario, what) for scenario in scenarios for what in asked.changes]
+    for scenario in (*scenarios, *others):
         check_fits(survey, scenario.pools)
-        for what in asked.changes:
-            check_fits(survey, changed(scenario, what).pools)
+    check_reserved((*scenarios, *others), max(_nodes(each) for each in (*scenarios, *others)))
     return scenarios
+
+
+def _nodes(scenario: Scenario) -> int:
+    return sum(pool.nodes for pool in scenario.pools)
 
 
 def _plans(
@@ -145,6 +150,7 @@ def _plans(
     at_once: int,
 ) -> tuple[CapacityPlan, ...]:
     lowest, highest = _sizes(survey, base, max_nodes)
+    check_reserved((base, *(changed(base, what) for what in asked.changes)), max_nodes)
     return tuple(
         smallest_cluster(
             replace(base, policy=policy),

@@ -12,28 +12,37 @@ _CLUSTER, _PRICES, _TRACE, _JOBS, _FAULTS, _ASKED, _RUNS = (
 
 Trace = Annotated[
     str,
-    typer.Argument(help="A file, bundled:NAME, or `published`: made-up jobs of the paper."),
+    typer.Argument(
+        help="A file, bundled:NAME, or `published`: made-up jobs of the paper's three classes."
+    ),
 ]
 Policy = Annotated[
     str,
     typer.Option(
-        help="Names with commas between (docs/simulating.md), `paper` or `all`.",
+        help="Policies to compare, with commas between (docs/simulating.md), `paper` or `all`.",
         rich_help_panel=_CLUSTER,
     ),
 ]
-Nodes = Annotated[int, typer.Option(min=1, help="All for training.", rich_help_panel=_CLUSTER)]
+Nodes = Annotated[
+    int, typer.Option(min=1, help="Training nodes of the cluster.", rich_help_panel=_CLUSTER)
+]
 GpusPerNode = Annotated[
     int | None,
-    typer.Option(min=1, help="Else the node type's: 8.", rich_help_panel=_CLUSTER),
+    typer.Option(
+        min=1, help="GPUs of a node; default: the node type's, 8.", rich_help_panel=_CLUSTER
+    ),
 ]
 NodeType = Annotated[
     str,
-    typer.Option(help="h200, h100, a100, b200; a .json or .toml.", rich_help_panel=_CLUSTER),
+    typer.Option(
+        help="h200, h100, a100, b200, or a .json or .toml file.", rich_help_panel=_CLUSTER
+    ),
 ]
 Pool = Annotated[
     list[str] | None,
     typer.Option(
-        help="NODE_TYPE:NODES, for each pool of a cluster of several; instead of --nodes.",
+        help="NODE_TYPE:NODES of each pool of a cluster of several, instead of "
+        "--nodes; default: one pool.",
         rich_help_panel=_CLUSTER,
     ),
 ]
@@ -41,39 +50,35 @@ Price = Annotated[
     float | None,
     typer.Option(
         min=0.0,
-        help="Of a GPU-hour, where no other price says more; default: the node type's.",
+        help="Price of a GPU-hour, where no other price says more; default: the node type's.",
         rich_help_panel=_PRICES,
     ),
 ]
 PriceReserved = Annotated[
     float | None,
     typer.Option(
-        min=0.0,
-        help="Of a GPU-hour of reserved training nodes, paid used or not; default: --price.",
+        help="Price of a GPU-hour of reserved training nodes, paid used or not; default: --price.",
         rich_help_panel=_PRICES,
     ),
 ]
 PriceOnDemand = Annotated[
     float | None,
     typer.Option(
-        min=0.0,
-        help="Of a GPU-hour of on-demand training nodes, paid while groups hold them; default: "
-        "all nodes are reserved.",
+        help="Price of a GPU-hour of on-demand training nodes, paid while groups hold them; "
+        "default: all nodes are reserved.",
         rich_help_panel=_PRICES,
     ),
 ]
 PriceRollout = Annotated[
     float | None,
     typer.Option(
-        min=0.0,
-        help="Of a GPU-hour of rollouts, paid while their jobs run; default: --price.",
+        help="Price of a GPU-hour of rollouts, paid while their jobs run; default: --price.",
         rich_help_panel=_PRICES,
     ),
 ]
 ReservedNodes = Annotated[
     int | None,
     typer.Option(
-        min=0,
         help="Nodes that are reserved beside on-demand ones; default: as many as cost least.",
         rich_help_panel=_PRICES,
     ),
@@ -89,108 +94,156 @@ SwitchS = Annotated[
     float | None,
     typer.Option(
         min=0.0,
-        help="Of a context switch; else by state and the node type's rates.",
+        help="Seconds of a context switch; default: by the job's state and the node type's rates.",
         rich_help_panel=_CLUSTER,
     ),
 ]
 Layout = Annotated[
     str | None,
-    typer.Option("--from", help="Its column layout (docs/traces.md).", rich_help_panel=_TRACE),
+    typer.Option(
+        "--from",
+        help="Column layout of the trace (docs/traces.md); default: told by its header.",
+        rich_help_panel=_TRACE,
+    ),
 ]
 SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="Go on without bad rows.", rich_help_panel=_TRACE)
+    bool,
+    typer.Option(
+        "--skip-bad", help="Leave bad rows out instead of ending.", rich_help_panel=_TRACE
+    ),
 ]
 Days = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Its first so many; `published`: 90.", rich_help_panel=_TRACE),
+    typer.Option(
+        min=0.0,
+        help="Take the trace's first so many days; default: all, of `published` 90.",
+        rich_help_panel=_TRACE,
+    ),
 ]
 Compress = Annotated[
-    float, typer.Option(help="Arrivals come so many times as fast.", rich_help_panel=_TRACE)
+    float, typer.Option(help="Let arrivals come so many times as fast.", rich_help_panel=_TRACE)
 ]
 Backlog = Annotated[
     bool,
-    typer.Option("--backlog", help="All jobs are there at the start.", rich_help_panel=_TRACE),
+    typer.Option("--backlog", help="Let all jobs be there at the start.", rich_help_panel=_TRACE),
 ]
 CapDays = Annotated[
-    float | None, typer.Option(help="Cut longer jobs to this.", rich_help_panel=_TRACE)
+    float | None,
+    typer.Option(
+        help="Cut longer jobs to so many days; default: none is cut.", rich_help_panel=_TRACE
+    ),
 ]
 MinGpus = Annotated[
-    int, typer.Option(min=1, help="Leave smaller jobs out.", rich_help_panel=_TRACE)
+    int, typer.Option(min=1, help="Leave jobs of fewer GPUs out.", rich_help_panel=_TRACE)
 ]
 MaxGpus = Annotated[
-    int | None, typer.Option(min=1, help="Leave larger jobs out.", rich_help_panel=_TRACE)
+    int | None,
+    typer.Option(min=1, help="Leave jobs of more GPUs out; default: none.", rich_help_panel=_TRACE),
 ]
 MinDuration = Annotated[
-    float, typer.Option(help="Leave shorter jobs out; seconds.", rich_help_panel=_TRACE)
+    float, typer.Option(help="Leave jobs of fewer seconds out.", rich_help_panel=_TRACE)
 ]
 AnyNodeType = Annotated[
     bool,
-    typer.Option("--any-node-type", help="Jobs run on any.", rich_help_panel=_TRACE),
+    typer.Option(
+        "--any-node-type",
+        help="Let jobs that ask for a kind of node run on any.",
+        rich_help_panel=_TRACE,
+    ),
 ]
 Profiles = Annotated[
     bool,
-    typer.Option(help="Jobs without cycles get the published RL profiles.", rich_help_panel=_TRACE),
+    typer.Option(
+        help="Give jobs without cycles those of the published RL profiles.", rich_help_panel=_TRACE
+    ),
 ]
 JobsPerDay = Annotated[
-    float, typer.Option(min=1e-3, help="Of `published`.", rich_help_panel=_TRACE)
+    float, typer.Option(min=1e-3, help="Jobs a day of `published`.", rich_help_panel=_TRACE)
 ]
 Jitter = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Of cycles, as 0.15; else the trace's own.", rich_help_panel=_JOBS),
+    typer.Option(
+        min=0.0,
+        help="Scatter of cycles, a part: 0.15 is 15 %; default: the trace's.",
+        rich_help_panel=_JOBS,
+    ),
 ]
 Staleness = Annotated[
     int | None,
-    typer.Option(min=0, help="Steps rollouts run ahead; else the trace's.", rich_help_panel=_JOBS),
+    typer.Option(
+        min=0,
+        help="Steps that rollouts may run ahead of training; default: the trace's.",
+        rich_help_panel=_JOBS,
+    ),
 ]
 Responses = Annotated[
     int,
-    typer.Option(min=0, help="Of a rollout; the longest ends it.", rich_help_panel=_JOBS),
+    typer.Option(
+        min=0,
+        help="Responses of a rollout, of which the longest ends it; 0: lognormal rollouts.",
+        rich_help_panel=_JOBS,
+    ),
 ]
 Lengths = Annotated[
-    str, typer.Option(help="Of responses: r1, or a trace of lengths.", rich_help_panel=_JOBS)
+    str,
+    typer.Option(help="Lengths of responses: r1, or a trace of lengths.", rich_help_panel=_JOBS),
 ]
 ToolStalls = Annotated[
     str | None,
-    typer.Option(help="CHANCE:SECONDS[:SIGMA] of a rollout's wait.", rich_help_panel=_JOBS),
+    typer.Option(
+        help="CHANCE:SECONDS[:SIGMA] of a rollout's wait for tools; default: none.",
+        rich_help_panel=_JOBS,
+    ),
 ]
 NodeMtbfHours = Annotated[
-    float, typer.Option(min=0.0, help="Of one node; 0: never.", rich_help_panel=_FAULTS)
+    float,
+    typer.Option(
+        min=0.0, help="Hours between failures of one node; 0: never.", rich_help_panel=_FAULTS
+    ),
 ]
 RepairMinutes = Annotated[
-    float, typer.Option(min=0.0, help="Until a node is back.", rich_help_panel=_FAULTS)
+    float,
+    typer.Option(min=0.0, help="Minutes until a failed node is back.", rich_help_panel=_FAULTS),
 ]
 WorkerMtbfHours = Annotated[
-    float, typer.Option(min=0.0, help="Of a job's workers.", rich_help_panel=_FAULTS)
+    float,
+    typer.Option(
+        min=0.0,
+        help="Hours between failures of one job's workers; 0: never.",
+        rich_help_panel=_FAULTS,
+    ),
 ]
 StateSurvives = Annotated[
     float,
     typer.Option(
         min=0.0,
         max=1.0,
-        help="Part of lost nodes that come back with their host memory.",
+        help="Part (0 to 1) of lost nodes that come back with their host memory.",
         rich_help_panel=_FAULTS,
     ),
 ]
 Sweep = Annotated[
     list[str] | None,
     typer.Option(
-        help="nodes=64:256:64, jitter=0,0.15, …: every combination.", rich_help_panel=_ASKED
+        help="nodes=64:256:64, jitter=0,0.15, …: run every combination; may be repeated.",
+        rich_help_panel=_ASKED,
     ),
 ]
 Slo = Annotated[
     list[str] | None,
     typer.Option(
-        help="wait.p95<=2h, …: find the smallest cluster that keeps it.",
+        help="wait.p95<=2h, …: find the fewest nodes that keep it; may be repeated.",
         rich_help_panel=_ASKED,
     ),
 ]
 MaxNodes = Annotated[
-    int, typer.Option(min=1, help="Largest that --slo tries.", rich_help_panel=_ASKED)
+    int, typer.Option(min=1, help="Most nodes that --slo tries.", rich_help_panel=_ASKED)
 ]
 WhatIf = Annotated[
     list[str] | None,
     typer.Option(
-        help="price=3, node-type=h100, host-memory=1TiB, nodes=128: what differs.",
+        help="price=3, node-type=h100, host-memory=1TiB, nodes=128, …: what would "
+        "differ; may be repeated.",
         rich_help_panel=_ASKED,
     ),
 ]
@@ -198,30 +251,45 @@ Cold = Annotated[
     bool,
     typer.Option(
         "--cold",
-        help="No job declares its demand; the scheduler profiles each.",
+        help="Let no job declare its demand; the scheduler profiles each.",
         rich_help_panel=_JOBS,
     ),
 ]
 Window = Annotated[
     str | None,
-    typer.Option(help="START:END in hours, for a Gantt chart.", rich_help_panel=_ASKED),
+    typer.Option(
+        help="START:END in hours from the trace's start, for a Gantt chart; default: none.",
+        rich_help_panel=_ASKED,
+    ),
 ]
-Seed = Annotated[int, typer.Option(help="Same seed, same bytes.", rich_help_panel=_RUNS)]
+Seed = Annotated[
+    int,
+    typer.Option(help="Seed of all that is drawn: same seed, same results.", rich_help_panel=_RUNS),
+]
 Detail = Annotated[
     str,
-    typer.Option(help="burst: quick; operation: each segment.", rich_help_panel=_RUNS),
+    typer.Option(
+        help="burst (quick), or operation: each segment of a cycle is one.", rich_help_panel=_RUNS
+    ),
 ]
 Check = Annotated[
     bool,
-    typer.Option("--check", help="Check the invariants all along.", rich_help_panel=_RUNS),
+    typer.Option(
+        "--check",
+        help="Check the scheduler's invariants at every event; slower.",
+        rich_help_panel=_RUNS,
+    ),
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(min=1, help="Runs at a time; else one a core.", rich_help_panel=_RUNS),
+    typer.Option(min=1, help="Runs side by side; default: one a core.", rich_help_panel=_RUNS),
 ]
 Ray = Annotated[
     str | None,
-    typer.Option(help="Run on this Ray cluster: host:port, or auto.", rich_help_panel=_RUNS),
+    typer.Option(
+        help="Run on this Ray cluster: host:port, or auto; default: on this machine.",
+        rich_help_panel=_RUNS,
+    ),
 ]
 JobsOut = Annotated[
     Path | None,
@@ -229,5 +297,8 @@ JobsOut = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(help="Folder for report.html and results.json.", rich_help_panel=_RUNS),
+    typer.Option(
+        help="Folder for report.html and results.json; default: nothing is written.",
+        rich_help_panel=_RUNS,
+    ),
 ]

@@ -7,17 +7,20 @@ from typing import Any
 
 from plexrl.cli.context import print_line, warn, write_text
 from plexrl.cli.simulate_answers import Answers
-from plexrl.cli.simulate_report import report
+from plexrl.cli.simulate_report import billed, report
 from plexrl.cli.simulate_tables import (
     gap_recovered,
     isolated_runs,
+    print_bills,
     print_changes,
     print_plans,
     print_runs,
 )
 from plexrl.errors import InvalidRequestError
+from plexrl.sim.bill import break_even
 from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.headline import Band, Headline, headlines, whole_gpu_hours
+from plexrl.sim.report.bills import horizon_warning
 from plexrl.sim.report.capacity import headline, meets_all
 from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.result_json import dumps, result_values, scenario_values, speed_values
@@ -32,6 +35,10 @@ def tell(found: Answers, out: Path | None, *, as_json: bool) -> None:
     Raises:
         InvalidRequestError: the folder cannot be written.
     """
+    others = [(each.scenario, each.result) for each in found.changes]
+    late = (horizon_warning(each) for each in (*billed(found.runs), *billed(others)))
+    for message in dict.fromkeys(filter(None, late)):
+        warn(f"plexrl: {message}")
     if as_json:
         write_text(document(found) + "\n")
     else:
@@ -46,6 +53,7 @@ def show(found: Answers) -> None:
         print_plans(found.plans)
     if found.runs:
         print_runs(found.runs)
+        print_bills(billed(found.runs))
     if found.changes:
         print_changes(found.runs, found.changes)
     for failure in found.failed:
@@ -72,6 +80,7 @@ def document(found: Answers) -> str:
                 {
                     "scenario": scenario_values(scenario),
                     "result": result_values(result),
+                    "break_even": break_even(scenario),
                     "gap_recovered": gap_recovered(scenario, result, isolated),
                     "whole_gpu_hours": whole_gpu_hours(result),
                 }

@@ -20,6 +20,7 @@ from plexrl.cli.simulate_tables import (
 from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.headline import headlines
 from plexrl.sim.headline import said as said_of_headlines
+from plexrl.sim.report.bills import Billed, price_lines
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.survey import Survey
 from plexrl.sim.trace_source import PublishedSource, TraceSource
@@ -60,6 +61,7 @@ def report(
         labels=labels(scenarios),
         plans=plans,
         headline=said_of_headlines(headlines(runs))[:HEADLINES_MAX],
+        billed=billed(runs),
         what_ifs=[WhatIf(change=each.what, of=each.of, result=each.result) for each in changes],
         gpus_per_node=sizes.pop() if len(sizes) == 1 else None,
         window_s=scenarios[0].window_s,
@@ -77,6 +79,14 @@ def labels(scenarios: Sequence[Scenario]) -> list[str]:
             parts.append(nodes_of(scenario))
         found.append(", ".join((scenario.policy, *parts)))
     return found
+
+
+def billed(runs: Sequence[Run]) -> list[Billed]:
+    """The runs, with their labels and what says their prices."""
+    named = zip(labels([scenario for scenario, _ in runs]), runs, strict=True)
+    return [
+        Billed(label=label, scenario=scenario, result=result) for label, (scenario, result) in named
+    ]
 
 
 def change_line(run: Run, change: Changed) -> tuple[str, str]:
@@ -102,6 +112,7 @@ def scenario_lines(
             f"{survey.jobs:,} over {span(survey.arrivals_s)}, of up to {survey.gpus_max} GPUs",
         ),
         ("cluster", _same(f"{nodes_of(each)} nodes ({_types(each)})" for each in scenarios)),
+        *price_lines(first),
         ("jitter of cycles", _same(_jitter(each) for each in scenarios)),
         ("context switch", _same(_switch(each) for each in scenarios)),
         ("failures", _failures(first)),
@@ -140,10 +151,14 @@ def _shaping(scenario: Scenario) -> list[str]:
 
 
 def _types(scenario: Scenario) -> str:
-    return ", ".join(
-        f"{pool.node_type.name}, {pool.node_type.gpus} GPUs at {pool.node_type.price:g} an hour"
-        for pool in scenario.pools
-    )
+    kinds = [f"{pool.node_type.name}, {pool.node_type.gpus} GPUs" for pool in scenario.pools]
+    prices = scenario.prices
+    if (prices.reserved, prices.on_demand, prices.rollout) == (None, None, None):
+        kinds = [
+            f"{kind} at {pool.node_type.price:g} an hour"
+            for kind, pool in zip(kinds, scenario.pools, strict=True)
+        ]
+    return ", ".join(kinds)
 
 
 def _jitter(scenario: Scenario) -> str:

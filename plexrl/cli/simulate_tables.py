@@ -10,6 +10,7 @@ from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.headline import BACKFILLED, headlines, near_bound
 from plexrl.sim.headline import said as said_of_headlines
 from plexrl.sim.objectives import utilisation
+from plexrl.sim.report.bills import Billed, bill_table, price_lines, priced_apart
 from plexrl.sim.report.capacity import certainty, headline, probe_table
 from plexrl.sim.report.comparison import BASELINE, GAP_PART_MIN, recovered
 from plexrl.sim.result import SimResult
@@ -143,6 +144,19 @@ def print_plans(plans: Sequence[CapacityPlan]) -> None:
         print_line(certainty(plan))
 
 
+def print_bills(billed: Sequence[Billed]) -> None:
+    """The bills of runs with prices of their own, and when reserving a node pays."""
+    shown = priced_apart(billed)
+    if not shown:
+        return
+    table = bill_table(shown)
+    columns = {name: [row[place] for row in table.rows] for place, name in enumerate(table.columns)}
+    names = {"policy": columns.pop("run"), "nodes": columns.pop("nodes")}
+    _print_groups(names, {"Bills": columns})
+    for name, value in price_lines(shown[0].scenario):
+        print_line(f"{name}: {value}")
+
+
 def print_changes(runs: Sequence[Run], changes: Sequence[Changed]) -> None:
     """What-ifs, and what they come to."""
     names: Columns = {}
@@ -161,7 +175,7 @@ def print_changes(runs: Sequence[Run], changes: Sequence[Changed]) -> None:
                 "by": "run" if each.ran else "priced",
             },
         )
-    _print_groups(names, {"What if, by how much of what it was": figures})
+    _print_packed("What if, by how much of what it was", names, figures)
 
 
 def isolated_runs(runs: Sequence[Run]) -> dict[Scenario, SimResult]:

@@ -1,5 +1,6 @@
 """The simulator: the scheduler's own core on a virtual clock."""
 
+from plexrl.sim.prices import Prices
 from plexrl.sim.profiles import PUBLISHED, Cycle, JobProfile, published
 from plexrl.sim.replay import Progress, simulate
 from plexrl.sim.result import SimResult
@@ -20,6 +21,7 @@ __all__ = [
     "JobSource",
     "NodeType",
     "Pool",
+    "Prices",
     "Progress",
     "RunReport",
     "Scenario",

@@ -16,6 +16,7 @@ H * price_reserved / price_on_demand.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from plexrl.errors import InvalidRequestError
 from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import Pool, Scenario
 
@@ -74,19 +75,31 @@ def bill(
     )
 
 
-def split_bills(scenario: Scenario, result: SimResult) -> tuple[Bill, Bill]:
-    """The run with all nodes reserved, and with none: what a split of both is compared with."""
+def check_reserved(scenarios: Sequence[Scenario], nodes_max: int) -> None:
+    """That no more nodes are reserved than the largest cluster of the question has. (They are paid
+    on smaller ones all the same.)
 
-    def of(nodes: int) -> Bill:
-        prices = replace(scenario.prices, reserved_nodes=nodes)
-        return bill(
-            replace(scenario, prices=prices),
-            drain_s=result.drain_s,
-            nodes_held=result.nodes_held,
-            rollout_cost=result.rollout_cost,
-        )
+    Raises:
+        InvalidRequestError: more are.
+    """
+    for scenario in scenarios:
+        reserved = scenario.prices.reserved_nodes or 0
+        if reserved > nodes_max:
+            raise InvalidRequestError(
+                f"{reserved:,} nodes are reserved, and the largest cluster has {nodes_max:,}: "
+                "lower the reserved nodes, or enlarge the cluster by --nodes (with --slo by "
+                "--max-nodes)"
+            )
 
-    return of(sum(pool.nodes for pool in scenario.pools)), of(0)
+
+def with_reserved(scenario: Scenario, result: SimResult, nodes: int) -> Bill:
+    """The bill with so many nodes reserved, of a scenario with an on-demand price."""
+    return bill(
+        replace(scenario, prices=replace(scenario.prices, reserved_nodes=nodes)),
+        drain_s=result.drain_s,
+        nodes_held=result.nodes_held,
+        rollout_cost=result.rollout_cost,
+    )
 
 
 def break_even(scenario: Scenario) -> float | None:

@@ -235,9 +235,10 @@ class Scenario:
                 f"{len(self.pools)}: nobody could tell which of their nodes are reserved"
             )
         if prices.reserved_nodes is not None and prices.on_demand is None:
+            nodes = prices.reserved_nodes
             raise InvalidRequestError(
-                f"{prices.reserved_nodes} nodes are reserved, and the others have no price: say "
-                "what nodes on demand cost (--price-on-demand)"
+                f"{nodes} reserved node{'s' if nodes != 1 else ''} and no price of the others: say "
+                "what nodes on demand cost (--price-on-demand), or all are reserved"
             )
 
     @property

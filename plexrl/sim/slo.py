@@ -3,8 +3,8 @@
 Sizes grow by doubling until one will do; the gap below it is then halved, with several probes at a
 time where there are several cores. Neither rests on proof: waiting need not fall with every node
 (placements differ, and a larger cluster may put a job where it meets a worse neighbour). So the
-sizes next below the one found are run as well, and the answer says down to which size all fail,
-and whether a smaller size was seen that met the objectives where a larger did not.
+sizes next below the one found and the one next above it are run as well, and the answer says down
+to which size all fail, and whether a larger size was seen to fail.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ def smallest(
     """Search sizes `lowest` to `highest`; `meets` runs several of them side by side, each once.
 
     Runs about log2(answer / lowest) sizes to bound the answer, as many again to find it where
-    `at_once` is 1, and `neighbours` below it.
+    `at_once` is 1, `neighbours` below it and one above.
 
     Raises:
         InvalidRequestError: there is no size to search.
@@ -67,7 +67,7 @@ def smallest(
     while True:
         found = _narrowed(probe, probes, lowest, found, at_once)
         below = range(max(lowest, found - neighbours), found)
-        probe(below)
+        probe([*below, min(highest, found + 1)])
         lower = [size for size in below if probes[size]]
         if not lower:
             break

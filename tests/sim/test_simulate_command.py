@@ -127,7 +127,15 @@ def test_the_smallest_cluster_is_found_and_said_how_surely(trace: str, tmp_path:
     assert [probe["nodes"] for probe in plan["probes"] if probe["met"]] == [6]
     text = shown(*asked, "--out", tmp_path)
     assert re.search(r"isolated: 6 nodes; all sizes from \d to 5 fail", text)
-    assert "smallest cluster, isolated" in (tmp_path / "report.html").read_text()
+    assert text.count("To keep wait.max<=1s, isolated needs 6 nodes") == 1
+    assert max(map(len, text.splitlines())) <= int(NARROW)
+    page = (tmp_path / "report.html").read_text()
+    assert "To keep wait.max&lt;=1s, isolated needs 6 nodes" in page
+    assert re.findall(r'<section id="([a-z]+)"', page)[:4] == [
+        *("objectives", "costcurve", "probes", "runs")
+    ]
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert document["headline"].startswith("To keep wait.max<=1s, isolated needs 6 nodes")
     none = shown(trace, "--slo", "wait.max<=1s", "--policy", "isolated", "--max-nodes", "3")
     assert "no cluster of up to 3 nodes meets the" in none
     dear = shown(*asked[:2], "wait.max<=1s,cost<=1", *asked[3:])
@@ -145,6 +153,57 @@ def test_what_ifs_are_run_or_priced(trace: str) -> None:
     assert larger["result"]["gpus"] == 24
     text = shown(trace, "--nodes", "2", "--policy", "pack", "--workers", "1", *asked)
     assert re.search(r"price=5 +pack +2 .*\+100.0 %", text)
+
+
+def test_objectives_that_fill_a_terminal_stand_in_several_tables(trace: str) -> None:
+    wanted = "wait.max<=1s,job_slowdown.median<=90%,gpu_hours_per_cycle<=400,normalized_wait.p95<=9"
+    text = shown(trace, "--slo", f"{wanted},cycle_slowdown.p99<=90%", "--policy", "pack")
+    assert max(map(len, text.splitlines())) <= int(NARROW)
+    assert text.count("Sizes that were run") > 1
+    words = " ".join(text.split())
+    assert all(word in words for word in ("cost", "fewest", ".median", "gpu_hours_per_cycle"))
+
+
+def test_nodes_are_reserved_or_on_demand_and_the_bill_says_which(
+    trace: str, tmp_path: Path
+) -> None:
+    asked = (trace, "--nodes", "4", "--policy", "pack,isolated", "--workers", "1")
+    prices = ("--price-reserved", "1", "--price-on-demand", "3", "--price-rollout", "0.5")
+    whatifs = ("--what-if", "reserved-nodes=4", "--what-if", "horizon-days=1")
+    text = shown(*asked, *prices, *whatifs, "--out", tmp_path)
+    assert max(map(len, text.splitlines())) <= int(NARROW)
+    words = " ".join(text.split())
+    assert "prices of a GPU-hour: 1 of reserved nodes, 3 of nodes on demand, 0.5 of" in words
+    assert "a node pays reserved if it is held for more than 33.3 % of the paid time" in words
+    page = (tmp_path / "report.html").read_text()
+    assert {"bills", "split"} <= set(re.findall(r'<section id="([a-z]+)"', page))
+    document = json.loads((tmp_path / "results.json").read_text())
+    pack = document["runs"][0]
+    assert pack["break_even"] == pytest.approx(1 / 3)
+    result = pack["result"]
+    assert 0 < result["reserved_nodes"] < 4
+    reserved = result["reserved_nodes"] * 8 * result["drain_s"] / 3600
+    parts = (reserved, result["on_demand_cost"], 0.5 * result["rollout_gpu_hours"])
+    assert result["cost"] == pytest.approx(sum(parts))
+    assert not any(each["ran"] for each in document["what_if"])
+    all_reserved = document["what_if"][0]["result"]
+    assert (all_reserved["reserved_nodes"], all_reserved["on_demand_cost"]) == (4, 0.0)
+    assert all_reserved["cost"] > result["cost"]
+
+
+def test_a_horizon_that_ends_before_the_drain_is_warned_of(trace: str) -> None:
+    asked = ("simulate", trace, "--nodes", "2", "--policy", "pack", "--workers", "1", "--json")
+    short = CliRunner().invoke(app, [*asked, "--horizon-days", "0.001", "--what-if", "price=9"])
+    assert "later than the horizon of" in short.stderr
+    changed = CliRunner().invoke(app, [*asked, "--what-if", "horizon-days=0.001"])
+    assert changed.stderr == short.stderr
+    long = CliRunner().invoke(app, [*asked, "--horizon-days", "1"])
+    assert long.stderr == ""
+    ran, paid = (json.loads(each.stdout)["runs"][0]["result"] for each in (short, long))
+    assert ran["paid_s"] == ran["drain_s"]
+    assert paid["paid_s"] == 86_400.0
+    training = paid["cost"] - paid["rollout_cost"]
+    assert training == pytest.approx(2 * 8 * 2.5 * 24)
 
 
 def test_results_and_report_are_written(trace: str, tmp_path: Path) -> None:
@@ -289,6 +348,13 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
         (("--slo", "drain<=2h", "--sweep", "seed=1:3"), "leave --sweep"),
         (("--slo", "drain<=2h", "--gpus-per-node", "1", "--max-nodes", "2"), "needs 8 nodes"),
         (("--what-if", "price"), "write NAME=VALUE"),
+        (("--price-reserved", "nan"), "the reserved price of a GPU-hour is a number"),
+        (("--price-on-demand", "inf"), "the on-demand price of a GPU-hour is a number"),
+        (("--horizon-days", "0"), "a horizon is above 0"),
+        (("--reserved-nodes", "1"), "no price of the others"),
+        (("--what-if", "reserved-nodes=1"), "no price of the others"),
+        (("--reserved-nodes", "9", "--price-on-demand", "3", "--nodes", "2"), "largest .* has 2"),
+        (("--pool", "h200:1", "--pool", "a100:1", "--price-on-demand", "3"), "one pool"),
         (("--what-if", "nodes=1", "--gpus-per-node", "4", "--nodes", "4"), "too small for 6 jobs"),
         (("--tool-stalls", "often"), "write CHANCE:SECONDS"),
         (("--tool-stalls", "2:10"), "a chance is 0 to 1"),
@@ -434,6 +500,16 @@ def test_the_page_names_every_policy_axis_node_type_and_option() -> None:
     }
     words = {*SIM_POLICIES, *NODE_TYPES, *AXES, *CHANGES, *options - {"--help"}}
     assert not {word for word in words if word not in page}
+
+
+def test_every_option_is_helped_with_in_a_panel_and_says_its_default() -> None:
+    for option in _simulate().params:
+        assert option.help, option.name
+        if option.name == "trace" or option.name == "as_json":
+            continue
+        assert option.rich_help_panel, option.name
+        said = option.show_default is not False and option.default is not None
+        assert said or "default: " in option.help or "may be repeated" in option.help, option.name
 
 
 def _simulate() -> Any:

@@ -1,6 +1,7 @@
 """The report of simulated runs: one HTML page that needs nothing beside it."""
 
+from plexrl.sim.report.bills import Billed
 from plexrl.sim.report.page import write_report
 from plexrl.sim.report.what_ifs import WhatIf
 
-__all__ = ["WhatIf", "write_report"]
+__all__ = ["Billed", "WhatIf", "write_report"]

@@ -71,12 +71,12 @@ def cost_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
     return Plot(
         name="cost",
         title="Cost",
-        says="All training GPUs of the cluster until the trace is drained (full colour) and the "
-        "rollout GPUs while their jobs ran (pale), in the currency of the GPU-hour's price; "
-        "shorter is better.",
+        says="The training nodes as they are paid (full colour; all of them until the trace is "
+        "drained, unless the bill says otherwise) and the rollout GPUs while their jobs ran "
+        "(pale), in the currency of the prices; shorter is better.",
         pictures=(Picture(svg=draw("cost", _size(runs), paint, describes="Costs as bars")),),
         keys=(
-            Key(label="training cluster", colour="currentColor"),
+            Key(label="training nodes", colour="currentColor"),
             Key(label="rollouts", colour="currentColor", pale=True),
         ),
     )

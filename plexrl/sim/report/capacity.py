@@ -146,4 +146,4 @@ def _count(plan: CapacityPlan) -> str:
 
 def _listed(names: Sequence[str], last: str) -> str:
     """`a, b and c`."""
-    return f" {last} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+    return f" {last} ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)

@@ -1,7 +1,7 @@
 """Plots of the search for the smallest cluster: each objective's figure and the cost over nodes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from math import ceil, floor, isfinite, log10
+from math import floor, isfinite, log10
 from typing import TYPE_CHECKING
 
 from plexrl.sim.capacity_search import CapacityPlan
@@ -39,7 +39,8 @@ def objective_plot(plans: Sequence[CapacityPlan], looks: Mapping[str, Look]) -> 
         title="Nodes against objectives",
         says="Each point is a run on so many nodes. A filled point keeps this objective, a hollow "
         "one does not; the dotted line is the bound, and the shaded side keeps it. A ring marks "
-        "the fewest nodes that keep all objectives.",
+        "the fewest nodes that keep all objectives. Where figures lie far above the bound, the "
+        "axis is logarithmic beyond it; where points coincide, the last named policy is on top.",
         pictures=tuple(
             Picture(title=each.text, svg=_objective(f"objective{index}", each, plans, looks))
             for index, each in enumerate(wanted)
@@ -56,23 +57,23 @@ def cost_curve(plans: Sequence[CapacityPlan], looks: Mapping[str, Look]) -> Plot
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
         largest = max(max(plan.results) for plan in plans)
-        for plan in plans:
-            if plan.nodes is not None:
-                colour = looks[plan.policy].colour
-                axes.axvspan(plan.nodes, largest, color=colour, alpha=0.1, linewidth=0)
+        # Policies of the same need share a region and a label.
+        needs = {plan.nodes: plan for plan in reversed(plans) if plan.nodes is not None}
+        for nodes, plan in needs.items():
+            axes.axvspan(nodes, largest, color=looks[plan.policy].colour, alpha=0.1, linewidth=0)
         _probes(axes, plans, looks, lambda result: result.cost, meets_all)
-        for plan in plans:
-            if plan.nodes is not None:
-                cost = answer(plan).cost
-                axes.annotate(
-                    f"{plan.nodes:,}: {short(cost)}",
-                    (plan.nodes, cost),
-                    xytext=(8, -8),
-                    textcoords="offset points",
-                    va="top",
-                )
-        axes.set_ylim(bottom=0)
-        axes.margins(y=0.2)
+        for nodes, plan in needs.items():
+            cost = answer(plan).cost
+            axes.annotate(
+                f"{nodes:,}: {short(cost)}",
+                (nodes, cost),
+                xytext=(8, -8),
+                textcoords="offset points",
+                va="top",
+            )
+        axes.set_ylim(
+            0, ROOM * max(result.cost for plan in plans for result in plan.results.values())
+        )
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         axes.set_ylabel("cost")
 
@@ -109,7 +110,7 @@ def _objective(
         low, high = min(0.0, lowest), ROOM * highest or 1.0
         if is_far:
             axes.set_yscale("symlog", linthresh=bound)
-            axes.set_yticks([0, bound, *_decades(bound, highest)])
+            axes.set_yticks([0, bound, *_ticks_above(bound, highest)])
             axes.yaxis.set_minor_locator(NullLocator())
         kept_side = (low, bound) if objective.at_most else (bound, high)
         axes.axhspan(*kept_side, color=INK, alpha=0.05, linewidth=0)
@@ -121,10 +122,12 @@ def _objective(
     return draw(name, SIZE, paint, describes=f"{objective.metric} over nodes")
 
 
-def _decades(bound: float, highest: float) -> list[float]:
-    """Powers of ten above the bound, and not so near that their labels would touch."""
-    first = ceil(log10(2 * bound))
-    return [10.0**power for power in range(first, floor(log10(highest)) + 1)]
+def _ticks_above(bound: float, highest: float) -> list[float]:
+    """Round numbers above the bound, and not so near that their labels would touch."""
+    decades = range(floor(log10(bound)), floor(log10(highest)) + 1)
+    steps = (1,) if len(decades) > 3 else (1, 2, 5)
+    ticks = [step * 10.0**power for power in decades for step in steps]
+    return [tick for tick in ticks if 1.6 * bound < tick <= highest]
 
 
 def _probes(

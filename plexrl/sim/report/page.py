@@ -6,6 +6,7 @@ from pathlib import Path
 
 from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.report.bars import cost_plot, drain_plot
+from plexrl.sim.report.bills import Billed, bill_table, priced_apart, split_plot
 from plexrl.sim.report.capacity import answer, certainty, probe_table
 from plexrl.sim.report.capacity import headline as capacity_headline
 from plexrl.sim.report.capacity_plots import cost_curve, objective_plot
@@ -33,6 +34,7 @@ def write_report(
     headline: Sequence[str] = (),
     what_ifs: Sequence[WhatIf] = (),
     plans: Sequence[CapacityPlan] = (),
+    billed: Sequence[Billed] = (),
     gpus_per_node: int | None = None,
     window_s: tuple[float, float] | None = None,
 ) -> Path:
@@ -42,8 +44,9 @@ def write_report(
     `scenario_lines` are (name, value) of what the runs have in common. `labels` name the runs where
     their policies do not, one each; `headline` says what they come to; `what_ifs` say which of them
     they are compared with. With `plans` the page begins with the smallest clusters and how they
-    were found; the runs are those on them. With `gpus_per_node` clusters are counted in nodes too.
-    `window_s` is the scenario's, from the trace's start; absent: what the results' spans cover.
+    were found; the runs are those on them. `billed` are runs whose prices the page explains. With
+    `gpus_per_node` clusters are counted in nodes too. `window_s` is the scenario's, from the
+    trace's start; absent: what the results' spans cover.
 
     Raises:
         InvalidRequestError: there is no result, labels or what-ifs do not match the results, or
@@ -56,6 +59,7 @@ def write_report(
         headline=headline,
         what_ifs=what_ifs,
         plans=plans,
+        billed=priced_apart(billed),
         nodes_of=gpus_per_node,
         window_s=window_s,
     )
@@ -73,6 +77,7 @@ def render_page(
     headline: Sequence[str] = (),
     what_ifs: Sequence[WhatIf] = (),
     plans: Sequence[CapacityPlan] = (),
+    billed: Sequence[Billed] = (),
     nodes_of: int | None,
     window_s: tuple[float, float] | None,
 ) -> str:
@@ -98,6 +103,8 @@ def render_page(
         summary=summary(runs, nodes_of),
         slowdowns=slowdowns(runs, nodes_of),
         tenants=tenants(single),
+        bills=bill_table(billed) if billed else None,
+        split=split_plot(billed, looks(runs)),
         sizes=sweep_plot(runs, looks(runs), nodes_of),
         what_ifs=what_if_plot(runs, what_ifs, looks(runs)),
         plots=plots(runs, single, window_s),

@@ -42,7 +42,7 @@ def sweep_plot(
         title="Size of the cluster",
         says=f"Drain time ({drain.name}), 95th percentile of the jobs' wait for their first "
         f"placement ({wait.name}), cost, and mean slowdown of cycles, over the {across} of the "
-        "cluster; lower is better.",
+        "cluster; lower is better. Where lines coincide the last named is on top.",
         pictures=tuple(
             Picture(
                 title=title,

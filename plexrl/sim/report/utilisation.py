@@ -39,6 +39,7 @@ def utilisation_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | N
         keys=(
             Key(label="in a group", colour="currentColor", pale=True),
             Key(label="training", colour="currentColor"),
+            Key(label="lower bound of the drain time", colour="currentColor", dash=()),
         ),
     )
 

@@ -1,0 +1,177 @@
+"""What runs cost and why, in words, a table and a plot: for scenarios with prices of their own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from plexrl.sim.bill import break_even, with_reserved
+from plexrl.sim.prices import Prices
+from plexrl.sim.report.comparison import Run
+from plexrl.sim.report.cumulative import line_keys
+from plexrl.sim.report.figure import INK, Picture, Plot, draw
+from plexrl.sim.report.style import Look
+from plexrl.sim.report.tables import Table
+from plexrl.sim.report.units import duration, percent, short
+from plexrl.sim.result import SimResult
+from plexrl.sim.scenario import Scenario
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SIZE = (5.8, 3.3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Billed:
+    """A run, and the scenario that says what it pays."""
+
+    label: str
+    scenario: Scenario
+    result: SimResult
+
+    @property
+    def nodes(self) -> int:
+        """Of the cluster."""
+        return sum(pool.nodes for pool in self.scenario.pools)
+
+    @property
+    def is_split(self) -> bool:
+        """Some nodes may be on demand."""
+        return self.scenario.prices.on_demand is not None
+
+
+def priced_apart(billed: Sequence[Billed]) -> list[Billed]:
+    """Those with prices that a node type's own does not say: only they need a table."""
+    return [each for each in billed if each.scenario.prices != Prices()]
+
+
+def bill_table(billed: Sequence[Billed]) -> Table:
+    """A row a run: its nodes, the parts of its cost, and its cost with one kind of nodes only."""
+    training: dict[str, list[str]] = {
+        "reserved nodes": [f"{each.result.reserved_nodes:,}" for each in billed],
+        "reserved": [short(reserved_cost(each.result)) for each in billed],
+    }
+    whole: dict[str, list[str]] = {"cost": [short(each.result.cost) for each in billed]}
+    if any(each.is_split for each in billed):
+        training["on demand"] = [short(each.result.on_demand_cost) for each in billed]
+        for name, part in (("if all reserved", 1), ("if all on demand", 0)):
+            whole[name] = [_cost_of_part(each, part) for each in billed]
+    columns = {
+        "run": [each.label for each in billed],
+        "nodes": [f"{each.nodes:,}" for each in billed],
+        "nodes held": [percent(_held(each)) for each in billed],
+        **training,
+        "rollouts": [short(each.result.rollout_cost) for each in billed],
+        **whole,
+    }
+    return Table(
+        groups=(("", 1), ("cluster", 2), ("bill", len(columns) - 3)),
+        columns=tuple(columns),
+        rows=tuple(zip(*columns.values(), strict=True)),
+    )
+
+
+def price_lines(scenario: Scenario) -> list[tuple[str, str]]:
+    """(name, value) of what GPU-hours cost, where the node types' price does not say it all, and
+    from when on reserving a node pays."""
+    prices = scenario.prices
+    lines = []
+    if (prices.reserved, prices.on_demand, prices.rollout) != (None, None, None):
+        own = " or ".join(dict.fromkeys(f"{pool.node_type.price:g}" for pool in scenario.pools))
+        reserved, rollout = (
+            own if price is None else f"{price:g}" for price in (prices.reserved, prices.rollout)
+        )
+        on_demand = "" if prices.on_demand is None else f"{prices.on_demand:g} of nodes on demand, "
+        said = f"{reserved} of reserved nodes, {on_demand}{rollout} of rollouts"
+        lines.append(("prices of a GPU-hour", said))
+    if prices.horizon_s is not None:
+        lines.append(("horizon", duration(prices.horizon_s)))
+    even = break_even(scenario)
+    if even is not None:
+        pays = f"a node pays reserved if it is held for more than {percent(even)} of the paid time"
+        never = "no node pays reserved, for on-demand nodes cost no more while they are held"
+        lines.append(("break-even", pays if even < 1 else never))
+    return lines
+
+
+def horizon_warning(billed: Billed) -> str | None:
+    """Where the trace drains after the horizon: until when reserved nodes are paid."""
+    horizon_s = billed.scenario.prices.horizon_s
+    if horizon_s is None or billed.result.paid_s <= horizon_s:
+        return None
+    return (
+        f"{billed.label} on {billed.nodes:,} nodes drains after {duration(billed.result.drain_s)}, "
+        f"later than the horizon of {duration(horizon_s)}: its reserved nodes are paid until then"
+    )
+
+
+def split_plot(billed: Sequence[Billed], looks: Mapping[str, Look]) -> Plot | None:
+    """Cost over the number of reserved nodes; absent where nothing is on demand."""
+    shown = [each for each in billed if each.is_split]
+    if not shown:
+        return None
+    curves = [
+        [(nodes, with_reserved(each.scenario, each.result, nodes).cost) for nodes in _steps(each)]
+        for each in shown
+    ]
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for each, curve in zip(shown, curves, strict=True):
+            look = looks[each.label]
+            axes.plot(
+                [nodes for nodes, _ in curve],
+                [cost for _, cost in curve],
+                color=look.colour,
+                dashes=look.dash or (None, None),
+            )
+            axes.plot(
+                [each.result.reserved_nodes],
+                [each.result.cost],
+                marker="o",
+                markersize=9,
+                markerfacecolor="none",
+                color=INK,
+                clip_on=False,
+                zorder=3,
+            )
+        axes.set_ylim(bottom=0)
+        axes.locator_params(axis="x", integer=True)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        axes.set_xlabel("reserved nodes, the others on demand")
+        axes.set_ylabel("cost")
+
+    runs = [Run(label=each.label, result=each.result) for each in shown]
+    return Plot(
+        name="split",
+        title="Reserved or on demand",
+        says="What each run costs, training and rollouts together, over how many of its nodes are "
+        "reserved, in the currency of the prices. A ring marks the number that is billed.",
+        pictures=(Picture(svg=draw("split", SIZE, paint, describes="Cost over reserved nodes")),),
+        keys=line_keys(runs, looks),
+    )
+
+
+def reserved_cost(result: SimResult) -> float:
+    """Of a run's cost, the reserved nodes'."""
+    return result.cost - result.rollout_cost - result.on_demand_cost
+
+
+def _steps(billed: Billed) -> list[int]:
+    """Numbers of reserved nodes between which the cost is a straight line."""
+    corners = {nodes for nodes, _ in billed.result.nodes_held if nodes < billed.nodes}
+    return sorted({0, *corners, billed.result.reserved_nodes, billed.nodes})
+
+
+def _cost_of_part(billed: Billed, part: int) -> str:
+    if not billed.is_split:
+        return ""
+    return short(with_reserved(billed.scenario, billed.result, part * billed.nodes).cost)
+
+
+def _held(billed: Billed) -> float | None:
+    """Part of the paid node-hours for which groups held the nodes."""
+    offered = billed.nodes * billed.result.paid_s / 3600.0
+    held = sum(nodes * hours for nodes, hours in billed.result.nodes_held)
+    return held / offered if offered else None
