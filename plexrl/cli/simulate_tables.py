@@ -175,7 +175,7 @@ def print_changes(runs: Sequence[Run], changes: Sequence[Changed]) -> None:
                 "by": "run" if each.ran else "priced",
             },
         )
-    _print_packed("What if, by how much of what it was", names, figures)
+    _print_groups(names, {"What if, by how much of what it was": figures})
 
 
 def isolated_runs(runs: Sequence[Run]) -> dict[Scenario, SimResult]:
