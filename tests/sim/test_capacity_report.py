@@ -95,6 +95,12 @@ def test_figures_at_their_edges_are_drawn(
     assert len(probe_table([plan]).rows) == len(waits_s)
 
 
+def test_parts_stand_in_percent_and_indices_and_multiples_do_not() -> None:
+    wanted = "job_slowdown.median<=5%,fairness>=0.9,completion.p95<=3,utilisation>=0.1,drain<=30d"
+    (row,) = probe_table([plan_of("pack", wanted, {8: 0.0})]).rows
+    assert row[5:] == ("2.0 %", "0.987", "0", "25.0 %", "10.0 days")
+
+
 def test_what_costs_nothing_has_no_cost_curve(tmp_path: Path) -> None:
     plan = plan_of("pack", "wait.p95<=60s", {1: 0.0})
     free = {size: replace(result, cost=0.0) for size, result in plan.results.items()}

@@ -91,11 +91,16 @@ def figure(objective: Objective, result: SimResult) -> str:
     value = objective.value(result)
     if objective.unit == "time":
         text = duration(value)
-    elif objective.unit == "part" and objective.bound < 1:
+    elif is_percentage(objective):
         text = percent(value)
     else:
         text = short(value)
     return text if objective.is_met(result) else text + MISSED
+
+
+def is_percentage(objective: Objective) -> bool:
+    """Whether people read it in percent: parts of something, not indices or multiples."""
+    return objective.unit == "part" and objective.bound < 1 and objective.metric != "fairness"
 
 
 def probe_table(plans: Sequence[CapacityPlan]) -> Table:

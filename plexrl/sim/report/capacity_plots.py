@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.objectives import Objective
-from plexrl.sim.report.capacity import answer, meets_all, shown_objectives
+from plexrl.sim.report.capacity import answer, is_percentage, meets_all, shown_objectives
 from plexrl.sim.report.figure import INK, PAPER, Key, Picture, Plot, draw
 from plexrl.sim.report.style import Look
 from plexrl.sim.report.units import short, time_unit
@@ -192,7 +192,7 @@ def _scale(objective: Objective, highest: float) -> tuple[float, str]:
     if objective.unit == "time":
         unit = time_unit(highest)
         return unit.seconds, unit.name
-    if objective.unit == "part" and objective.bound < 1:
+    if is_percentage(objective):
         return 0.01, "percent"
     return 1.0, "cost" if objective.unit == "money" else objective.metric
 
