@@ -11,7 +11,7 @@ from plexrl.cli.checkpoints import checkpoints_app
 from plexrl.cli.context import warn, warn_lines, write_json, write_text
 from plexrl.cli.explain import explain
 from plexrl.cli.fidelity import fidelity
-from plexrl.cli.help import CommandGroup
+from plexrl.cli.help import CommandGroup, PanelCommand
 from plexrl.cli.jobs import jobs, logs
 from plexrl.cli.metrics import metrics
 from plexrl.cli.node import statemanager, statemanager_status
@@ -51,10 +51,12 @@ app = typer.Typer(
 )
 for command in (
     *(up, status, jobs, explain, cancel, metrics, logs, groups, usage, demo),
-    *(statemanager, statemanager_status, operations, trace, simulate, fidelity),
+    *(statemanager, statemanager_status, operations, trace),
 ):
     app.command()(command)
+app.command(cls=PanelCommand)(simulate)
 app.command(COMPARE)(compare)
+app.command()(fidelity)
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(checkpoints_app, name="checkpoints")
 app.add_typer(tenants_app, name="tenants")

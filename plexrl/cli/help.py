@@ -1,8 +1,8 @@
-"""Groups of commands, and how their help shows them."""
+"""How the help shows commands and their options."""
 
 from typing import Any
 
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 HELP_MAX = 1000
 """Characters of a command's line in the help of its group, which goes over several lines."""
@@ -17,6 +17,27 @@ class CommandGroup(TyperGroup):
         rows = [(name, found.get_short_help_str(HELP_MAX)) for name, found in known if found]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+class PanelCommand(TyperCommand):
+    """A command with many options, which its help shows by panel."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each panel; what is in none comes last."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        rest: list[tuple[str, str]] = []
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            if parameter.param_type_name == "argument":
+                panels.setdefault("Arguments", []).append(record)
+            else:
+                panel = getattr(parameter, "rich_help_panel", None)
+                (panels.setdefault(panel, []) if panel else rest).append(record)
+        for title, rows in (*panels.items(), ("Options", rest)):
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 class ListGroup(CommandGroup):
