@@ -40,7 +40,7 @@ class Cluster:
             transport.place = Place(transport.url, local.data_dir, local.is_embedded)
 
     def __repr__(self) -> str:
-        marks = [] if self._embedded is None else ["embedded"]
+        marks = ["embedded"] if self._transport.place.is_embedded else []
         return handle_repr(self, without_credentials(self.url), *marks)
 
     @property
