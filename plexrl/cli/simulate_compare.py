@@ -103,7 +103,7 @@ def _show(a: Path, b: Path, found: "Comparison") -> None:
         sizes = [_figure(each) for each in pair.figures]
         print_table(f"Smallest cluster, {pair.label}", ("", "A", "B", "B - A", "change"), sizes)
     for pair in found.pairs:
-        if not any(each.difference for each in pair.figures):
+        if not any(each.differs for each in pair.figures):
             print_line(f"{pair.label}: the same figures.")
             continue
         rows = [_figure(each) for each in pair.figures if each.a or each.b]
@@ -132,22 +132,15 @@ def _listed(values: "Iterable[str]") -> str:
 
 def _figure(figure: "Figure") -> tuple[str, str, str, str, str]:
     unit, difference, change = figure.unit, figure.difference, figure.change
-    return (
-        figure.name,
-        _amount(figure.a, unit),
-        _amount(figure.b, unit),
-        _signed(difference, unit),
-        "" if not change or unit == "part" else f"{100 * change:+.1f} %",
-    )
-
-
-def _signed(value: float | None, unit: "Unit") -> str:
-    if value is None:
-        return ""
-    if not value:
-        return "="
-    told = _amount(abs(value), unit)
-    return ("+" if value > 0 else "-") + (told.replace("%", "points") if unit == "part" else told)
+    a, b = _amount(figure.a, unit), _amount(figure.b, unit)
+    if difference is None:
+        return figure.name, a, b, "", ""
+    if a == b:
+        return figure.name, a, b, "=", ""
+    told = ("+" if difference > 0 else "-") + _amount(abs(difference), unit)
+    if unit == "part":
+        return figure.name, a, b, told.replace("%", "points"), ""
+    return figure.name, a, b, told, "" if change is None else f"{100 * change:+.1f} %"
 
 
 def _amount(value: float | None, unit: "Unit") -> str:

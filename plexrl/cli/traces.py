@@ -34,10 +34,12 @@ traces_app = typer.Typer(
 
 DAY_S = 86_400.0
 
-Trace = Annotated[str, typer.Argument(help="A file, or bundled:NAME.")]
+Trace = Annotated[
+    str, typer.Argument(help="A file, bundled:NAME, or a folder of ServeGen's clients.")
+]
 Out = Annotated[
     Path,
-    typer.Argument(help="File to write: *.csv, *.csv.gz or *.parquet. One that is there goes."),
+    typer.Argument(help="File to write: *.csv, *.csv.gz or *.parquet. Replaces an existing file."),
 ]
 From = Annotated[
     str | None,

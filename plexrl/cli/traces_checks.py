@@ -1,6 +1,6 @@
 """What `plexrl traces` checks before it works: options without effect, and where to write.
 
-An option that is given and would be ignored is an error: who gives it expects that it counts.
+An option that would be ignored is an error: the user expects that it counts.
 """
 
 import os

@@ -7,6 +7,7 @@ document are the same. Settings that are the same in all runs of a document do n
 they are what is compared.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -67,6 +68,8 @@ OPTIONS = {
 }
 """The option that sets a part of a scenario; other parts are called as they stand."""
 
+SAME = 1e-9
+
 OF_NO_ACCOUNT = frozenset({"source.skip_bad", "source.seed"})
 """The former changes no job that is good; the latter is `seed`."""
 
@@ -95,6 +98,13 @@ class Figure:
     def difference(self) -> float | None:
         """`b - a`."""
         return None if self.a is None or self.b is None else self.b - self.a
+
+    @property
+    def differs(self) -> bool:
+        """By more than sums of floats in another order do."""
+        if self.a is None or self.b is None:
+            return self.a is not self.b
+        return not math.isclose(self.a, self.b, rel_tol=SAME, abs_tol=SAME)
 
     @property
     def change(self) -> float | None:
@@ -270,7 +280,7 @@ def _warnings(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> 
         if document.get("failed"):
             yield f"{len(document['failed'])} runs of {name} have failed and are not in it"
     is_same = not found.settings and not differing
-    if is_same and any(each.difference for pair in found.pairs for each in pair.figures):
+    if is_same and any(each.differs for pair in found.pairs for each in pair.figures):
         yield "the question is the same and the figures are not: the programs were not the same"
 
 

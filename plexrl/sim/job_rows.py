@@ -58,7 +58,8 @@ class _Live:
     submitted_at: float
     placed_at: float | None = None
     cycles: int = 0
-    slowdowns: Sketch = field(default_factory=Sketch)
+    slowdowns: Sketch | None = None
+    """Of its cycles; a job that waits has none."""
     groups: dict[str, None] = field(default_factory=dict)
     switches: int = 0
     busy_gpu_s: float = 0.0
@@ -84,6 +85,8 @@ class JobRows:
         """One of its cycles is over."""
         live = self._jobs[job_id]
         live.cycles += 1
+        if live.slowdowns is None:
+            live.slowdowns = Sketch()
         live.slowdowns.add(slowdown)
 
     def ran(self, job_id: str, group: str, gpu_s: float, *, is_move: bool) -> None:
@@ -107,7 +110,7 @@ class JobRows:
         live = self._jobs.pop(job_id)
         start_s = live.placed_at
         run_s = None if start_s is None else now - start_s
-        cycles = live.slowdowns.distribution()
+        cycles = None if live.slowdowns is None else live.slowdowns.distribution()
         named = list(live.groups)
         shown = [*named[:GROUPS_MAX], "…"] if len(named) > GROUPS_MAX else named
         self._then(
@@ -125,8 +128,8 @@ class JobRows:
                 alone_s=alone_s,
                 slowdown=run_s / alone_s - 1 if run_s is not None and alone_s > 0 else None,
                 cycles=live.cycles,
-                cycle_slowdown_mean=cycles.mean if live.cycles else None,
-                cycle_slowdown_p95=cycles.p95 if live.cycles else None,
+                cycle_slowdown_mean=None if cycles is None else cycles.mean,
+                cycle_slowdown_p95=None if cycles is None else cycles.p95,
                 groups=";".join(shown),
                 switches=live.switches,
                 busy_gpu_hours=live.busy_gpu_s / HOUR_S,

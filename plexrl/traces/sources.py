@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plexrl.errors import InvalidRequestError
 from plexrl.traces.bundled import path_of
 from plexrl.traces.file_header import read_header
 from plexrl.traces.files import check_header, rows, validate
@@ -15,6 +16,7 @@ from plexrl.traces.formats.servegen import Draw, client_files
 from plexrl.traces.parquet_file import column_names
 from plexrl.traces.problems import Problems, Report
 from plexrl.traces.schema import JOBS, LENGTHS, TABLES, Table
+from plexrl.traces.wandb_runs import is_run_export
 
 MOST = 0.6
 """Part of our required columns by which a file is taken for one of ours with a fault."""
@@ -115,6 +117,11 @@ def _format(path: Path) -> str:
     # Most of our own columns: its faults are told by these.
     ours = {name: [(each,) for each in sorted(of)] for name, of in required.items()}
     own = nearest(names, ours, enough=MOST)
-    if not own:
-        raise unknown_layout(path)
-    return own[0][0]
+    if own:
+        return own[0][0]
+    if is_run_export(names):
+        raise InvalidRequestError(
+            f"{path} is the history of a W&B run, not a trace: make a job of it by `plexrl traces "
+            "convert --from wandb`"
+        )
+    raise unknown_layout(path)

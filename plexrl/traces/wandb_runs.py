@@ -6,7 +6,7 @@ phase follows the names that training frameworks log; others can be named.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -159,6 +159,12 @@ def read_runs(
     if not profiles:
         raise TraceError(f"{path} has no step in which all its phases were measured")
     return profiles
+
+
+def is_run_export(names: Iterable[str]) -> bool:
+    """Whether the columns are metrics that a training framework logs of its steps."""
+    columns = _columns(tuple(names), METRICS)
+    return any(phase not in OFF_GROUP | {STEP} for _, _, phase in columns)
 
 
 def _records(path: Path, header: Header, report: Report) -> Iterator[Record]:

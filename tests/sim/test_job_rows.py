@@ -124,19 +124,19 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def simulated(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+    return CliRunner().invoke(app, ["simulate", *map(str, arguments)], env={"COLUMNS": "500"})
 
 
 def test_the_command_writes_rows_beside_its_results(trace: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     rows_at = out / "jobs.csv"
-    asked = ["--nodes", "8", "--sweep", "seed=1,2", "--workers", "2", "--out", str(out)]
-    found = simulated(trace, *asked, "--jobs-out", rows_at)
+    asked = ["--nodes", "8", "--policy", "pack", "--sweep", "seed=1,2", "--workers", "2"]
+    found = simulated(trace, *asked, "--out", out, "--jobs-out", rows_at)
     assert found.exit_code == 0, found.output
     assert "jobs.csv" in found.stdout
     runs = json.loads((out / "results.json").read_text())["runs"]
     rows = list(csv.DictReader(rows_at.read_text().splitlines()))
-    assert len(runs) == 4
+    assert len(runs) == 2
     for number, run in enumerate(runs):
         mine = [row for row in rows if row["run"] == str(number)]
         assert len(mine) == run["result"]["jobs"]

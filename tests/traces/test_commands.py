@@ -80,7 +80,8 @@ def test_a_bad_trace_is_one_message_and_writes_nothing(
     path.write_text("job_id,submit_s,gpus,duration_s\na,0,8,60\nb,-1,1,60\n")
     monkeypatch.setattr(sys, "argv", ["plexrl", "traces", "convert", str(path), str(out)])
     assert run_command(lambda: app(standalone_mode=False)) == 1
-    assert f"{path}: line 3: submit_s must be at least 0" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"{path}: line 3: submit_s must be at least 0: -1.0" in printed.splitlines()
     assert not out.exists()
 
 

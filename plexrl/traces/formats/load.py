@@ -200,14 +200,14 @@ class Loaded:
 
 
 def detect(path: Path) -> str | None:
-    """The name of the layout that a file's content shows; None where none fits, or several do."""
+    """The name of the layout that a file's content shows; None where none fits."""
     if servegen.client_files(path):
         return "servegen"
     header = read_header(path)
     names = set(header.names)
+    kind = "json list" if header.kind == "json list" else "csv"
     for name, known in FORMATS.items():
-        is_list = header.kind == "json list"
-        if is_list == (known.kind == "json list") and all(names & set(c) for c in known.columns):
+        if kind == known.kind and all(names & set(column) for column in known.columns):
             return name
     return "alibaba-2020" if jobs.is_pai_task(header.names) else None
 
@@ -225,7 +225,7 @@ def unknown_layout(path: Path) -> InvalidRequestError:
         )
     layouts = {
         "jobs": tuple((each.name,) for each in JOBS.columns if each.required),
-        **{name: known.columns for name, known in FORMATS.items() if name != "servegen"},
+        **{name: known.columns for name, known in FORMATS.items() if known.kind != "json object"},
     }
     near = " or ".join(
         f"{name} (it also needs {', '.join(missing)})"
