@@ -139,7 +139,7 @@ class AsyncReferenceDeployment(AsyncDeployment):
     ) -> AsyncFuture[Plain]:
         """As `ReferenceDeployment.sync_weights`."""
         return await self._submit(
-            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+            requests.sync_weights(self.deployment, source, delta=delta, digest=digest)
         )
 
 
@@ -184,7 +184,7 @@ class AsyncRolloutDeployment(AsyncDeployment):
         return await self._submit(
             requests.sync_weights(
                 self.deployment,
-                source.deployment,
+                source,
                 delta=delta,
                 digest=digest,
                 in_flight=in_flight,

@@ -13,6 +13,7 @@ from plexrl.client.controller import Controller
 from plexrl.client.job import Job
 from plexrl.client.transport import Call, Transport
 from plexrl.errors import AuthenticationError
+from plexrl.wire.parameter_checks import check_identifier
 
 if TYPE_CHECKING:
     from plexrl.cluster.embedded import EmbeddedCluster
@@ -88,6 +89,7 @@ class Cluster:
         own to them; `keep_gradients` keeps them. `gradients_found` of the job says where there were
         some. A failure that the former controller took no note of is raised by the next call.
         """
+        check_identifier("job", job)
         if not heartbeat:
             return Job(self._transport, self._get(f"/v1/jobs/{quote(job)}"), heartbeat=False)
         transport = self._transport.of(Controller())

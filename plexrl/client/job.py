@@ -3,12 +3,12 @@
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from plexrl.client import requests
+from plexrl.client.argument_checks import scoring
 from plexrl.client.checkpoints import CheckpointFuture, list_call
 from plexrl.client.controller import Controller, check_completed
 from plexrl.client.demand import DemandTrace, plain_trace
@@ -16,6 +16,7 @@ from plexrl.client.deployment import Deployment
 from plexrl.client.futures import Future, wait_final
 from plexrl.client.generations import GenerateFuture
 from plexrl.client.heartbeats import send_heartbeats
+from plexrl.client.metric_rows import metrics_row, read_rows
 from plexrl.client.results import (
     Chunk,
     ForwardResult,
@@ -99,7 +100,7 @@ class ReferenceDeployment(Deployment):
     ) -> Future[Plain]:
         """As `RolloutDeployment.sync_weights`: until the next one it is that old policy."""
         return self._submit(
-            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+            requests.sync_weights(self.deployment, source, delta=delta, digest=digest)
         )
 
 
@@ -169,7 +170,7 @@ class RolloutDeployment(Deployment):
         return self._submit(
             requests.sync_weights(
                 self.deployment,
-                source.deployment,
+                source,
                 delta=delta,
                 digest=digest,
                 in_flight=in_flight,
@@ -263,11 +264,11 @@ class Job:
         """
         options = {
             "workers": workers,
-            "parallelism": None if parallelism is None else asdict(parallelism),
+            "parallelism": parallelism,
             "exclusive": exclusive,
             "backend": backend,
             "optimizer": optimizer,
-            "lora": None if lora is None else asdict(lora),
+            "lora": lora,
             "compute_dtype": compute_dtype,
             "activation_checkpointing": activation_checkpointing,
             "max_sequence_tokens": max_sequence_tokens,
@@ -309,11 +310,11 @@ class Job:
         options = {
             "backend": backend,
             "dtype": dtype,
-            "lora": None if lora is None else asdict(lora),
+            "lora": lora,
             "max_sequence_tokens": max_sequence_tokens,
             "max_concurrent_samples": max_concurrent_samples,
             "kv_cache_bytes": kv_cache_bytes,
-            "parallelism": None if parallelism is None else asdict(parallelism),
+            "parallelism": parallelism,
             "node_type": node_type,
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))
@@ -374,13 +375,14 @@ class Job:
             "node_type": node_type,
             "trace": plain_trace(trace),
         }
-        scoring = replace(model, head="reward")
-        return RewardDeployment(self._transport, self._deploy(name, "forward", scoring, options))
+        deployed = self._deploy(name, "forward", scoring(model), options)
+        return RewardDeployment(self._transport, deployed)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Add a row to the job's metrics."""
+        """Add a row to the job's metrics; NaN and infinite values are kept as they are. Raises
+        `InvalidRequestError` for a step that is no whole number, or a value that is no number."""
         self._control.check()
-        body = {"step": step, "values": {name: float(value) for name, value in values.items()}}
+        body = metrics_row(step, values)
         self._transport.request(Call(method="POST", path=f"{self._path}/metrics", json=body))
 
     def metrics(self, after: int = 0) -> list[Plain]:
@@ -391,7 +393,7 @@ class Job:
             rows = self._transport.request(call).json()["rows"]
             if not rows:
                 return found
-            found += rows
+            found += read_rows(rows)
             after = rows[-1]["index"]
 
     def logs(self, deployment: str | None = None, lines: int = 100) -> list[Plain]:

@@ -105,7 +105,9 @@ class MetricsRequest(_Strict):
     """One row of a job's metrics."""
 
     step: int = Field(ge=-(2**63), lt=2**63)
-    values: dict[str, float]
+    values: dict[str, float] = Field(
+        description="numbers by name; what is not finite as `NaN`, `Infinity` or `-Infinity`"
+    )
 
 
 class ModelRequest(_Strict):
