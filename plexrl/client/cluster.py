@@ -1,5 +1,6 @@
 """A connection to a cluster."""
 
+import logging
 import os
 from collections.abc import Sequence
 from types import TracebackType
@@ -17,6 +18,8 @@ from plexrl.wire.parameter_checks import check_identifier
 
 if TYPE_CHECKING:
     from plexrl.cluster.embedded import EmbeddedCluster
+
+LOG = logging.getLogger(__name__)
 
 Plain = dict[str, Any]
 
@@ -74,6 +77,7 @@ class Cluster:
         call = requests.create_job(name, job_id, options)
         transport = self._transport.of(Controller())
         view = transport.request(call).json()
+        LOG.info("job: %s", view["job"])
         return Job(
             transport,
             {**view, "controller_timeout_s": controller_timeout_s},
@@ -242,8 +246,10 @@ def connect(
     if url is None:
         from plexrl.cluster.embedded import start_embedded
 
+        LOG.info("starting a cluster on this machine: no URL was given")
         embedded = start_embedded()
         url, api_key = embedded.url, embedded.api_key
     if not api_key:
         raise AuthenticationError(f"there is no API key for {url}: set PLEXRL_API_KEY")
+    LOG.info("cluster: %s", url if isinstance(url, str) else ",".join(url))
     return Cluster(Transport(url, api_key, timeout_s), embedded)

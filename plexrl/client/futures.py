@@ -29,6 +29,8 @@ ResultT = TypeVar("ResultT")
 
 POLL_S = 25.0
 """How long the router holds a poll."""
+TELL_S = 20.0
+"""Between two lines in the log about an operation that is waited for."""
 
 View = dict[str, Any]
 
@@ -94,6 +96,7 @@ class Pending:
         self.decoder = decoder
         self.held: PlexRLError | None = None
         """Why the cluster does not tell now how the operation stands."""
+        self._told_at = time.monotonic()
 
     def poll(self, wait_s: float, give_up_at: float | None = None) -> Call:
         """The request that waits for the result."""
@@ -108,6 +111,13 @@ class Pending:
         if self.held is not None:
             return f"{self.view['state']} when last seen: the cluster holds: {self.held}"
         return explanation_text(self.view)
+
+    def tell(self) -> None:
+        """Log now and then why whoever waits for the operation still does."""
+        now = time.monotonic()
+        if now - self._told_at >= TELL_S:
+            self._told_at = now
+            LOG.info("still waiting: %s", self.explain())
 
     def _hold(self, error: PlexRLError) -> None:
         self.held = error
@@ -157,6 +167,8 @@ class Future(Generic[ResultT]):
         while not self._is_done:
             left_s = POLL_S if deadline is None else max(0.0, deadline - time.monotonic())
             self._poll(min(POLL_S, left_s), give_up_at=deadline)
+            if not self._is_done:
+                self._pending.tell()
             if not self._is_done and deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceededError(
                     f"operation {self.operation!r} is not finished after {timeout_s:g} s: "
@@ -243,6 +255,7 @@ class AsyncFuture(Generic[ResultT]):
                     raise
                 if is_finished:
                     return result  # type: ignore[no-any-return]
+                self._pending.tell()
 
     async def _acknowledge(self) -> None:
         """As `Future._acknowledge`."""

@@ -379,8 +379,7 @@ class Job:
         return RewardDeployment(self._transport, deployed)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Add a row to the job's metrics; NaN and infinite values are kept as they are. Raises
-        `InvalidRequestError` for a step that is no whole number, or a value that is no number."""
+        """Add a row to the job's metrics. Raises `InvalidRequestError` for what are no numbers."""
         self._control.check()
         body = metrics_row(step, values)
         self._transport.request(Call(method="POST", path=f"{self._path}/metrics", json=body))
@@ -497,4 +496,5 @@ class Job:
     def _deploy(self, name: str, kind: str, model: "ModelSpec", options: Plain) -> str:
         self._control.check()
         call = requests.create_deployment(self.job, name, kind, model, options)
+        LOG.info("deployment %s: once it has GPUs its workers load torch and the model", name)
         return str(self._transport.request(call).json()["deployment"])

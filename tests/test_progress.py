@@ -1,0 +1,67 @@
+"""A controller's progress: plain lines where it is piped, a bar below them at a terminal."""
+
+import io
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from plexrl.progress import LOGGER, Progress
+
+ESCAPE = "\x1b"
+
+
+def run_of(steps: int | None, file: "io.TextIOBase") -> None:
+    with Progress(steps, file=file) as progress:  # type: ignore[arg-type]
+        logging.getLogger("plexrl.client.cluster").info("cluster: %s", "http://[::1]:8000")
+        progress.step(1, {"reward/mean": 0.25, "loss": float("nan")})
+        progress.step(2, {"reward/mean": 0.5, "loss": -1.5})
+
+
+def test_lines_that_are_piped_have_no_escape_codes_and_no_bar() -> None:
+    told = io.StringIO()
+    run_of(2, told)
+    lines = [line.partition(" s  ")[2] for line in told.getvalue().splitlines()]
+    assert ESCAPE not in told.getvalue()
+    assert lines[0] == "cluster: http://[::1]:8000"
+    assert lines[1].startswith("step 1/2  reward/mean  0.2500  loss     nan  ")
+    assert lines[2].startswith("step 2/2  reward/mean  0.5000  loss -1.5000  ")
+    assert len(lines) == 3
+
+
+def test_steps_of_an_unknown_number_are_counted() -> None:
+    told = io.StringIO()
+    run_of(None, told)
+    assert "step    2  reward/mean" in told.getvalue()
+
+
+def test_at_a_terminal_a_bar_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    leader, follower = os.openpty()
+    with os.fdopen(follower, "w") as terminal:
+        run_of(2, terminal)
+        terminal.flush()
+        shown = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    assert ESCAPE in shown
+    assert "step 2/2  reward/mean  0.5000" in shown
+    assert "2/2" in shown.replace("step 2/2", "")
+
+
+def test_logging_is_as_before_once_the_block_ends(caplog: pytest.LogCaptureFixture) -> None:
+    before = (LOGGER.level, LOGGER.propagate, list(LOGGER.handlers))
+    told = io.StringIO()
+    with pytest.raises(ZeroDivisionError), Progress(file=told):
+        LOGGER.warning("once")
+        raise ZeroDivisionError
+    assert (LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)) == before
+    assert told.getvalue().count("once") == 1
+    assert "once" not in caplog.text
+
+
+def test_the_readme_shows_the_first_controller_as_it_is() -> None:
+    root = Path(__file__).parent.parent
+    example = (root / "examples/first_controller.py").read_text()
+    core = example[example.index("import random") :]
+    assert f"```python\n{core}```\n" in (root / "README.md").read_text()
