@@ -52,9 +52,14 @@ def test_at_a_terminal_a_bar_says_what_is_waited_for(monkeypatch: pytest.MonkeyP
 def test_logging_is_as_before_once_the_block_ends(caplog: pytest.LogCaptureFixture) -> None:
     before = (LOGGER.level, LOGGER.propagate, list(LOGGER.handlers))
     told = io.StringIO()
-    with pytest.raises(ZeroDivisionError), Progress(file=told):
-        LOGGER.warning("once")
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with Progress(file=told):
+            LOGGER.warning("once")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert (LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)) == before
     assert told.getvalue().count("once") == 1
     assert "once" not in caplog.text
