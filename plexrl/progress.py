@@ -40,17 +40,16 @@ class Progress:
         self._task: TaskID = self._bar.add_task(STARTING, total=None)
         self._handler = _Shown(self)
         self._before = (LOGGER.level, LOGGER.propagate)
-        self._began = self._last_step = time.monotonic()
+        self._began = self._last_line = time.monotonic()
 
     def say(self, text: str) -> None:
         """A line of its own, with the seconds since the start."""
-        elapsed_s = time.monotonic() - self._began
-        self._console.print(f"{elapsed_s:6.1f} s  {text}", soft_wrap=True)
+        self._last_line = time.monotonic()
+        self._console.print(f"{self._last_line - self._began:6.1f} s  {text}", soft_wrap=True)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """A line about a finished step, which took the time since the one before it."""
-        now = time.monotonic()
-        took_s, self._last_step = now - self._last_step, now
+        """A line about a finished step, with the seconds since the line before it."""
+        took_s = time.monotonic() - self._last_line
         total = "" if self._steps is None else f"/{self._steps}"
         width = len(total) - 1 if total else 4
         row = "".join(f"  {name} {float(value):7.4f}" for name, value in values.items())
@@ -61,7 +60,6 @@ class Progress:
         """A line, which the bar shows too until the next one or the next step."""
         self.say(text)
         self._bar.update(self._task, description=text.partition(":")[0])
-        self._last_step = time.monotonic()
 
     def __enter__(self) -> "Progress":
         self._before = (LOGGER.level, LOGGER.propagate)
@@ -69,7 +67,7 @@ class Progress:
         LOGGER.setLevel(logging.INFO)
         LOGGER.propagate = False
         LOGGER.addHandler(self._handler)
-        self._began = self._last_step = time.monotonic()
+        self._began = self._last_line = time.monotonic()
         self._bar.start()
         return self
 

@@ -246,7 +246,7 @@ def connect(
     if url is None:
         from plexrl.cluster.embedded import start_embedded
 
-        LOG.info("starting a cluster on this machine: no URL was given")
+        LOG.info("starting a cluster on this machine (PLEXRL_URL is not set)")
         embedded = start_embedded()
         url, api_key = embedded.url, embedded.api_key
     if not api_key:
