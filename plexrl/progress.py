@@ -54,12 +54,12 @@ class Progress:
         width = len(total) - 1 if total else 4
         row = "".join(f"  {name} {float(value):7.4f}" for name, value in values.items())
         self.say(f"step {step:>{width}}{total}{row}  {took_s:.2f} s")
-        self._bar.update(self._task, description="training", total=self._steps, completed=step)
+        self._show(description="training", total=self._steps, completed=step)
 
     def waits_for(self, text: str) -> None:
         """A line, which the bar shows too until the next one or the next step."""
         self.say(text)
-        self._bar.update(self._task, description=text.partition(":")[0])
+        self._show(description=text.partition(":")[0])
 
     def __enter__(self) -> "Progress":
         self._before = (LOGGER.level, LOGGER.propagate)
@@ -81,6 +81,13 @@ class Progress:
         LOGGER.removeHandler(self._handler)
         level, LOGGER.propagate = self._before
         LOGGER.setLevel(level)
+
+    def _show(
+        self, *, description: str, total: int | None = None, completed: int | None = None
+    ) -> None:
+        self._bar.update(
+            self._task, description=description, total=total, completed=completed, refresh=True
+        )
 
 
 class _Shown(logging.Handler):
