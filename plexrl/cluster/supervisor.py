@@ -279,7 +279,9 @@ async def all_at_once(*works: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
-            task.cancel()
+            # Cancelled twice, it could not end what it had started.
+            if not task.cancelling():
+                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
