@@ -16,6 +16,8 @@ VOCABULARY = "0123456789+="
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
 TOKENIZER = plexrl.Tokenizer.from_vocabulary(VOCABULARY)
 PROMPTS = [[3, 4, 5]]
+UNCHECKED: Any = plexrl.Batch
+"""For mistakes that a type checker would see."""
 NAN, INF = float("nan"), float("inf")
 JOB = {"job": "j", "name": "j", "controller_timeout_s": 60.0}
 
@@ -168,23 +170,23 @@ def test_sampling_that_cannot_be_is_refused_by_its_name(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: plexrl.Batch.from_samples(PROMPTS, [[1]], 1.0), "1.0 is no list of rows"),
-        (lambda: plexrl.Batch.from_samples(PROMPTS, [[1]], [1.0]), "one number for each prompt"),
-        (lambda: plexrl.Batch.from_samples(PROMPTS, [[1]], [[1.0]]), "1 of prompt 0 is no Sample"),
-        (lambda: plexrl.Batch.from_samples(PROMPTS, [[1]], [[1.0, 2]]), "2 advantages of prompt 0"),
-        (lambda: plexrl.Batch.from_completions(PROMPTS, ["12"]), "row 0 is '12'"),
-        (lambda: plexrl.Batch.from_completions(PROMPTS, None), "completions: None is no list"),
-        (lambda: plexrl.Batch.from_completions(PROMPTS, [[3]], advantages=[1.0]), r"shape \[\]"),
-        (lambda: plexrl.Batch.from_completions(PROMPTS, [[3]], advantages=1.0), "no list of rows"),
-        (lambda: plexrl.Batch(None), "tokens: None is no list of rows"),
-        (lambda: plexrl.Batch([[3]], [[1]]), "give a dict of rows by name"),
-        (lambda: plexrl.Batch([[3]], {"mask": ["a"]}), "mask: row 0 is 'a', which are no numbers"),
-        (lambda: plexrl.Batch([[3]], {"mask": [1]}), r"mask: row 0 has the shape \[\]"),
-        (lambda: plexrl.Batch([[3, 4]], {"mask": [[[1, 1]]]}), r"the shape \[1, 2\]"),
-        (lambda: plexrl.Batch([[3, 4]], {"mask": [[1, [2]]]}), "which are no numbers"),
-        (lambda: plexrl.Batch([[3, 4]], {"mask": [[1]]}), "row 0 has 1 values and 2 tokens"),
-        (lambda: batch().with_values("weights", None), "weights: None is no list of rows"),
-        (lambda: batch().with_values(3, [[1] * 3, [1] * 2]), "are named 3: give a text"),
+        (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], 1.0), "1.0 is no list of rows"),
+        (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], [1.0]), "one number for each prompt"),
+        (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], [[1.0]]), "1 of prompt 0 is no Sample"),
+        (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], [[1.0, 2]]), "2 advantages of prompt 0"),
+        (lambda: UNCHECKED.from_completions(PROMPTS, ["12"]), "row 0 is '12'"),
+        (lambda: UNCHECKED.from_completions(PROMPTS, None), "completions: None is no list"),
+        (lambda: UNCHECKED.from_completions(PROMPTS, [[3]], advantages=[1.0]), r"shape \[\]"),
+        (lambda: UNCHECKED.from_completions(PROMPTS, [[3]], advantages=1.0), "no list of rows"),
+        (lambda: UNCHECKED(None), "tokens: None is no list of rows"),
+        (lambda: UNCHECKED([[3]], [[1]]), "give a dict of rows by name"),
+        (lambda: UNCHECKED([[3]], {"mask": ["a"]}), "mask: row 0 is 'a', which are no numbers"),
+        (lambda: UNCHECKED([[3]], {"mask": [1]}), r"mask: row 0 has the shape \[\]"),
+        (lambda: UNCHECKED([[3, 4]], {"mask": [[[1, 1]]]}), r"the shape \[1, 2\]"),
+        (lambda: UNCHECKED([[3, 4]], {"mask": [[1, [2]]]}), "which are no numbers"),
+        (lambda: UNCHECKED([[3, 4]], {"mask": [[1]]}), "row 0 has 1 values and 2 tokens"),
+        (lambda: UNCHECKED([[3]]).with_values("weights", None), "weights: None is no list of rows"),
+        (lambda: UNCHECKED([[3]]).with_values(3, [[1] * 3, [1] * 2]), "are named 3: give a text"),
     ],
 )
 def test_rows_of_a_wrong_type_or_shape_are_refused_by_their_name(
