@@ -98,7 +98,7 @@ class Controller:
         self.rollout.sync_weights(self.student)
         return rollouts.kl
 
-    def run(self) -> tuple[float, float]:
+    def run(self, progress: plexrl.Progress) -> tuple[float, float]:
         """KL of student from teacher before and after."""
         self.supervise(self.teacher_trainer, self.options.teacher_steps)
         self.teacher.sync_weights(self.teacher_trainer)
@@ -106,7 +106,9 @@ class Controller:
         self.rollout.sync_weights(self.student)
         before = self.evaluate()
         for step in range(self.options.steps):
-            self.job.log(step + 1, {"kl": self.train_step(step)})
+            row = {"kl": self.train_step(step)}
+            self.job.log(step + 1, row)
+            progress.step(step + 1, row)
         return before, self.evaluate()
 
 
@@ -123,8 +125,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    with plexrl.connect() as cluster, cluster.create_job("distill") as job:
-        before, after = Controller(job, options).run()
+    with (
+        plexrl.Progress(options.steps) as progress,
+        plexrl.connect() as cluster,
+        cluster.create_job("distill") as job,
+    ):
+        before, after = Controller(job, options).run(progress)
     print(f"KL(student ‖ teacher): {before:.3f} → {after:.3f} nats a token")
 
 

@@ -148,16 +148,21 @@ class Controller:
             self.rollout.sync_weights(self.actor)
         return float(rewards.mean())
 
-    def run(self) -> None:
+    def run(self, progress: plexrl.Progress) -> None:
         self.warm_up()
         self.rollout.sync_weights(self.actor)
-        self.job.log(0, {"eval/reward": self.evaluate(), "steps": self.options.steps})
+        before = self.evaluate()
+        progress.say(f"held-out reward {before:.3f} after the warm-up")
+        self.job.log(0, {"eval/reward": before, "steps": self.options.steps})
         for step in range(self.options.steps):
-            mean = self.train_step(step)
-            self.job.log(step + 1, {"reward/mean": mean})
+            row = {"reward/mean": self.train_step(step)}
+            self.job.log(step + 1, row)
+            progress.step(step + 1, row)
         after = self.evaluate()
         self.job.log(self.options.steps, {"eval/reward": after})
-        print(f"{self.options.task}: held-out reward {after:.3f} after {self.options.steps} steps")
+        progress.say(
+            f"{self.options.task}: held-out reward {after:.3f} after {self.options.steps} steps"
+        )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -185,8 +190,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    with plexrl.connect() as cluster, cluster.create_job(options.name or options.task) as job:
-        Controller(job, TASKS[options.task], options).run()
+    with (
+        plexrl.Progress(options.steps) as progress,
+        plexrl.connect() as cluster,
+        cluster.create_job(options.name or options.task) as job,
+    ):
+        Controller(job, TASKS[options.task], options).run(progress)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from plexrl.errors import PlexRLError
 from plexrl.lora import LoraSpec
 from plexrl.model_spec import ModelSpec, tiny_qwen2
 from plexrl.parallelism import Parallelism
+from plexrl.progress import Progress
 from plexrl.tokenizer import BOS, EOS, PAD, Tokenizer
 from plexrl.wire.operations import LossSpec, SamplingParams
 
@@ -76,6 +77,7 @@ __all__ = [
     "ModelSpec",
     "Parallelism",
     "PlexRLError",
+    "Progress",
     "ReferenceDeployment",
     "RewardDeployment",
     "RolloutDeployment",

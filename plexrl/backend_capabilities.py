@@ -5,7 +5,13 @@ The router refuses by this table before a worker is started; the SDK's documenta
 
 from dataclasses import dataclass
 
-from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedDtypeError
+from plexrl.errors import (
+    InvalidRequestError,
+    LayoutError,
+    UnsupportedDtypeError,
+    UnsupportedModelError,
+)
+from plexrl.model_spec import ARCHITECTURES, DENSE_ARCHITECTURES, ModelSpec
 from plexrl.parallelism import Axis, Parallelism
 
 
@@ -31,6 +37,11 @@ class BackendCapabilities:
     """Train: that it can compute in beside float32 parameters, its default first."""
     checkpoints_activations: bool = False
     """Train: it can compute activations again instead of keeping them."""
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Model types that it runs: those with experts need a backend that spreads them."""
+        return ARCHITECTURES if "ep" in self.axes else DENSE_ARCHITECTURES
 
 
 BACKENDS: tuple[BackendCapabilities, ...] = (
@@ -89,9 +100,6 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
     ),
 )
 """The default of its kind first."""
-
-EXPERT_ARCHITECTURES = ("qwen3_moe",)
-"""Model types whose layers have experts."""
 
 
 def backend_capabilities(kind: str, backend: str | None = None) -> BackendCapabilities:
@@ -178,14 +186,26 @@ def check_layout(capabilities: BackendCapabilities, layout: Parallelism) -> None
         )
 
 
-def check_experts(capabilities: BackendCapabilities, architecture: str | None) -> None:
-    """Raises `InvalidRequestError` for a Mixture-of-Experts that the backend does not run."""
-    if architecture in EXPERT_ARCHITECTURES and "ep" not in capabilities.axes:
-        able = [each.backend for each in BACKENDS if "ep" in each.axes]
-        raise InvalidRequestError(
-            f"backend {capabilities.backend!r} of a {capabilities.kind} deployment does not run "
-            f"{architecture}, whose layers have experts: use {', '.join(able)} for train"
-        )
+def check_architecture(capabilities: BackendCapabilities, model: ModelSpec) -> None:
+    """Raises `UnsupportedModelError` for a model that the backend does not run, saying which ones
+    it does and, where some backend runs this one, which."""
+    named = model.config.get("model_type", model.architecture)
+    if named in capabilities.architectures:
+        return
+    able = [each for each in BACKENDS if named in each.architectures]
+    elsewhere = "; ".join(f"{each.backend} ({each.kind})" for each in able)
+    what = (
+        "names no architecture (model_type)" if named is None else f"is of architecture {named!r}"
+    )
+    raise UnsupportedModelError(
+        f"the model {what}, which backend {capabilities.backend!r} of a {capabilities.kind} "
+        "deployment does not run: use one of "
+        f"{', '.join(capabilities.architectures)}"
+        + (f", or a backend that runs it: {elsewhere}" if elsewhere else ""),
+        architecture=named,
+        supported=list(capabilities.architectures),
+        backend=capabilities.backend,
+    )
 
 
 def check_dtype(capabilities: BackendCapabilities, dtype: str) -> None:

@@ -3,10 +3,12 @@
     PlexRLError
     ├── InvalidRequestError            400  invalid_request
     │   ├── BatchShapeError            400  batch_shape
+    │   ├── NoTokenCountsError         400  no_token_counts
     │   ├── TokenRangeError            400  token_out_of_vocabulary
     │   ├── NonFiniteInputError        400  non_finite_input
     │   ├── LayoutError                400  layout            (`details["field"]`: the axis)
     │   ├── TraceError                 400  trace             (`problems`: by line and field)
+    │   ├── UnsupportedModelError      400  unsupported_model (`details["supported"]`)
     │   └── UnsupportedDtypeError      400  unsupported_dtype
     ├── AuthenticationError            401  unauthenticated
     ├── PermissionDeniedError          403  permission_denied
@@ -18,6 +20,7 @@
     │   └── CheckpointNotFoundError    404  unknown_checkpoint
     ├── ConflictError                  409  conflict
     │   ├── JobEndedError              409  job_ended
+    │   ├── NoGradientsError           409  no_gradients
     │   ├── StaleTokenError            409  stale_token
     │   ├── EarlierFailureError        409  earlier_failure   (`__cause__`: the error behind it)
     │   ├── ControllerReplacedError    409  controller_replaced
@@ -89,6 +92,12 @@ class BatchShapeError(InvalidRequestError):
     code = "batch_shape"
 
 
+class NoTokenCountsError(InvalidRequestError):
+    """A batch whose mask is zero wherever a token is predicted: there is nothing to learn."""
+
+    code = "no_token_counts"
+
+
 class TokenRangeError(InvalidRequestError):
     code = "token_out_of_vocabulary"
 
@@ -107,6 +116,13 @@ class TraceError(InvalidRequestError):
     """A trace that cannot be read; `details["problems"]`: each fault's line, field and message."""
 
     code = "trace"
+
+
+class UnsupportedModelError(InvalidRequestError):
+    """No backend, or not this one, runs models of `details["architecture"]`; those in
+    `details["supported"]` it does."""
+
+    code = "unsupported_model"
 
 
 class UnsupportedDtypeError(InvalidRequestError):
@@ -158,6 +174,12 @@ class ConflictError(PlexRLError):
 
 class JobEndedError(ConflictError):
     code = "job_ended"
+
+
+class NoGradientsError(ConflictError):
+    """An optimizer step came where no gradients wait; nothing was changed."""
+
+    code = "no_gradients"
 
 
 class StaleTokenError(ConflictError):

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedModelError
+from plexrl.model_spec import ARCHITECTURES, size_of
 from plexrl.parallelism import Parallelism
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "qwen3_moe")
 
 ALIGNED_ELEMENTS = 16
 """Float32 elements of which a tensor's rows must hold a multiple: a slice begins at a multiple of
@@ -46,23 +45,25 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
     """The sizes of the model with this configuration (`PretrainedConfig.to_dict()`).
 
     Raises:
-        InvalidRequestError: the `megatron` backend has no way to run such a model.
+        InvalidRequestError: the `megatron` backend has no way to run such a model, or a size of it
+            is missing.
     """
     architecture = str(config.get("model_type"))
     _check_supported(architecture, config)
     is_moe = architecture == "qwen3_moe"
-    heads = int(config["num_attention_heads"])
-    hidden = int(config["hidden_size"])
+    heads = size_of(config, "num_attention_heads")
+    hidden = size_of(config, "hidden_size")
+    all_experts = config.get("num_local_experts")
     return Dimensions(
-        layers=int(config["num_hidden_layers"]),
+        layers=size_of(config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
-        mlp=int(config["moe_intermediate_size" if is_moe else "intermediate_size"]),
-        vocabulary=int(config["vocab_size"]),
-        experts=int(config.get("num_experts") or config["num_local_experts"]) if is_moe else 0,
-        experts_per_token=int(config["num_experts_per_tok"]) if is_moe else 0,
+        kv_heads=size_of(config, "num_key_value_heads", default=heads),
+        head_dim=size_of(config, "head_dim", default=hidden // heads),
+        mlp=size_of(config, "moe_intermediate_size" if is_moe else "intermediate_size"),
+        vocabulary=size_of(config, "vocab_size"),
+        experts=size_of(config, "num_experts", default=all_experts) if is_moe else 0,
+        experts_per_token=size_of(config, "num_experts_per_tok") if is_moe else 0,
         normalizes_top_k=bool(config.get("norm_topk_prob", False)),
         has_qkv_bias=architecture == "qwen2",
         has_qk_norm=architecture.startswith("qwen3"),
@@ -132,9 +133,11 @@ def padded_vocabulary(sizes: Dimensions, layout: Parallelism) -> int:
 
 def _check_supported(architecture: str, config: Mapping[str, Any]) -> None:
     if architecture not in ARCHITECTURES:
-        raise InvalidRequestError(
+        raise UnsupportedModelError(
             f"the megatron backend does not run architecture {architecture!r}: use one of "
-            f"{', '.join(ARCHITECTURES)}, or backend fsdp"
+            f"{', '.join(ARCHITECTURES)}",
+            architecture=architecture,
+            supported=list(ARCHITECTURES),
         )
     refused = {
         "attention_bias": architecture != "qwen2",

@@ -5,16 +5,26 @@ that holds one. From the configuration alone PlexRL knows the parameter count an
 process is started, whether a deployment fits.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import InvalidRequestError, UnsupportedModelError
+from plexrl.tokenizer import check_vocabulary
+from plexrl.wire.parameter_checks import short
 
 TRAIN_BYTES_PER_PARAMETER = 16
 """fp32 parameter, gradient and the two AdamW moments."""
+
+DENSE_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
+ARCHITECTURES = (*DENSE_ARCHITECTURES, "qwen3_moe")
+"""Model types of `transformers` that some backend runs; those beside the dense have experts."""
+
+SIZE_MAX = 2**31 - 1
+"""Of one dimension."""
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 """Of one parameter where weights are all there is, by their dtype."""
@@ -83,7 +93,15 @@ def tiny_qwen2(
     scores rows.
 
     Two layers of hidden size 64 learn to sort five digits on one CPU core in about a minute.
+
+    Raises:
+        InvalidRequestError: a character stands in `vocabulary` twice, or a size that cannot be.
     """
+    check_vocabulary(vocabulary)
+    for name, size, unit in (("hidden", hidden, 8), ("layers", layers, 1)):
+        if not isinstance(size, int) or size < unit or size % unit:
+            what = f"a multiple of {unit}" if unit > 1 else "a whole number, at least 1"
+            raise InvalidRequestError(f"{name} is {short(size)}; it must be {what}", parameter=name)
     config = {
         "vocab_size": len(vocabulary) + 3,
         "hidden_size": hidden,
@@ -106,6 +124,22 @@ def tiny_qwen2(
     )
 
 
+def size_of(config: Mapping[str, Any], name: str, *, default: object = None) -> int:
+    """One of the sizes in a model's configuration; `default` where it is not given or 0.
+
+    Raises:
+        InvalidRequestError: it is missing, or no whole number above 0.
+    """
+    found = config.get(name) or default
+    if isinstance(found, int) and not isinstance(found, bool) and 0 < found <= SIZE_MAX:
+        return found
+    given = f"is {short(config[name])}" if name in config else "is missing"
+    raise InvalidRequestError(
+        f"{name} of the model's configuration {given}: it must be a whole number, at least 1",
+        parameter=name,
+    )
+
+
 def parameter_count(spec: ModelSpec) -> int:
     """Parameters of a decoder of the Llama family (`llama`, `qwen2`, `qwen3`, `mistral`), or of one
     with experts (`qwen3_moe`).
@@ -113,29 +147,29 @@ def parameter_count(spec: ModelSpec) -> int:
     Exact for these; the tests compare it with `transformers`.
 
     Raises:
-        InvalidRequestError: another architecture, or a configuration with sizes missing.
+        UnsupportedModelError: another architecture.
+        InvalidRequestError: a size of the configuration is missing.
     """
     config = spec.config
     architecture = config.get("model_type", spec.architecture)
-    if architecture not in ("llama", "qwen2", "qwen3", "mistral", "qwen3_moe"):
-        raise InvalidRequestError(
-            f"architecture {architecture!r} is not supported: use llama, qwen2, qwen3, mistral or "
-            "qwen3_moe"
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"architecture {architecture!r} is not supported: use one of "
+            f"{', '.join(ARCHITECTURES)}",
+            architecture=architecture,
+            supported=list(ARCHITECTURES),
         )
-    try:
-        hidden = int(config["hidden_size"])
-        heads = int(config["num_attention_heads"])
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        head_dim = int(config.get("head_dim") or hidden // heads)
-        if architecture == "qwen3_moe":
-            experts = int(config.get("num_experts") or config["num_local_experts"])
-            mlp = int(config["moe_intermediate_size"])
-        else:
-            experts, mlp = 0, int(config["intermediate_size"])
-        layers = int(config["num_hidden_layers"])
-        vocabulary = int(config["vocab_size"])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise InvalidRequestError(f"the model's configuration lacks a size: {error}") from error
+    hidden = size_of(config, "hidden_size")
+    heads = size_of(config, "num_attention_heads")
+    kv_heads = size_of(config, "num_key_value_heads", default=heads)
+    head_dim = size_of(config, "head_dim", default=hidden // heads)
+    layers = size_of(config, "num_hidden_layers")
+    vocabulary = size_of(config, "vocab_size")
+    if architecture == "qwen3_moe":
+        experts = size_of(config, "num_experts", default=config.get("num_local_experts"))
+        mlp = size_of(config, "moe_intermediate_size")
+    else:
+        experts, mlp = 0, size_of(config, "intermediate_size")
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     if architecture == "qwen2":
         attention += head_dim * (heads + 2 * kv_heads)

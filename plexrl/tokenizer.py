@@ -5,15 +5,20 @@ so a checkpoint's directory is complete for any tool that loads such files.
 """
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import InvalidRequestError, TokenRangeError
+from plexrl.wire.parameter_checks import short
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as _HfTokenizer
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 PAD, BOS, EOS = range(3)
+TOKENS_MAX = 2**31
+"""Token ids are below it."""
 
 
 def char_tokenizer_json(vocabulary: str) -> str:
@@ -22,8 +27,7 @@ def char_tokenizer_json(vocabulary: str) -> str:
     Raises:
         InvalidRequestError: a character stands in `vocabulary` twice.
     """
-    if len(set(vocabulary)) != len(vocabulary):
-        raise InvalidRequestError("a character stands in the vocabulary twice: name each once")
+    check_vocabulary(vocabulary)
     added = [
         {
             "id": index,
@@ -56,6 +60,19 @@ def char_tokenizer_json(vocabulary: str) -> str:
     return json.dumps(body, ensure_ascii=False)
 
 
+def check_vocabulary(vocabulary: object) -> None:
+    """Raises `InvalidRequestError` for what is no text, or has a character twice."""
+    if not isinstance(vocabulary, str):
+        raise InvalidRequestError(
+            f"the vocabulary is {short(vocabulary)}: give its characters as one text"
+        )
+    twice = sorted({each for each in vocabulary if vocabulary.count(each) > 1})
+    if twice:
+        raise InvalidRequestError(
+            f"{twice[0]!r} stands in the vocabulary twice: name each character once"
+        )
+
+
 class Tokenizer:
     """Encodes and decodes by way of the `tokenizers` library."""
 
@@ -77,6 +94,7 @@ class Tokenizer:
         except Exception as error:
             # The library raises bare `Exception` for whatever it cannot parse.
             raise InvalidRequestError(f"this is no tokenizer.json: {error}") from error
+        self._unknown = _unknown_token(json.loads(tokenizer_json)["model"])
 
     def __repr__(self) -> str:
         return f"<Tokenizer of {self._tokenizer.get_vocab_size()} tokens>"
@@ -91,10 +109,58 @@ class Tokenizer:
         """
         return cls(char_tokenizer_json(vocabulary))
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, special tokens not added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+    def encode(self, text: str, *, allow_unknown: bool = False) -> list[int]:
+        """Token ids of `text`, special tokens not added.
 
-    def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens`, such as a sample's, special tokens left out."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        With `allow_unknown` what has no token is encoded as the tokenizer's token for that, which
+        of a locally made model is `<pad>`.
+
+        Raises:
+            InvalidRequestError: `text` is no text.
+            TokenRangeError: something in it has no token; `details["position"]` says where.
+        """
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{short(text)} is no text: give a str to encode")
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        if self._unknown is not None and not allow_unknown:
+            self._refuse_unknown(text, encoded.tokens, encoded.offsets)
+        return list(encoded.ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, such as a sample's, special tokens left out.
+
+        Raises:
+            InvalidRequestError: a token is no whole number, or none of a vocabulary's.
+        """
+        if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+            raise InvalidRequestError(f"{short(tokens)} are no tokens: give a list of token ids")
+        ids = list(tokens)
+        for at, token in enumerate(ids):
+            if not isinstance(token, Integral) or not 0 <= token < TOKENS_MAX:
+                raise InvalidRequestError(
+                    f"token {at} is {short(token)}: give whole numbers, as samples have them"
+                )
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _refuse_unknown(
+        self, text: str, tokens: list[str], offsets: Sequence[tuple[int, int]]
+    ) -> None:
+        for token, (start, end) in zip(tokens, offsets, strict=True):
+            if token == self._unknown and text[start:end] != token:
+                raise TokenRangeError(
+                    f"{text[start:end]!r} at position {start} of {short(text)} is not in the "
+                    "vocabulary: leave it out, use a model and a tokenizer whose vocabulary has "
+                    f"it, or have it encoded as {token} by encode(…, allow_unknown=True)",
+                    text=text[start:end],
+                    position=start,
+                )
+
+
+def _unknown_token(model: dict[str, Any]) -> str | None:
+    """What a tokenizer gives for text that it has no token for; None: it never has to."""
+    if model.get("unk_token") is not None:
+        return str(model["unk_token"])
+    place, words = model.get("unk_id"), model.get("vocab")
+    if place is None or not isinstance(words, list):
+        return None
+    return str(words[place][0])

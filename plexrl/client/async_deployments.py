@@ -191,7 +191,7 @@ class AsyncReferenceDeployment(AsyncDeployment):
     ) -> AsyncFuture[SyncReport]:
         """As `ReferenceDeployment.sync_weights`."""
         return await self._submit(
-            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+            requests.sync_weights(self.deployment, source, delta=delta, digest=digest)
         )
 
 
@@ -249,7 +249,7 @@ class AsyncRolloutDeployment(AsyncDeployment):
         return await self._submit(
             requests.sync_weights(
                 self.deployment,
-                source.deployment,
+                source,
                 delta=delta,
                 digest=digest,
                 in_flight=in_flight,

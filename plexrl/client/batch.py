@@ -1,9 +1,19 @@
 """Batches: ragged rows, packed as they travel."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from plexrl.errors import BatchShapeError, TokenRangeError
+from plexrl.client.batch_rows import (
+    pack,
+    pack_tokens,
+    rows_of,
+    same_count,
+    token_row,
+    value_row,
+)
+from plexrl.errors import BatchShapeError
+from plexrl.wire.parameter_checks import short
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,14 +58,16 @@ class Batch:
         """
         import numpy as np
 
-        rows = [_token_row(row, index) for index, row in enumerate(tokens)]
+        rows = [token_row(row, index) for index, row in enumerate(rows_of("tokens", tokens))]
         self._lengths = np.array([len(row) for row in rows], dtype=np.int32)
-        self._tokens = _pack_tokens(rows)
+        self._tokens = pack_tokens(rows)
         self._per_token: dict[str, npt.NDArray[np.float32]] = {}
+        if not isinstance(per_token, Mapping | None):
+            raise BatchShapeError(
+                f"per_token is {short(per_token)}: give a dict of rows by name, as {{'mask': …}}"
+            )
         for name, values in (per_token or {}).items():
-            packed = [np.asarray(row, dtype=np.float32).reshape(-1) for row in values]
-            self._check(name, [len(row) for row in packed])
-            self._per_token[name] = _pack(packed, np.float32)
+            self._per_token[name] = self._packed(name, values)
 
     @classmethod
     def from_completions(
@@ -76,25 +88,32 @@ class Batch:
         absent is 1 on the completions' tokens; others that are absent are not in the batch.
 
         Raises:
-            BatchShapeError: not one completion for each prompt, or values of another length.
+            BatchShapeError: a row is none, there is not one completion for each prompt, or values
+                have another length.
         """
         import numpy as np
 
-        _same_count("completions", len(completions), "prompts", len(prompts))
+        before = [token_row(row, at) for at, row in enumerate(rows_of("prompts", prompts))]
+        after = [token_row(row, at) for at, row in enumerate(rows_of("completions", completions))]
+        same_count("completions", len(after), "prompts", len(before))
         tokens = [
-            [*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)
+            [*one.tolist(), *other.tolist()] for one, other in zip(before, after, strict=True)
         ]
         given = {
-            "mask": [np.ones(len(row)) for row in completions] if mask is None else mask,
+            "mask": [np.ones(len(row)) for row in after] if mask is None else mask,
             "logprobs": logprobs,
             "advantages": advantages,
             "ref_logprobs": ref_logprobs,
             "weights": weights,
         }
-        values = {name: list(rows) for name, rows in given.items() if rows is not None}
-        for name, rows in values.items():
-            _same_count(name, len(rows), "completions", len(completions))
-            for index, (row, completion) in enumerate(zip(rows, completions, strict=True)):
+        values: dict[str, list[Any]] = {}
+        for name, per_token in given.items():
+            if per_token is None:
+                continue
+            rows = [value_row(name, row, at) for at, row in enumerate(rows_of(name, per_token))]
+            same_count(name, len(rows), "completions", len(after))
+            values[name] = rows
+            for index, (row, completion) in enumerate(zip(rows, after, strict=True)):
                 if len(row) != len(completion):
                     raise BatchShapeError(
                         f"{name}: row {index} has {len(row)} values and its completion "
@@ -102,10 +121,11 @@ class Batch:
                         array=name,
                         row=index,
                     )
+            values[name] = rows
         shifted = {
             name: [
-                np.concatenate([np.zeros(len(prompt), dtype=np.float32), np.asarray(row)])
-                for prompt, row in zip(prompts, rows, strict=True)
+                np.concatenate([np.zeros(len(prompt), dtype=np.float32), row])
+                for prompt, row in zip(before, rows, strict=True)
             ]
             for name, rows in values.items()
         }
@@ -133,19 +153,29 @@ class Batch:
         """
         import numpy as np
 
-        _same_count("samples", len(samples), "prompts", len(prompts))
-        _same_count("advantages", len(advantages), "prompts", len(prompts))
+        from plexrl.client.results import Sample
+
+        prompts = rows_of("prompts", prompts)
+        groups = [rows_of("samples of a prompt", group) for group in rows_of("samples", samples)]
+        scores = [value_row("advantages", row, at) for at, row in enumerate(_by_prompt(advantages))]
+        same_count("samples", len(groups), "prompts", len(prompts))
+        same_count("advantages", len(scores), "prompts", len(prompts))
+        kept = [True] * len(groups) if keep is None else rows_of("keep", keep)
+        same_count("entries of keep", len(kept), "prompts", len(prompts))
         flat_prompts: list[Sequence[int]] = []
         completions: list[Sequence[int]] = []
         logprobs: list[Values] = []
         spread: list[Any] = []
-        for index, (prompt, group) in enumerate(zip(prompts, samples, strict=True)):
-            _same_count(
-                f"advantages of prompt {index}", len(advantages[index]), "samples", len(group)
-            )
-            if keep is not None and not keep[index]:
+        for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
+            same_count(f"advantages of prompt {index}", len(scores[index]), "samples", len(group))
+            if not kept[index]:
                 continue
-            for sample, advantage in zip(group, advantages[index], strict=True):
+            for sample, advantage in zip(group, scores[index], strict=True):
+                if not isinstance(sample, Sample):
+                    raise BatchShapeError(
+                        f"samples: {short(sample)} of prompt {index} is no Sample: give what "
+                        "generate(…).result().samples is, or use Batch.from_completions"
+                    )
                 flat_prompts.append(prompt)
                 completions.append(sample.tokens)
                 logprobs.append(sample.logprobs)
@@ -161,13 +191,9 @@ class Batch:
         Raises:
             BatchShapeError: a row has another length than its tokens.
         """
-        import numpy as np
-
-        packed = [np.asarray(row, dtype=np.float32).reshape(-1) for row in rows]
-        self._check(name, [len(row) for row in packed])
         other = object.__new__(Batch)
         other._lengths, other._tokens = self._lengths, self._tokens
-        other._per_token = {**self._per_token, name: _pack(packed, np.float32)}
+        other._per_token = {**self._per_token, name: self._packed(name, rows)}
         return other
 
     def arrays(self, names: Sequence[str] | None = None) -> "Arrays":
@@ -202,8 +228,18 @@ class Batch:
         names = ", ".join(self._per_token)
         return f"Batch(rows={len(lengths)}, tokens={len(self._tokens)}{spread}, values=[{names}])"
 
+    def _packed(self, name: str, rows: "Iterable[Values]") -> "npt.NDArray[np.float32]":
+        import numpy as np
+
+        if not isinstance(name, str):
+            raise BatchShapeError(f"per-token values are named {short(name)}: give a text")
+        found = [value_row(name, row, index) for index, row in enumerate(rows_of(name, rows))]
+        self._check(name, [len(row) for row in found])
+        packed: npt.NDArray[np.float32] = pack(found, np.float32)
+        return packed
+
     def _check(self, name: str, lengths: Sequence[int]) -> None:
-        _same_count(name, len(lengths), "token rows", len(self._lengths))
+        same_count(name, len(lengths), "token rows", len(self._lengths))
         for row, (length, tokens) in enumerate(zip(lengths, self._lengths, strict=True)):
             if length != tokens:
                 raise BatchShapeError(
@@ -221,39 +257,13 @@ def split_rows(values: Any, lengths: Sequence[int]) -> list[Any]:
     return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
 
 
-def _token_row(row: "Sequence[int]", index: int) -> "npt.NDArray[Any]":
-    import numpy as np
-
-    try:
-        found = np.asarray(row)
-    except ValueError as error:
-        raise BatchShapeError(f"row {index} is ragged: give a list of token ids") from error
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+def _by_prompt(advantages: Any) -> list[Any]:
+    """A row of advantages for each prompt."""
+    rows = rows_of("advantages", advantages)
+    if any(isinstance(row, Real) for row in rows):
         raise BatchShapeError(
-            f"row {index} is {str(row)[:40]!r}, no list of token ids: give a list of lists of "
-            "whole numbers, as `[tokenizer.encode(text)]` is",
-            row=index,
+            "advantages are one number for each prompt: give one for each of its samples, "
+            "[prompts][samples]",
+            array="advantages",
         )
-    return found
-
-
-def _pack_tokens(rows: "Sequence[npt.NDArray[Any]]") -> Any:
-    import numpy as np
-
-    filled = [row for row in rows if row.size]
-    tokens = np.concatenate(filled) if filled else np.empty(0, dtype=np.int32)
-    limits = np.iinfo(np.int32)
-    if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
-        raise TokenRangeError("a token does not fit into 32 bits: is this the model's tokenizer?")
-    return tokens.astype(np.int32)
-
-
-def _pack(rows: "Sequence[npt.NDArray[Any]]", dtype: "type[np.generic]") -> Any:
-    import numpy as np
-
-    return np.concatenate(rows).astype(dtype) if rows else np.empty(0, dtype=dtype)
-
-
-def _same_count(what: str, count: int, other: str, wanted: int) -> None:
-    if count != wanted:
-        raise BatchShapeError(f"{count} {what} for {wanted} {other}: one for each is needed")
+    return rows

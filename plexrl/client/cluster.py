@@ -1,5 +1,6 @@
 """A connection to a cluster."""
 
+import logging
 import os
 from collections.abc import Sequence
 from types import TracebackType
@@ -17,9 +18,12 @@ from plexrl.client.leaving import tell_of_former
 from plexrl.client.place import Place
 from plexrl.client.transport import Call, Transport
 from plexrl.errors import AuthenticationError, InvalidRequestError
+from plexrl.wire.parameter_checks import check_identifier
 
 if TYPE_CHECKING:
     from plexrl.cluster.embedded import EmbeddedCluster
+
+LOG = logging.getLogger(__name__)
 
 Plain = dict[str, Any]
 
@@ -94,6 +98,7 @@ class Cluster:
         call = requests.create_job(name, job_id, options)
         transport = self._transport.of(Controller())
         view = transport.request(call).json()
+        LOG.info("job: %s", view["job"])
         return Job(
             transport,
             {**view, "controller_timeout_s": controller_timeout_s},
@@ -109,6 +114,7 @@ class Cluster:
         own to them; `keep_gradients` keeps them. `gradients_found` of the job says where there were
         some. A failure that the former controller took no note of is raised by the next call.
         """
+        check_identifier("job", job)
         if not heartbeat:
             return Job(self._transport, self._get(f"/v1/jobs/{quote(job)}"), heartbeat=False)
         transport = self._transport.of(Controller())
@@ -314,6 +320,7 @@ def connect(
     if url is not None:
         if not api_key:
             raise AuthenticationError(f"there is no API key for {url}: set PLEXRL_API_KEY")
+        LOG.info("cluster: %s", url if isinstance(url, str) else ",".join(url))
         return Cluster(Transport(url, api_key, timeout_s))
     from plexrl.cluster.data_dir import DATA_DIR
     from plexrl.cluster.embedded import join_or_start

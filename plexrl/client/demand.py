@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from plexrl.errors import InvalidRequestError
+from plexrl.wire.parameter_checks import short
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -30,7 +33,11 @@ class DemandTrace:
 
 
 def plain_trace(trace: DemandTrace | Mapping[str, object] | None) -> dict[str, Any] | None:
-    """`trace` as it travels; its numbers are checked by the router."""
+    """`trace` as it travels; its numbers are checked by the router.
+
+    Raises:
+        InvalidRequestError: it is no trace.
+    """
     if trace is None:
         return None
     if isinstance(trace, DemandTrace):
@@ -39,4 +46,9 @@ def plain_trace(trace: DemandTrace | Mapping[str, object] | None) -> dict[str, A
             "segments": [asdict(segment) for segment in trace.segments],
             "jitter_s": trace.jitter_s,
         }
-    return dict(trace)
+    if isinstance(trace, Mapping):
+        return dict(trace)
+    raise InvalidRequestError(
+        f"trace is {short(trace)}: give a plexrl.DemandTrace(period_s=…, segments=[…])",
+        parameter="trace",
+    )

@@ -178,7 +178,7 @@ class ReferenceDeployment(Deployment):
         `delta` and `digest` are as those of `RolloutDeployment.sync_weights`.
         """
         return self._submit(
-            requests.sync_weights(self.deployment, source.deployment, delta=delta, digest=digest)
+            requests.sync_weights(self.deployment, source, delta=delta, digest=digest)
         )
 
 
@@ -261,7 +261,7 @@ class RolloutDeployment(Deployment):
         return self._submit(
             requests.sync_weights(
                 self.deployment,
-                source.deployment,
+                source,
                 delta=delta,
                 digest=digest,
                 in_flight=in_flight,

@@ -30,6 +30,8 @@ ResultT = TypeVar("ResultT")
 
 POLL_S = 25.0
 """How long the router holds a poll."""
+TELL_S = 20.0
+"""Between two lines in the log about an operation that is waited for."""
 
 View = dict[str, Any]
 
@@ -95,6 +97,7 @@ class Pending:
         self.decoder = decoder
         self.held: PlexRLError | None = None
         """Why the cluster does not tell now how the operation stands."""
+        self._told_at = time.monotonic()
 
     def poll(self, wait_s: float, give_up_at: float | None = None) -> Call:
         """The request that waits for the result."""
@@ -116,6 +119,13 @@ class Pending:
         if self.held is not None:
             return f"{self.view['state']} when last seen: the cluster holds: {self.held}"
         return explanation_text(self.view)
+
+    def tell(self) -> None:
+        """Log now and then why whoever waits for the operation still does."""
+        now = time.monotonic()
+        if now - self._told_at >= TELL_S:
+            self._told_at = now
+            LOG.info("still waiting: %s", self.explain())
 
     def _hold(self, error: PlexRLError) -> None:
         self.held = error
@@ -167,8 +177,10 @@ class Future(Generic[ResultT]):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._is_done:
             self._poll(poll_s(deadline), give_up_at=deadline)
-            if not self._is_done and is_over(deadline):
-                raise not_finished(self.operation, timeout_s, self.explain())
+            if not self._is_done:
+                self._pending.tell()
+                if is_over(deadline):
+                    raise not_finished(self.operation, timeout_s, self.explain())
         if self._error is not None:
             self._acknowledge(self._error)
             raise self._error
@@ -249,8 +261,10 @@ class AsyncFuture(Generic[ResultT]):
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
             while not self._is_done:
                 await self._poll(poll_s(deadline), give_up_at=deadline)
-                if not self._is_done and is_over(deadline):
-                    raise not_finished(self.operation, timeout_s, self.explain())
+                if not self._is_done:
+                    self._pending.tell()
+                    if is_over(deadline):
+                        raise not_finished(self.operation, timeout_s, self.explain())
             if self._error is not None:
                 await self._acknowledge()
                 raise self._error

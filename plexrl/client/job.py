@@ -4,13 +4,13 @@ import atexit
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 from urllib.parse import quote
 
 from plexrl.client import requests
+from plexrl.client.argument_checks import scoring
 from plexrl.client.checkpoints import list_call
 from plexrl.client.controller import Controller, check_completed
 from plexrl.client.demand import DemandTrace, plain_trace
@@ -24,6 +24,7 @@ from plexrl.client.futures import wait_final
 from plexrl.client.handle_repr import handle_repr
 from plexrl.client.heartbeats import send_heartbeats
 from plexrl.client.leaving import leave_block, tell_detached, warn_if_unfinished
+from plexrl.client.metric_rows import metrics_row, read_rows
 from plexrl.client.transport import Call, Transport
 from plexrl.parallelism import Parallelism
 
@@ -121,11 +122,11 @@ class Job:
         """
         options = {
             "workers": workers,
-            "parallelism": None if parallelism is None else asdict(parallelism),
+            "parallelism": parallelism,
             "exclusive": exclusive,
             "backend": backend,
             "optimizer": optimizer,
-            "lora": None if lora is None else asdict(lora),
+            "lora": lora,
             "compute_dtype": compute_dtype,
             "activation_checkpointing": activation_checkpointing,
             "max_sequence_tokens": max_sequence_tokens,
@@ -175,11 +176,11 @@ class Job:
         options = {
             "backend": backend,
             "dtype": dtype,
-            "lora": None if lora is None else asdict(lora),
+            "lora": lora,
             "max_sequence_tokens": max_sequence_tokens,
             "max_concurrent_samples": max_concurrent_samples,
             "kv_cache_bytes": kv_cache_bytes,
-            "parallelism": None if parallelism is None else asdict(parallelism),
+            "parallelism": parallelism,
             "node_type": node_type,
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))
@@ -245,18 +246,19 @@ class Job:
             "node_type": node_type,
             "trace": plain_trace(trace),
         }
-        scoring = replace(model, head="reward")
-        return RewardDeployment(self._transport, self._deploy(name, "forward", scoring, options))
+        deployed = self._deploy(name, "forward", scoring(model), options)
+        return RewardDeployment(self._transport, deployed)
 
     def log(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Add a row to the job's metrics: `values` by name, of the `step` by the controller's own
-        count. Rows are only added: a second one of the same step replaces nothing.
+        count. NaN and infinite values are kept as such. Rows are only added: a second one of the
+        same step replaces nothing.
 
         Raises:
-            NonFiniteInputError: one of `values` is not finite.
+            InvalidRequestError: one of `values` is no number.
         """
         self._control.check()
-        body = {"step": step, "values": {name: float(value) for name, value in values.items()}}
+        body = metrics_row(step, values)
         self._transport.request(Call(method="POST", path=f"{self._path}/metrics", json=body))
 
     def metrics(self, after: int = 0) -> list[Plain]:
@@ -268,7 +270,7 @@ class Job:
             rows = self._transport.request(call).json()["rows"]
             if not rows:
                 return found
-            found += rows
+            found += read_rows(rows)
             after = rows[-1]["index"]
 
     def logs(self, deployment: str | None = None, lines: int = 100) -> list[Plain]:
@@ -373,4 +375,5 @@ class Job:
     def _deploy(self, name: str, kind: str, model: "ModelSpec", options: Plain) -> str:
         self._control.check()
         call = requests.create_deployment(self.job, name, kind, model, options)
+        LOG.info("deployment %s: once it has GPUs its workers load torch and the model", name)
         return str(self._transport.request(call).json()["deployment"])

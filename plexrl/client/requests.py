@@ -9,6 +9,14 @@ from urllib.parse import quote
 import msgspec
 
 from plexrl.client import results
+from plexrl.client.argument_checks import (
+    check_batch,
+    check_model,
+    check_step,
+    checked_layout,
+    name_of_source,
+    plain_value,
+)
 from plexrl.client.transport import Call
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import (
@@ -24,6 +32,12 @@ from plexrl.wire.operations import (
     SamplingParams,
     SyncWeightsParams,
     ZeroGradParams,
+)
+from plexrl.wire.parameter_checks import (
+    check_identifier,
+    check_loss,
+    check_name,
+    check_parameters,
 )
 
 if TYPE_CHECKING:
@@ -58,9 +72,14 @@ def submission(
     decoder: results.Decoder,
     arrays: "Arrays | None" = None,
 ) -> Submission:
-    """An operation on `<job>/<name>`."""
+    """An operation on `<job>/<name>`.
+
+    Raises:
+        InvalidRequestError: parameters that no operation can be carried out with.
+    """
+    check_parameters(params)
     job, _, name = deployment.rpartition("/")
-    plain = msgspec.to_builtins(params)
+    plain = msgspec.to_builtins(params, enc_hook=plain_value)
     if arrays is None:
         content, content_type = msgspec.json.encode(plain), JSON
     else:
@@ -83,6 +102,7 @@ def submission(
 
 def forward(deployment: str, batch: "Batch", micro_batch_tokens: int) -> Submission:
     """Logprobs of every token."""
+    check_batch(batch)
     return submission(
         deployment,
         OperationKind.FORWARD,
@@ -94,6 +114,7 @@ def forward(deployment: str, batch: "Batch", micro_batch_tokens: int) -> Submiss
 
 def score(deployment: str, batch: "Batch", micro_batch_tokens: int) -> Submission:
     """A reward model's score of every row."""
+    check_batch(batch)
     return submission(
         deployment,
         OperationKind.FORWARD,
@@ -107,18 +128,26 @@ def forward_backward(
     deployment: str, batch: "Batch", loss: LossSpec, micro_batch_tokens: int
 ) -> Submission:
     """Gradients of a loss, added to those that wait."""
+    check_batch(batch)
+    check_loss(loss)
     names = [*LOSS_INPUTS[loss.name], *(["ref_logprobs"] if loss.kl_coef > 0 else [])]
+    arrays = batch.arrays(names)
+    if "mask" in names and len(batch):
+        from plexrl.wire.masks import check_mask
+
+        check_mask(arrays["mask"], arrays["lengths"])
     return submission(
         deployment,
         OperationKind.FORWARD_BACKWARD,
         ForwardBackwardParams(loss=loss, micro_batch_tokens=micro_batch_tokens),
         results.train_decoder(batch.lengths),
-        batch.arrays(names),
+        arrays,
     )
 
 
 def optim_step(deployment: str, params: AdamParams) -> Submission:
     """One step with the gradients that wait."""
+    check_step(params)
     return submission(deployment, OperationKind.OPTIM_STEP, params, results.decode_step)
 
 
@@ -149,16 +178,20 @@ def generate(
 
 def sync_weights(
     deployment: str,
-    source: str,
+    source: object,
     *,
     delta: bool | Literal["auto"],
     digest: bool,
     in_flight: bool = False,
     recompute_kv: bool = True,
 ) -> Submission:
-    """Bring a rollout or reference deployment to its trainer's weights."""
+    """Bring a rollout or reference deployment to the weights of `source`, a train deployment."""
     params = SyncWeightsParams(
-        source=source, delta=delta, digest=digest, in_flight=in_flight, recompute_kv=recompute_kv
+        source=name_of_source(source),
+        delta=delta,
+        digest=digest,
+        in_flight=in_flight,
+        recompute_kv=recompute_kv,
     )
     return submission(deployment, OperationKind.SYNC_WEIGHTS, params, results.decode_plain)
 
@@ -198,17 +231,35 @@ def barrier(deployment: str) -> Submission:
 
 
 def create_job(name: str, job_id: str | None, options: dict[str, Any]) -> Call:
-    """Submit a job."""
-    body = {"job": job_id or f"{name}-{uuid.uuid4().hex[:8]}", "name": name, **options}
-    return Call(method="POST", path="/v1/jobs", json=body)
+    """Submit a job.
+
+    Raises:
+        InvalidRequestError: a name that an id cannot begin with, or an id that cannot be one.
+    """
+    if job_id is None:
+        check_name("job", name)
+        job_id = f"{name}-{uuid.uuid4().hex[:8]}"
+    check_identifier("job", job_id)
+    body = {"job": job_id, "name": name, **options}
+    return Call(
+        method="POST", path="/v1/jobs", json=msgspec.to_builtins(body, enc_hook=plain_value)
+    )
 
 
 def create_deployment(
     job: str, name: str, kind: str, model: "ModelSpec", options: dict[str, Any]
 ) -> Call:
-    """Create a deployment."""
-    body = {"name": name, "kind": kind, "model": msgspec.to_builtins(model), **options}
-    return Call(method="POST", path=f"/v1/jobs/{quote(job)}/deployments", json=body)
+    """Create a deployment.
+
+    Raises:
+        InvalidRequestError: a name that cannot be one, or something else where a model, a layout or
+            adapters are wanted.
+    """
+    check_name("deployment", name)
+    check_model(model)
+    body = {"name": name, "kind": kind, "model": model, **options, **checked_layout(options)}
+    plain = msgspec.to_builtins(body, enc_hook=plain_value)
+    return Call(method="POST", path=f"/v1/jobs/{quote(job)}/deployments", json=plain)
 
 
 def configure_tenant(name: str, settings: dict[str, Any]) -> Call:

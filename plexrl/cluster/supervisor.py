@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -74,12 +74,15 @@ class LocalNodes:
 
     async def start(self) -> None:
         check_shared_memory(self._options)
-        for index in range(self._options.nodes):
-            place = NodePlace.of_virtual(self._options, index)
-            self._parts += node_parts(self._options, self._folders, place)
-        for part in self._parts:
-            await self._processes.start(part)
+        places = [NodePlace.of_virtual(self._options, at) for at in range(self._options.nodes)]
+        nodes = [node_parts(self._options, self._folders, place) for place in places]
+        self._parts += [part for node in nodes for part in node]
+        await all_at_once(*(self._start_node(node) for node in nodes))
         self._processes.watch(self._parts)
+
+    async def _start_node(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            await self._processes.start(part)
 
     async def stop(self) -> None:
         await self._processes.unwatch()
@@ -144,11 +147,14 @@ class Supervisor:
             ports = choose_ports(self._options, self._folders.data)
             digest = hashlib.sha256(key.encode()).hexdigest()
             scheduler = scheduler_part(self._options, self._folders, digest, self._settings)
-            await processes.start(scheduler)
-            await self._nodes.start()
             routers = router_parts(self._options, self._folders, ports)
-            for router in routers:
-                await processes.start(router)
+            # Nodes and routers look for the scheduler until it is there. A node's agent loads torch
+            # meanwhile, which takes longer than all the rest.
+            await all_at_once(
+                processes.start(scheduler),
+                self._nodes.start(),
+                *(processes.start(router) for router in routers),
+            )
             url = self._options.url(ports)
             endpoint = Endpoint(
                 url, key, os.getpid(), str(self._folders.data), self._lock is not None
@@ -259,6 +265,20 @@ def run_supervisor(
                 raise
 
     asyncio.run(run())
+
+
+async def all_at_once(*works: Coroutine[Any, Any, None]) -> None:
+    """Carry all out together. The first that fails is raised, once the others have been
+    cancelled."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            # Cancelled twice, it could not end what it had started.
+            if not task.cancelling():
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
-from plexrl.errors import NonFiniteInputError, PayloadTooLargeError, QuotaExceededError
+from plexrl.errors import PayloadTooLargeError, QuotaExceededError
 from plexrl.private_folder import make_private_folder
 from plexrl.router.blobs import unwritable, write_all
 
@@ -25,18 +25,16 @@ class MetricsLog:
         make_private_folder(directory)
 
     def append(self, job: str, step: int, values: dict[str, float]) -> None:
-        """Add a row.
+        """Add a row; a number that is not finite, which JSON has not, as `NaN`, `Infinity` or
+        `-Infinity` in quotes.
 
         Raises:
-            NonFiniteInputError: JSON has no such numbers.
             PayloadTooLargeError: the row is too large.
             QuotaExceededError: the job has as many bytes of metrics as it may have.
             StorageError: the file cannot be written; it stays as it was.
         """
-        wrong = sorted(name for name, value in values.items() if not math.isfinite(value))
-        if wrong:
-            raise NonFiniteInputError(f"metrics {', '.join(wrong)} are not finite: leave them out")
-        row = {"step": step, "time": time.time(), "values": values}
+        written = {name: _written(value) for name, value in values.items()}
+        row = {"step": step, "time": time.time(), "values": written}
         line = json.dumps(row).encode() + b"\n"
         if len(line) > self._row_bytes_max:
             raise PayloadTooLargeError(
@@ -84,3 +82,11 @@ class MetricsLog:
 
     def _path(self, job: str) -> Path:
         return self._directory / f"{quote(job, safe='')}.jsonl"
+
+
+def _written(value: float) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from plexrl.wire.masks import predicted
 from plexrl.wire.operations import DEFAULT_REDUCTION, LossSpec, OperationKind
 from plexrl.wire.tensors import Array, Arrays
 
@@ -20,8 +21,8 @@ def loss_denominator(loss: LossSpec, arrays: Arrays) -> float:
     if reduction == "sum":
         return 1.0
     if reduction == "token_mean":
-        predicted = _predicted(arrays["mask"], arrays["lengths"])
-        return max(float(predicted.sum(dtype=np.float64)), 1e-9)
+        counted = predicted(arrays["mask"], arrays["lengths"])
+        return max(float(counted.sum(dtype=np.float64)), 1e-9)
     rows = row_masks(arrays["mask"], arrays["lengths"])
     return max(float((rows > 0).sum()), 1e-9)
 
@@ -31,15 +32,8 @@ def row_masks(mask: Array, lengths: Array) -> Array:
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     if not len(starts):
         return mask
-    sums: Array = np.add.reduceat(_predicted(mask, lengths), starts, dtype=np.float64)
+    sums: Array = np.add.reduceat(predicted(mask, lengths), starts, dtype=np.float64)
     return sums
-
-
-def _predicted(mask: Array, lengths: Array) -> Array:
-    """The mask without the first token of each row, which none predicts."""
-    found: Array = mask.copy()
-    found[np.cumsum(lengths, dtype=np.int64) - lengths] = 0.0
-    return found
 
 
 def gather_metrics(results: Sequence[Mapping[str, Any]]) -> Plain:

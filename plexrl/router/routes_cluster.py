@@ -13,7 +13,7 @@ from plexrl.router.callers import key_digest
 from plexrl.router.gateway import Gateway
 from plexrl.router.metrics import metrics_text
 from plexrl.router.schemas import TenantRequest, TenantSettings
-from plexrl.router.validation import check_name
+from plexrl.wire.parameter_checks import check_name
 
 Plain = dict[str, Any]
 

@@ -9,9 +9,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from plexrl.backend_capabilities import (
     backend_capabilities,
     check_adapters,
+    check_architecture,
     check_computation,
     check_dtype,
-    check_experts,
     check_layout,
     check_optimizer,
 )
@@ -41,7 +41,7 @@ from plexrl.router.schemas import (
     LoraRequest,
     MetricsRequest,
 )
-from plexrl.router.validation import check_identifier, check_name
+from plexrl.wire.parameter_checks import check_identifier, check_name
 
 Plain = dict[str, Any]
 
@@ -213,6 +213,8 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
     if (model.path is None) == (model.architecture is None):
         raise InvalidRequestError("a model has either a path or an architecture")
     capabilities = backend_capabilities(body.kind, body.backend or None)
+    check_architecture(capabilities, model)
+    parameters = parameter_count(model)
     layout = _layout(body)
     check_layout(capabilities, layout)
     check_optimizer(capabilities, body.optimizer)
@@ -235,13 +237,11 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
             "a rollout deployment has its GPUs to itself, so a demand trace says nothing of it: "
             "leave the trace out"
         )
-    parameters = parameter_count(model)
     lora = None
     if body.lora is not None:
         check_adapters(capabilities, layout)
         lora = LoraSpec(**_lora_fields(body.lora))
         adapter_parameter_count(model, lora)
-    check_experts(capabilities, model.config.get("model_type", model.architecture))
     if capabilities.backend == "megatron":
         check_cut(_dimensions(model), layout)
     spec = DeploymentSpec(

@@ -26,13 +26,9 @@ from plexrl.router.answers import final_response
 from plexrl.router.blobs import INLINE_BYTES_MAX, PAYLOAD_SUFFIX, Upload
 from plexrl.router.callers import Caller
 from plexrl.router.gateway import FINAL, Gateway
-from plexrl.router.validation import (
-    Checked,
-    check_identifier,
-    check_operation,
-    check_source,
-)
+from plexrl.router.validation import Checked, check_operation, check_source
 from plexrl.wire.operations import CheckpointParams, GenerateParams, SyncWeightsParams
+from plexrl.wire.parameter_checks import check_identifier
 from plexrl.wire.tensors import (
     MEDIA_TYPE,
     Arrays,

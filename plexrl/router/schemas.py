@@ -105,7 +105,9 @@ class MetricsRequest(_Strict):
     """One row of a job's metrics."""
 
     step: int = Field(ge=-(2**63), lt=2**63)
-    values: dict[str, float]
+    values: dict[str, float] = Field(
+        description="numbers by name; what is not finite as `NaN`, `Infinity` or `-Infinity`"
+    )
 
 
 class ModelRequest(_Strict):
@@ -182,6 +184,7 @@ class DeploymentRequest(_Strict):
     model: ModelRequest
     workers: int | None = Field(
         None,
+        strict=True,
         ge=1,
         le=WORKERS_MAX,
         description="worker processes, one per GPU; absent: as many as the layout has, else 1",
@@ -208,8 +211,8 @@ class DeploymentRequest(_Strict):
     activation_checkpointing: bool = Field(
         False, description="train: compute activations again in the backward pass, to save memory"
     )
-    max_sequence_tokens: int = Field(512, ge=2, le=1 << 22)
-    max_concurrent_samples: int = Field(256, ge=1, le=1 << 16)
+    max_sequence_tokens: int = Field(512, strict=True, ge=2, le=1 << 22)
+    max_concurrent_samples: int = Field(256, strict=True, ge=1, le=1 << 16)
     kv_cache_bytes: int | None = Field(
         None,
         strict=True,

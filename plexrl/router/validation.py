@@ -3,8 +3,6 @@
 Each refusal says what is wrong, in which row, and how to mend it.
 """
 
-import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +17,11 @@ from plexrl.errors import (
     TokenRangeError,
 )
 from plexrl.lora import LoraSpec
+from plexrl.wire.masks import check_mask
 from plexrl.wire.operations import (
     LOSS_INPUTS,
     PARAMS_BY_KIND,
     USER_KINDS,
-    AdamParams,
-    CheckpointParams,
     ForwardBackwardParams,
     ForwardParams,
     GenerateParams,
@@ -33,14 +30,8 @@ from plexrl.wire.operations import (
     SamplingParams,
     SyncWeightsParams,
 )
+from plexrl.wire.parameter_checks import SAMPLES_MAX, check_parameters
 from plexrl.wire.tensors import Array, Arrays
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
-SAMPLES_MAX = 65_536
-COUNT_MAX = 2**31 - 1
-"""Of tokens and the like: engines count in 32 bits."""
-BYTES_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,24 +56,17 @@ def check_operation(
     """
     kind = _kind(spec, kind_name)
     typed = decode_params(kind, params)
+    check_parameters(typed)
     tokens = 0
     match typed:
         case ForwardBackwardParams():
-            _check_loss(typed.loss)
-            _in_range("micro_batch_tokens", typed.micro_batch_tokens, 1, COUNT_MAX)
             tokens = _check_batch(spec, arrays, _loss_arrays(typed.loss))
+            if "mask" in arrays:
+                check_mask(arrays["mask"], arrays["lengths"])
         case ForwardParams():
-            _in_range("micro_batch_tokens", typed.micro_batch_tokens, 1, COUNT_MAX)
             tokens = _check_batch(spec, arrays, ())
         case GenerateParams():
             tokens = _check_generate(spec, typed, arrays)
-        case AdamParams():
-            _check_adam(typed)
-        case CheckpointParams():
-            check_name("checkpoint", typed.name)
-            _check_checkpoint(typed)
-            if typed.job is not None:
-                check_identifier("job", typed.job)
         case SyncWeightsParams() if spec.model.head != "causal":
             raise InvalidRequestError(
                 f"the deployment's model has head {spec.model.head!r}, which no train deployment "
@@ -107,14 +91,6 @@ def _adapters(lora: LoraSpec | None) -> str:
     return "no adapters" if lora is None else f"adapters of rank {lora.rank} ({lora})"
 
 
-def _check_checkpoint(params: CheckpointParams) -> None:
-    _in_range("shard_bytes_max", params.shard_bytes_max, 1, BYTES_MAX)
-    for name in ("keep_last", "keep_every"):
-        value = getattr(params, name)
-        if value is not None:
-            _in_range(name, value, 1, COUNT_MAX)
-
-
 def decode_params(kind: OperationKind, params: dict[str, Any]) -> Any:
     """`params` as the kind's own type; unknown names are refused, not ignored.
 
@@ -130,23 +106,6 @@ def decode_params(kind: OperationKind, params: dict[str, Any]) -> Any:
         return msgspec.convert(params, wanted)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"{kind.value}: {error}") from error
-
-
-def check_name(what: str, name: str) -> None:
-    """Names become file names. Raises `InvalidRequestError`."""
-    if not NAME.fullmatch(name):
-        raise InvalidRequestError(
-            f"{what} name {name!r}: use up to 100 letters, digits, '.', '_' and '-', a letter or "
-            "digit first"
-        )
-
-
-def check_identifier(what: str, name: str) -> None:
-    """Ids made by clients. Raises `InvalidRequestError`."""
-    if not IDENTIFIER.fullmatch(name):
-        raise InvalidRequestError(
-            f"{what} id {name!r}: use up to 200 letters, digits and any of ._:/-"
-        )
 
 
 def _kind(spec: DeploymentSpec, name: str) -> OperationKind:
@@ -171,22 +130,6 @@ def _refuse_unknown(where: str, params: dict[str, Any], wanted: type) -> None:
 def _loss_arrays(loss: LossSpec) -> tuple[str, ...]:
     extra = ("ref_logprobs",) if loss.kl_coef > 0 else ()
     return (*LOSS_INPUTS[loss.name], *extra)
-
-
-def _check_loss(loss: LossSpec) -> None:
-    for name in ("clip_low", "clip_high", "kl_coef"):
-        _in_range(f"loss.{name}", getattr(loss, name), 0.0, math.inf)
-    if loss.name == "custom" and loss.reduction not in (None, "sum"):
-        raise InvalidRequestError("a custom loss is a sum: put any mean into its weights")
-
-
-def _check_adam(params: AdamParams) -> None:
-    _in_range("learning_rate", params.learning_rate, 0.0, math.inf)
-    _in_range("beta1", params.beta1, 0.0, 1.0, open_end=True)
-    _in_range("beta2", params.beta2, 0.0, 1.0, open_end=True)
-    _in_range("eps", params.eps, 0.0, math.inf)
-    _in_range("weight_decay", params.weight_decay, 0.0, math.inf)
-    _in_range("grad_clip_norm", params.grad_clip_norm, 0.0, math.inf)
 
 
 def _check_batch(spec: DeploymentSpec, arrays: Arrays, per_token: tuple[str, ...]) -> int:
@@ -218,13 +161,6 @@ def _check_batch(spec: DeploymentSpec, arrays: Arrays, per_token: tuple[str, ...
 
 def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays) -> int:
     sampling = params.sampling
-    _in_range("samples_per_prompt", params.samples_per_prompt, 1, SAMPLES_MAX)
-    _in_range("max_tokens", sampling.max_tokens, 1, COUNT_MAX)
-    _in_range("temperature", sampling.temperature, 0.0, math.inf)
-    _in_range("top_p", sampling.top_p, 0.0, 1.0)
-    _in_range("top_k", sampling.top_k, 0, COUNT_MAX)
-    if sampling.seed is not None:
-        _in_range("seed", sampling.seed, 0, 2**63 - 1)
     if params.stream and spec.layout.dp > 1:
         raise InvalidRequestError(
             f"the deployment has {spec.layout.dp} replicas (dp), and a stream tells of one: leave "
@@ -308,9 +244,3 @@ def _row_of(place: int, lengths: Array) -> tuple[int, int]:
     ends = np.cumsum(lengths, dtype=np.int64)
     row = int(np.searchsorted(ends, place, side="right"))
     return row, place - int(ends[row] - lengths[row])
-
-
-def _in_range(name: str, value: float, low: float, high: float, *, open_end: bool = False) -> None:
-    inside = low <= value < high if open_end else low <= value <= high
-    if not (math.isfinite(value) and inside):
-        raise InvalidRequestError(f"{name} is {value}; it must be between {low} and {high}")

@@ -71,6 +71,70 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_training_goes_on(job: plex
     assert actor.status()["incarnation"] == 1
 
 
+def test_a_step_without_gradients_is_refused_and_changes_nothing(job: plexrl.Job) -> None:
+    actor = job.train_deployment("actor", MODEL, workers=2)
+    batch = some_batch(1)
+
+    def logprobs() -> list[np.ndarray]:
+        return actor.forward(batch).result().logprobs
+
+    actor.forward_backward(batch, plexrl.losses.grpo())
+    actor.optim_step(learning_rate=1e-2).result()
+    before = logprobs()
+    # Moments of the step before are there, and would move the parameters.
+    with pytest.raises(errors.NoGradientsError, match="nothing has changed"):
+        actor.optim_step(learning_rate=1e-2, weight_decay=0.1).result()
+    actor.forward_backward(batch, plexrl.losses.grpo())
+    actor.zero_grad()
+    with pytest.raises(errors.NoGradientsError, match="forward_backward before each"):
+        actor.optim_step(learning_rate=1e-2).result()
+    assert all(map(np.array_equal, before, logprobs()))
+    actor.forward_backward(batch, plexrl.losses.grpo())
+    actor.optim_step(learning_rate=1e-2).result()
+    assert not all(map(np.array_equal, before, logprobs()))
+    assert actor.status()["incarnation"] == 1
+
+
+def test_a_step_without_gradients_that_nobody_waits_for_is_raised_by_the_next_call(
+    job: plexrl.Job,
+) -> None:
+    actor = job.train_deployment("actor", MODEL)
+    actor.optim_step(learning_rate=1e-2)
+    actor.barrier().result()
+    with pytest.raises(errors.EarlierFailureError) as caught:
+        actor.forward_backward(some_batch(1), plexrl.losses.grpo())
+    assert isinstance(caught.value.__cause__, errors.NoGradientsError)
+    actor.recover()
+    actor.forward_backward(some_batch(1), plexrl.losses.grpo())
+    actor.optim_step(learning_rate=1e-2).result()
+
+
+def test_a_batch_whose_advantages_are_all_zero_is_a_step_that_moves_nothing(
+    job: plexrl.Job,
+) -> None:
+    actor = job.train_deployment("actor", MODEL)
+    batch = some_batch(1).with_values("advantages", [[0.0] * n for n in some_batch(1).lengths])
+    actor.forward_backward(batch, plexrl.losses.grpo())
+    assert actor.optim_step(learning_rate=1e-2).result().metrics["grad_norm"] == 0.0
+
+
+def test_ranks_whose_rows_do_not_count_step_with_those_whose_do(job: plexrl.Job) -> None:
+    actor = job.train_deployment("actor", MODEL, workers=2)
+    rows = [[3, 4, 5]] * 4
+    mask = [[0.0, 1.0, 1.0], *[[0.0] * 3] * 3]
+    actor.forward_backward(plexrl.Batch(rows, {"mask": mask}), plexrl.losses.cross_entropy())
+    assert actor.optim_step(learning_rate=1e-2).result().metrics["grad_norm"] > 0.0
+
+
+def test_metrics_that_are_not_finite_are_kept_and_the_job_goes_on(job: plexrl.Job) -> None:
+    job.log(1, {"loss": float("nan"), "ratio": float("inf"), "reward": 0.5})
+    job.log(2, {"loss": 1.0})
+    first, second = job.metrics()
+    assert np.isnan(first["values"].pop("loss"))
+    assert first["values"] == {"ratio": float("inf"), "reward": 0.5}
+    assert second["values"] == {"loss": 1.0}
+
+
 def test_a_prompt_too_long_for_the_deployment_is_refused(job: plexrl.Job) -> None:
     rollout = job.rollout_deployment("rollout", MODEL, max_sequence_tokens=16)
     with pytest.raises(errors.BatchShapeError, match="max_sequence_tokens is 16"):
@@ -110,7 +174,7 @@ def test_rows_come_back_in_order_from_the_ranks_of_a_layout(job: plexrl.Job) -> 
 
 
 def test_an_unknown_architecture_or_backend_is_refused(job: plexrl.Job) -> None:
-    with pytest.raises(errors.InvalidRequestError, match="not supported"):
+    with pytest.raises(errors.UnsupportedModelError, match="'rnn', which"):
         job.train_deployment("a", plexrl.ModelSpec(architecture="rnn", config_json="{}"))
     with pytest.raises(errors.InvalidRequestError, match="no backend 'jax'"):
         job.train_deployment("b", MODEL, backend="jax")

@@ -18,7 +18,8 @@ def test_a_student_comes_nearer_to_its_teacher(cluster: plexrl.Cluster) -> None:
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     with cluster.create_job("distill") as job:
-        before, after = example.Controller(job, example.parse(["--steps", "25"])).run()
+        controller = example.Controller(job, example.parse(["--steps", "25"]))
+        before, after = controller.run(plexrl.Progress())
         kls = [row["values"]["kl"] for row in job.metrics()]
     assert len(kls) == 25
     assert 0 < after < 0.75 * before

@@ -76,7 +76,7 @@ def test_names_that_steer_a_terminal_are_refused(
         assert "control characters" in error["message"]
         assert_plain(error["message"])
         with pytest.raises(plexrl.errors.InvalidRequestError, match="control characters"):
-            cluster.create_job(name)
+            cluster.create_job(name, job_id="refused")
         with pytest.raises(plexrl.errors.InvalidRequestError, match="control characters"):
             job.train_deployment("actor", MODEL, node_type=name)
     job.finish()

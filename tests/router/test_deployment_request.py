@@ -1,11 +1,21 @@
 """What a deployment may ask for: a backend there is, on a layout that it runs."""
 
+import contextlib
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedDtypeError
+from plexrl.errors import (
+    InvalidRequestError,
+    LayoutError,
+    UnsupportedDtypeError,
+    UnsupportedModelError,
+)
 from plexrl.model_spec import tiny_qwen2
 from plexrl.parallelism import Parallelism
 from plexrl.router.routes_jobs import check_deployment, state_bytes
@@ -125,3 +135,74 @@ def test_a_cache_holds_at_least_one_sequence() -> None:
         check_deployment(request("rollout", **fields))
     with pytest.raises(InvalidRequestError, match="keeps no cache"):
         check_deployment(request(kv_cache_bytes=least))
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "head"),
+    [
+        ("train", "fsdp", "causal"),
+        ("train", "megatron", "causal"),
+        ("train", "deepspeed", "causal"),
+        ("rollout", "torch", "causal"),
+        ("rollout", "vllm", "causal"),
+        ("forward", "torch", "causal"),
+        ("forward", "torch", "reward"),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["gpt2", "mixtral", "gemma3_text", "rnn"])
+def test_a_model_that_no_backend_runs_is_refused_with_those_that_one_does(
+    kind: str, backend: str, head: str, architecture: str
+) -> None:
+    model = {"architecture": architecture, "config_json": '{"n_embd": 64}', "head": head}
+    with pytest.raises(UnsupportedModelError, match=f"'{architecture}', which .*qwen2") as refused:
+        check_deployment(request(kind=kind, backend=backend, model=model))
+    assert refused.value.details["architecture"] == architecture
+    assert "qwen2" in str(refused.value.details["supported"])
+
+
+def test_a_model_with_experts_is_sent_to_the_backend_that_runs_them() -> None:
+    for kind in ("train", "rollout", "forward"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"a backend that runs it: megatron \(train"
+        ):
+            check_deployment(request(kind=kind, model={"architecture": "qwen3_moe"}))
+
+
+def test_a_directory_whose_configuration_names_no_architecture_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match="names no architecture"):
+        check_deployment(request(model={"path": str(tmp_path)}))
+
+
+MODEL = tiny_qwen2("0123456789")
+SIZES = sorted(name for name, value in MODEL.config.items() if not isinstance(value, bool))
+ODD = st.none() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers())
+
+
+@given(
+    st.sampled_from(["llama", "qwen2", "qwen3_moe", "mistral", "bert"]),
+    st.sampled_from(["fsdp", "megatron", "torch", "vllm"]),
+    st.dictionaries(
+        st.sampled_from([*SIZES, "head_dim", "num_experts", "rms_norm_eps", "num_experts_per_tok"]),
+        ODD,
+        max_size=3,
+    ),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_whatever_a_configuration_holds_is_taken_or_refused_by_a_typed_error(
+    architecture: str, backend: str, changes: dict[str, object], with_lora: bool, tp: int
+) -> None:
+    kind = "rollout" if backend in ("torch", "vllm") else "train"
+    config = json.dumps({**MODEL.config, **changes}).replace("NaN", "null").replace("Infinity", "9")
+    body = request(
+        kind=kind,
+        backend=backend,
+        model={"architecture": architecture, "config_json": config},
+        parallelism={"tp": tp},
+        lora={"rank": 4} if with_lora else None,
+        kv_cache_bytes=1 << 20 if kind == "rollout" else None,
+    )
+    with contextlib.suppress(InvalidRequestError):
+        spec, parameters = check_deployment(body)
+        assert state_bytes(spec, parameters) > 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.errors import NonFiniteInputError, PayloadTooLargeError, QuotaExceededError
+from plexrl.errors import PayloadTooLargeError, QuotaExceededError
 from plexrl.router import metrics_log
 from plexrl.router.metrics_log import MetricsLog
 
@@ -63,9 +63,10 @@ def test_a_job_has_no_more_metrics_than_its_bound_and_keeps_those(log: MetricsLo
     assert rows(log) == kept
 
 
-def test_numbers_that_json_has_not_are_refused(log: MetricsLog) -> None:
-    with pytest.raises(NonFiniteInputError, match="loss"):
-        log.append("j/ob", 1, {"loss": math.nan})
+def test_numbers_that_json_has_not_are_kept_as_texts(log: MetricsLog) -> None:
+    log.append("j/ob", 1, {"loss": math.nan, "up": math.inf, "down": -math.inf, "reward": 0.5})
+    kept = {"loss": "NaN", "up": "Infinity", "down": "-Infinity", "reward": 0.5}
+    assert json.loads(log.page("j/ob", 0), parse_constant=pytest.fail)["rows"][0]["values"] == kept
 
 
 def test_many_rows_come_in_pages(tmp_path: Path) -> None:

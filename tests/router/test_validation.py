@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.deployment_spec import DeploymentSpec
-from plexrl.errors import BatchShapeError, InvalidRequestError, NonFiniteInputError, TokenRangeError
+from plexrl.errors import (
+    BatchShapeError,
+    InvalidRequestError,
+    NonFiniteInputError,
+    NoTokenCountsError,
+    TokenRangeError,
+)
 from plexrl.model_spec import tiny_qwen2
 from plexrl.router.validation import check_operation
 from plexrl.wire.tensors import Arrays
@@ -31,7 +37,7 @@ def batch(lengths: list[int]) -> Arrays:
     }
 
 
-@given(st.lists(st.integers(1, 32), min_size=1, max_size=10))
+@given(st.lists(st.integers(2, 32), min_size=1, max_size=10))
 def test_a_batch_in_order_is_accepted_with_its_size(lengths: list[int]) -> None:
     checked = check_operation(TRAIN, "forward_backward", GRPO, batch(lengths))
     assert checked.tokens == sum(lengths)
@@ -94,6 +100,38 @@ def test_a_row_longer_than_the_deployment_takes_is_refused() -> None:
         check_operation(TRAIN, "forward_backward", GRPO, batch([2, 33]))
 
 
+def test_a_batch_in_which_no_token_counts_is_refused() -> None:
+    nothing, first_only = batch([2, 3]), batch([2, 3])
+    nothing["mask"][:] = 0.0
+    first_only["mask"][:] = [1.0, 0.0, 1.0, 0.0, 0.0]
+    for arrays in (nothing, first_only, batch([1, 1])):
+        with pytest.raises(NoTokenCountsError, match="no token of the batch counts"):
+            check_operation(TRAIN, "forward_backward", GRPO, arrays)
+
+
+def test_rows_that_do_not_count_are_legal_beside_one_that_does() -> None:
+    arrays = batch([2, 3, 1])
+    arrays["mask"][:] = [0.0, 0.0, 0.0, 0.5, 0.0, 0.0]
+    assert check_operation(TRAIN, "forward_backward", GRPO, arrays).tokens == 6
+
+
+def test_advantages_and_custom_weights_may_all_be_zero() -> None:
+    alike = batch([2, 3])
+    alike["advantages"][:] = 0.0
+    check_operation(TRAIN, "forward_backward", GRPO, alike)
+    weights = {"weights": np.zeros(5, dtype=np.float32)}
+    arrays = {name: alike[name] for name in ("tokens", "lengths")} | weights
+    check_operation(TRAIN, "forward_backward", {"loss": {"name": "custom"}}, arrays)
+
+
+def test_a_negative_mask_is_refused_and_placed() -> None:
+    arrays = batch([2, 3])
+    arrays["mask"][3] = -1.0
+    with pytest.raises(InvalidRequestError, match="mask is -1 in row 1 at position 1") as refused:
+        check_operation(TRAIN, "forward_backward", GRPO, arrays)
+    assert refused.value.details == {"row": 1, "position": 1}
+
+
 @pytest.mark.parametrize(
     ("spec", "kind", "params", "message"),
     [
@@ -102,20 +140,20 @@ def test_a_row_longer_than_the_deployment_takes_is_refused() -> None:
         (TRAIN, "publish", {}, "no operation"),
         (TRAIN, "optim_step", {}, "learning_rate"),
         (TRAIN, "optim_step", {"learning_rate": 0.1, "betas": 1}, "no parameter 'betas'"),
-        (TRAIN, "optim_step", {"learning_rate": float("nan")}, "between 0"),
+        (TRAIN, "optim_step", {"learning_rate": float("nan")}, "at least 0"),
         (TRAIN, "optim_step", {"learning_rate": 0.1, "beta1": 1.0}, "beta1 is 1.0"),
         (TRAIN, "forward_backward", {"loss": {"name": "sgd"}}, "sgd"),
         (TRAIN, "forward_backward", {"loss": {"name": "ppo", "clip": 1}}, "no parameter 'clip'"),
         (TRAIN, "forward_backward", {"loss": {"name": "ppo", "clip_low": -1}}, "clip_low"),
         (TRAIN, "save_checkpoint", {"name": "a/b"}, "letters, digits"),
         (TRAIN, "save_checkpoint", {"name": ".."}, "letters, digits"),
-        (ROLLOUT, "generate", {"samples_per_prompt": 0}, "samples_per_prompt is 0"),
+        (ROLLOUT, "generate", {"samples_per_prompt": 0}, r"samples_per_prompt \(n\) is 0"),
         (ROLLOUT, "generate", {"sampling": {"temperature": -1}}, "temperature"),
         (ROLLOUT, "generate", {"sampling": {"top_p": 1.5}}, "top_p"),
         (ROLLOUT, "generate", {"sampling": {"max_tokens": 0}}, "max_tokens is 0"),
         (ROLLOUT, "generate", {"sampling": {"max_tokens": 1 << 40}}, "max_tokens is"),
         (ROLLOUT, "generate", {"sampling": {"top_k": 1 << 40}}, "top_k is"),
-        (ROLLOUT, "generate", {"samples_per_prompt": 1 << 40}, "samples_per_prompt is"),
+        (ROLLOUT, "generate", {"samples_per_prompt": 1 << 40}, r"samples_per_prompt \(n\) is"),
         (ROLLOUT, "generate", {"sampling": {"beams": 4}}, "no parameter 'beams'"),
     ],
 )

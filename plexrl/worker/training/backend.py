@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from plexrl.errors import InvalidRequestError, NonFiniteGradientError
+from plexrl.errors import InvalidRequestError, NoGradientsError, NonFiniteGradientError
 from plexrl.lora import adapter_config
 from plexrl.statemanager.arena import Arena
 from plexrl.statemanager.host_arena import HostArena
@@ -172,6 +172,15 @@ class TrainingBackend:
         return micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
 
     def _optim_step(self, params: AdamParams) -> BackendResult:
+        if not self._gradients_pending:
+            # AdamW would step by what is left of former gradients. The answer is the error, as
+            # below: replayed, a step that changed nothing changes nothing.
+            nothing = NoGradientsError(
+                "no gradients wait for a step, so none was made and nothing has changed: submit a "
+                "forward_backward before each optim_step; a step, zero_grad, load_checkpoint and "
+                "attach_job drop those that were there"
+            )
+            return BackendResult(result={"error": nothing.to_wire()})
         norm = self.model.gradient_norm()
         if not math.isfinite(norm):
             self._drop_gradients()

@@ -155,7 +155,7 @@ def test_a_layout_that_cannot_cut_the_model_is_refused(
     ],
 )
 def test_a_model_that_megatron_would_run_otherwise_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequestError, match="fsdp"):
+    with pytest.raises(InvalidRequestError, match="the megatron backend"):
         dimensions({"model_type": "qwen2", **QWEN2.config, **changes})
 
 

@@ -1,0 +1,101 @@
+"""What a controller does, for whoever watches: how it starts, then a line for each step.
+
+At a terminal a bar below the lines says what it waits for and how much is left. Elsewhere there are
+plain lines only, so that a log stays readable.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+LOGGER: Final = logging.getLogger("plexrl")
+STARTING: Final = "starting"
+
+
+class Progress:
+    """Shows what the SDK logs, and the steps it is told of, while its block runs."""
+
+    def __init__(self, steps: int | None = None, *, file: IO[str] | None = None) -> None:
+        """`steps` are those that are to come, where that is known; `file` is standard output."""
+        from rich import progress
+        from rich.console import Console
+
+        self._steps = steps
+        self._console = Console(file=file, highlight=False, markup=False, emoji=False)
+        self._bar = progress.Progress(
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=20),
+            progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(compact=True),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task: TaskID = self._bar.add_task(STARTING, total=None)
+        self._handler = _Shown(self)
+        self._before = (LOGGER.level, LOGGER.propagate)
+        self._began = self._last_line = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A line of its own, with the seconds since the start."""
+        self._last_line = time.monotonic()
+        self._console.print(f"{self._last_line - self._began:6.1f} s  {text}", soft_wrap=True)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """A line about a finished step, with the seconds since the line before it."""
+        took_s = time.monotonic() - self._last_line
+        total = "" if self._steps is None else f"/{self._steps}"
+        width = len(total) - 1 if total else 4
+        row = "".join(f"  {name} {float(value):7.4f}" for name, value in values.items())
+        self.say(f"step {step:>{width}}{total}{row}  {took_s:.2f} s")
+        self._show(description="training", total=self._steps, completed=step)
+
+    def waits_for(self, text: str) -> None:
+        """A line, which the bar shows too until the next one or the next step."""
+        self.say(text)
+        self._show(description=text.partition(":")[0])
+
+    def __enter__(self) -> "Progress":
+        self._before = (LOGGER.level, LOGGER.propagate)
+        # Shown here, so not once more by handlers of the controller's own.
+        LOGGER.setLevel(logging.INFO)
+        LOGGER.propagate = False
+        LOGGER.addHandler(self._handler)
+        self._began = self._last_line = time.monotonic()
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+        LOGGER.removeHandler(self._handler)
+        level, LOGGER.propagate = self._before
+        LOGGER.setLevel(level)
+
+    def _show(
+        self, *, description: str, total: int | None = None, completed: int | None = None
+    ) -> None:
+        self._bar.update(
+            self._task, description=description, total=total, completed=completed, refresh=True
+        )
+
+
+class _Shown(logging.Handler):
+    """Hands on what the SDK logs."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._progress.waits_for(record.getMessage())
