@@ -102,7 +102,7 @@ Responses = Annotated[
     typer.Option(min=0, help="Of a rollout; the longest ends it.", rich_help_panel=_JOBS),
 ]
 Lengths = Annotated[
-    str, typer.Option(help="Of responses: r1, or a trace of lengths.", rich_help_panel=_JOBS)
+    str, typer.Option(help="Of --responses: r1, or a trace of lengths.", rich_help_panel=_JOBS)
 ]
 ToolStalls = Annotated[
     str | None,
@@ -112,7 +112,7 @@ NodeMtbfHours = Annotated[
     float, typer.Option(min=0.0, help="Of one node; 0: never.", rich_help_panel=_FAULTS)
 ]
 RepairMinutes = Annotated[
-    float, typer.Option(min=0.0, help="Until a node is back.", rich_help_panel=_FAULTS)
+    float, typer.Option(min=0.0, help="Until a lost node is back.", rich_help_panel=_FAULTS)
 ]
 WorkerMtbfHours = Annotated[
     float, typer.Option(min=0.0, help="Of a job's workers.", rich_help_panel=_FAULTS)
