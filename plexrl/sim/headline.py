@@ -61,7 +61,7 @@ class Headline:
         """For people."""
         return (
             f"{self.scenario.policy} {drained(self.drain, self.baseline)} (training GPUs only), "
-            f"with {self.whole.text} of its GPU-hours on the whole cluster"
+            f"with {self.whole.text} of its GPU-hours on the whole cluster."
         )
 
 
