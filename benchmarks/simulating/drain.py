@@ -14,7 +14,7 @@ thousands, compared with `isolated` and with `isolated+backfill`. The last row g
 `isolated+backfill` an equal fleet: as many GPUs as `spread+backfill` had for training and, at its
 peak, for rollouts (`fleet`).
 
-In full that is 6 million events a policy for the mix and 7 to 20 million for Philly. Without
+In full that is 1 to 2 million events a policy for the mix and 7 to 20 million for Philly. Without
 `--full` the jobs of the mix have an eighth of their cycles, and of Philly every eighth job is run,
 with an eighth of its cycles, on an eighth of the cluster, its arrivals eight times as fast again.
 
