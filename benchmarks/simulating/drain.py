@@ -14,7 +14,7 @@ thousands, compared with `isolated` and with `isolated+backfill`. The last row g
 `isolated+backfill` an equal fleet: as many GPUs as `spread+backfill` had for training and, at its
 peak, for rollouts (`fleet`).
 
-In full that is 6 million events a policy for the mix and 7 to 20 million for Philly. Without
+In full that is 1 to 2 million events a policy for the mix and 7 to 20 million for Philly. Without
 `--full` the jobs of the mix have an eighth of their cycles, and of Philly every eighth job is run,
 with an eighth of its cycles, on an eighth of the cluster, its arrivals eight times as fast again.
 
@@ -25,7 +25,7 @@ a cluster, one policy after the other. Each result is kept in the folder as it c
 again; the table is of all that are there.
 
 *gap*: (isolated - drain) / (isolated - bound), a dash where `isolated` is at the bound or near it.
-*cycles slower*: than the same drawn cycles alone, median / mean / 95 %. *wait*: from submission to
+*slower*: cycles than the same drawn ones alone, median/mean/95 %. *wait*: from submission to
 first GPUs, by the job's length alone (PlexRL Fig. 8). *fairness*: Jain's index over tenants' mean
 slowdowns, waiting included.
 """
@@ -75,7 +75,7 @@ NEEDED = (ISOLATED, BACKFILLED, SHARED)
 
 COLUMNS = (
     *("policy", "days", "of isolated", "gap", "all GPU-h", "of isolated", "of +backfill"),
-    *("cycles slower %", "wait median", "fairness"),
+    *("slower %", "wait median", "fairness"),
 )
 
 
@@ -184,7 +184,11 @@ def _row(name: str, result: SimResult, found: Mapping[str, SimResult]) -> tuple[
         "-" if gap is None else f"{gap:.0%}",
         f"{whole / 1000:,.0f}",
         *(f"{whole / whole_gpu_hours(found[each]):.1%}" for each in (ISOLATED, BACKFILLED)),
-        " / ".join(f"{100 * each:.1f}" for each in (slower.median, slower.mean, slower.p95)),
+        "/".join(
+            # What is rounded to nothing has no sign.
+            f"{round(100 * each, 1) + 0.0:.1f}"
+            for each in (slower.median, slower.mean, slower.p95)
+        ),
         f"{wait.median:.1f}",
         f"{result.fairness:.3f}",
     )

@@ -186,7 +186,7 @@ Responses = Annotated[
 ]
 Lengths = Annotated[
     str,
-    typer.Option(help="Lengths of responses: r1, or a trace of lengths.", rich_help_panel=_JOBS),
+    typer.Option(help="Lengths of --responses: r1, or a trace of lengths.", rich_help_panel=_JOBS),
 ]
 ToolStalls = Annotated[
     str | None,

@@ -271,7 +271,7 @@ def _print_summary(console: Console, result: DemoResult, page: Path) -> None:
     if isolated is not None:
         console.print(
             f"isolated: {isolated.worker_seconds_per_step:.3f} reserved worker-seconds per step; "
-            f"sharing saves {100 * saving(shared, isolated):.0f} %",
+            f"sharing saves {100 * saving(shared, isolated):.0f} % (training workers only)",
             soft_wrap=not console.is_terminal,
         )
     console.print(f"report: {page}", soft_wrap=True)

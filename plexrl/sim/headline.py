@@ -30,6 +30,11 @@ class Band:
         return median(self.values)
 
     @property
+    def has_width(self) -> bool:
+        """Whether seeds differ in it."""
+        return self.values[0] < self.values[-1]
+
+    @property
     def text(self) -> str:
         """As parts of a hundred."""
         if len(self.values) == 1:
@@ -61,7 +66,7 @@ class Headline:
         """For people."""
         return (
             f"{self.scenario.policy} {drained(self.drain, self.baseline)} (training GPUs only), "
-            f"with {self.whole.text} of its GPU-hours on the whole cluster"
+            f"with {self.whole.text} of its GPU-hours on the whole cluster."
         )
 
 
@@ -112,7 +117,9 @@ def said(lines: Sequence[Headline]) -> list[str]:
     clusters = {replace(each.scenario, policy="", seed=0) for each in lines}
     if len(clusters) > 1:
         return found
-    if quickest:
+    if lines[0].seeds > 1 and not any(each.drain.has_width for each in lines):
+        found.append("All seeds are alike, as where nothing is drawn (--jitter): no band, no best.")
+    elif quickest:
         found.append(f"{quickest[0]} drains first in every seed: its band overlaps no other's.")
     elif lines[0].seeds > 1:
         found.append("The bands of the quickest policies overlap: none is called best.")
@@ -166,6 +173,6 @@ def _is_quickest(one: Headline, all_of_them: Sequence[Headline]) -> bool:
     ]
     return (
         bool(others)
-        and one.seeds > 1
+        and any(each.drain.has_width for each in (one, *others))
         and all(one.drain.values[-1] < each.drain.values[0] for each in others)
     )

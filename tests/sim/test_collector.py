@@ -34,6 +34,20 @@ def finish(collector: Collector, now: float) -> SimResult:
     return collector.result(now, events=10, switches=2, failures=0, speed=SPEED)
 
 
+def test_the_peak_of_rollout_gpus_is_of_jobs_that_run_at_one_time() -> None:
+    collector = Collector(scenario())
+    for name, gpus in (("a", 4), ("b", 2), ("c", 3)):
+        collector.job_submitted(job(name, rollout_gpus=gpus), 0.0)
+    collector.job_placed("a", 0.0)
+    collector.job_placed("b", 10.0)
+    collector.job_placed("b", 20.0)
+    collector.job_ended("a", 100.0, 1, "completed", 100.0)
+    collector.job_placed("c", 100.0)
+    collector.job_ended("b", 200.0, 1, "failed", 0.0)
+    collector.job_ended("c", 200.0, 1, "completed", 100.0)
+    assert finish(collector, 200.0).rollout_gpus_peak == 6
+
+
 def test_the_measures_of_two_jobs_that_share_a_group() -> None:
     collector = Collector(scenario())
     collector.job_submitted(job("a", rollout_gpus=4), 0.0)

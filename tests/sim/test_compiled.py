@@ -53,7 +53,7 @@ def test_compiled_and_not_every_policy_gives_the_same_result(tmp_path: Path) -> 
     replay = [sys.executable, "-c", REPLAY, str(trace)]
     pure, compiled = (json.loads(run(replay, where)) for where in (source, site))
     assert (pure.pop("compiled"), compiled.pop("compiled")) == (False, True)
-    assert len(pure) == 10
+    assert len(pure) == 11
     assert compiled == pure
 
 

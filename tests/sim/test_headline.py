@@ -65,6 +65,7 @@ def test_a_policy_that_takes_longer_is_said_to() -> None:
         ((6.0, 7.0), (4.0, 5.0), "spread drains first in every seed"),
         ((4.5, 7.0), (4.0, 5.0), "bands of the quickest policies overlap: none is called best"),
         ((6.0,), (4.0,), "no policy is called best"),
+        ((6.0, 6.0), (4.0, 4.0), "All seeds are alike"),
     ],
 )
 def test_a_policy_is_called_the_quickest_only_where_bands_are_apart(

@@ -154,7 +154,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> str:
         [run_of("isolated"), run_of("spread", drain_s=432_000.0)],
         tmp_path_factory.mktemp("report"),
         gpus_per_node=8,
-        headline=["spread drains in 50.0 % of the time of isolated"],
+        headline=["spread drains in 50.0 % of the time of isolated."],
     )
 
 
