@@ -80,15 +80,10 @@ async def leave_interrupted_async(job: "Job") -> None:
 
 
 def tell_detached(transport: Transport, job: str) -> None:
-    """Tell the cluster that this controller leaves a job to another one; it would learn it from the
-    silence, too."""
-    body = {"outcome": "detached", "reason": ""}
-    path = f"/v1/jobs/{quote(job)}/finish"
-    call = Call(method="POST", path=path, json=body).tried_for(LAST_WORD_S)
-    try:
-        transport.impatient().request(call)
-    except PlexRLError as error:
-        LOG.info("the cluster was not told that %s is detached: %s", job, error)
+    """Tell the cluster that this controller leaves the job to another one; the cluster would learn
+    it from the silence, too. Who only looks at the job has nothing to tell."""
+    if transport.controller is not None:
+        _tell_detached(transport, job)
 
 
 def warn_if_unfinished(job: "Job", transport: Transport) -> None:
@@ -111,7 +106,7 @@ def tell_of_former(transport: Transport, jobs: list[dict[str, Any]], *, is_new: 
     former = [job for job in jobs if job["ended_at"] is None and (is_new or not job["attached"])]
     for job in former:
         if job["attached"]:
-            tell_detached(transport, job["job"])
+            _tell_detached(transport, job["job"])
     place = transport.place
     for job in former[-FORMER_MAX:]:
         LOG.warning(
@@ -124,9 +119,19 @@ def tell_of_former(transport: Transport, jobs: list[dict[str, Any]], *, is_new: 
         LOG.warning("and %d more: `plexrl jobs` lists them", len(former) - FORMER_MAX)
 
 
+def _tell_detached(transport: Transport, job: str) -> None:
+    body = {"outcome": "detached", "reason": ""}
+    path = f"/v1/jobs/{quote(job)}/finish"
+    call = Call(method="POST", path=path, json=body).tried_for(LAST_WORD_S)
+    try:
+        transport.impatient().request(call)
+    except PlexRLError as error:
+        LOG.info("the cluster was not told that %s is detached: %s", job, error)
+
+
 def _detach(job: "Job") -> bool:
     """Whether to wait for a second Ctrl-C."""
-    if job.left.is_set():
+    if job.left.is_set() or job.controller is None:
         return False
     place = job.place
     waits = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -62,24 +61,21 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     console = console or Console()
     options.out.mkdir(parents=True, exist_ok=True)
     console.print("Starting the cluster: router, scheduler, StateManager, node agent …")
-    with TemporaryDirectory(prefix="plexrl-demo-") as scratch:
-        embedded = start_embedded(
-            gpus_per_node=options.group_workers + len(TASKS), pin_workers=True
-        )
-        try:
-            with plexrl.connect(embedded.url, embedded.api_key) as cluster:
-                plans = [
-                    ControllerPlan(task=task, tenant=tenant, api_key=cluster.create_tenant(tenant))
-                    for task, tenant in TASKS
-                ]
-                _warm_up(cluster, options)
-                phases = _Phases(cluster, embedded.url, options, Path(scratch), console)
-                shared = phases.run("shared", [plans])
-                isolated = (
-                    phases.run("isolated", [[plan] for plan in plans]) if options.isolated else None
-                )
-        finally:
-            embedded.close()
+    embedded = start_embedded(gpus_per_node=options.group_workers + len(TASKS), pin_workers=True)
+    try:
+        with plexrl.connect(embedded.url, embedded.api_key) as cluster:
+            plans = [
+                ControllerPlan(task=task, tenant=tenant, api_key=cluster.create_tenant(tenant))
+                for task, tenant in TASKS
+            ]
+            _warm_up(cluster, options)
+            phases = _Phases(cluster, embedded.url, options, embedded.data_dir / "logs", console)
+            shared = phases.run("shared", [plans])
+            isolated = (
+                phases.run("isolated", [[plan] for plan in plans]) if options.isolated else None
+            )
+    finally:
+        embedded.close()
     result = DemoResult(
         shared=shared,
         isolated=isolated,
@@ -113,12 +109,12 @@ class _Phases:
     """Runs phases on one cluster."""
 
     def __init__(
-        self, cluster: "Cluster", url: str, options: DemoOptions, scratch: Path, console: Console
+        self, cluster: "Cluster", url: str, options: DemoOptions, logs: Path, console: Console
     ) -> None:
         self._cluster = cluster
         self._url = url
         self._options = options
-        self._scratch = scratch
+        self._logs = logs
         self._console = console
 
     def run(self, name: str, batches: Sequence[Sequence[ControllerPlan]]) -> PhaseResult:
@@ -168,7 +164,7 @@ class _Phases:
             plan,
             url=self._url,
             arguments=arguments,
-            log_path=self._scratch / f"{phase}-{plan.task}.log",
+            log_path=self._logs / f"{phase}-{plan.task}.log",
         )
 
     def _look(self, screen: Screen, known: set[str]) -> None:

@@ -23,6 +23,8 @@ from plexrl.scheduler.state import WpgState
 EVENT: Final = "event"
 """The step that is the event itself."""
 
+GIVING_WAY: Final = "giving way"
+
 NONE: Final[frozenset[str]] = frozenset()
 
 
@@ -51,7 +53,14 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 if not skipped or f"timer {what}" not in skipped:
                     _look_again(context, what, now)
         dirty, cycles_over = context.dirty, context.cycles_over
-        while dirty or cycles_over or context.place_waiting or context.newcomers:
+        step, name = GIVING_WAY, ""
+        while (
+            dirty
+            or cycles_over
+            or context.place_waiting
+            or context.newcomers
+            or (GIVING_WAY not in skipped and give_way(context, now))
+        ):
             if context.place_waiting or context.newcomers:
                 step, name = "placement", ""
                 if step in skipped:
@@ -60,7 +69,6 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 else:
                     place_waiting(context, now)
                     break_deadlocks(context, now)
-                    give_way(context, now)
             while dirty:
                 touched = next(iter(dirty))
                 del dirty[touched]
@@ -75,6 +83,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 step, name = "cycle", deployment.deployment
                 if not skipped or f"cycle {name}" not in skipped:
                     cycle_over(context, deployment, now)
+            step, name = GIVING_WAY, ""
         step, name = "forgetting", ""
         if len(state.ended) > context.ended_jobs and step not in skipped:
             forget_ended(context)

@@ -1,10 +1,10 @@
 """Jobs without a controller give their GPUs to jobs that wait for some.
 
 A detached job that has nothing to run holds GPUs for nobody. When another job waits that could use
-GPUs, the detached job is *set aside* after the placement pass: its deployments give their GPUs back
-and stand in no queue. One job is set aside at a time, first the one whose controller has been
-silent longest. It loses nothing: once a controller attaches it, its deployments wait for GPUs like
-new ones, and go on from their state. Operations that were submitted before are carried out first.
+GPUs, the detached job is *set aside*: its deployments give their GPUs back and stand in no queue.
+One job is set aside at a time, first the one whose controller has been silent longest. It loses
+nothing: once a controller attaches it, its deployments wait for GPUs like new ones, and go on from
+their state. Operations that were submitted before are carried out first.
 """
 
 from plexrl.scheduler.context import Context
@@ -13,22 +13,18 @@ from plexrl.scheduler.hold_and_wait import is_waited_for, placed_of
 from plexrl.scheduler.replacement import displace, may_displace
 from plexrl.scheduler.state import Job, WpgState
 
-LOOK_EACH_S = 5.0
-"""Detached jobs that still work are looked at again at multiples of this time."""
 
-
-def give_way(context: Context, now: float) -> None:
-    """Set one detached job aside, if another could use GPUs."""
+def give_way(context: Context, now: float) -> bool:
+    """Set one detached job aside, if another could use GPUs; whether there was one."""
     if not context.waiting or not context.detached:
-        return
+        return False
     detached = map(context.job, context.detached)
-    for job in sorted(detached, key=lambda each: (each.seen_at, each.job)):
-        if job.is_set_aside or not job.deployments or not is_waited_for(context, job):
-            continue
-        if _is_idle(context, job):
+    idle = [job for job in detached if not job.is_set_aside and _is_idle(context, job)]
+    for job in sorted(idle, key=lambda each: (each.seen_at, each.job)):
+        if is_waited_for(context, job):
             _set_aside(context, job, now)
-            return
-        context.wake((now // LOOK_EACH_S + 1) * LOOK_EACH_S, "placement:")
+            return True
+    return False
 
 
 def come_back(context: Context, job: Job, now: float) -> None:
@@ -56,5 +52,8 @@ def _set_aside(context: Context, job: Job, now: float) -> None:
 
 
 def _is_idle(context: Context, job: Job) -> bool:
+    """Whether it has deployments, and none of them has anything to run."""
+    if not job.deployments:
+        return False
     waits = any(context.deployment(name).queue for name in job.deployments)
     return not waits and all(may_displace(context, each) for each in placed_of(context, job))

@@ -143,6 +143,8 @@ def test_a_script_that_ends_last_waits_for_the_cluster_and_the_next_one_starts_i
         supervisor = supervisor_of(tmp_path)
         with plexrl.connect(data_dir=tmp_path) as again:
             assert again.url == cluster.url
+        with pytest.raises(ConflictError, match="scripts"):
+            start_embedded(tmp_path)
         assert not has_ended(supervisor)
     assert read_endpoint(tmp_path) is None
     lock = try_lock(tmp_path)
@@ -176,28 +178,21 @@ with plexrl.connect() as cluster, cluster.create_job("saves") as job:
 """
 
 
-def test_checkpoints_outlive_the_script_and_the_same_script_runs_again(tmp_path: Path) -> None:
-    kept = []
-    for _ in range(2):
-        with ExitStack() as stack:
-            script = Script(tmp_path, stack, SAVING)
-            kept.append(Path(script.line()))
-            script.end()
-    assert len(set(kept)) == 2
-    for path in kept:
-        assert path.is_relative_to(tmp_path / "checkpoints")
-        assert (path / "model.safetensors").exists()
-
-
-def test_a_terminal_is_told_where_the_cluster_is_and_what_is_kept(tmp_path: Path) -> None:
+def test_checkpoints_outlive_the_script_which_runs_again_and_says_where_they_are(
+    tmp_path: Path,
+) -> None:
+    with ExitStack() as stack:
+        script = Script(tmp_path, stack, SAVING)
+        kept = [Path(script.line())]
+        script.end()
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "PLEXRL_DATA_DIR": str(tmp_path)}
     try:
-        subprocess.run(
+        again = subprocess.run(
             [sys.executable, "-c", SAVING],
-            env=environment,
-            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PLEXRL_DATA_DIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
             stderr=theirs,
+            text=True,
             check=True,
             timeout=300,
         )
@@ -205,6 +200,11 @@ def test_a_terminal_is_told_where_the_cluster_is_and_what_is_kept(tmp_path: Path
     finally:
         os.close(ours)
         os.close(theirs)
+    kept.append(Path(again.stdout.strip()))
+    assert len(set(kept)) == 2
+    for path in kept:
+        assert path.is_relative_to(tmp_path / "checkpoints")
+        assert (path / "model.safetensors").exists()
     assert f"starting an embedded cluster on {tmp_path}" in told
     assert "http://127.0.0.1:" in told
     assert f"plexrl status --data-dir {tmp_path}" in told
@@ -267,8 +267,3 @@ def test_a_data_directory_that_is_read_only_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir(mode=0o500)
     with pytest.raises(StorageError, match="PLEXRL_DATA_DIR"):
         plexrl.connect(data_dir=tmp_path / "data")
-
-
-def test_a_second_cluster_is_not_started_by_hand(tmp_path: Path) -> None:
-    with plexrl.connect(data_dir=tmp_path), pytest.raises(ConflictError, match="scripts"):
-        start_embedded(tmp_path)

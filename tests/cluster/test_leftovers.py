@@ -42,7 +42,9 @@ def test_the_next_cluster_removes_what_killed_ones_left_and_nothing_of_the_livin
         assert not temporary.shared_memory.exists()
         assert lasting.shared_memory.exists(), "the next cluster of its data goes on with it"
         shutil.rmtree(lasting.data)
-        start_embedded(gpus_per_node=1).close()
+        brief = start_embedded(gpus_per_node=1)
+        brief.close()
+        assert not brief.data_dir.exists()
         assert not lasting.shared_memory.exists()
         for folder in (Folders.of(living.data_dir).run, Folders.of(living.data_dir).shared_memory):
             assert (folder / OWNER).exists()

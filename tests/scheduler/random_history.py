@@ -107,7 +107,7 @@ class History:
             *((self.fail_run, 5), (self.lose_answer, 2), (self.report_again, 3)),
             *((self.node, 4), (self.drain, 2), (self.kill, 2), (self.pass_time, 8)),
             *((self.end_job, 1), (self.restart, 1), (self.router, 1), (self.quota, 1)),
-            *((self.cycle, 5),),
+            *((self.cycle, 5), (self.leave_job, 2), (self.attach_job, 2)),
         )
         whats = [what for what, _ in moves]
         weights = [weight for _, weight in moves]
@@ -326,6 +326,21 @@ class History:
         if self.deployments:
             name = self.chance.choice(sorted(self.deployments))
             self._end(name.split("/")[0], self.chance.choice(("completed", "cancelled")))
+
+    def leave_job(self) -> None:
+        """A controller detaches its job."""
+        if self.deployments:
+            job = self.chance.choice(sorted(self.deployments)).split("/")[0]
+            with suppress(PlexRLError):
+                self.cluster.send(ev.JobFinished(job=job, outcome="detached"))
+
+    def attach_job(self) -> None:
+        """A controller comes, or one that was there shows that it lives."""
+        if self.deployments:
+            job = self.chance.choice(sorted(self.deployments)).split("/")[0]
+            self.count += 1
+            with suppress(PlexRLError):
+                self.cluster.send(ev.ControllerAttached(job=job, controller=f"c{self.count}"))
 
     def _end(self, job: str, outcome: str) -> None:
         for name in [each for each in self.deployments if each.split("/")[0] == job]:
