@@ -1,39 +1,38 @@
 """What sharing saved is exact to the groups that there were, and a loss is shown as one."""
 
-from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 WORKERS = 2
 JOBS = ("a", "b", "c", "d")
-Row = dict[str, float]
+Row = dict[str, Any]
 
 
-@dataclass
 class Watched(FakeCluster):
     """Adds up, from what groups there are between events, what they are in all."""
 
-    existed: float = 0.0
-    reserved: float = 0.0
-    _seen: list[tuple[int, int]] = field(default_factory=list)
-    _seen_at: float = 1000.0
-
     def __init__(self, **changes: object) -> None:
         super().__init__(**changes)
-        self._seen = []
+        self.existed = self.reserved = 0.0
+        self._groups: list[tuple[int, int]] = []
+        """(GPUs, members) of each since the last event."""
+        self._seen_at = self.now
 
-    def send(self, event: ev.Event) -> list:  # type: ignore[type-arg]
+    def send(self, event: ev.Event) -> list[cmd.Command]:
         passed = self.now - self._seen_at
-        self.existed += passed * sum(gpus for gpus, _ in self._seen)
-        self.reserved += passed * sum(gpus * members for gpus, members in self._seen)
+        self.existed += passed * sum(gpus for gpus, _ in self._groups)
+        self.reserved += passed * sum(gpus * members for gpus, members in self._groups)
         commands = super().send(event)
-        self._seen = [(len(g["gpus"]), len(g["members"])) for g in self.core.list_groups(self.now)]
+        groups = self.core.list_groups(self.now)
+        self._groups = [(len(group["gpus"]), len(group["members"])) for group in groups]
         self._seen_at = self.now
         return commands
 
