@@ -212,6 +212,26 @@ def test_a_wait_prolongs_what_the_job_holds_elsewhere_too() -> None:
     assert waited == pytest.approx((WORKERS + 1) * 50.0, rel=0.01)
 
 
+def test_waits_of_one_job_at_the_same_time_prolong_it_once() -> None:
+    cluster = started(WORKERS)
+    cluster.job("a")
+    for name in ("actor", "critic"):
+        cluster.deploy(f"a/{name}", workers=WORKERS)
+    add(cluster, "b")
+    cluster.settle()
+    cluster.submit("long", "b/actor", "optim_step")
+    until_it_runs(cluster, "long")
+    cluster.pass_time(1.0)
+    before = check(cluster)["a"]["waited_gpu_seconds"]
+    for name in ("actor", "critic"):
+        cluster.submit(f"a:{name}", f"a/{name}", "optim_step")
+    cluster.pass_time(30.0)
+    for name in ("actor", "critic"):
+        until_it_runs(cluster, f"a:{name}")
+    waited = check(cluster)["a"]["waited_gpu_seconds"] - before
+    assert waited == pytest.approx(2 * WORKERS * 30.0, rel=0.05)
+
+
 def test_a_wait_under_way_counts_already_and_not_twice() -> None:
     cluster = started(WORKERS)
     add(cluster, "a", "b")
