@@ -54,7 +54,7 @@ def _place(population: Population) -> tuple[list[float], float]:
         if group is not None:
             assert deployment.placement is not None
             strict += deployment.placement.way == "strict"
-            leave(population.context, deployment)
+            leave(population.context, deployment, now)
         del population.context.state.deployments[deployment.deployment]
     return samples, strict / ROUNDS
 

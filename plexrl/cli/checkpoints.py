@@ -46,9 +46,9 @@ def list_checkpoints(
     found: list[dict[str, Any]] = []
     silent: dict[str, str] = {}
     with open_cluster(url, api_key, data_dir) as cluster:
-        jobs = _that_saved(cluster) if job is None else [find_job(cluster, job).job]
-        for each in jobs:
-            listing = cluster.read_checkpoints(each)
+        names = _that_saved(cluster) if job is None else [find_job(cluster, job).job]
+        for name in names:
+            listing = cluster.read_checkpoints(name)
             found += listing["checkpoints"]
             silent |= {node["node"]: node["reason"] for node in listing["failed"]}
     for node, reason in silent.items():

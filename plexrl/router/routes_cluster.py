@@ -106,7 +106,7 @@ def cluster_routes(gateway: Gateway) -> APIRouter:
         fields = {**caller.claim, "name": name, "key": key}
         await gateway.scheduler.call("revoke_key", fields)
 
-    @routes.get("/usage", summary="What was used, and what sharing saved")
+    @routes.get("/usage", summary="What was used, by job and kind; what sharing saved, by job")
     async def usage(request: Request) -> Plain:
         caller = await gateway.caller(request)
         return await gateway.scheduler.call("list_usage", caller.claim)

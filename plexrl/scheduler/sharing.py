@@ -131,7 +131,7 @@ def _fresh_s(job: Job, span: _Span) -> float:
     if span.since >= sharing.wait_until:
         return span.until - span.since
     after_s = max(0.0, span.until - sharing.wait_until)
-    return after_s + max(0.0, sharing.wait_since - span.since)
+    return after_s + max(0.0, min(span.until, sharing.wait_since) - span.since)
 
 
 def _gpus(state: State, job: Job) -> int:

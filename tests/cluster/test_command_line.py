@@ -315,14 +315,16 @@ def test_a_waiting_job_names_the_job_that_was_left_open(scene: Scene) -> None:
     # As a controller leaves it that was killed.
     body = {"job": "left-open", "name": "left-open", "controller_timeout_s": 1.0}
     headers = {"Authorization": f"Bearer {scene.tenant.api_key}"}
-    httpx.post(f"{scene.tenant.url}/v1/jobs", json=body, headers=headers).raise_for_status()
+    httpx.post(
+        f"{scene.tenant.url}/v1/jobs", json=body, headers=headers, timeout=60
+    ).raise_for_status()
     left = scene.tenant.attach_job("left-open", heartbeat=False)
     left.train_deployment("actor", MODEL, exclusive=True)
     wait_until(lambda: not left.status()["attached"], "its silence is not noticed")
     told = cli(scene, "explain", scene.waiting.job)
     assert "Who has the GPUs" in told
     assert "left-open was not ended, and nothing was heard of its controller for" in told
-    assert "it is cancelled in 4 min" in told
+    assert re.search("it is cancelled in [45] min", told)
     assert "To end it now: plexrl cancel left-open" in told
     cli(scene, "cancel", "left-open")
     assert "left-open" not in cli(scene, "explain", scene.waiting.job)

@@ -1,39 +1,38 @@
 """What sharing saved is exact to the groups that there were, and a loss is shown as one."""
 
-from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler import commands as cmd
 from plexrl.scheduler import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 WORKERS = 2
 JOBS = ("a", "b", "c", "d")
-Row = dict[str, float]
+Row = dict[str, Any]
 
 
-@dataclass
 class Watched(FakeCluster):
     """Adds up, from what groups there are between events, what they are in all."""
 
-    existed: float = 0.0
-    reserved: float = 0.0
-    _seen: list[tuple[int, int]] = field(default_factory=list)
-    _seen_at: float = 1000.0
-
     def __init__(self, **changes: object) -> None:
         super().__init__(**changes)
-        self._seen = []
+        self.existed = self.reserved = 0.0
+        self._groups: list[tuple[int, int]] = []
+        """(GPUs, members) of each since the last event."""
+        self._seen_at = self.now
 
-    def send(self, event: ev.Event) -> list:  # type: ignore[type-arg]
+    def send(self, event: ev.Event) -> list[cmd.Command]:
         passed = self.now - self._seen_at
-        self.existed += passed * sum(gpus for gpus, _ in self._seen)
-        self.reserved += passed * sum(gpus * members for gpus, members in self._seen)
+        self.existed += passed * sum(gpus for gpus, _ in self._groups)
+        self.reserved += passed * sum(gpus * members for gpus, members in self._groups)
         commands = super().send(event)
-        self._seen = [(len(g["gpus"]), len(g["members"])) for g in self.core.list_groups(self.now)]
+        groups = self.core.list_groups(self.now)
+        self._groups = [(len(group["gpus"]), len(group["members"])) for group in groups]
         self._seen_at = self.now
         return commands
 
@@ -211,6 +210,26 @@ def test_a_wait_prolongs_what_the_job_holds_elsewhere_too() -> None:
     waited = check(cluster)["a"]["waited_gpu_seconds"] - before["waited_gpu_seconds"]
     # The other one's state leaves the GPUs a moment after its work.
     assert waited == pytest.approx((WORKERS + 1) * 50.0, rel=0.01)
+
+
+def test_waits_of_one_job_at_the_same_time_prolong_it_once() -> None:
+    cluster = started(WORKERS)
+    cluster.job("a")
+    for name in ("actor", "critic"):
+        cluster.deploy(f"a/{name}", workers=WORKERS)
+    add(cluster, "b")
+    cluster.settle()
+    cluster.submit("long", "b/actor", "optim_step")
+    until_it_runs(cluster, "long")
+    cluster.pass_time(1.0)
+    before = check(cluster)["a"]["waited_gpu_seconds"]
+    for name in ("actor", "critic"):
+        cluster.submit(f"a:{name}", f"a/{name}", "optim_step")
+    cluster.pass_time(30.0)
+    for name in ("actor", "critic"):
+        until_it_runs(cluster, f"a:{name}")
+    waited = check(cluster)["a"]["waited_gpu_seconds"] - before
+    assert waited == pytest.approx(2 * WORKERS * 30.0, rel=0.05)
 
 
 def test_a_wait_under_way_counts_already_and_not_twice() -> None:
