@@ -79,7 +79,7 @@ def logs(
 ) -> None:
     """The ends of a job's worker logs."""
     with open_cluster(url, api_key, data_dir) as cluster:
-        answer = cluster.attach_job(job, heartbeat=False).read_logs(deployment, lines)
+        answer = cluster.attach_job(job, heartbeat=False).read_logs(deployment, lines=lines)
     for each in answer["failed"]:
         warn(f"plexrl: no logs of node {each['node']}: {each['reason']}")
     if as_json:
