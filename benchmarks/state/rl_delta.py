@@ -127,7 +127,7 @@ class DeltaController(Controller):
             self.actor.forward_backward(batch, plexrl.losses.grpo(clip_high=0.28))
             self.actor.optim_step(learning_rate=learning_rate, grad_clip_norm=1.0)
 
-    def sync(self) -> dict[str, dict[str, object]]:
+    def sync(self) -> dict[str, plexrl.SyncReport]:
         """Every rollout's report."""
         futures = {
             dtype: rollout.sync_weights(self.actor, delta=True, digest=True)
@@ -163,7 +163,7 @@ def _measured(
     figures: dict[str, float] = {}
     with closing(checkers["float32"]), closing(checkers["bfloat16"]):
         for dtype, report in controller.sync().items():
-            checkers[dtype].changed(int(str(report["weights_seq"])), str(report["digest"]))
+            checkers[dtype].changed(report["weights_seq"], report["digest"])
         for rate in LEARNING_RATES:
             moved: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
             changed: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
@@ -171,10 +171,10 @@ def _measured(
             for step in range(steps):
                 controller.learn(step, rate)
                 for dtype, report in controller.sync().items():
-                    seq, digest = int(str(report["weights_seq"])), str(report["digest"])
+                    seq, digest = report["weights_seq"], report["digest"]
                     differing, on_wire = checkers[dtype].changed(seq, digest)
                     if step >= UNCOUNTED:
-                        moved[dtype].append(float(str(report["fraction"])))
+                        moved[dtype].append(report["fraction"])
                         changed[dtype].append(differing)
                         sent[dtype].append(on_wire)
             for dtype in DTYPES:

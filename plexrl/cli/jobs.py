@@ -113,7 +113,7 @@ def logs(
 ) -> None:
     """The ends of a job's worker logs."""
     with open_cluster(url, api_key, data_dir) as cluster:
-        answer = find_job(cluster, job).read_logs(deployment, lines)
+        answer = find_job(cluster, job).read_logs(deployment, lines=lines)
     for each in answer["failed"]:
         warn(f"plexrl: no logs of node {each['node']}: {each['reason']}")
     if as_json:

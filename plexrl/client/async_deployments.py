@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from plexrl.client import requests
 from plexrl.client.checkpoints import AsyncCheckpointFuture
 from plexrl.client.deployment import Deployment
-from plexrl.client.deployment_kinds import MICRO_BATCH_TOKENS, SHARD_BYTES_MAX
 from plexrl.client.futures import AsyncFuture
 from plexrl.client.generations import AsyncGenerateFuture
 from plexrl.client.handle_repr import handle_repr
@@ -24,7 +23,14 @@ from plexrl.client.results import (
     TrainResult,
 )
 from plexrl.client.transport import AsyncTransport
-from plexrl.wire.operations import AdamParams, CheckpointParams, LossSpec, SamplingParams
+from plexrl.wire.operations import (
+    MICRO_BATCH_TOKENS,
+    SHARD_BYTES_MAX,
+    AdamParams,
+    CheckpointParams,
+    LossSpec,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from plexrl.client.batch import Batch

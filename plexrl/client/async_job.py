@@ -178,9 +178,9 @@ class AsyncJob:
         """As `Job.log`."""
         await asyncio.to_thread(self._sync.log, step, values)
 
-    async def metrics(self, after: int = 0) -> list[Plain]:
+    async def metrics(self, *, after: int = 0) -> list[Plain]:
         """As `Job.metrics`."""
-        return await asyncio.to_thread(self._sync.metrics, after)
+        return await asyncio.to_thread(self._sync.metrics, after=after)
 
     async def status(self) -> Plain:
         """As `Job.status`."""
@@ -190,9 +190,9 @@ class AsyncJob:
         """As `Job.deployment_status`."""
         return await asyncio.to_thread(self._sync.deployment_status, deployment)
 
-    async def operations(self, after: int = 0, limit: int = 1000) -> list[Plain]:
+    async def operations(self, *, after: int = 0, limit: int = 1000) -> list[Plain]:
         """As `Job.operations`."""
-        return await asyncio.to_thread(self._sync.operations, after, limit)
+        return await asyncio.to_thread(self._sync.operations, after=after, limit=limit)
 
     async def checkpoints(self) -> list[Plain]:
         """As `Job.checkpoints`."""
@@ -206,13 +206,13 @@ class AsyncJob:
         """As `Job.explain`."""
         return await asyncio.to_thread(self._sync.explain)
 
-    async def logs(self, deployment: str | None = None, lines: int = 100) -> list[Plain]:
+    async def logs(self, deployment: str | None = None, *, lines: int = 100) -> list[Plain]:
         """As `Job.logs`."""
-        return await asyncio.to_thread(self._sync.logs, deployment, lines)
+        return await asyncio.to_thread(self._sync.logs, deployment, lines=lines)
 
-    async def read_logs(self, deployment: str | None = None, lines: int = 100) -> Plain:
+    async def read_logs(self, deployment: str | None = None, *, lines: int = 100) -> Plain:
         """As `Job.read_logs`."""
-        return await asyncio.to_thread(self._sync.read_logs, deployment, lines)
+        return await asyncio.to_thread(self._sync.read_logs, deployment, lines=lines)
 
     async def finish(self, outcome: Outcome = "completed", reason: str = "") -> None:
         """As `Job.finish`."""

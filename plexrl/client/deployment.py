@@ -94,8 +94,8 @@ class Deployment:
         of a locally made model the character-level one of its vocabulary.
 
         Raises:
-            InvalidRequestError: the `tokenizers` library is missing (`pip install 'plexrl[text]'`),
-                or the model has no tokenizer.
+            InvalidRequestError: the `tokenizers` library is missing (`pip install 'plexrl[text]'`).
+            NotFoundError: the model has no `tokenizer.json`, or no vocabulary.
         """
         from plexrl.tokenizer import Tokenizer
 

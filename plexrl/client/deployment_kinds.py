@@ -17,13 +17,18 @@ from plexrl.client.results import (
     SyncReport,
     TrainResult,
 )
-from plexrl.wire.operations import AdamParams, CheckpointParams, LossSpec, SamplingParams
+from plexrl.wire.operations import (
+    MICRO_BATCH_TOKENS,
+    SHARD_BYTES_MAX,
+    AdamParams,
+    CheckpointParams,
+    LossSpec,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from plexrl.client.batch import Batch
 
-MICRO_BATCH_TOKENS = 16_384
-SHARD_BYTES_MAX = 5_000_000_000
 Plain = dict[str, Any]
 
 

@@ -261,7 +261,7 @@ class Job:
         body = metrics_row(step, values)
         self._transport.request(Call(method="POST", path=f"{self._path}/metrics", json=body))
 
-    def metrics(self, after: int = 0) -> list[Plain]:
+    def metrics(self, *, after: int = 0) -> list[Plain]:
         """Rows of the job's metrics whose `index` is above `after`, oldest first; each has `index`,
         `step`, `time` (seconds since the epoch) and `values`."""
         found: list[Plain] = []
@@ -273,15 +273,15 @@ class Job:
             found += read_rows(rows)
             after = rows[-1]["index"]
 
-    def logs(self, deployment: str | None = None, lines: int = 100) -> list[Plain]:
+    def logs(self, deployment: str | None = None, *, lines: int = 100) -> list[Plain]:
         """The last `lines` of each worker's log, of one `deployment` (`<job>/<name>`, or the name)
         or of all; a warning is logged for every node that gave none."""
-        found = self.read_logs(deployment, lines)
+        found = self.read_logs(deployment, lines=lines)
         for each in found["failed"]:
             LOG.warning("no logs of node %s: %s", each["node"], each["reason"])
         return list(found["logs"])
 
-    def read_logs(self, deployment: str | None = None, lines: int = 100) -> Plain:
+    def read_logs(self, deployment: str | None = None, *, lines: int = 100) -> Plain:
         """`logs`: the last `lines` of each worker's log, of one `deployment` or of all; `failed`:
         the nodes that gave none, and why."""
         query: Plain = {"lines": lines}
@@ -306,7 +306,7 @@ class Job:
         call = Call(method="GET", path=f"{self._path}/explain")
         return dict(self._transport.request(call).json())
 
-    def operations(self, after: int = 0, limit: int = 1000) -> list[Plain]:
+    def operations(self, *, after: int = 0, limit: int = 1000) -> list[Plain]:
         """Finished operations of this job behind index `after`, oldest first, at most `limit`: as
         `Cluster.operations`."""
         query = {"job": self.job, "after": after, "limit": limit}

@@ -194,12 +194,16 @@ DEFAULT_REDUCTION: dict[str, Reduction] = {
 }
 
 
+MICRO_BATCH_TOKENS = 16_384
+SHARD_BYTES_MAX = 5_000_000_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardParams:
     """Of `forward_backward`."""
 
     loss: LossSpec
-    micro_batch_tokens: int = 16_384
+    micro_batch_tokens: int = MICRO_BATCH_TOKENS
     """Most tokens, padding included, that one rank runs through the model at once."""
 
 
@@ -207,7 +211,7 @@ class ForwardBackwardParams:
 class ForwardParams:
     """Of `forward`."""
 
-    micro_batch_tokens: int = 16_384
+    micro_batch_tokens: int = MICRO_BATCH_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +237,7 @@ class CheckpointParams:
     dtype: Literal["bfloat16", "float16"] | None = None
     """For a save: cast what `transformers` loads. Absent: as it is; training always resumes from
     what it had."""
-    shard_bytes_max: int = 5_000_000_000
+    shard_bytes_max: int = SHARD_BYTES_MAX
     """For a save: a file of more bytes is cut."""
     step: int | None = None
     """For a save: the training step, which orders checkpoints for `keep_last` and `keep_every`.

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 import plexrl
+from plexrl.router.schemas import DeploymentRequest, JobRequest, PauseRequest
 from plexrl.wire.operations import AdamParams, CheckpointParams, SyncWeightsParams
 
 PAIRS = [
@@ -63,11 +65,12 @@ def sync_of(call: Callable[..., Any]) -> Callable[..., Any] | None:
     found = re.match(r"As `(\w+)(?:\.(\w+))?`[.,]", (call.__doc__ or "").strip())
     if found is None:
         return None
-    owner = getattr(plexrl, found[1], None) or getattr(plexrl.client, found[1], None)
-    if owner is None and found[1] == "Deployment":
-        owner = plexrl.TrainDeployment
-    assert owner is not None, f"{call.__qualname__} speaks of {found[1]}, which is not public"
-    return owner if found[2] is None else getattr(owner, found[2])
+    # The base class of all deployments is reached by any of them.
+    name = "TrainDeployment" if found[1] == "Deployment" else found[1]
+    told: Callable[..., Any] = getattr(plexrl, name)
+    if found[2] is not None:
+        told = getattr(told, found[2])
+    return told
 
 
 @pytest.mark.parametrize("call", CALLS, ids=ident)
@@ -178,6 +181,29 @@ def test_defaults_are_those_of_the_wire(
         if name not in others
     }
     assert {each.name: each.default for each in arguments(call)} == wanted
+
+
+@pytest.mark.parametrize(
+    ("call", "request_type"),
+    [
+        (plexrl.Cluster.create_job, JobRequest),
+        (plexrl.Job.train_deployment, DeploymentRequest),
+        (plexrl.Job.rollout_deployment, DeploymentRequest),
+        (plexrl.Job.reference_deployment, DeploymentRequest),
+        (plexrl.Job.reward_deployment, DeploymentRequest),
+        (plexrl.RolloutDeployment.pause, PauseRequest),
+    ],
+    ids=ident,
+)
+def test_defaults_are_those_of_the_http_api(
+    call: Callable[..., Any], request_type: type[BaseModel]
+) -> None:
+    wanted = {name: field.default for name, field in request_type.model_fields.items()}
+    # The API needs an id that the SDK makes up; one worker is what no number means.
+    own = ("job_id", "workers")
+    for argument in arguments(call):
+        if argument.default is not inspect.Parameter.empty and argument.name not in own:
+            assert argument.default == wanted[argument.name], argument.name
 
 
 def test_type_checkers_are_told_that_the_package_is_typed() -> None:

@@ -14,7 +14,8 @@ import plexrl
 
 
 def advantages_of(rewards: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    return rewards - rewards.mean(axis=1, keepdims=True)
+    means: npt.NDArray[np.float64] = rewards.mean(axis=1, keepdims=True)
+    return rewards - means
 
 
 def control(prompts: Sequence[Sequence[int]], rewards: npt.NDArray[np.float64]) -> None:

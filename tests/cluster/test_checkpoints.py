@@ -124,7 +124,7 @@ def test_old_checkpoints_go_as_the_controller_says(job: plexrl.Job) -> None:
 
 
 def test_an_async_controller_waits_for_the_disk(two_nodes: EmbeddedCluster) -> None:
-    async def save() -> dict[str, object]:
+    async def save() -> plexrl.SavedCheckpoint:
         async with (
             await plexrl.connect_async(two_nodes.url, two_nodes.api_key) as cluster,
             await cluster.create_job("async") as job,
@@ -136,4 +136,4 @@ def test_an_async_controller_waits_for_the_disk(two_nodes: EmbeddedCluster) -> N
 
     saved = asyncio.run(save())
     assert saved["durable"]
-    assert parameters(str(saved["path"]))
+    assert parameters(saved["path"])

@@ -68,7 +68,7 @@ def test_a_rollout_in_bfloat16_speaks_nearly_as_its_trainer(job: plexrl.Job) -> 
 def test_what_no_engine_computes_from_is_refused(job: plexrl.Job) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY)
     with pytest.raises(UnsupportedDtypeError, match="float32 or bfloat16, not float8_e4m3fn"):
-        job.rollout_deployment("rollout", model, dtype="float8_e4m3fn")
+        job.rollout_deployment("rollout", model, dtype="float8_e4m3fn")  # type: ignore[arg-type]
     actor = job.train_deployment("actor", model)
     rollout = job.rollout_deployment("rollout", model)
     with pytest.raises(InvalidRequestError, match="sync_weights"):

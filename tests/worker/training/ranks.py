@@ -189,7 +189,9 @@ class _Run:
             found.sums.append(result.result["sums"])
             self._switch()
         found.gradients = self._contents(StatePart.GRADIENT)
-        found.metrics = self._run(OperationKind.OPTIM_STEP, ADAM, {}).result["metrics"]
+        stepped = self._run(OperationKind.OPTIM_STEP, ADAM, {}).result
+        found.metrics = stepped["metrics"]
+        assert stepped["trainer_step"] == index + 1
         found.after = self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
         assert not any(any(data) for data in self._contents(StatePart.GRADIENT).values())
         self._switch()
@@ -280,7 +282,8 @@ class _Run:
         """What a rank has once a checkpoint is loaded."""
         params = CheckpointParams(name=name, job="j", optimizer=optimizer)
         self.seq += 1
-        self._run(OperationKind.LOAD_CHECKPOINT, params, {})
+        result = self._run(OperationKind.LOAD_CHECKPOINT, params, {}).result
+        assert (result["trainer_step"] > 0) == optimizer
         return self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
 
     def _forward(self, arrays: Arrays) -> Array:

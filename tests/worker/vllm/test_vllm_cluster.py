@@ -1,6 +1,7 @@
 """A job whose rollouts are drawn by vLLM, on a cluster of real processes."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def largest_difference(
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
 def test_every_sync_brings_the_trainers_logprobs(
-    job: plexrl.Job, dtype: str, tolerance: float
+    job: plexrl.Job, dtype: Literal["float32", "bfloat16"], tolerance: float
 ) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=3, hidden=128)
     actor = job.train_deployment(f"actor-{dtype}", model)
