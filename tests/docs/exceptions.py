@@ -13,6 +13,7 @@ PARSED = {
     " tests/cluster/test_fidelity.py run it",
     "plexrl statemanager ": "asks for 256 GiB of host memory; tests/statemanager starts it",
     "plexrl up --ray": "needs a Ray cluster; tests/cluster/test_ray_cluster.py has one",
+    "gpu_check.sh ": "needs what `make gpu-kit` packed, and a GPU; run by hand",
     "ray ": "starts a Ray cluster on this machine; tests/cluster/test_ray_cluster.py has one",
     "systemctl ": "changes the machine that it runs on",
 }

@@ -12,7 +12,7 @@ from markdown_it.token import Token
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
     *("plexrl", ".venv/bin/plexrl", "make", "python", "pip"),
-    *("curl", "cp", "install", "ray", "systemctl"),
+    *("curl", "cp", "install", "ray", "scripts/gpu_check.sh", "systemctl"),
 )
 """First words of a line that is a command. A code block that names no language has commands if its
 first line begins with one of these."""
