@@ -67,7 +67,7 @@ test-faults: setup
 	$(BIN)/python -m pytest tests/faults --fault-seed $(FAULT_SEED)
 
 gpu-kit: setup
-	$(BIN)/python scripts/gpu_kit.py --python $(GPU_PYTHON)
+	$(BIN)/python -m benchmarks.gpu.kit --python $(GPU_PYTHON)
 
 compiled: setup pure
 	HATCH_BUILD_HOOKS_ENABLE=true $(BIN)/python -m pip install --no-deps --editable .

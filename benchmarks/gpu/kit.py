@@ -1,6 +1,6 @@
 """Downloads the wheels that a machine with a GPU and without internet lacks for its checks.
 
-    python scripts/gpu_kit.py [--python 3.12] [--out out/gpu-kit]
+    python -m benchmarks.gpu.kit [--python 3.12] [--out out/gpu-kit]
 
 The machine has torch, transformers (with tokenizers, safetensors and numpy) and cuda-bindings; what
 else the tests and benchmarks for GPUs import is packed. `scripts/gpu_check.sh` installs it.
@@ -13,7 +13,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 THERE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "cuda-bindings"}
 """What the machine has. Another version beside it might not fit the rest of what it has."""
 EXTRAS = ("server", "worker", "cuda")
