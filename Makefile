@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 OUT ?= out/demo
 # Tests wait for processes more than they compute, so two at a time go well on two cores.
 TESTS_AT_ONCE ?= 2
+# Of the machine that `make gpu-kit` packs for.
+GPU_PYTHON ?= 3.12
 # Decides when faults come and whom they meet.
 FAULT_SEED ?= 1
 STAMP := $(VENV)/.plexrl-setup
@@ -63,6 +65,9 @@ docs-check: setup
 
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults --fault-seed $(FAULT_SEED)
+
+gpu-kit: setup
+	$(BIN)/python -m benchmarks.gpu.kit --python $(GPU_PYTHON)
 
 compiled: setup pure
 	HATCH_BUILD_HOOKS_ENABLE=true $(BIN)/python -m pip install --no-deps --editable .

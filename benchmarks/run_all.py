@@ -38,7 +38,7 @@ def commands() -> dict[str, list[str]]:
 def main() -> None:
     """Run them one after the other; exit 1 if one failed."""
     today = datetime.datetime.now(tz=datetime.UTC).date()
-    parts = [f"# Results\n\nLast run on {today}. Nothing here was run on a GPU.\n"]
+    parts = [f"# Results\n\nLast run on {today}. All but `benchmarks/gpu` uses CPUs alone.\n"]
     failed = []
     for name, words in commands().items():
         if name in NOT_RUN:

@@ -34,6 +34,9 @@ from plexrl.statemanager.device.mapping import map_zero, set_zero
 
 GIB = 1 << 30
 TINY_BYTES = 2 << 20
+SHARED_MEMORY = "/dev/shm"
+SPARE_BYTES = sized(2 * GIB, quick=GIB // 4)
+"""Room of the host tier beside the two states."""
 COPY_BYTES = sized(4 * GIB, quick=GIB // 4)
 REPEATS = 5
 
@@ -45,8 +48,11 @@ class Job:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         given = (theirs, node.listen, str(node.ticket_key_path), name, nbytes)
-        self.process = context.Process(target=serve_job, args=given)
+        # It ends with this process, whatever goes wrong here.
+        self.process = context.Process(target=serve_job, args=given, daemon=True)
         self.process.start()
+        # Else a job that dies would never be the end of what is read from the pipe.
+        theirs.close()
         self.seq = 0
 
     def ask(self, action: str) -> Reply:
@@ -93,6 +99,25 @@ def plain_rates(driver: BoundDriver) -> tuple[float, float]:
     return to_host, to_device
 
 
+def state_bytes_max() -> int:
+    """How large each of two states may be, so that both fit into the host tier in /dev/shm.
+
+    Raises:
+        RuntimeError: there is no room to speak of.
+    """
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = min(free, 1024 * int(line.split()[1]))
+    nbytes = (free * 4 // 5 - SPARE_BYTES) // 2 >> 21 << 21
+    if nbytes <= 0:
+        raise RuntimeError(
+            f"{SHARED_MEMORY} has {free >> 20} MiB: `mount -o remount,size=40g {SHARED_MEMORY}`, "
+            "or start the container with `--shm-size`"
+        )
+    return nbytes
+
+
 def take_turns(
     node: StateManagerConfig, name: str, nbytes: int, switches: int, driver: BoundDriver
 ) -> list[tuple[float, float, float, int]]:
@@ -123,7 +148,7 @@ def start_daemon(
     config = StateManagerConfig(
         node="gpu",
         listen=str(directory / "s.sock"),
-        host_dir=tempfile.mkdtemp(prefix="plexrl-gpu-", dir="/dev/shm"),
+        host_dir=tempfile.mkdtemp(prefix="plexrl-gpu-", dir=SHARED_MEMORY),
         host_bytes=host_bytes,
         host_prefault_bytes=host_bytes,
         nvme_dir=str(directory / "nvme"),
@@ -156,10 +181,10 @@ def main() -> None:
     except DeviceUnavailableError as error:
         sys.stdout.write(f"no GPU here, so nothing was measured: {error}\n")
         return
-    nbytes = wanted.state_gib * GIB
+    nbytes = min(wanted.state_gib * GIB, state_bytes_max())
     to_host, to_device = plain_rates(driver)
     directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
-    daemon, node = start_daemon(directory, 2 * nbytes + 2 * GIB)
+    daemon, node = start_daemon(directory, 2 * nbytes + SPARE_BYTES)
     try:
         tiny = take_turns(node, "tiny", TINY_BYTES, wanted.switches, driver)
         large = take_turns(node, "large", nbytes, wanted.switches, driver)
@@ -167,6 +192,7 @@ def main() -> None:
         daemon.terminate()
         daemon.wait()
         shutil.rmtree(directory)
+        shutil.rmtree(node.host_dir)
     offload = nbytes / statistics.median(turn[1] for turn in large) / 1e9
     load = nbytes / statistics.median(turn[2] for turn in large) / 1e9
     free = [turn[3] for turn in large]
@@ -178,12 +204,13 @@ def main() -> None:
         "offload_ratio": offload / to_host,
         "load_ratio": load / to_device,
         "fixed_switch_ms": 1e3 * statistics.median(turn[0] for turn in tiny),
+        "state_bytes": nbytes,
         "free_bytes_first": free[0],
         "free_bytes_last": free[-1],
         "free_bytes_min": min(free),
     }
     rows = [[name, f"{value:.3f}"] for name, value in figures.items()]
-    title = f"{wanted.switches} switches of two states of {wanted.state_gib} GiB"
+    title = f"{wanted.switches} switches of two states of {nbytes / GIB:.1f} GiB"
     report(title, ["figure", "value"], rows, figures)
 
 

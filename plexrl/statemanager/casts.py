@@ -1,8 +1,9 @@
 """Elements that change their dtype on the way, bit for bit as torch changes them. Pure.
 
 Values are rounded to nearest, ties to even. F8_E4M3 has no infinity: what is beyond 448, infinity
-included, becomes 448 there; in F8_E5M2 it becomes infinity (both as torch 2.13 has it). A scaled
-tensor saturates in either: its scale brings the largest value to the format's largest.
+included, becomes 448 there; in F8_E5M2 it becomes infinity (both as torch 2.13 has it; torch 2.11
+makes NaN of the former). A scaled tensor saturates in either: its scale brings the largest value to
+the format's largest.
 
 An F8 value depends only on the upper half of an F32 and on whether the lower half is zero. So F32
 is cut to 16 bits with its last bit set where anything was cut off (rounding to odd, which no later

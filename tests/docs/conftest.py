@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +31,15 @@ class Docs:
     """A job that is under way, and has metrics and a checkpoint."""
     environment: dict[str, str]
 
-    def placeholders(self) -> dict[str, str]:
+    def placeholders(self, words: Sequence[str]) -> dict[str, str]:
         """What stands in a command that runs now for each word that is left to the reader."""
-        return {"JOB": self.job, "NAME": TENANT, "KEYID": self._spare_key(), "NODE": "node0"}
+        job = self._another_job() if "cancel" in words else self.job
+        return {"JOB": job, "NAME": TENANT, "KEYID": self._spare_key(), "NODE": "node0"}
+
+    def _another_job(self) -> str:
+        """One that may end."""
+        with plexrl.connect(self.url, self.api_key) as cluster:
+            return cluster.create_job("another").job
 
     def _spare_key(self) -> str:
         """Of the tenant's keys, the one made last."""

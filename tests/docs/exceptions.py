@@ -8,11 +8,11 @@ PARSED = {
     "install ": "changes the machine that it runs on",
     "make ": "would run the whole suite, this test among it",
     "pip ": "changes the environment that it runs in",
-    "plexrl demo": "takes minutes; tests/demo runs it",
     "plexrl fidelity": "needs the recording of a job of many cycles; tests/sim and"
     " tests/cluster/test_fidelity.py run it",
     "plexrl statemanager ": "asks for 256 GiB of host memory; tests/statemanager starts it",
     "plexrl up --ray": "needs a Ray cluster; tests/cluster/test_ray_cluster.py has one",
+    "gpu_check.sh ": "needs what `make gpu-kit` packed, and a GPU; run by hand",
     "ray ": "starts a Ray cluster on this machine; tests/cluster/test_ray_cluster.py has one",
     "systemctl ": "changes the machine that it runs on",
 }

@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -12,10 +13,12 @@ from markdown_it.token import Token
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
     *("plexrl", ".venv/bin/plexrl", "make", "python", "pip"),
-    *("curl", "cp", "install", "ray", "systemctl"),
+    *("curl", "cp", "install", "ray", "scripts/gpu_check.sh", "systemctl"),
 )
 """First words of a line that is a command. A code block that names no language has commands if its
 first line begins with one of these."""
+ASSIGNMENT = re.compile(r"[A-Z_]+=")
+"""Of a variable, before a command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,8 @@ def blocks(language: str | None = None) -> list[Block]:
 
 
 def commands() -> list[Command]:
-    """Every command of a code block; what stands twice, once.
+    """Every command of a code block; what stands twice, once. In a block that begins with `$ `,
+    lines without it are output.
 
     Raises:
         ValueError: a line of a block of commands is none.
@@ -96,8 +100,12 @@ def commands() -> list[Command]:
     for block in blocks():
         if block.language not in ("", "sh", "bash", "console"):
             continue
+        is_session = block.text.startswith("$ ")
         for offset, line in lines_of(block.text):
-            words = tuple(shlex.split(line, comments=True))
+            if is_session and not line.startswith("$ "):
+                continue
+            parts = shlex.split(line.removeprefix("$ "), comments=True)
+            words = tuple(dropwhile(ASSIGNMENT.match, parts))
             if not words:
                 continue
             if words[0] not in COMMANDS:
@@ -112,7 +120,8 @@ def commands() -> list[Command]:
 
 def lines_of(text: str) -> Iterator[tuple[int, str]]:
     """(number from 0, line), those that end in a backslash joined with the next."""
-    first, parts = 0, []
+    first = 0
+    parts: list[str] = []
     for number, line in enumerate(text.splitlines()):
         first = first if parts else number
         parts.append(line.removesuffix("\\"))

@@ -23,7 +23,7 @@ def exception(command: Command) -> str | None:
     ids=lambda command: command.name,
 )
 def test_a_command_of_a_page_succeeds(docs: Docs, command: Command) -> None:
-    words = substituted(command.words, docs.placeholders())
+    words = substituted(command.words, docs.placeholders(command.words))
     if words[:2] == ["plexrl", "up"]:
         serves(docs, words)
         return

@@ -1,11 +1,18 @@
 """Two processes that take turns on a real GPU. Skipped, visibly, where there is none."""
 
+import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.switch import GIB, start_daemon, take_turns
+from benchmarks.gpu.switch import (
+    GIB,
+    SPARE_BYTES,
+    start_daemon,
+    state_bytes_max,
+    take_turns,
+)
 from tests.statemanager.device_rigs import real_driver
 
 pytestmark = pytest.mark.gpu
@@ -18,9 +25,9 @@ def test_a_hundred_switches_leave_no_memory_behind() -> None:
     """The two states together are more than the card's half where host memory allows."""
     driver = real_driver()
     free_before, total = driver.memory_info()
-    nbytes = min(total * 3 // 10, HOST_BYTES_MAX // 2) >> 21 << 21
+    nbytes = min(total * 3 // 10, HOST_BYTES_MAX // 2, state_bytes_max()) >> 21 << 21
     directory = Path(tempfile.mkdtemp(prefix="plexrl-gpu-"))
-    daemon, node = start_daemon(directory, 2 * nbytes + 2 * GIB)
+    daemon, node = start_daemon(directory, 2 * nbytes + SPARE_BYTES)
     try:
         turns = take_turns(node, "turn", nbytes, SWITCHES, driver)
         free = [turn[3] for turn in turns]
@@ -29,5 +36,8 @@ def test_a_hundred_switches_leave_no_memory_behind() -> None:
         assert free[-1] >= free[0] - (4 << 20)
     finally:
         daemon.terminate()
-        assert daemon.wait() == 0
+        ended = daemon.wait()
+        shutil.rmtree(directory)
+        shutil.rmtree(node.host_dir)
+    assert ended == 0
     assert free_before - driver.memory_info()[0] <= 64 << 20

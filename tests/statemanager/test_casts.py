@@ -20,12 +20,17 @@ TORCH_DTYPES = {
 }
 BITS = {4: (np.uint32, torch.int32), 2: (np.uint16, torch.int16), 1: (np.uint8, torch.uint8)}
 RULES = sorted(CAST_RULES)
+TORCH_SATURATES = bool(torch.tensor(1e4).to(torch.float8_e4m3fn).float().isfinite())
+"""Whether what is too large for F8_E4M3 becomes its largest value, as it does not in torch 2.11."""
 
 
 def as_torch(source: npt.NDArray[np.generic], rule: tuple[str, str]) -> npt.NDArray[np.generic]:
     """What torch makes of it, as bits."""
     words = torch.from_numpy(source.view(f"i{source.itemsize}").copy())
-    cast_words = words.view(TORCH_DTYPES[rule[0]]).to(TORCH_DTYPES[rule[1]])
+    values = words.view(TORCH_DTYPES[rule[0]])
+    if rule[1] == "F8_E4M3" and not TORCH_SATURATES:
+        values = values.clamp(-F8_MAX[rule[1]], F8_MAX[rule[1]])
+    cast_words = values.to(TORCH_DTYPES[rule[1]])
     unsigned, signed = BITS[NUMPY_DTYPES[rule[1]].itemsize]
     found: npt.NDArray[np.generic] = cast_words.view(signed).numpy().view(unsigned)
     return found

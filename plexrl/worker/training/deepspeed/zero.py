@@ -144,8 +144,10 @@ def connect() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     with _replaced(backend, "build_shm_op", lambda: None):
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    # What torch calls it since it deprecated the name that DeepSpeed knows.
-    wrappers.cdb.all_gather_function = dist.all_gather_single
+    # What torch calls it since it deprecated the name that DeepSpeed knows; 2.11 has only that one.
+    wrappers.cdb.all_gather_function = getattr(
+        dist, "all_gather_single", dist.all_gather_into_tensor
+    )
 
 
 @contextmanager

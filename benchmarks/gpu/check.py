@@ -1,0 +1,135 @@
+"""Runs the tests and the benchmark for GPUs, each with a time limit, and keeps what came of them.
+
+    python -m benchmarks.gpu.check FOLDER
+
+`FOLDER/gpu_check.json` is written anew after each part, so that one that hangs, or the end of the
+machine's time, leaves the rest. Exit status: 0 all passed, 1 a part failed or took too long, 3
+there is no GPU. Takes nothing but Python's own library, so that it can say what is missing.
+"""
+
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("torch", "transformers", "cuda-bindings", "numpy", "msgspec", "pytest")
+TAIL = 4000
+"""Characters of a part's output that are kept."""
+
+PROBE = """
+from plexrl.statemanager.device.cuda_bindings import BoundDriver
+driver = BoundDriver()
+driver.enter(0)
+print(driver.device_count(), driver.memory_info()[1])
+"""
+TORCH = """
+import torch
+print(torch.cuda.get_device_name(0), torch.version.cuda)
+"""
+PYTEST = [
+    *("-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"),
+    "--continue-on-collection-errors",
+]
+PARTS: dict[str, tuple[int, list[str]]] = {
+    "device": (120, [*PYTEST, "tests/statemanager"]),
+    "switches": (170, [*PYTEST, "tests/gpu"]),
+    "benchmark": (150, ["-m", "benchmarks.gpu.switch", "--json"]),
+}
+"""(seconds at most, arguments of Python), in the order in which they run."""
+NO_GPU = 3
+
+Plain = dict[str, Any]
+
+
+def run(words: list[str], seconds: float) -> Plain:
+    """Run Python in a session of its own; all of that ends with the time limit."""
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    outcome = "timed out"
+    try:
+        output, _ = process.communicate(timeout=seconds)
+        outcome = "failed" if process.returncode else "passed"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    return {
+        "outcome": outcome,
+        "exit_status": process.returncode,
+        "seconds": round(time.monotonic() - began, 1),
+        "output": output[-TAIL:],
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """What is installed; None for what is not."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def part(name: str) -> Plain:
+    """What became of one part, its figures or counts with it."""
+    seconds, words = PARTS[name]
+    found = run(words, seconds)
+    if counts := re.findall(r"(\d+) (passed|failed|skipped|error)", found["output"]):
+        found["counts"] = {what: int(count) for count, what in counts}
+        if found["outcome"] == "passed" and not found["counts"].get("passed"):
+            found["outcome"] = "skipped"
+    for line in found["output"].splitlines():
+        if line.startswith('{"figures"'):
+            found["figures"] = json.loads(line)["figures"]
+    if "no GPU here" in found["output"]:
+        found["outcome"] = "skipped"
+    return found
+
+
+def main() -> None:
+    """Run all parts and write the file."""
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "gpu_check.json"
+    probe, torch = run(["-c", PROBE], 30), run(["-c", TORCH], 45)
+    has_gpu = probe["outcome"] == "passed"
+    body: Plain = {
+        "gpu": has_gpu,
+        "device": torch["output"].strip() if torch["outcome"] == "passed" else None,
+        "probe": probe,
+        "versions": versions(),
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "parts": {name: {"outcome": "not run yet"} for name in PARTS},
+        "ok": False,
+    }
+    file.write_text(json.dumps(body, indent=1))
+    for name in PARTS:
+        body["parts"][name] = found = part(name)
+        body["ok"] = has_gpu and all(each["outcome"] == "passed" for each in body["parts"].values())
+        file.write_text(json.dumps(body, indent=1))
+        sys.stdout.write(f"{name}: {found['outcome']} in {found['seconds']} s\n")
+    sys.stdout.write(f"{'' if has_gpu else 'no GPU. '}Results: {file}\n")
+    if not has_gpu:
+        sys.exit(NO_GPU)
+    sys.exit(0 if body["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()

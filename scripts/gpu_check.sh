@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Runs the tests and benchmarks for GPUs where there is no internet, in under ten minutes.
+#
+#     scripts/gpu_check.sh [FOLDER]
+#
+# Installs what `make gpu-kit` packed into a temporary folder, beside the machine's own torch,
+# transformers and cuda-bindings. FOLDER (else $OUT, else out/gpu-check) gets gpu_check.json after
+# each part. Exit status: 0 all passed, 1 a part failed or took too long, 3 there is no GPU.
+# PYTHON names the interpreter, KIT the folder of the wheels.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+kit=${KIT:-out/gpu-kit}
+out=${1:-${OUT:-out/gpu-check}}
+
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+if [ ! -f "$kit/python" ]; then
+    echo "$kit has no wheels: run \`make gpu-kit\` where there is internet" >&2
+    exit 1
+fi
+if [ "$version" != "$(cat "$kit/python")" ]; then
+    echo "$kit is for Python $(cat "$kit/python"), and $python is $version:" \
+        "run \`make gpu-kit GPU_PYTHON=$version\`" >&2
+    exit 1
+fi
+packages=$(mktemp -d)
+trap 'rm -rf "$packages"' EXIT
+timeout 60 "$python" -m pip install --quiet --no-index --no-deps --no-compile \
+    --disable-pip-version-check --target "$packages" "$kit"/*.whl
+export PYTHONPATH="$PWD:$packages" OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
+status=0
+"$python" -m benchmarks.gpu.check "$out" || status=$?
+exit "$status"
