@@ -175,7 +175,7 @@ def _follow(
         for row in shown:
             _tell(row, as_json=as_json)
         view = job.status()
-        fresh = job.metrics(after)
+        fresh = job.metrics(after=after)
         if not fresh and not is_live(view):
             if not as_json:
                 print_line(f"{job.job} has ended ({view['state'].lower()}).")

@@ -13,7 +13,6 @@ from plexrl.errors import BatchShapeError, InvalidRequestError, LayoutError
 from plexrl.lora import LoraSpec
 from plexrl.model_spec import ModelSpec
 from plexrl.parallelism import Parallelism
-from plexrl.wire.operations import AdamParams
 from plexrl.wire.parameter_checks import short
 
 Plain = dict[str, Any]
@@ -27,16 +26,6 @@ def check_batch(batch: object) -> None:
         raise BatchShapeError(
             f"the batch is {short(batch)}: make a plexrl.Batch of it, as plexrl.Batch(rows, "
             "{'mask': …}), Batch.from_completions(…) or Batch.from_samples(…)"
-        )
-
-
-def check_step(params: object) -> None:
-    """Raises `InvalidRequestError` for what are no parameters of a step."""
-    if not isinstance(params, AdamParams):
-        raise InvalidRequestError(
-            f"the parameters of a step are {short(params)}: write "
-            "optim_step(learning_rate=1e-4), or give a plexrl.AdamParams",
-            parameter="params",
         )
 
 

@@ -12,7 +12,6 @@ from plexrl.client import results
 from plexrl.client.argument_checks import (
     check_batch,
     check_model,
-    check_step,
     checked_layout,
     name_of_source,
     plain_value,
@@ -147,7 +146,6 @@ def forward_backward(
 
 def optim_step(deployment: str, params: AdamParams) -> Submission:
     """One step with the gradients that wait."""
-    check_step(params)
     return submission(deployment, OperationKind.OPTIM_STEP, params, results.decode_step)
 
 
