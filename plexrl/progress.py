@@ -43,12 +43,13 @@ class Progress:
         self._began = self._last_line = time.monotonic()
 
     def say(self, text: str) -> None:
-        """A line of its own, with the seconds since the start."""
+        """Show `text` on a line of its own, with the seconds since the start."""
         self._last_line = time.monotonic()
         self._console.print(f"{self._last_line - self._began:6.1f} s  {text}", soft_wrap=True)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """A line about a finished step, with the seconds since the line before it."""
+        """Show a line about a finished step: its number, `values` by name, and the seconds since
+        the line before it."""
         took_s = time.monotonic() - self._last_line
         total = "" if self._steps is None else f"/{self._steps}"
         width = len(total) - 1 if total else 4
@@ -56,7 +57,7 @@ class Progress:
         self.say(f"step {step:>{width}}{total}{row}  {took_s:.2f} s")
         self._show(description="training", total=self._steps, completed=step)
 
-    def waits_for(self, text: str) -> None:
+    def _waits_for(self, text: str) -> None:
         """A line, which the bar shows too until the next one or the next step."""
         self.say(text)
         self._show(description=text.partition(":")[0])
@@ -98,4 +99,4 @@ class _Shown(logging.Handler):
         self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._progress.waits_for(record.getMessage())
+        self._progress._waits_for(record.getMessage())

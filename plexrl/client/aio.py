@@ -79,6 +79,10 @@ class AsyncCluster:
         """As `Cluster.jobs`."""
         return await asyncio.to_thread(self._sync.jobs)
 
+    async def read_checkpoints(self, job: str) -> Plain:
+        """As `Cluster.read_checkpoints`."""
+        return await asyncio.to_thread(self._sync.read_checkpoints, job)
+
     async def nodes(self) -> list[Plain]:
         """As `Cluster.nodes`."""
         return await asyncio.to_thread(self._sync.nodes)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
@@ -16,6 +17,7 @@ from plexrl.client.demand import DemandTrace
 from plexrl.client.futures import wait_final_async
 from plexrl.client.job import Dtype, Job, Outcome
 from plexrl.client.leaving import is_interrupt, leave_interrupted_async
+from plexrl.client.place import Place
 from plexrl.client.transport import AsyncTransport
 from plexrl.parallelism import Parallelism
 
@@ -45,6 +47,16 @@ class AsyncJob:
     def name(self) -> str:
         """As `Job.name`."""
         return self._sync.name
+
+    @property
+    def place(self) -> Place:
+        """As `Job.place`."""
+        return self._sync.place
+
+    @property
+    def left(self) -> Event:
+        """As `Job.left`."""
+        return self._sync.left
 
     @property
     def controller(self) -> Controller | None:

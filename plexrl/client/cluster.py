@@ -127,8 +127,8 @@ class Cluster:
         return list(self._get("/v1/jobs")["jobs"])
 
     def read_checkpoints(self, job: str) -> Plain:
-        """`checkpoints`: as `Job.checkpoints`; `failed`: the nodes that did not say what they
-        write, and why."""
+        """The checkpoints of the job with the id `job`. `checkpoints` is what `Job.checkpoints`
+        answers; `failed` has the nodes that did not say what they write, and why."""
         return dict(self._transport.request(list_call(job)).json())
 
     def nodes(self) -> list[Plain]:
@@ -263,7 +263,7 @@ class Cluster:
     ) -> None:
         self.close()
 
-    def note_former_jobs(self) -> None:
+    def _note_former_jobs(self) -> None:
         """Note the jobs of a cluster that was just started: nobody controls them any more."""
         self._former = self.jobs()
 
@@ -330,5 +330,5 @@ def connect(
     local = join_or_start(data_dir, timeout_s)
     cluster = Cluster(Transport(local.url, api_key or local.api_key, timeout_s), local)
     if local.is_started:
-        cluster.note_former_jobs()
+        cluster._note_former_jobs()
     return cluster

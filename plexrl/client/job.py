@@ -349,7 +349,8 @@ class Job:
             check_completed(view)
 
     def cancel(self, reason: str = "") -> None:
-        """End the job as cancelled; what was submitted and has not been carried out never is."""
+        """End the job as cancelled. Operations that have not been carried out never are.
+        `reason` is shown to whoever looks at the job."""
         self.finish("cancelled", reason)
 
     def detach(self) -> None:

@@ -33,6 +33,22 @@ def forget_ended(context: Context) -> None:
         totals.operations += sum(row.operations for row in job.usage.values())
 
 
+def forget_oldest(context: Context) -> None:
+    """Keep to the bound of operations that are in the history."""
+    state = context.state
+    finished = state.finished
+    while len(finished) > context.history:
+        name = finished.pop(state.finished_count + 1 - len(finished))
+        oldest = state.operations[name]
+        if oldest.result is not None:
+            context.discard(oldest.result)
+        if oldest.is_logged:
+            # A recovery may still repeat it; it goes with the log.
+            oldest.is_forgotten = True
+        else:
+            del state.operations[name]
+
+
 def owner_of(state: State, operation: Operation) -> Deployment | None:
     """The deployment that the operation was submitted to; None where its job is forgotten, also if
     another job has the name by now."""

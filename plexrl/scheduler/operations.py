@@ -14,6 +14,7 @@ from plexrl.scheduler.commands import RunOperation
 from plexrl.scheduler.context import Context
 from plexrl.scheduler.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.failures import earlier_failure, failure_of, read_error
+from plexrl.scheduler.forgetting import forget_oldest
 from plexrl.scheduler.gradients import gradients_after
 from plexrl.scheduler.holding import hold_over
 from plexrl.scheduler.next_use import next_use_s
@@ -487,15 +488,5 @@ def _into_history(
         count_failure(state, deployment, operation)
     index = state.finished_count + 1
     state.finished_count = operation.index = index
-    finished, bound = state.finished, context.history
-    finished[index] = operation.operation
-    while len(finished) > bound:
-        name = finished.pop(index - len(finished) + 1)
-        oldest = state.operations[name]
-        if oldest.result is not None:
-            context.discard(oldest.result)
-        if oldest.is_logged:
-            # A recovery may still repeat it; it goes with the log.
-            oldest.is_forgotten = True
-        else:
-            del state.operations[name]
+    state.finished[index] = operation.operation
+    forget_oldest(context)

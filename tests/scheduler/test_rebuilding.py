@@ -10,7 +10,6 @@ from plexrl.errors import (
     InvalidRequestError,
     PlexRLError,
     StateLostError,
-    StateTierFullError,
 )
 from plexrl.ids import BlobRef
 from plexrl.scheduler import events as ev
@@ -472,50 +471,3 @@ def test_a_damaged_version_is_not_waited_for_on_its_way_elsewhere() -> None:
     train(cluster, 3)
     assert explained(cluster, "a")["nodes"] == ["n1"]
     assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", "a:3"]
-
-
-def test_workers_that_find_no_room_to_start_are_started_until_there_is_room() -> None:
-    cluster = trained(launch_attempts=2)
-    cluster.submit("a:3", "a/actor", "forward_backward")
-    cluster.kill("a/actor")
-    for _ in range(10):
-        (launch,) = cluster.launches
-        for rank in launch.ranks:
-            exited = ev.WorkerExited(
-                deployment="a/actor",
-                rank=rank.rank,
-                incarnation=launch.incarnation,
-                reason="No space left on device",
-                code="storage_full",
-            )
-            cluster.send(exited)
-        assert not cluster.launches, "not again at once"
-        view = cluster.core.operation_view("a:3", cluster.now)
-        assert "No space left on device" in str(view)
-        cluster.pass_time(5.0)
-    train(cluster, 4)
-    assert cluster.wpgs["a/actor"].device == [f"a:{index}" for index in range(5)]
-
-
-@pytest.mark.parametrize("kind", ["forward_backward", "optim_step", "save_checkpoint"])
-def test_an_operation_for_which_one_rank_had_no_room_is_done_again_by_all(kind: str) -> None:
-    """However often, it is neither lost nor a failure of the workers."""
-    cluster = trained(launch_attempts=1)
-    cluster.submit("a:3", "a/actor", kind)
-    cluster.submit("a:4", "a/actor", "forward_backward")
-    for _ in range(5):
-        while not any(run.operation == "a:3" for run in cluster.runs):
-            if cluster.launches:
-                cluster.launch(cluster.launches[0])
-            elif cluster.runs:
-                cluster.execute(cluster.runs[0])
-            else:
-                cluster.pass_time(5.0)
-        (run,) = cluster.runs
-        refuse(cluster, run, StateTierFullError("no room for the copy of the moments"))
-        assert cluster.state_of("a:3") == "pending"
-        assert "no room for the copy" in str(cluster.core.operation_view("a:3", cluster.now))
-    cluster.settle()
-    assert cluster.state_of("a:3") == "finished"
-    applied = ["a:3"] if kind != "save_checkpoint" else []
-    assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", *applied, "a:4"]

@@ -1,4 +1,4 @@
-"""`plexrl simulate`, as a person and as a program use it; and that its page knows its words."""
+"""`plexrl simulate`, as a person and as a program use it."""
 
 import json
 import re
@@ -9,21 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from plexrl.cli.app import app, run_command
 from plexrl.cli.simulate_answers import Answers
 from plexrl.cli.simulate_output import show, write
 from plexrl.cli.simulate_tables import print_runs
-from plexrl.sim.axes import AXES
-from plexrl.sim.node_types import NODE_TYPES
-from plexrl.sim.policies import SIM_POLICIES
 from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.result import SimResult
 from plexrl.sim.survey import surveyed
 from plexrl.sim.sweep import FailedRun, run_all
-from plexrl.sim.what_if import CHANGES
 from plexrl.traces import write_jobs
 from tests.sim.test_sweep import BASE, FewJobs
 
@@ -488,29 +483,3 @@ def test_jobs_without_cycles_need_profiles(
     message = refused(monkeypatch, capsys, str(path), "--no-profiles")
     assert "1 job (a) without segments" in message
     assert told(path, "--nodes", "1", "--policy", "pack")["runs"][0]["result"]["jobs"] == 1
-
-
-def test_the_page_names_every_policy_axis_node_type_and_option() -> None:
-    page = DOCS.read_text()
-    options = {
-        option
-        for parameter in _simulate().params
-        for option in (*parameter.opts, *parameter.secondary_opts)
-        if option.startswith("--")
-    }
-    words = {*SIM_POLICIES, *NODE_TYPES, *AXES, *CHANGES, *options - {"--help"}}
-    assert not {word for word in words if word not in page}
-
-
-def test_every_option_is_helped_with_in_a_panel_and_says_its_default() -> None:
-    for option in _simulate().params:
-        assert option.help, option.name
-        if option.name == "trace" or option.name == "as_json":
-            continue
-        assert option.rich_help_panel, option.name
-        said = option.show_default is not False and option.default is not None
-        assert said or "default: " in option.help or "may be repeated" in option.help, option.name
-
-
-def _simulate() -> Any:
-    return typer.main.get_command(app).commands["simulate"]  # type: ignore[attr-defined]
