@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from plexrl.cli.context import plain_cell, print_line
+from plexrl.cli.context import plain_cell, print_line, print_table, terminal_width
 from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.headline import BACKFILLED, headlines, near_bound
 from plexrl.sim.headline import said as said_of_headlines
@@ -286,14 +286,17 @@ def _add(columns: Columns, cells: Mapping[str, str]) -> None:
 def _print_groups(names: Columns, groups: Mapping[str, Columns]) -> None:
     """All groups beside `names`, or each by itself on a narrow terminal. A column that says nothing
     in any row only takes room."""
-    from rich.console import Console
-
     said_of = {title: _saying(columns) for title, columns in groups.items()}
     joined: Columns = {
         f"{title.lower()} {name}" if title == SLOWDOWN else name: cells
         for title, columns in said_of.items()
         for name, cells in columns.items()
     }
+    if terminal_width() is None:
+        print_table("", (*names, *joined), zip(*names.values(), *joined.values(), strict=True))
+        return
+    from rich.console import Console
+
     console = Console()
     one = _table(next(iter(groups)), {**names, **joined})
     unbounded = console.options.update(max_width=UNBOUNDED)

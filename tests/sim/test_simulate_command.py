@@ -58,6 +58,13 @@ def refused(
     return printed.err
 
 
+def test_a_program_gets_a_row_a_run_and_no_rule(trace: str) -> None:
+    lines = shown(trace, "--nodes", "2", "--policy", "pack,isolated", columns="").splitlines()
+    head = next(at for at, line in enumerate(lines) if line.startswith("policy"))
+    assert [line.split()[0] for line in lines[head + 1 : head + 3]] == ["pack", "isolated"]
+    assert not any("─" in line for line in lines)
+
+
 def test_policies_are_compared_in_one_table_or_in_three(trace: str) -> None:
     narrow = shown(trace, "--nodes", "2", "--workers", "1")
     assert "6 jobs over 3.3 min, up to 8 GPUs each" in " ".join(narrow.split())
@@ -447,8 +454,9 @@ def test_rollouts_without_gpus_are_warned_of(trace: str, tmp_path: Path) -> None
 
 
 def test_a_job_that_failed_is_counted_once_and_long_seeds_stand_in_full(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", WIDE)
     result = run_all((BASE,), workers=1)[0]
     assert isinstance(result, SimResult)
     print_runs(
