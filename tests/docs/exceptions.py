@@ -33,6 +33,7 @@ OPTIONS_OF_OTHERS = {"--address", "--no-build-isolation", "--url"}
 
 PLACEHOLDERS = {
     "JOB": "docs-0123456789",
+    "JOB2": "docs-9876543210",
     "NAME": "team",
     "KEYID": "0123456789ab",
     "NODE": "node0",
