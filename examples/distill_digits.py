@@ -7,7 +7,7 @@ A teacher is trained on right answers first (in earnest one loads it: `plexrl.Mo
 Then it only scores: the student draws answers, the teacher says how likely it finds each of their
 tokens, and a token's advantage is the teacher's logprob less the student's, whose mean over samples
 is minus the KL divergence of student from teacher. No right answer is shown to the student after
-its warm-up. Without PLEXRL_URL an embedded cluster is started for the run.
+its warm-up. Without PLEXRL_URL it joins the cluster of this machine, or starts an embedded one.
 """
 
 import argparse

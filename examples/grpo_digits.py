@@ -6,8 +6,8 @@
 
 How the actor is trained and laid over its GPUs is one argument each; the code below is the same.
 
-Without PLEXRL_URL an embedded cluster is started for the run. A short supervised warm-up teaches
-the answer's format; after it the verifier's reward is the only signal.
+Without PLEXRL_URL it joins the cluster of this machine, or starts an embedded one. A short
+supervised warm-up teaches the answer's format; after it the verifier's reward is the only signal.
 """
 
 import argparse

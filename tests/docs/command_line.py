@@ -17,9 +17,14 @@ def resolve(words: Sequence[str]) -> tuple[Any, Sequence[str]]:
     Raises:
         KeyError: there is no such command.
     """
-    command, left = ROOT_COMMAND, words[1:]
+    command, left = ROOT_COMMAND, list(words[1:])
     while hasattr(command, "commands") and left and not left[0].startswith("-"):
-        command, left = command.commands[left[0]], left[1:]
+        # Asked to be lenient, a group answers None for an unknown command.
+        context = command.context_class(command, resilient_parsing=True)
+        _, found, rest = command.resolve_command(context, left)
+        if found is None:
+            raise KeyError(left[0])
+        command, left = found, rest
     return command, left
 
 

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from tests.docs.pages import ROOT
 
 ANSWER_S = 120.0
 TENANT = "team"
+SPARE_CHECKPOINT = "step1"
+"""May be deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +27,31 @@ class Docs:
 
     folder: Path
     """Where they run, page after page."""
+    data_dir: Path
+    """The cluster's."""
     url: str
     api_key: str
     job: str
-    """A job that is under way, and has metrics and a checkpoint."""
+    """A job that is under way, and has metrics and checkpoints."""
+    failed_job: str
+    """A job that has failed, and has metrics."""
     environment: dict[str, str]
 
     def placeholders(self, words: Sequence[str]) -> dict[str, str]:
         """What stands in a command that runs now for each word that is left to the reader."""
-        job = self._another_job() if "cancel" in words else self.job
-        return {"JOB": job, "NAME": TENANT, "KEYID": self._spare_key(), "NODE": "node0"}
+        makers: dict[str, Callable[[], str]] = {
+            "JOB": lambda: self._job_for(words),
+            "JOB2": self._another_job,
+            "NAME": lambda: SPARE_CHECKPOINT if "checkpoints" in words else TENANT,
+            "KEYID": self._spare_key,
+            "NODE": lambda: "node0",
+        }
+        return {word: make() for word, make in makers.items() if word in words}
+
+    def _job_for(self, words: Sequence[str]) -> str:
+        if "cancel" in words:
+            return self._another_job()
+        return self.failed_job if "--follow" in words else self.job
 
     def _another_job(self) -> str:
         """One that may end."""
@@ -52,13 +69,14 @@ class Docs:
 def docs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docs]:
     """A cluster as `plexrl up` starts it."""
     folder = tmp_path_factory.mktemp("docs")
+    data_dir = folder / "cluster"
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "COLUMNS": "80",
     }
-    command = [*("plexrl", "up", "--data-dir", str(folder / "cluster"), "--port", "0", "--json")]
+    command = [*("plexrl", "up", "--data-dir", str(data_dir), "--port", "0", "--json")]
     command += ["--gpus-per-node", "8"]
     running = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
@@ -72,11 +90,14 @@ def docs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docs]:
         ):
             cluster.create_tenant(TENANT)
             train(job)
+            failed = fail(cluster)
             yield Docs(
                 folder=folder,
+                data_dir=data_dir,
                 url=said["url"],
                 api_key=said["api_key"],
                 job=job.job,
+                failed_job=failed,
                 environment={
                     **environment,
                     "PLEXRL_URL": said["url"],
@@ -99,5 +120,14 @@ def train(job: plexrl.Job) -> None:
         actor.forward_backward(some_batch(step), plexrl.losses.grpo())
         actor.optim_step(learning_rate=1e-3)
         rollout.sync_weights(actor).result(ANSWER_S)
-        job.log(step, {"reward/mean": 0.5 + 0.1 * step})
+        job.log(step, {"reward/mean": 0.5 + 0.1 * step, "loss": 0.1})
+    actor.save_checkpoint(SPARE_CHECKPOINT, step=1)
     actor.save_checkpoint("step2", step=2).result(ANSWER_S)
+
+
+def fail(cluster: plexrl.Cluster) -> str:
+    """A job that logs a row and fails."""
+    job = cluster.create_job("broken")
+    job.log(1, {"reward/mean": 0.0})
+    job.finish("failed", "no reward")
+    return job.job

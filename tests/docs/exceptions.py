@@ -6,7 +6,7 @@ PARSED = {
     "curl ": "needs an operation under way; tests/cluster/test_streams.py reads the same stream",
     "cp ": "changes the machine that it runs on",
     "install ": "changes the machine that it runs on",
-    "make ": "would run the whole suite, this test among it",
+    "make ": "changes the environment or takes minutes; one target runs this test",
     "pip ": "changes the environment that it runs in",
     "plexrl fidelity": "needs the recording of a job of many cycles; tests/sim and"
     " tests/cluster/test_fidelity.py run it",
@@ -33,6 +33,7 @@ OPTIONS_OF_OTHERS = {"--address", "--no-build-isolation", "--url"}
 
 PLACEHOLDERS = {
     "JOB": "docs-0123456789",
+    "JOB2": "docs-9876543210",
     "NAME": "team",
     "KEYID": "0123456789ab",
     "NODE": "node0",

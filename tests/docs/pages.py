@@ -2,9 +2,9 @@
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -19,6 +19,7 @@ COMMANDS = (
 first line begins with one of these."""
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 """Of a variable, before a command."""
+PIPE = "|"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +44,27 @@ class Command:
     page: str
     line: int
     words: tuple[str, ...]
+    """Those behind a pipe too."""
 
     @property
     def text(self) -> str:
         """As one would type it."""
-        return shlex.join(self.words)
+        return typed(self.words)
+
+    @property
+    def first(self) -> tuple[str, ...]:
+        """The words before a pipe."""
+        return tuple(takewhile(lambda word: word != PIPE, self.words))
 
     @property
     def name(self) -> str:
         """How tests are named for it."""
         return f"{self.page}:{self.line} {self.text}"
+
+
+def typed(words: Sequence[str]) -> str:
+    """Words as one would type them."""
+    return " ".join(word if word == PIPE else shlex.quote(word) for word in words)
 
 
 def pages() -> list[Path]:

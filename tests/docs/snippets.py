@@ -23,6 +23,7 @@ TYPES = {
     "batch": "plexrl.Batch",
     "cluster": "plexrl.Cluster",
     "completions": "list[list[int]]",
+    "data_dir": "str",
     "future": "plexrl.GenerateFuture",
     "job": "plexrl.Job",
     "job_id": "str",
@@ -32,6 +33,7 @@ TYPES = {
     "masks": "list[list[float]]",
     "model": "plexrl.ModelSpec",
     "prompts": "list[list[int]]",
+    "reference": "plexrl.ReferenceDeployment",
     "rollout": "plexrl.RolloutDeployment",
     "rows": "list[list[int]]",
     "sample": "plexrl.Sample",
@@ -99,6 +101,7 @@ class Prepared:
                 "api_key": lambda: self._docs.api_key,
                 "batch": lambda: some_batch(1),
                 "completions": lambda: COMPLETIONS,
+                "data_dir": lambda: str(self._docs.data_dir),
                 "future": lambda: self.get("rollout").generate(PROMPTS, stream=True),
                 "job": self._new_job,
                 "job_id": self._left_job,
@@ -108,6 +111,9 @@ class Prepared:
                 "masks": lambda: [[1.0] * len(row) for row in PROMPTS],
                 "model": lambda: plexrl.tiny_qwen2(VOCABULARY),
                 "prompts": lambda: PROMPTS,
+                "reference": lambda: self.get("job").reference_deployment(
+                    "reference", self.get("model")
+                ),
                 "rollout": lambda: self.get("job").rollout_deployment("rollout", self.get("model")),
                 "rows": lambda: PROMPTS,
                 "sample": lambda: self.get("samples")[0][0],

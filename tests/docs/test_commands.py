@@ -7,7 +7,7 @@ import pytest
 
 from tests.docs.conftest import Docs
 from tests.docs.exceptions import PARSED, substituted
-from tests.docs.pages import Command, commands
+from tests.docs.pages import Command, commands, typed
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +27,9 @@ def test_a_command_of_a_page_succeeds(docs: Docs, command: Command) -> None:
     if words[:2] == ["plexrl", "up"]:
         serves(docs, words)
         return
+    pipeline = ["bash", "-o", "pipefail", "-c", typed(words)]
     found = subprocess.run(
-        words, cwd=docs.folder, env=docs.environment, capture_output=True, text=True, check=False
+        pipeline, cwd=docs.folder, env=docs.environment, capture_output=True, text=True, check=False
     )
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.strip(), "it says nothing"

@@ -32,7 +32,7 @@ def options_of_scripts() -> set[str]:
 def test_a_command_is_accepted(command: Command) -> None:
     program, *words = command.text.split()
     if program == "plexrl":
-        parse(substituted(command.words))
+        parse(substituted(command.first))
     elif program == "make":
         assert {word for word in words if "=" not in word} <= TARGETS
     elif program == "pip":
