@@ -340,7 +340,7 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
         (("--pool", "h200:1", "--pool", "h200:2"), "two have one name"),
         (("--sweep", "colour=red"), "only policy, nodes"),
         (("--slo", "wait<=2h"), "a statistic missing"),
-        (("--slo", "drain<=2h", "--sweep", "seed=1:3"), "leave --sweep"),
+        (("--slo", "drain<=2h", "--sweep", "seed=1:3"), "can vary policy alone"),
         (("--slo", "drain<=2h", "--gpus-per-node", "1", "--max-nodes", "2"), "needs 8 nodes"),
         (("--what-if", "price"), "write NAME=VALUE"),
         (("--price-reserved", "nan"), "the reserved price of a GPU-hour is a number"),

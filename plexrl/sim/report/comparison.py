@@ -9,6 +9,8 @@ from plexrl.errors import InvalidRequestError
 from plexrl.sim.result import SimResult
 
 BASELINE = "isolated"
+BACKFILLED = "isolated+backfill"
+"""The fair baseline: large jobs hold no GPUs idle."""
 GAP_PART_MIN = 0.05
 """Of the isolated drain time; a smaller gap is none, and parts of it would say nothing."""
 DRAWN_RUNS_MAX = 10
