@@ -53,8 +53,8 @@ def print_survey(trace: str, survey: Survey) -> None:
     """What the trace asks for."""
     print_line(
         f"{trace}: {job_count(survey.jobs)} over {span(survey.arrivals_s)}, "
-        f"up to {survey.gpus_max} GPUs each; they hold {hours(survey.held_gpu_s / 3600)} training GPU-hours alone, and "
-        f"need {percent(_part(survey.busy_gpu_s, survey.held_gpu_s))} of them."
+        f"up to {survey.gpus_max} GPUs each; they hold {hours(survey.held_gpu_s / 3600)} training "
+        f"GPU-hours alone, and need {percent(_part(survey.busy_gpu_s, survey.held_gpu_s))} of them."
     )
 
 
