@@ -84,11 +84,16 @@ def sizes(runs: Sequence[Run]) -> tuple[int, ...]:
 
 def drawn(runs: Sequence[Run]) -> tuple[Run, ...]:
     """The runs that are drawn one by one: of the size that most runs have, of several such sizes
-    the (lower) middle one; at most `DRAWN_RUNS_MAX`."""
+    the (lower) middle one; at most `DRAWN_RUNS_MAX`, each policy as often where not all fit."""
     counts = Counter(run.result.gpus for run in runs)
     most = [gpus for gpus in sorted(counts) if counts[gpus] == max(counts.values())]
     size = most[(len(most) - 1) // 2]
-    return tuple(run for run in runs if run.result.gpus == size)[:DRAWN_RUNS_MAX]
+    of_size = tuple(run for run in runs if run.result.gpus == size)
+    if len(of_size) <= DRAWN_RUNS_MAX:
+        return of_size
+    policies = len({run.result.policy for run in of_size})
+    rounds = max(DRAWN_RUNS_MAX // policies, 1)
+    return of_size[: min(rounds * policies, DRAWN_RUNS_MAX)]
 
 
 def _beside_baseline(name: str, result: SimResult, isolated: SimResult | None) -> Run:
