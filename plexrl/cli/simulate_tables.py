@@ -124,11 +124,27 @@ def _print_notes(runs: Sequence[Run], isolated: Mapping[Scenario, SimResult]) ->
             f"{NO_GAP} {BASELINE} is within {percent(GAP_PART_MIN)} of the bound: a part of so "
             "small a gap says nothing."
         )
-    lines = said_of_headlines(headlines(runs))
+    lines = headline_texts(runs)
     for line in lines[:HEADLINES_MAX]:
         print_line(line)
     if len(lines) > HEADLINES_MAX:
         print_line(f"{len(lines) - HEADLINES_MAX} more comparisons are in --json and --out.")
+
+
+def headline_texts(runs: Sequence[Run]) -> list[str]:
+    """What the runs come to, each line with its cluster where they are several."""
+    lines = headlines(runs)
+    scenarios = [each.scenario for each in lines]
+    varies = varying(scenarios)
+    by_nodes = len({nodes_of(each) for each in scenarios}) > 1
+    names = [
+        ", ".join(
+            [f"nodes {nodes_of(each)}"] * by_nodes
+            + [f"{name} {setting(each, name)}" for name in varies]
+        )
+        for each in scenarios
+    ]
+    return said_of_headlines(lines, names if any(names) else ())
 
 
 def print_plans(plans: Sequence[CapacityPlan]) -> None:

@@ -101,9 +101,11 @@ def headlines(runs: Sequence[tuple[Scenario, SimResult]]) -> tuple[Headline, ...
     return tuple(replace(each, is_quickest=_is_quickest(each, found)) for each in found)
 
 
-def said(lines: Sequence[Headline]) -> list[str]:
-    """Sentences for people: a headline each, and what may be said of the quickest."""
-    found = [each.text for each in lines]
+def said(lines: Sequence[Headline], clusters_named: Sequence[str] = ()) -> list[str]:
+    """Sentences for people: a headline each, and what may be said of the quickest. Where there are
+    several clusters, `clusters_named` names that of each line."""
+    names = [f"{name}: " for name in clusters_named] or [""] * len(lines)
+    found = [f"{name}{each.text}" for name, each in zip(names, lines, strict=True)]
     alike = bool(lines) and lines[0].seeds > 1 and not any(each.drain.has_width for each in lines)
     if len(lines) < 2 and not alike:
         return found

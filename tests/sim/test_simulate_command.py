@@ -74,6 +74,13 @@ def test_policies_are_compared_in_one_table_or_in_three(trace: str) -> None:
     assert "of its GPU-hours on the whole cluster" in said
 
 
+def test_a_sweep_over_sizes_says_the_size_of_each_comparison(trace: str) -> None:
+    asked = (trace, "--sweep", "nodes=1:2", "--policy", "isolated,pack", "--workers", "1")
+    text = " ".join(shown(*asked).split())
+    assert "nodes 1: pack drains" in text
+    assert "nodes 2: pack drains" in text
+
+
 def test_several_seeds_are_told_by_median_and_band_and_fit_a_narrow_terminal(trace: str) -> None:
     asked = (trace, "--nodes", "2", "--workers", "1", "--policy", "isolated,pack")
     text = shown(*asked, "--jitter", "0.3", "--sweep", "seed=0:2")
