@@ -10,6 +10,7 @@ from plexrl.cli.simulate_tables import (
     Changed,
     Run,
     difference,
+    headline_texts,
     money,
     nodes_of,
     percent,
@@ -18,8 +19,6 @@ from plexrl.cli.simulate_tables import (
     varying,
 )
 from plexrl.sim.capacity_search import CapacityPlan
-from plexrl.sim.headline import headlines
-from plexrl.sim.headline import said as said_of_headlines
 from plexrl.sim.report.bills import Billed, price_lines
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.survey import Survey
@@ -60,7 +59,7 @@ def report(
         ],
         labels=labels(scenarios),
         plans=plans,
-        headline=said_of_headlines(headlines(runs))[:HEADLINES_MAX],
+        headline=headline_texts(runs)[:HEADLINES_MAX],
         billed=billed(runs),
         what_ifs=[WhatIf(change=each.what, of=each.of, result=each.result) for each in changes],
         gpus_per_node=sizes.pop() if len(sizes) == 1 else None,

@@ -59,8 +59,8 @@ def questions(
         axes.append(Axis(name="policy", values=policies_named(policy)))
     if slo and len(axes) > 1:
         raise InvalidRequestError(
-            "--slo varies the nodes by itself and compares policies: leave --sweep of anything "
-            "else away"
+            "--slo searches for the number of nodes and compares policies: beside it, --sweep "
+            "can vary policy alone"
         )
     return Questions(
         axes=tuple(axes),

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from plexrl.cli.context import plain_cell, print_line, print_table, terminal_width
 from plexrl.sim.capacity_search import CapacityPlan
-from plexrl.sim.headline import BACKFILLED, headlines, near_bound
+from plexrl.sim.headline import headlines
 from plexrl.sim.headline import said as said_of_headlines
 from plexrl.sim.objectives import utilisation
 from plexrl.sim.report.bills import Billed, bill_table, price_lines, priced_apart
 from plexrl.sim.report.capacity import certainty, headline, probe_table
-from plexrl.sim.report.comparison import BASELINE, GAP_PART_MIN, recovered
+from plexrl.sim.report.comparison import BACKFILLED, BASELINE, GAP_PART_MIN, recovered
 from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import Scenario
 from plexrl.sim.survey import Survey
@@ -52,9 +52,9 @@ LEFT = ("policy", "what if", "by")
 def print_survey(trace: str, survey: Survey) -> None:
     """What the trace asks for."""
     print_line(
-        f"{trace}: {survey.jobs:,} jobs over {span(survey.arrivals_s)}, up to {survey.gpus_max} "
-        f"GPUs each; they hold {hours(survey.held_gpu_s / 3600)} training GPU-hours alone, and "
-        f"need {percent(_part(survey.busy_gpu_s, survey.held_gpu_s))} of them."
+        f"{trace}: {job_count(survey.jobs)} over {span(survey.arrivals_s)}, "
+        f"up to {survey.gpus_max} GPUs each; they hold {hours(survey.held_gpu_s / 3600)} training "
+        f"GPU-hours alone, and need {percent(_part(survey.busy_gpu_s, survey.held_gpu_s))} of them."
     )
 
 
@@ -98,33 +98,53 @@ def print_runs(runs: Sequence[Run]) -> None:
                 "rollout GPU-h": hours(result.rollout_gpu_hours),
                 "GPU-h /cycle": f"{result.gpu_hours_per_cycle:,.2f}",
                 "switches": f"{result.switches:,}",
+                "failures": f"{result.failures:,}" if result.failures else "",
                 "failed jobs": f"{result.failed_jobs:,}" if result.failed_jobs else "",
                 "cost": money(result.cost),
             },
         )
     jobs = max(result.jobs for _, result in runs)
-    _print_groups(names, {f"{jobs:,} jobs": times, SLOWDOWN: slower, "GPUs": gpus})
-    _print_notes(runs)
+    _print_groups(names, {job_count(jobs): times, SLOWDOWN: slower, "GPUs": gpus})
+    _print_notes(runs, isolated)
 
 
-def _print_notes(runs: Sequence[Run]) -> None:
+def _print_notes(runs: Sequence[Run], isolated: Mapping[Scenario, SimResult]) -> None:
     """What a reader of the table has to know, and what several runs come to."""
-    print_line(
-        "Drain and bound count training GPUs only; cost and GPU-h/cycle rollout GPUs as well."
-    )
+    if any(result.rollout_gpu_hours for _, result in runs):
+        print_line(
+            "Drain and bound count training GPUs only; cost and GPU-h/cycle rollout GPUs as well."
+        )
+    else:
+        print_line("All figures count training GPUs only: the trace has no rollout GPUs.")
     policies = {scenario.policy for scenario, _ in runs}
     if BASELINE in policies:
         print_line(f"{BASELINE} lets no job pass one that has waited 10 min; {BACKFILLED} does.")
-    if len(policies) > 1 and near_bound(runs):
+    if any(gap_cell(*run, isolated) == NO_GAP for run in runs):
         print_line(
             f"{NO_GAP} {BASELINE} is within {percent(GAP_PART_MIN)} of the bound: a part of so "
             "small a gap says nothing."
         )
-    lines = said_of_headlines(headlines(runs))
+    lines = headline_texts(runs)
     for line in lines[:HEADLINES_MAX]:
         print_line(line)
     if len(lines) > HEADLINES_MAX:
         print_line(f"{len(lines) - HEADLINES_MAX} more comparisons are in --json and --out.")
+
+
+def headline_texts(runs: Sequence[Run]) -> list[str]:
+    """What the runs come to, each line with its cluster where they are several."""
+    lines = headlines(runs)
+    scenarios = [each.scenario for each in lines]
+    varies = varying(scenarios)
+    by_nodes = len({nodes_of(each) for each in scenarios}) > 1
+    names = [
+        ", ".join(
+            [f"nodes {nodes_of(each)}"] * by_nodes
+            + [f"{name} {setting(each, name)}" for name in varies]
+        )
+        for each in scenarios
+    ]
+    return said_of_headlines(lines, names if any(names) else ())
 
 
 def print_plans(plans: Sequence[CapacityPlan]) -> None:
@@ -225,6 +245,11 @@ def percent(part: float) -> str:
     """A part of one."""
     # What is rounded to nothing has no sign.
     return f"{round(100 * part, 1) + 0.0:,.1f} %"
+
+
+def job_count(jobs: int) -> str:
+    """As `1 job` and `2 jobs`."""
+    return f"{jobs:,} job" if jobs == 1 else f"{jobs:,} jobs"
 
 
 def hours(value: float) -> str:

@@ -5,6 +5,8 @@ from typing import Any
 
 from plexrl.cli.context import print_table, seconds
 
+LABELS = {"gpus": "gpus + rollout_gpus"}
+"""Of quantities that are no column of the trace."""
 UNITS = ("p50", "p90", "p99", "max", "mean")
 
 
@@ -14,7 +16,7 @@ def print_description(title: str, found: dict[str, Any]) -> None:
         facts = [
             ("jobs", f"{found['jobs']:,}"),
             ("arrivals over", seconds(found["arrivals_s"])),
-            ("GPU-hours", f"{found['gpu_hours']:,.0f}"),
+            ("GPU-hours, rollouts as well", f"{found['gpu_hours']:,.0f}"),
             ("tenants", found["tenants"]),
         ]
         if "offered_load" in found:
@@ -32,7 +34,7 @@ def print_description(title: str, found: dict[str, Any]) -> None:
         "Quantities",
         ("", *UNITS),
         (
-            (name, *(_shown(name, values[unit]) for unit in UNITS))
+            (LABELS.get(name, name), *(_shown(name, values[unit]) for unit in UNITS))
             for name, values in found["quantities"].items()
         ),
     )

@@ -145,7 +145,7 @@ def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     axes = sorted(
         _varying(asked_a) | _varying(asked_b), key=lambda name: (name != OPTIONS["policy"], name)
     )
-    settings = tuple(_settings(asked_a, asked_b))
+    settings = (*_objectives(a, b), *_settings(asked_a, asked_b))
     runs_a = {_place(each, axes): index for index, each in enumerate(asked_a)}
     runs_b = {_place(each, axes): index for index, each in enumerate(asked_b)}
     label = {place: _label(place, axes) for place in (*runs_a, *runs_b)}
@@ -207,6 +207,17 @@ def _settings(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) ->
         in_a, in_b = _values(a, name), _values(b, name)
         if set(in_a) != set(in_b):
             yield Setting(name=name, a=in_a, b=in_b)
+
+
+def _objectives(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Setting]:
+    of_a, of_b = _asked_objectives(a), _asked_objectives(b)
+    if of_a != of_b:
+        yield Setting(name="--slo", a=of_a, b=of_b)
+
+
+def _asked_objectives(document: Mapping[str, Any]) -> tuple[Any, ...]:
+    plans = document.get("smallest") or ()
+    return tuple(dict.fromkeys(each for plan in plans for each in plan["objectives"])) or (None,)
 
 
 def _place(asked: Mapping[str, Any], axes: Sequence[str]) -> tuple[Any, ...]:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from plexrl.sim.report.comparison import BASELINE, recovered
+from plexrl.sim.report.comparison import BACKFILLED, BASELINE, recovered
 from plexrl.sim.result import SimResult
 from plexrl.sim.scenario import Scenario
 
-BACKFILLED = "isolated+backfill"
 BASELINES = (BASELINE, BACKFILLED)
 HOUR_S = 3600.0
 
@@ -37,7 +36,7 @@ class Band:
     @property
     def text(self) -> str:
         """As parts of a hundred."""
-        if len(self.values) == 1:
+        if not self.has_width:
             return f"{100 * self.values[0]:.1f} %"
         lowest, highest = 100 * self.values[0], 100 * self.values[-1]
         return f"{100 * self.median:.1f} % ({lowest:.1f} to {highest:.1f})"
@@ -56,6 +55,8 @@ class Headline:
     """By the baseline's drain time: the time of the training GPUs."""
     whole: Band
     """GPU-hours of the whole cluster, by the baseline's."""
+    counts_rollouts: bool
+    """Whether the runs have rollout GPUs: without any, the drain time says all."""
     recovered: Band | None
     """Part of the gap to the bound; absent where a seed has none to speak of, or is longer."""
     is_quickest: bool = False
@@ -64,10 +65,10 @@ class Headline:
     @property
     def text(self) -> str:
         """For people."""
-        return (
-            f"{self.scenario.policy} {drained(self.drain, self.baseline)} (training GPUs only), "
-            f"with {self.whole.text} of its GPU-hours on the whole cluster."
-        )
+        text = f"{self.scenario.policy} {drained(self.drain, self.baseline)} (training GPUs only"
+        if not self.counts_rollouts:
+            return f"{text}: the trace has no rollout GPUs)."
+        return f"{text}), with {self.whole.text} of its GPU-hours on the whole cluster."
 
 
 def whole_gpu_hours(result: SimResult) -> float:
@@ -100,24 +101,19 @@ def headlines(runs: Sequence[tuple[Scenario, SimResult]]) -> tuple[Headline, ...
     return tuple(replace(each, is_quickest=_is_quickest(each, found)) for each in found)
 
 
-def near_bound(runs: Sequence[tuple[Scenario, SimResult]]) -> bool:
-    """Whether an isolated run leaves nothing to speak of above the bound."""
-    return any(
-        scenario.policy == BASELINE and recovered(result, result) is None
-        for scenario, result in runs
-    )
-
-
-def said(lines: Sequence[Headline]) -> list[str]:
-    """Sentences for people: a headline each, and what may be said of the quickest."""
-    found = [each.text for each in lines]
-    if len(lines) < 2:
+def said(lines: Sequence[Headline], clusters_named: Sequence[str] = ()) -> list[str]:
+    """Sentences for people: a headline each, and what may be said of the quickest. Where there are
+    several clusters, `clusters_named` names that of each line."""
+    names = [f"{name}: " for name in clusters_named] or [""] * len(lines)
+    found = [f"{name}{each.text}" for name, each in zip(names, lines, strict=True)]
+    alike = bool(lines) and lines[0].seeds > 1 and not any(each.drain.has_width for each in lines)
+    if len(lines) < 2 and not alike:
         return found
     quickest = [each.scenario.policy for each in lines if each.is_quickest]
     clusters = {replace(each.scenario, policy="", seed=0) for each in lines}
     if len(clusters) > 1:
         return found
-    if lines[0].seeds > 1 and not any(each.drain.has_width for each in lines):
+    if alike:
         found.append("All seeds are alike, as where nothing is drawn (--jitter): no band, no best.")
     elif quickest:
         found.append(f"{quickest[0]} drains first in every seed: its band overlaps no other's.")
@@ -149,6 +145,7 @@ def _headline(
         seeds=len(group),
         drain=Band(values=tuple(sorted(drains))),
         whole=Band(values=tuple(sorted(wholes))),
+        counts_rollouts=any(result.rollout_gpu_hours > 0 for _, result in group),
         recovered=(
             Band(values=tuple(sorted(known_parts))) if len(known_parts) == len(parts) else None
         ),

@@ -39,8 +39,9 @@ def read_csv(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:
     columns = [(header.index(each.name), each) for each in table.columns if each.name in header]
     for line, row in found:
         if len(row) != len(header):
+            message = f"the row has {len(row)} cells, and the header has {len(header)}"
             field = header[len(row)] if len(row) < len(header) else ""
-            message = f"has {len(row)} cells, and the header has {len(header)}"
+            message = f"is missing: {message}" if field else message
             report(Problem(line=line, field=field, message=message))
             continue
         values, unread = parse_cells(columns, row, absent)

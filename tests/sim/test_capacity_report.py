@@ -65,12 +65,23 @@ def test_the_page_begins_with_the_answer_and_how_it_was_found(tmp_path: Path) ->
     assert sections(page)[:4] == ["objectives", "costcurve", "probes", "runs"]
     text = " ".join(read(page).text.split())
     assert (
-        "To keep wait.p95<=2h, pack needs 5 nodes (40 GPUs) at a cost of 5,000, isolated 12 at "
-        "12,000: 58.3 % fewer nodes than isolated, at 58.3 % less cost." in text
+        "To keep wait.p95<=2h, pack needs 5 nodes (40 training GPUs) at a cost of 5,000, "
+        "isolated 12 at 12,000: 58.3 % fewer nodes than isolated, at 58.3 % less cost." in text
     )
     assert "2.22 h (!)" in text
     assert "wait.p95 over nodes" in page
     assert page_of(plans, tmp_path / "again") == page
+
+
+def test_the_answer_is_held_against_the_isolated_policy_that_backfills() -> None:
+    plans = [
+        plan_of("isolated", "wait.p95<=2h", {12: 0.0}),
+        plan_of("isolated+backfill", "wait.p95<=2h", {10: 0.0}),
+        plan_of("pack", "wait.p95<=2h", {5: 0.0}),
+    ]
+    assert headline(plans).endswith(
+        ": 50.0 % fewer nodes than isolated+backfill, at 50.0 % less cost."
+    )
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,21 @@ def test_sizes_that_were_searched_for_are_figures_and_no_question(
     assert (pair.label, pair.figures[0].difference) == ("pack", 2.0)
 
 
+def test_objectives_of_a_search_are_part_of_the_question(results: dict[str, Path]) -> None:
+    a = document(results["search"])
+    b = copy.deepcopy(a)
+    b["smallest"][0]["objectives"] = ["wait.p95<=1h"]
+    b["runs"][0]["result"]["cost"] += 1.0
+    found = compared(a, b)
+    [asked] = found.settings
+    assert (asked.name, asked.b) == ("--slo", ("wait.p95<=1h",))
+    assert found.warnings == ()
+    c = copy.deepcopy(a)
+    c["smallest"] = []
+    [asked] = compared(a, c).settings
+    assert (asked.name, asked.b) == ("--slo", (None,))
+
+
 def test_unlike_things_are_compared_with_a_warning(results: dict[str, Path]) -> None:
     a = document(results["small"])
     b = copy.deepcopy(a)

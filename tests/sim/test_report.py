@@ -236,6 +236,13 @@ def test_sweep_over_sizes_is_drawn_and_single_runs_are_of_one_size(tmp_path: Pat
     assert [run.result.gpus for run in drawn(compare(results))] == [64, 64]
 
 
+def test_of_many_seeds_those_are_drawn_that_have_a_run_of_every_policy() -> None:
+    policies = ("isolated", "isolated+backfill", "spread+backfill")
+    results = [run_of(policy) for _ in range(5) for policy in policies]
+    shown = [run.result.policy for run in drawn(compare(results))]
+    assert shown == [*policies] * 3
+
+
 def test_hostile_names_are_text(tmp_path: Path) -> None:
     result = run_of("isolated")
     hostile = replace(

@@ -16,6 +16,8 @@ WIDTH = 5.8
 ROOM = 1.26
 """Of the longest bar: the figures stand beside the bars."""
 ROLLOUT_ALPHA = 0.4
+LABEL_LENGTH = 30
+"""Letters: a policy and a swept setting behind it."""
 
 
 def drain_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
@@ -87,6 +89,6 @@ def _size(runs: Sequence[Run]) -> tuple[float, float]:
 
 
 def _name_bars(axes: "Axes", runs: Sequence[Run]) -> None:
-    axes.set_yticks(range(len(runs)), [plain(run.label, 22) for run in runs])
+    axes.set_yticks(range(len(runs)), [plain(run.label, LABEL_LENGTH) for run in runs])
     axes.set_ylim(len(runs) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")

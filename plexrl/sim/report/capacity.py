@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from plexrl.sim.capacity_search import CapacityPlan
 from plexrl.sim.objectives import NO_FAILED_JOBS, Objective
-from plexrl.sim.report.comparison import BASELINE
+from plexrl.sim.report.comparison import BACKFILLED, BASELINE
 from plexrl.sim.report.tables import Table
 from plexrl.sim.report.units import duration, percent, short
 from plexrl.sim.result import SimResult
@@ -43,7 +43,8 @@ def certainty(plan: CapacityPlan) -> str:
     below = "it is the least that holds the largest job"
     if search.failing_from is not None:
         below = f"all sizes from {search.failing_from:,} to {search.nodes - 1:,} fail"
-    text = f"{plan.policy}: {search.nodes:,} nodes; {below} ({tried})."
+    nodes = "1 node" if search.nodes == 1 else f"{search.nodes:,} nodes"
+    text = f"{plan.policy}: {nodes}; {below} ({tried})."
     if not search.is_monotone:
         failing = [size for size, met in search.probes.items() if not met and size > search.nodes]
         text += (
@@ -127,16 +128,17 @@ def probe_table(plans: Sequence[CapacityPlan]) -> Table:
 
 
 def _beside_baseline(first: CapacityPlan, found: Sequence[CapacityPlan]) -> str:
-    base = next((plan for plan in found if plan.policy == BASELINE), None)
+    by_policy = {plan.policy: plan for plan in found}
+    base = by_policy.get(BACKFILLED) or by_policy.get(BASELINE)
     if base is None or base is first or base.nodes is None or first.nodes is None:
         return ""
     fewer = percent(1 - first.nodes / base.nodes)
     cost, its = answer(first).cost, answer(base).cost
     if not its:
-        return f": {fewer} fewer nodes than {BASELINE}"
+        return f": {fewer} fewer nodes than {base.policy}"
     saved = 1 - cost / its
     less = "less" if saved >= 0 else "more"
-    return f": {fewer} fewer nodes than {BASELINE}, at {percent(abs(saved))} {less} cost"
+    return f": {fewer} fewer nodes than {base.policy}, at {percent(abs(saved))} {less} cost"
 
 
 def _by_need(plan: CapacityPlan) -> tuple[int, float]:
@@ -146,7 +148,7 @@ def _by_need(plan: CapacityPlan) -> tuple[int, float]:
 
 def _count(plan: CapacityPlan) -> str:
     nodes = plan.nodes or 0
-    return f"{nodes:,} node{'s' if nodes != 1 else ''} ({answer(plan).gpus:,} GPUs)"
+    return f"{nodes:,} node{'s' if nodes != 1 else ''} ({answer(plan).gpus:,} training GPUs)"
 
 
 def _listed(names: Sequence[str], last: str) -> str:

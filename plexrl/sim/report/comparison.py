@@ -9,6 +9,8 @@ from plexrl.errors import InvalidRequestError
 from plexrl.sim.result import SimResult
 
 BASELINE = "isolated"
+BACKFILLED = "isolated+backfill"
+"""The fair baseline: large jobs hold no GPUs idle."""
 GAP_PART_MIN = 0.05
 """Of the isolated drain time; a smaller gap is none, and parts of it would say nothing."""
 DRAWN_RUNS_MAX = 10
@@ -82,11 +84,16 @@ def sizes(runs: Sequence[Run]) -> tuple[int, ...]:
 
 def drawn(runs: Sequence[Run]) -> tuple[Run, ...]:
     """The runs that are drawn one by one: of the size that most runs have, of several such sizes
-    the (lower) middle one; at most `DRAWN_RUNS_MAX`."""
+    the (lower) middle one; at most `DRAWN_RUNS_MAX`, each policy as often where not all fit."""
     counts = Counter(run.result.gpus for run in runs)
     most = [gpus for gpus in sorted(counts) if counts[gpus] == max(counts.values())]
     size = most[(len(most) - 1) // 2]
-    return tuple(run for run in runs if run.result.gpus == size)[:DRAWN_RUNS_MAX]
+    of_size = tuple(run for run in runs if run.result.gpus == size)
+    if len(of_size) <= DRAWN_RUNS_MAX:
+        return of_size
+    policies = len({run.result.policy for run in of_size})
+    rounds = max(DRAWN_RUNS_MAX // policies, 1)
+    return of_size[: min(rounds * policies, DRAWN_RUNS_MAX)]
 
 
 def _beside_baseline(name: str, result: SimResult, isolated: SimResult | None) -> Run:
