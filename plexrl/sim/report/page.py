@@ -10,7 +10,7 @@ from plexrl.sim.report.bills import Billed, bill_table, priced_apart, split_plot
 from plexrl.sim.report.capacity import answer, certainty, probe_table
 from plexrl.sim.report.capacity import headline as capacity_headline
 from plexrl.sim.report.capacity_plots import cost_curve, objective_plot
-from plexrl.sim.report.comparison import Run, compare, drawn, sizes
+from plexrl.sim.report.comparison import DRAWN_RUNS_MAX, Run, compare, drawn, sizes
 from plexrl.sim.report.cumulative import completion_plot, wait_plot
 from plexrl.sim.report.figure import Plot, missing_package
 from plexrl.sim.report.gantt import gantt_plot
@@ -94,7 +94,8 @@ def render_page(
         lstrip_blocks=True,
     )
     environment.filters.update(duration=duration, percent=percent)
-    single = drawn(runs)
+    # Those of a search are one a policy, each on a cluster of its own size.
+    single = tuple(runs[:DRAWN_RUNS_MAX]) if plans else drawn(runs)
     return environment.get_template("report.html.j2").render(
         title=title,
         scenario_lines=scenario_lines,
@@ -108,9 +109,10 @@ def render_page(
         sizes=sweep_plot(runs, looks(runs), nodes_of),
         what_ifs=what_if_plot(runs, what_ifs, looks(runs)),
         plots=plots(runs, single, window_s),
-        drawn_gpus=single[0].result.gpus if len(sizes(runs)) > 1 else None,
+        drawn_gpus=single[0].result.gpus if len(sizes(runs)) > 1 and not plans else None,
         drawn_runs=len(single),
-        left_out=sum(run.result.gpus == single[0].result.gpus for run in runs) - len(single),
+        left_out=sum(bool(plans) or run.result.gpus == single[0].result.gpus for run in runs)
+        - len(single),
     )
 
 
