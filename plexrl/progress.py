@@ -58,9 +58,9 @@ class Progress:
         self._show(description="training", total=self._steps, completed=step)
 
     def _waits_for(self, text: str) -> None:
-        """A line, which the bar shows too until the next one or the next step."""
+        """Text whose first line the bar shows too, until the next text or the next step."""
         self.say(text)
-        self._show(description=text.partition(":")[0])
+        self._show(description=text.partition("\n")[0].partition(":")[0])
 
     def __enter__(self) -> "Progress":
         self._before = (LOGGER.level, LOGGER.propagate)

@@ -19,7 +19,7 @@ def rows_of(what: str, rows: object) -> list[Any]:
     """
     if isinstance(rows, Iterable) and not isinstance(rows, str | bytes | dict):
         return list(rows)
-    raise BatchShapeError(f"{what}: {short(rows)} is no list of rows", array=what)
+    raise BatchShapeError(f"{what}: {short(rows)} is no list of rows{_meant(rows)}", array=what)
 
 
 def token_row(row: "Sequence[int]", index: int) -> "npt.NDArray[Any]":
@@ -32,7 +32,7 @@ def token_row(row: "Sequence[int]", index: int) -> "npt.NDArray[Any]":
         raise BatchShapeError(f"row {index} is ragged: give a list of token ids") from error
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise BatchShapeError(
-            f"row {index} is {str(row)[:40]!r}, no list of token ids: give a list of lists of "
+            f"row {index} is {short(row)}, no list of token ids: give a list of lists of "
             "whole numbers, as `[tokenizer.encode(text)]` is",
             row=index,
         )
@@ -85,3 +85,11 @@ def same_count(what: str, count: int, other: str, wanted: int) -> None:
     """Raises `BatchShapeError` where there is not one for each."""
     if count != wanted:
         raise BatchShapeError(f"{count} {what} for {wanted} {other}: one for each is needed")
+
+
+def _meant(rows: object) -> str:
+    """How a message goes on about a future or a result, which has the rows inside."""
+    if hasattr(rows, "result"):
+        return ": wait for its result, and give the rows that the result has"
+    names = [name for name in ("samples", "logprobs") if hasattr(rows, name)]
+    return f": give its .{names[0]}" if names else ""

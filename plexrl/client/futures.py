@@ -340,5 +340,8 @@ def explanation_text(view: View) -> str:
     found = view.get("explanation")
     if not found:
         return str(view["state"])
-    eta = "" if found["eta_s"] is None else f", about {found['eta_s']:.1f} s"
-    return f"{view['state']}: {found['reason']}{eta}"
+    is_running = found["rule"] == "running"
+    verb = "ends" if is_running else "starts"
+    eta = "" if found["eta_s"] is None else f", {verb} in about {found['eta_s']:.1f} s"
+    state = "" if is_running else f"{view['state']}: "
+    return f"{state}{found['reason']}{eta}"

@@ -126,7 +126,7 @@ class TrainResult:
     step. Entry 0 is 0."""
 
     def __repr__(self) -> str:
-        return f"TrainResult({_shown(self.metrics)}, rows={len(self.logprobs)})"
+        return f"TrainResult(metrics={_shown(self.metrics)}, rows={len(self.logprobs)})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -140,7 +140,7 @@ class StepResult:
     have this `trainer_step`."""
 
     def __repr__(self) -> str:
-        return f"StepResult({_shown(self.metrics)}, trainer_step={self.trainer_step})"
+        return f"StepResult(metrics={_shown(self.metrics)}, trainer_step={self.trainer_step})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -282,4 +282,4 @@ def _shape(rows: "list[npt.NDArray[np.float32]]") -> str:
 
 
 def _shown(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name}={value:.6g}" for name, value in metrics.items())
+    return f"{{{', '.join(f'{name!r}: {value:.6g}' for name, value in metrics.items())}}}"

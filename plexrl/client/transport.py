@@ -100,6 +100,12 @@ class Endpoints:
         self.urls = tuple(url.strip().rstrip("/") for url in listed if url.strip())
         if not self.urls:
             raise InvalidRequestError("there is no URL of a router: give one at least")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise InvalidRequestError(
+                    f"{url!r} is no URL of a router: it begins with http:// or https://, as "
+                    "http://localhost:8000 does"
+                )
         self._at = 0
 
     def __str__(self) -> str:

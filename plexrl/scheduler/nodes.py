@@ -49,7 +49,10 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
             else:
                 missing = True
         if missing and deployment.is_ready:
-            restart(context, deployment, f"node {event.node!r} came back without it", now)
+            # One that was idle has no part in the end of its node.
+            was_at_work = bool(deployment.running) or deployment.moving is not None
+            why = f"node {event.node!r} came back without it"
+            restart(context, deployment, why, now, counts=was_at_work)
         elif missing or not deployment.is_ready:
             send_launch(context, deployment)
     for worker in event.workers:

@@ -121,10 +121,31 @@ def check_parameters(params: object) -> None:
                     parameter="sampling",
                 )
             check_parameters(params.sampling)
+        case SamplingParams():
+            _check_stops(params)
         case CheckpointParams():
             check_name("checkpoint", params.name)
             if params.job is not None:
                 check_identifier("job", params.job)
+
+
+def _check_stops(sampling: SamplingParams) -> None:
+    if not _are_tokens(sampling.stop_token_ids):
+        raise InvalidRequestError(
+            f"stop_token_ids is {short(sampling.stop_token_ids)}: give token ids, as (plexrl.EOS,)",
+            parameter="stop_token_ids",
+        )
+    sequences: object = sampling.stop_sequences
+    if not isinstance(sequences, list | tuple) or not all(map(_are_tokens, sequences)):
+        raise InvalidRequestError(
+            f"stop_sequences is {short(sequences)}: give lists of token ids, as "
+            "[tokenizer.encode(text)]",
+            parameter="stop_sequences",
+        )
+
+
+def _are_tokens(ids: object) -> bool:
+    return isinstance(ids, list | tuple) and all(type(each) is int for each in ids)
 
 
 def check_loss(loss: object) -> None:

@@ -38,6 +38,12 @@ def test_urls_may_be_a_list_but_not_none() -> None:
             Endpoints(nothing)
 
 
+@pytest.mark.parametrize("url", ["localhost:8000", "http:/a", "ftp://a", "http://a,b:8000"])
+def test_a_url_without_http_is_refused_before_any_request(url: str) -> None:
+    with pytest.raises(InvalidRequestError, match="begins with http:// or https://"):
+        Endpoints(url)
+
+
 def test_a_number_that_is_not_finite_is_refused_before_it_is_sent() -> None:
     transport = Transport("http://127.0.0.1:1", "key", 1.0)
     with pytest.raises(NonFiniteInputError, match="not finite"):

@@ -118,7 +118,7 @@ def test_a_step_with_a_number_that_cannot_be_is_refused_by_its_name(
     [
         ("12+3=", "'12[+]3=' is no list of rows"),
         (["12+3="], "row 0 is '12[+]3=', no list of token ids"),
-        ([3, 4], "row 0 is '3', no list of token ids"),
+        ([3, 4], "row 0 is 3, no list of token ids"),
         ([[3.5]], "no list of token ids"),
         (None, "None is no list of rows"),
         (5, "5 is no list of rows"),
@@ -147,6 +147,8 @@ def test_a_number_of_samples_that_cannot_be_is_refused(
         *[("top_p", value) for value in (NAN, 1.1, -0.1)],
         *[("top_k", value) for value in (-1, 1.5)],
         *[("seed", value) for value in (-1, 1.5, 2**64)],
+        *[("stop_token_ids", value) for value in (2, "2", ["2"], [1.5])],
+        *[("stop_sequences", value) for value in ("ab", ["ab"], [3, 4], None)],
     ],
 )
 def test_sampling_that_cannot_be_is_refused_by_its_name(
@@ -186,6 +188,17 @@ def test_rows_of_a_wrong_type_or_shape_are_refused_by_their_name(
 ) -> None:
     with pytest.raises(errors.BatchShapeError, match=message):
         make()
+
+
+def test_a_result_in_the_place_of_its_rows_is_refused_with_what_to_give(job: plexrl.Job) -> None:
+    with pytest.raises(errors.BatchShapeError, match=r"no list of rows: give its \.samples$"):
+        UNCHECKED.from_samples(PROMPTS, plexrl.GenerateResult([], 0), [[1.0]])
+    with pytest.raises(errors.BatchShapeError, match=r"no list of rows: give its \.logprobs$"):
+        UNCHECKED([[3]]).with_values("ref_logprobs", plexrl.ForwardResult([]))
+    view = {"operation": "o", "state": "pending"}
+    pending: Any = plexrl.Future(job._transport, view, lambda *_: None)
+    with pytest.raises(errors.BatchShapeError, match="no list of rows: wait for its result"):
+        UNCHECKED([[3]]).with_values("ref_logprobs", pending)
 
 
 def test_a_batch_in_which_no_token_counts_is_refused_before_it_is_sent(

@@ -84,9 +84,9 @@ def test_values_show_their_shape_and_no_array() -> None:
     assert repr(plexrl.ForwardResult([ROW, ROW])) == "ForwardResult(rows=2, tokens=10000)"
     assert repr(plexrl.ScoreResult(ROW)) == "ScoreResult(rows=5000)"
     trained = plexrl.TrainResult({"loss": 0.5, "tokens": 10000.0}, [ROW, ROW])
-    assert repr(trained) == "TrainResult(loss=0.5, tokens=10000, rows=2)"
+    assert repr(trained) == "TrainResult(metrics={'loss': 0.5, 'tokens': 10000}, rows=2)"
     step = plexrl.StepResult({"grad_norm": 1.25}, 3)
-    assert repr(step) == "StepResult(grad_norm=1.25, trainer_step=3)"
+    assert repr(step) == "StepResult(metrics={'grad_norm': 1.25}, trainer_step=3)"
     chunk = plexrl.Chunk(0, 1, [5] * 5000, [0.0] * 5000)
     assert repr(chunk) == "Chunk(prompt=0, sample=1, tokens=5000)"
     model = plexrl.tiny_qwen2("0123")

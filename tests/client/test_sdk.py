@@ -88,7 +88,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         self.server.on_poll()
         self.server.polls_until_done -= 1
         if self.server.polls_until_done > 0:
-            reason = {"reason": "b has the group", "eta_s": 2.0}
+            reason = {"reason": "b has the group", "rule": "burst", "eta_s": 2.0}
             self.answer(202, {**view, "state": "pending", "explanation": reason})
             return
         body = encode_body(
@@ -235,7 +235,9 @@ def test_a_poll_tells_why_one_waits_and_a_timeout_leaves_the_operation_alone(
 ) -> None:
     router.polls_until_done = 10**6
     future = actor.forward_backward(BATCH, plexrl.losses.cross_entropy())
-    with pytest.raises(errors.DeadlineExceededError, match=r"b has the group, about 2\.0 s"):
+    with pytest.raises(
+        errors.DeadlineExceededError, match=r"b has the group, starts in about 2\.0 s"
+    ):
         future.result(timeout_s=0.01)
     assert not future.done()
     router.polls_until_done = 1
@@ -366,7 +368,7 @@ def test_completions_and_values_of_unequal_length_are_named() -> None:
     ("rows", "error", "names"),
     [
         (["abc"], errors.BatchShapeError, "row 0 is 'abc', no list of token ids"),
-        ([1, 2, 3], errors.BatchShapeError, "row 0 is '1', no list of token ids"),
+        ([1, 2, 3], errors.BatchShapeError, "row 0 is 1, no list of token ids"),
         ([[1], [0.5]], errors.BatchShapeError, "row 1 is"),
         ([[[1, 2], [3]]], errors.BatchShapeError, "row 0 is ragged"),
         ([[1], [1 << 40]], errors.TokenRangeError, "32 bits"),

@@ -186,6 +186,7 @@ def test_a_node_that_comes_back_without_workers_ends_a_job_once(survives: bool) 
     cluster.settle()
     cluster.kill("a/train")
     cluster.settle()
+    cluster.submit("a1", "a/train", "forward_backward")
     cluster.wpgs["a/train"].nodes = set()
     if not survives:
         cluster.wpgs["a/other"].nodes = set()
@@ -193,6 +194,18 @@ def test_a_node_that_comes_back_without_workers_ends_a_job_once(survives: bool) 
     assert cluster.core.job_view("a", cluster.now)["state"] == "FAILED"
     for name in ("a/train", "a/other"):
         assert cluster.core.deployment_view(name, cluster.now)["state"] == "stopped"
+
+
+def test_an_idle_job_outlives_any_number_of_restarts_of_its_node() -> None:
+    cluster = _started(launch_attempts=1)
+    for _ in range(5):
+        cluster.wpgs["a/train"].nodes = set()
+        cluster.join_node()
+        cluster.settle()
+    assert cluster.core.deployment_view("a/train", cluster.now)["state"] == "ready"
+    cluster.submit("a1", "a/train", "forward_backward")
+    cluster.settle()
+    assert cluster.state_of("a1") == "finished"
 
 
 def test_a_report_cannot_name_another_operation_as_the_one_that_failed() -> None:
