@@ -293,7 +293,9 @@ Ray = Annotated[
 ]
 JobsOut = Annotated[
     Path | None,
-    typer.Option(help="File for a row a job (.csv, .csv.gz, .parquet); default: none.", rich_help_panel=_RUNS),
+    typer.Option(
+        help="File for a row a job (.csv, .csv.gz, .parquet); default: none.", rich_help_panel=_RUNS
+    ),
 ]
 Out = Annotated[
     Path | None,
