@@ -117,6 +117,8 @@ class Cluster:
         check_identifier("job", job)
         if not heartbeat:
             return Job(self._transport, self._get(f"/v1/jobs/{quote(job)}"), heartbeat=False)
+        # It has a controller again: this one.
+        self._former = self._former and [each for each in self._former if each["job"] != job]
         transport = self._transport.of(Controller())
         query = {"keep_gradients": keep_gradients}
         call = Call(method="POST", path=f"/v1/jobs/{quote(job)}/attach", query=query)
