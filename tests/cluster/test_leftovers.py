@@ -93,7 +93,7 @@ def test_a_data_directory_that_a_user_has_named_like_a_temporary_one_stays(
 
 
 def test_host_tiers_stay_while_their_data_directory_may_be_there(tmp_path: Path) -> None:
-    told = {
+    told: dict[str, str | bytes] = {
         "unnamed": "",
         "relative": "data",
         "too-long": f"/{'x' * 5000}",
