@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import time
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -27,6 +28,7 @@ from plexrl.cli.context import (
 from plexrl.cli.job_ids import JobArgument, find_job, is_live
 from plexrl.cli.metrics_plot import trend, write_plot
 from plexrl.cli.tables import table_width
+from plexrl.client.metric_rows import metrics_row
 from plexrl.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def metrics(
         told = {"path": str(plot), "metrics": names, "rows": len(known)}
         write_json(told) if as_json else print_line(f"{plot}: {len(known)} rows are drawn.")
     elif as_json:
-        write_json(newest)
+        write_rows(newest)
     elif as_csv:
         write_text(_csv(newest, names))
     elif not rows:
@@ -108,6 +110,16 @@ def _only(row: Row, names: Sequence[str]) -> Row:
     return {**row, "values": values}
 
 
+def write_rows(rows: Sequence[Row]) -> None:
+    """Print rows as JSON."""
+    write_json([_as_json(row) for row in rows])
+
+
+def _as_json(row: Row) -> Row:
+    """The row as it travels, for JSON has no numbers that are not finite."""
+    return {**row, **metrics_row(row["step"], row["values"])}
+
+
 def _show(job: str, known: Sequence[Row], newest: Sequence[Row], names: Sequence[str]) -> None:
     """The newest rows, in several tables where one is too wide for the terminal, and, for a person,
     what all rows come to."""
@@ -120,7 +132,8 @@ def _show(job: str, known: Sequence[Row], newest: Sequence[Row], names: Sequence
         rows = []
         for name in names:
             values = [row["values"][name] for row in known if name in row["values"]]
-            ends = (values[-1], min(values), max(values))
+            finite = [value for value in values if math.isfinite(value)] or values
+            ends = (values[-1], min(finite), max(finite))
             rows.append((name, *map(_number, ends), trend(values, TREND_POINTS)))
         print_line(f"All {len(known)} rows of {job}:")
         print_table("", ("metric", "last", "least", "most", "trend"), rows)
@@ -192,7 +205,7 @@ def _follow(
 
 def _tell(row: Row, *, as_json: bool) -> None:
     if as_json:
-        write_json(row)
+        write_json(_as_json(row))
         return
     values = "  ".join(f"{name}={_number(value)}" for name, value in row["values"].items())
     print_line(f"{local_time(row['time'])}  step {row['step']}  {values}")

@@ -1,5 +1,6 @@
 """A job's metrics where people would rather look: as a line of blocks, or a file."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ PLOT_INCHES = (4.0, 2.6)
 
 
 def trend(values: Sequence[float], points: int) -> str:
-    """`values` as blocks between their least and their most, in at most `points` characters."""
+    """Those of `values` that are finite as blocks between their least and their most, in at most
+    `points` characters."""
     from plexrl.demo.view import sparkline
 
-    least, most = min(values), max(values)
+    finite = [value for value in values if math.isfinite(value)]
+    least, most = min(finite, default=0.0), max(finite, default=0.0)
     span = (most - least) or 1.0
-    return sparkline([(value - least) / span for value in values], points)
+    return sparkline([(value - least) / span for value in finite], points)
 
 
 def write_plot(

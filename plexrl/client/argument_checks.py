@@ -19,7 +19,7 @@ Plain = dict[str, Any]
 
 
 def check_batch(batch: object) -> None:
-    """Raises `BatchShapeError` for what is no `Batch`."""
+    """Raises `BatchShapeError` for what is no `Batch`, and for one with a row without tokens."""
     from plexrl.client.batch import Batch
 
     if not isinstance(batch, Batch):
@@ -27,6 +27,9 @@ def check_batch(batch: object) -> None:
             f"the batch is {short(batch)}: make a plexrl.Batch of it, as plexrl.Batch(rows, "
             "{'mask': …}), Batch.from_completions(…) or Batch.from_samples(…)"
         )
+    if 0 in batch.lengths:
+        row = batch.lengths.index(0)
+        raise BatchShapeError(f"row {row} has 0 tokens: every row needs one", row=row)
 
 
 def name_of_source(source: object) -> str:

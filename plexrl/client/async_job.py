@@ -16,7 +16,7 @@ from plexrl.client.controller import Controller
 from plexrl.client.demand import DemandTrace
 from plexrl.client.futures import wait_final_async
 from plexrl.client.job import Dtype, Job, Outcome
-from plexrl.client.leaving import is_interrupt, leave_interrupted_async
+from plexrl.client.leaving import is_interrupt, is_success, leave_interrupted_async
 from plexrl.client.place import Place
 from plexrl.client.transport import AsyncTransport
 from plexrl.parallelism import Parallelism
@@ -249,7 +249,7 @@ class AsyncJob:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None and not self._sync.left.is_set():
+        if is_success(error) and not self._sync.left.is_set():
             await self._wait_for_last_operations()
         elif error is not None and is_interrupt(error):
             await leave_interrupted_async(self._sync)

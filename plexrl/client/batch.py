@@ -96,9 +96,7 @@ class Batch:
         before = [token_row(row, at) for at, row in enumerate(rows_of("prompts", prompts))]
         after = [token_row(row, at) for at, row in enumerate(rows_of("completions", completions))]
         same_count("completions", len(after), "prompts", len(before))
-        tokens = [
-            [*one.tolist(), *other.tolist()] for one, other in zip(before, after, strict=True)
-        ]
+        tokens = [pack_tokens(parts) for parts in zip(before, after, strict=True)]
         given = {
             "mask": [np.ones(len(row)) for row in after] if mask is None else mask,
             "logprobs": logprobs,

@@ -41,7 +41,7 @@ class Cluster:
         self._former: list[Plain] | None = None
         self._has_told = False
         if local is not None:
-            transport.place = Place(transport.url, local.data_dir, local.is_embedded)
+            transport.place = Place(local.url, local.data_dir, local.is_embedded)
 
     def __repr__(self) -> str:
         marks = ["embedded"] if self._transport.place.is_embedded else []
@@ -117,6 +117,8 @@ class Cluster:
         check_identifier("job", job)
         if not heartbeat:
             return Job(self._transport, self._get(f"/v1/jobs/{quote(job)}"), heartbeat=False)
+        # It has a controller again: this one.
+        self._former = self._former and [each for each in self._former if each["job"] != job]
         transport = self._transport.of(Controller())
         query = {"keep_gradients": keep_gradients}
         call = Call(method="POST", path=f"/v1/jobs/{quote(job)}/attach", query=query)
@@ -320,8 +322,9 @@ def connect(
     if url is not None:
         if not api_key:
             raise AuthenticationError(f"there is no API key for {url}: set PLEXRL_API_KEY")
-        LOG.info("cluster: %s", url if isinstance(url, str) else ",".join(url))
-        return Cluster(Transport(url, api_key, timeout_s))
+        transport = Transport(url, api_key, timeout_s)
+        LOG.info("cluster: %s", transport.place.url)
+        return Cluster(transport)
     from plexrl.cluster.data_dir import DATA_DIR
     from plexrl.cluster.embedded import join_or_start
 

@@ -30,13 +30,14 @@ def leave_block(job: "Job", error: BaseException | None) -> None:
     """End a job with its `with` block; Ctrl-C detaches it."""
     if job.left.is_set():
         return
-    if error is None:
+    if is_success(error):
         try:
             job.finish()
         except KeyboardInterrupt:
             leave_interrupted(job)
             raise
         return
+    assert error is not None
     if is_interrupt(error):
         leave_interrupted(job)
         return
@@ -45,6 +46,11 @@ def leave_block(job: "Job", error: BaseException | None) -> None:
     except PlexRLError as second:
         # The block's own error is the one to show.
         LOG.warning("the job could not be ended: %s", second)
+
+
+def is_success(error: BaseException | None) -> bool:
+    """Whether a block is left as one that has done its work: at its end, or by `sys.exit()`."""
+    return error is None or (isinstance(error, SystemExit) and not error.code)
 
 
 def is_interrupt(error: BaseException) -> bool:

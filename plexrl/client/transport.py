@@ -22,6 +22,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from plexrl.client.handle_repr import without_credentials
 from plexrl.client.place import Place
 from plexrl.errors import (
     ConnectionLostError,
@@ -191,7 +192,7 @@ class Transport:
         self._endpoints = Endpoints(url)
         self.url = str(self._endpoints)
         """Of all routers, with commas between."""
-        self.place = Place(self.url)
+        self.place = Place(without_credentials(self.url))
         """Where another process finds the cluster."""
         self.api_key = api_key
         self.timeout_s = timeout_s

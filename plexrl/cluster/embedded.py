@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import IO, Any
 from plexrl.cluster.config import JOURNAL_VARIABLE
 from plexrl.cluster.data_dir import DATA_DIR, OTHERWISE, data_dir_at, make_data_dir, try_lock
 from plexrl.cluster.endpoint import Endpoint, in_use, read_endpoint
-from plexrl.cluster.leftovers import TEMPORARY_DATA
+from plexrl.cluster.leftovers import make_temporary_data
 from plexrl.cluster.script_lock import ScriptLock
 from plexrl.errors import PlexRLError, UnavailableError, from_wire
 from plexrl.notices import tell
@@ -98,7 +97,7 @@ def start_embedded(data_dir: Path | None = None, **options: Any) -> EmbeddedClus
         PlexRLError: it did not, and said why.
     """
     if data_dir is None:
-        folder, options["temporary"] = Path(tempfile.mkdtemp(prefix=TEMPORARY_DATA)), True
+        folder, options["temporary"] = make_temporary_data(), True
     else:
         folder = make_data_dir(data_dir)
     lock = try_lock(folder)

@@ -30,6 +30,8 @@ OWNER = "owner"
 FOLDERS = "plexrl-*"
 TEMPORARY_DATA = "plexrl-data-"
 """Prefix of data directories that go with their cluster."""
+TEMPORARY_MARK = "temporary"
+"""An empty file in each of them: a data directory that a user has named may begin the same."""
 TRIES = 10
 TRY_S = 0.01
 """A sweep that looks at a folder has its lock for a moment."""
@@ -51,17 +53,24 @@ def claimed(folder: Path, data_dir: Path) -> Iterator[None]:
         yield
 
 
+def make_temporary_data() -> Path:
+    """A new data directory that goes with its cluster."""
+    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_DATA))
+    (folder / TEMPORARY_MARK).touch()
+    return folder
+
+
 def sweep(sockets: tuple[Path, ...], shared_memory: Path) -> None:
     """Remove what dead clusters left in these folders, and temporary data directories of theirs."""
     for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_DATA}*"):
-        _remove_if_dead(path, LOCK)
-    for parent in dict.fromkeys(sockets):
+        if (path / TEMPORARY_MARK).is_file():
+            _remove_if_dead(path, LOCK)
+    for parent in dict.fromkeys((*sockets, shared_memory)):
         for path in parent.glob(FOLDERS):
-            _remove_if_dead(path, OWNER)
-    for path in shared_memory.glob(FOLDERS):
-        data_dir = _data_dir_of(path)
-        if data_dir is not None and not data_dir.exists():
-            _remove_if_dead(path, OWNER)
+            data_dir = _data_dir_of(path)
+            # Without shared memory the host tiers lie beside the sockets.
+            if data_dir is not None and (parent != shared_memory or _is_gone(data_dir)):
+                _remove_if_dead(path, OWNER)
 
 
 def empty(folder: Path) -> None:
@@ -100,10 +109,22 @@ def _data_dir_of(folder: Path) -> Path | None:
     if not is_private_folder(folder):
         return None
     try:
-        told = (folder / OWNER).read_text()
-    except OSError:
+        told = Path((folder / OWNER).read_text())
+    except (OSError, ValueError):
         return None
-    return Path(told) if told else None
+    # A folder of other contents may have such a file too.
+    return told if told.is_absolute() else None
+
+
+def _is_gone(path: Path) -> bool:
+    """One that cannot be looked at, as on a file system that does not answer, is not gone."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
 
 
 def _remove_if_dead(folder: Path, lock: str) -> None:

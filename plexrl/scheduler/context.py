@@ -59,7 +59,7 @@ class Context:
     live_jobs: dict[TenantId, int] = field(default_factory=dict)
     """Jobs that have not ended, of tenants that have some; derived from the state."""
     detached: dict[JobId, None] = field(default_factory=dict)
-    """Jobs that have not ended and have no controller; derived from the state."""
+    """Live jobs that have no controller and are not set aside; derived from the state."""
     _held: dict[TenantId, tuple[int, dict[JobId, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Context:
         for job in self.state.jobs.values():
             if not job.state.is_final:
                 self.count_live_job(job.tenant, +1)
-                if not job.attached:
+                if not job.attached and not job.is_set_aside:
                     self.detached[job.job] = None
         # Of a snapshot from before it was kept, it is lower.
         tokens = (group.token for group in self.state.groups.values())

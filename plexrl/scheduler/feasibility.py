@@ -79,7 +79,7 @@ def fits_as_placed(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
 def least_needs(context: Context, deployments: Sequence[Deployment]) -> list[Need]:
     """What `deployments` take at least, if all that may share do so wherever they can."""
     alone = [each for each in deployments if not (each.shares and _anybody_shares(context))]
-    found = [_need(each) for each in alone]
+    found = [need_of(each) for each in alone]
     sharing: dict[int, list[Deployment]] = {}
     for each in deployments:
         if each.shares and _anybody_shares(context):
@@ -105,7 +105,7 @@ def is_possible(context: Context, deployment: Deployment) -> bool:
     job, inventory = context.job(deployment.job), context.inventory
     gang = gang_of(context, deployment)
     if len(job.deployments) == 1:
-        need = _need(deployment)
+        need = need_of(deployment)
         known = inventory.holds.get(need)
         if known is None:
             known = inventory.holds[need] = fits_as_placed(inventory.in_service(), [need])
@@ -156,7 +156,7 @@ def fit_as_placed(
     """Whether `deployments` find GPUs one after the other: GPUs of its own for each, but for those
     that are sure to be put on one group."""
     order = sorted(deployments, key=lambda d: (-d.workers, d.created_at, d.deployment))
-    if fits_as_placed(free, [_need(each) for each in order]):
+    if fits_as_placed(free, [need_of(each) for each in order]):
         return True
     if not _may_pack(context, order):
         return False
@@ -165,7 +165,7 @@ def fit_as_placed(
     for each in order:
         key = each.workers, each.node_type
         if not each.shares or key not in packed:
-            found.append(_need(each))
+            found.append(need_of(each))
         if each.shares:
             packed.add(key)
     return fits_as_placed(free, found)
@@ -183,7 +183,8 @@ def _suits(kind: NodeKind, need: Need) -> bool:
     return need.node_type in ("", kind.node_type) and kind.gpu_memory_bytes >= need.gpu_memory_bytes
 
 
-def _need(deployment: Deployment) -> Need:
+def need_of(deployment: Deployment) -> Need:
+    """What a deployment that gets GPUs needs of them."""
     per_rank = -(-deployment.state_bytes // deployment.workers)
     return Need(deployment.workers, deployment.node_type, per_rank)
 
@@ -210,7 +211,7 @@ def _may_pack(context: Context, deployments: Sequence[Deployment]) -> bool:
         len(sharing) <= config.residents_max
         and math.fsum(duties) <= config.load_max
         and sum(each.state_bytes for each in sharing) <= tiers
-        and all(_need(each).gpu_memory_bytes <= memory for each in sharing)
+        and all(need_of(each).gpu_memory_bytes <= memory for each in sharing)
     )
 
 

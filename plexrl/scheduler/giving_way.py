@@ -15,16 +15,16 @@ from plexrl.scheduler.state import Job, WpgState
 
 
 def give_way(context: Context, now: float) -> bool:
-    """Set one detached job aside, if another could use GPUs; whether there was one."""
+    """Set one detached job aside, if a job that is none of them could use GPUs; whether there was
+    one."""
     if not context.waiting or not context.detached:
         return False
     detached = map(context.job, context.detached)
-    idle = [job for job in detached if not job.is_set_aside and _is_idle(context, job)]
-    for job in sorted(idle, key=lambda each: (each.seen_at, each.job)):
-        if is_waited_for(context, job):
-            _set_aside(context, job, now)
-            return True
-    return False
+    idle = [job for job in detached if _is_idle(context, job)]
+    if not idle or not is_waited_for(context, idle):
+        return False
+    _set_aside(context, min(idle, key=lambda each: (each.seen_at, each.job)), now)
+    return True
 
 
 def come_back(context: Context, job: Job, now: float) -> None:
@@ -46,6 +46,7 @@ def _set_aside(context: Context, job: Job, now: float) -> None:
     for deployment in placed_of(context, job):
         displace(context, deployment, "its job has no controller, and others waited", now)
     job.is_set_aside = True
+    del context.detached[job.job]
     for name in job.deployments:
         context.waiting.remove(name)
     context.place_waiting = True

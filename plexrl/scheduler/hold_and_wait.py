@@ -21,9 +21,9 @@ does not hold and wait a second time.
 import math
 from collections.abc import Sequence
 
-from plexrl.ids import GroupId, JobId
+from plexrl.ids import GroupId, JobId, TenantId
 from plexrl.scheduler.context import Context
-from plexrl.scheduler.feasibility import fit_as_placed, is_possible
+from plexrl.scheduler.feasibility import Need, fit_as_placed, is_possible, need_of
 from plexrl.scheduler.node_pool import NodeKind
 from plexrl.scheduler.replacement import displace, may_displace
 from plexrl.scheduler.scarcity import over_quota
@@ -40,7 +40,7 @@ def break_deadlocks(context: Context, now: float) -> None:
     idle = _idle_partial_jobs(context, now)
     while idle:
         stuck = _stuck(context, idle)
-        if not stuck or (len(stuck) == 1 and not is_waited_for(context, stuck[0])):
+        if not stuck or (len(stuck) == 1 and not is_waited_for(context, stuck)):
             return
         job = min(stuck, key=lambda each: _order_of_giving_way(context, each))
         idle.remove(job)
@@ -134,17 +134,23 @@ def _order_of_giving_way(context: Context, job: Job) -> tuple[bool, int, float, 
     return can_be_had, job.priority, -job.submitted_at, job.job
 
 
-def is_waited_for(context: Context, job: Job) -> bool:
-    """Whether another job waits that could use GPUs if it had some."""
+def is_waited_for(context: Context, jobs: Sequence[Job]) -> bool:
+    """Whether a job other than these waits that could use GPUs if it had some."""
+    names = {job.job for job in jobs}
+    refused: set[tuple[TenantId, Need]] = set()
     for name in context.waiting:
         other = context.deployment(name)
-        if other.job == job.job:
+        if other.job in names:
             continue
         owner = context.job(other.job)
-        if (
-            len(owner.deployments) >= owner.gang
-            and over_quota(context, owner, other.workers) is None
-            and is_possible(context, other)
-        ):
+        if len(owner.deployments) < owner.gang:
+            continue
+        # Many may wait behind one quota: those that are alike are asked about once.
+        asker = (owner.tenant, need_of(other)) if len(owner.deployments) == 1 else None
+        if asker is not None and asker in refused:
+            continue
+        if over_quota(context, owner, other.workers) is None and is_possible(context, other):
             return True
+        if asker is not None:
+            refused.add(asker)
     return False

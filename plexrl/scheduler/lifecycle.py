@@ -300,7 +300,8 @@ def excuse_silence(context: Context, event: Event, now: float) -> None:
 def detach(context: Context, job: Job) -> None:
     """The job has no controller: it gives its GPUs to jobs that wait."""
     job.attached = False
-    context.detached[job.job] = None
+    if not job.is_set_aside:
+        context.detached[job.job] = None
     context.place_waiting = context.place_waiting or bool(context.waiting)
 
 

@@ -208,6 +208,9 @@ def test_a_batch_in_which_no_token_counts_is_refused_before_it_is_sent(
         actor.forward_backward(batch(mask=0.0), losses.grpo())
     with pytest.raises(errors.InvalidRequestError, match="mask is -1 in row 0"):
         actor.forward_backward(batch(mask=-1.0), losses.grpo())
+    hollow = plexrl.Batch.from_completions([[1], []], [[2], []])
+    with pytest.raises(errors.BatchShapeError, match="row 1 has 0 tokens"):
+        actor.forward_backward(hollow, losses.cross_entropy())
 
 
 @pytest.mark.parametrize(

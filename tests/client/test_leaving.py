@@ -1,5 +1,7 @@
 """How a controller leaves a job that has not ended."""
 
+import asyncio
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,3 +100,30 @@ def test_the_lines_that_resume_and_cancel_a_job_name_its_cluster(
     place: Place, resume: str, cancel: str
 ) -> None:
     assert (place.attach("j"), place.cancel("j")) == (resume, cancel)
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"), [(None, "completed"), (0, "completed"), (1, "failed")]
+)
+def test_a_script_that_exits_well_inside_the_block_has_completed_its_job(
+    cluster: plexrl.Cluster, router: FakeRouter, code: int | None, outcome: str
+) -> None:
+    with pytest.raises(SystemExit), cluster.create_job("j"):
+        sys.exit(code)
+    assert router.bodies["/v1/jobs/j/finish"]["outcome"] == outcome
+
+
+def test_an_async_script_that_exits_well_has_completed_its_job_too(router: FakeRouter) -> None:
+    async def control() -> None:
+        async with await plexrl.connect_async(router.url, "key", timeout_s=5.0) as cluster:
+            with pytest.raises(SystemExit):
+                async with await cluster.create_job("j"):
+                    sys.exit()
+
+    asyncio.run(control())
+    assert router.bodies["/v1/jobs/j/finish"]["outcome"] == "completed"
+
+
+def test_no_line_for_people_has_the_password_of_a_url() -> None:
+    with plexrl.connect("http://me:secret@h:1", "key") as cluster:
+        assert "secret" not in cluster._transport.place.attach("j")

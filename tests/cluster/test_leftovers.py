@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from plexrl.cluster.data_dir import LOCK, make_data_dir
 from plexrl.cluster.embedded import start_embedded
-from plexrl.cluster.leftovers import OWNER, claimed, sweep
+from plexrl.cluster.leftovers import OWNER, claimed, make_temporary_data, sweep
 from plexrl.cluster.parts import Folders
 from plexrl.errors import ConflictError
 
@@ -77,3 +78,33 @@ def test_a_folder_that_others_may_enter_is_left_alone(tmp_path: Path) -> None:
     (folder / OWNER).touch()
     sweep((tmp_path,), tmp_path)
     assert folder.exists()
+
+
+def test_a_data_directory_that_a_user_has_named_like_a_temporary_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    temporary = make_temporary_data()
+    named = make_data_dir(tmp_path / "plexrl-data-mine")
+    (temporary / LOCK).touch()
+    sweep((tmp_path / "run",), tmp_path / "shm")
+    assert not temporary.exists()
+    assert (named / LOCK).exists()
+
+
+def test_host_tiers_stay_while_their_data_directory_may_be_there(tmp_path: Path) -> None:
+    told: dict[str, str | bytes] = {
+        "unnamed": "",
+        "relative": "data",
+        "too-long": f"/{'x' * 5000}",
+        "no-text": b"\xff",
+        "there": str(tmp_path),
+        "gone": str(tmp_path / "gone"),
+    }
+    for name, owner in told.items():
+        (tmp_path / f"plexrl-{name}").mkdir(mode=0o700)
+        content = owner if isinstance(owner, bytes) else owner.encode()
+        (tmp_path / f"plexrl-{name}" / OWNER).write_bytes(content)
+    sweep((tmp_path,), tmp_path)
+    left = {path.name.removeprefix("plexrl-") for path in tmp_path.iterdir()}
+    assert left == set(told) - {"gone"}

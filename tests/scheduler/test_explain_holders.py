@@ -49,13 +49,14 @@ def beat(cluster: FakeCluster, *jobs: str, seconds: float) -> None:
 
 def test_a_job_that_was_left_open_is_named_with_the_time_at_which_it_is_cancelled() -> None:
     cluster = waiting()
+    cluster.submit("o", "first/actor", "optim_step")
     told = []
     for seconds in (20, 20, 40):
         beat(cluster, "second", seconds=seconds)
         (row,) = holders(cluster)
         assert (row["job"], row["tenant"], row["gpus"]) == ("first", "u", 2)
         told.append((row["condition"], row["silent_s"], row["cancelled_in_s"]))
-    assert told == [("idle", 20, None), ("silent", 40, 320), ("detached", 80, 280)]
+    assert told == [("working", 20, None), ("silent", 40, 320), ("detached", 80, 280)]
     beat(cluster, "second", seconds=280)
     assert cluster.core.job_view("first", cluster.now)["state"] == "CANCELLED"
     assert holders(cluster) == [], "it has the GPUs itself"
@@ -89,7 +90,8 @@ def test_those_that_were_left_open_come_first() -> None:
     cluster.start_node(6)
     for job in ("busy", "idle", "gone", "last"):
         submit(cluster, job)
-    cluster.submit("o", "busy/actor", "optim_step")
+    for job in ("busy", "gone"):
+        cluster.submit(f"{job}-o", f"{job}/actor", "optim_step")
     beat(cluster, "busy", "idle", "last", seconds=70)
     found = [(row["job"], row["condition"]) for row in holders(cluster, "last")]
     assert found == [("gone", "detached"), ("idle", "idle"), ("busy", "working")]

@@ -91,6 +91,16 @@ def test_of_several_detached_jobs_no_more_give_way_than_are_needed() -> None:
     assert placed(cluster) == ["new/actor", "second/actor"]
 
 
+def test_a_detached_job_does_not_give_way_to_another_one_that_has_nothing_to_run() -> None:
+    cluster = crowded()
+    detach(cluster, "b")
+    detach(cluster, "a")
+    assert placed(cluster) == ["a/actor"]
+    cluster.job("c")
+    cluster.deploy("c/actor", "rollout", workers=4)
+    assert placed(cluster) == ["c/actor"]
+
+
 def test_a_silent_controller_counts_as_gone_after_its_timeout() -> None:
     cluster = crowded()
     cluster.pass_time(9e5)
