@@ -15,6 +15,11 @@ import plexrl
 from plexrl.cluster.embedded import EmbeddedCluster
 from tests.cluster.tools import wait_until
 
+HEARS = """
+import signal
+# Whoever began the tests in the background may have them ignore it, and scripts inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
 TRAINING = """
 import sys
 import time
@@ -64,7 +69,7 @@ asyncio.run(main())
 
 def training(data_dir: Path, *words: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", TRAINING, *words],
+        [sys.executable, "-c", HEARS + TRAINING, *words],
         env={**os.environ, "PLEXRL_DATA_DIR": str(data_dir)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -153,7 +158,7 @@ def test_one_interrupt_detaches_and_says_how_to_resume_and_to_cancel(
 ) -> None:
     name = f"detached-{kind}"
     with subprocess.Popen(
-        [sys.executable, "-c", WAITING[kind], name],
+        [sys.executable, "-c", HEARS + WAITING[kind], name],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -181,7 +186,7 @@ def test_a_second_interrupt_at_a_terminal_cancels(
     name = f"cancelled-{kind}"
     ours, theirs = terminal
     with subprocess.Popen(
-        [sys.executable, "-c", WAITING[kind], name],
+        [sys.executable, "-c", HEARS + WAITING[kind], name],
         env=environment,
         stdin=theirs,
         stdout=subprocess.PIPE,
