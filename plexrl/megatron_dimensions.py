@@ -68,8 +68,17 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
         has_qkv_bias=architecture == "qwen2",
         has_qk_norm=architecture.startswith("qwen3"),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=_norm_eps(config),
     )
+
+
+def _norm_eps(config: Mapping[str, Any]) -> float:
+    found = config.get("rms_norm_eps", 1e-6)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < 1:
+        raise InvalidRequestError(
+            f"config.json: rms_norm_eps is {found!r}: give a number of at least 0 and below 1"
+        )
+    return float(found)
 
 
 def check_cut(sizes: Dimensions, layout: Parallelism) -> None:

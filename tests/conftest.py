@@ -17,6 +17,8 @@ settings.load_profile("plexrl")
 # Two torch threads beside any other work slow both up to tenfold; set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# pytest-xdist sets it; commands would take it for a terminal's width.
+os.environ.pop("COLUMNS", None)
 
 ROOMS = ("scheduler", "statemanager", "router", "worker", "rollout", "sim", "traces")
 
