@@ -82,7 +82,8 @@ def train(actor: plexrl.TrainDeployment, step: int) -> float:
 def test_what_the_cluster_was_started_with_reaches_its_parts(
     small: EmbeddedCluster, operator: plexrl.Cluster
 ) -> None:
-    nodes = operator.nodes()
+    # They join in any order.
+    nodes = sorted(operator.nodes(), key=lambda node: str(node["node"]))
     assert [node["node_type"] for node in nodes] == ["fast", "slow"]
     assert [node["block"] for node in nodes] == ["row1", "row1"]
     assert all(node["nvme_bytes"] > 0 for node in nodes)
