@@ -37,7 +37,7 @@ def explain(
         write_json(story)
         return
     print_line(f"{story['name']} of {story['tenant']} is {story['state']}: {story['summary']}.")
-    _holders(story["holders"])
+    print_holders(story["holders"])
     _operations(story["operations"])
     _deployments(story["deployments"])
     for deployment in story["deployments"]:
@@ -46,7 +46,7 @@ def explain(
     _quality(story["eta_quality"])
 
 
-def _holders(holders: list[Plain]) -> None:
+def print_holders(holders: list[Plain]) -> None:
     """Who has the GPUs that the job waits for, and which of those jobs nobody works with."""
     if not holders:
         return

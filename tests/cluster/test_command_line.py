@@ -16,14 +16,13 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 from rich.cells import cell_len
 
 import plexrl
 from plexrl.cluster.embedded import EmbeddedCluster
 from tests.cluster.command_walk import MARK, run
-from tests.cluster.tools import VOCABULARY, some_batch, wait_until
+from tests.cluster.tools import VOCABULARY, some_batch
 
 TENANT = "a-tenant-whose-name-is-rather-long"
 NAME = "a-sweep-over-learning-rates-and-batch-sizes-lr1e-4-batch256"
@@ -307,27 +306,15 @@ def test_checkpoints_are_listed_and_deleted(scene: Scene) -> None:
     job.finish()
 
 
-def test_a_waiting_job_names_the_job_that_was_left_open(scene: Scene) -> None:
+def test_a_waiting_job_names_the_job_that_has_the_gpus_and_does_nothing(scene: Scene) -> None:
     rows = json.loads(cli(scene, "explain", scene.waiting.job, "--json"))["holders"]
     assert [(row["job"], row["tenant"], row["gpus"]) for row in rows] == [
         (scene.job.job, TENANT, 2)
     ]
-    # As a controller leaves it that was killed.
-    body = {"job": "left-open", "name": "left-open", "controller_timeout_s": 1.0}
-    headers = {"Authorization": f"Bearer {scene.tenant.api_key}"}
-    httpx.post(
-        f"{scene.tenant.url}/v1/jobs", json=body, headers=headers, timeout=60
-    ).raise_for_status()
-    left = scene.tenant.attach_job("left-open", heartbeat=False)
-    left.train_deployment("actor", MODEL, exclusive=True)
-    wait_until(lambda: not left.status()["attached"], "its silence is not noticed")
+    assert rows[0]["condition"] == "idle"
     told = cli(scene, "explain", scene.waiting.job)
-    assert "Who has the GPUs" in told
-    assert "left-open was not ended, and nothing was heard of its controller for" in told
-    assert re.search("it is cancelled in [45] min", told)
-    assert "To end it now: plexrl cancel left-open" in told
-    cli(scene, "cancel", "left-open")
-    assert "left-open" not in cli(scene, "explain", scene.waiting.job)
+    _, _, holders = told.partition("Who has the GPUs")
+    assert re.search(rf"^{scene.job.job} +{TENANT} +2 +idle ", holders, re.MULTILINE)
 
 
 def test_usage_shows_what_sharing_saved(scene: Scene) -> None:
