@@ -138,7 +138,7 @@ def test_what_cannot_have_adapters_is_refused(job: plexrl.Job) -> None:
     with pytest.raises(InvalidRequestError, match=r"lora\.targets"):
         job.train_deployment("a", MODEL, lora=plexrl.LoraSpec(rank=4, targets=("lm_head",)))
     with pytest.raises(InvalidRequestError, match="no low-rank adapters"):
-        job._deploy("b", "forward", MODEL, {"lora": {"rank": 4}})
+        job._deploy("b", "forward", MODEL, {"lora": LORA})
     with pytest.raises(LayoutError):
         job.train_deployment("c", MODEL, parallelism=plexrl.Parallelism(pp=2), lora=LORA)
     plain = job.rollout_deployment("plain", MODEL)
