@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from plexrl.client.cluster import Cluster
     from plexrl.client.job import Job
 
-FINAL = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 CANDIDATES_MAX = 8
 """Jobs that are named where several could be meant."""
 
@@ -45,7 +44,7 @@ def find_job(cluster: "Cluster", text: str) -> "Job":
 
 def is_live(view: View) -> bool:
     """Whether a job has not ended."""
-    return view["state"] not in FINAL
+    return view["ended_at"] is None
 
 
 def _meant(jobs: Sequence[View], text: str) -> View | None:

@@ -17,13 +17,16 @@ from plexrl.cli.context import (
     write_json,
     write_text,
 )
-from plexrl.cli.job_ids import FINAL, JobArgument, find_job, is_live
+from plexrl.cli.job_ids import JobArgument, find_job, is_live
 from plexrl.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from plexrl.client.job import Job
 
-STATES = ("QUEUED", "ADMITTED", "PROFILING", "RUNNING", "SUSPENDED", *sorted(FINAL))
+STATES = (
+    *("QUEUED", "ADMITTED", "PROFILING", "RUNNING", "SUSPENDED"),
+    *("CANCELLED", "COMPLETED", "FAILED"),
+)
 
 
 def jobs(
