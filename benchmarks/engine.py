@@ -19,11 +19,11 @@ import torch
 
 from benchmarks.report import report
 from benchmarks.sizes import sized
-from plexrl.deployment_spec import DeploymentSpec
-from plexrl.model_spec import tiny_qwen2
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.spec import tiny_qwen2
 from plexrl.wire.operations import SamplingParams
-from plexrl.worker.engine import Generation, TorchRolloutBackend
 from plexrl.worker.models import build_model
+from plexrl.worker.rollout.engine import Generation, TorchRolloutBackend
 
 CONCURRENT = sized((1, 8, 32, 256), quick=(1, 2))
 BAR = sized(32, quick=2)

@@ -28,7 +28,7 @@ from benchmarks.report import percentile, report
 from benchmarks.routing.clients import Load, Outcome
 from benchmarks.routing.rig import GPUS, KEY, bare_server, deployments, measure, routed
 from benchmarks.sizes import sized
-from plexrl.client import requests
+from plexrl.client.calls import requests
 
 SMALL_MB, LARGE_MB = 1, sized(64, quick=4)
 MANY = sized(16, quick=2)

@@ -24,9 +24,9 @@ from statistics import fmean, stdev
 
 from benchmarks.report import report
 from benchmarks.sizes import sized
-from plexrl.scheduler.contention import Resident, predict
-from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.estimates import MOVE_BYTES_PER_S
+from plexrl.scheduler.placement.contention import Resident, predict
+from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
 from plexrl.sim import PUBLISHED, JobPlan, JobProfile, VirtualCluster, published, virtual_config
 
 RESIDENTS = sized((2, 3, 4), quick=(2,))

@@ -12,8 +12,8 @@ from typing import Any
 import plexrl
 from benchmarks.report import percentile, report
 from benchmarks.sizes import sized
-from plexrl.cluster.embedded import start_embedded
-from plexrl.model_spec import parameter_count
+from plexrl.cluster.embedded.start import start_embedded
+from plexrl.model.spec import parameter_count
 
 ROUNDS = sized(20, quick=6)
 MODEL = plexrl.tiny_qwen2("0123456789sr=", hidden=sized(512, quick=64), layers=sized(6, quick=2))

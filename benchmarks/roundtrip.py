@@ -17,7 +17,7 @@ import httpx
 import plexrl
 from benchmarks.report import percentile, report
 from benchmarks.sizes import sized
-from plexrl.cluster.embedded import start_embedded
+from plexrl.cluster.embedded.start import start_embedded
 
 WARM_UP = sized(30, quick=1)
 ROUNDS = sized(300, quick=3)

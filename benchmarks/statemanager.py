@@ -22,7 +22,7 @@ from benchmarks.state import (
     replicas,
     rl_delta,
 )
-from plexrl.cluster.tuning import tuned
+from plexrl.process.tuning import tuned
 
 PARTS = {
     "host": host.measure_copies,

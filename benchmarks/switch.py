@@ -12,7 +12,7 @@ from typing import Any
 import plexrl
 from benchmarks.report import percentile, report
 from benchmarks.sizes import sized
-from plexrl.cluster.embedded import start_embedded
+from plexrl.cluster.embedded.start import start_embedded
 
 ROUNDS = sized(40, quick=4)
 ROWS = sized(256, quick=8)

@@ -40,12 +40,12 @@ from plexrl.client import (
     connect,
     connect_async,
 )
+from plexrl.client.display.progress import Progress
 from plexrl.errors import PlexRLError
-from plexrl.lora import LoraSpec
-from plexrl.model_spec import ModelSpec, tiny_qwen2
-from plexrl.parallelism import Parallelism
-from plexrl.progress import Progress
-from plexrl.tokenizer import BOS, EOS, PAD, Tokenizer
+from plexrl.model.lora import LoraSpec
+from plexrl.model.parallelism import Parallelism
+from plexrl.model.spec import ModelSpec, tiny_qwen2
+from plexrl.model.tokenizer import BOS, EOS, PAD, Tokenizer
 from plexrl.wire.operations import LossSpec, SamplingParams
 
 __all__ = [

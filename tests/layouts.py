@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from plexrl.parallelism import Parallelism
+from plexrl.model.parallelism import Parallelism
 
 RANKS_MAX = 64
 

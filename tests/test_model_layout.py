@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from plexrl.errors import InvalidRequestError, LayoutError
-from plexrl.model_layout import check_tensor_parallel
-from plexrl.model_spec import ModelSpec
-from plexrl.parallelism import Parallelism
+from plexrl.model.layout import check_tensor_parallel
+from plexrl.model.parallelism import Parallelism
+from plexrl.model.spec import ModelSpec
 
 SIZES = {
     "vocab_size": 23,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.model_spec import ModelSpec, parameter_count, tiny_qwen2
+from plexrl.model.spec import ModelSpec, parameter_count, tiny_qwen2
 
 
 @given(

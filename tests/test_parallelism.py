@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.backend_capabilities import BACKENDS, backend_capabilities, check_layout
-from plexrl.deployment_spec import DeploymentSpec, deployment_spec_from_json
 from plexrl.errors import InvalidRequestError, LayoutError
-from plexrl.model_spec import tiny_qwen2
-from plexrl.parallelism import DENSE_AXES, EXPERT_AXES, Coordinates, Parallelism
+from plexrl.model.capabilities import BACKENDS, backend_capabilities, check_layout
+from plexrl.model.deployment_spec import DeploymentSpec, deployment_spec_from_json
+from plexrl.model.parallelism import DENSE_AXES, EXPERT_AXES, Coordinates, Parallelism
+from plexrl.model.spec import tiny_qwen2
 from tests.layouts import DENSE_LAYOUTS, LAYOUTS
 
 

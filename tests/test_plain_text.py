@@ -5,7 +5,7 @@ import logging
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.plain_text import PlainFormatter, is_plain, many_lines, one_line
+from plexrl.process.plain_text import PlainFormatter, is_plain, many_lines, one_line
 
 BIDI = "\u202e"
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from plexrl.progress import LOGGER, Progress
+from plexrl.client.display.progress import LOGGER, Progress
 
 ESCAPE = "\x1b"
 
 
 def run_of(steps: int | None, file: "io.TextIOBase") -> None:
     with Progress(steps, file=file) as progress:  # type: ignore[arg-type]
-        logging.getLogger("plexrl.client.cluster").info("cluster: %s", "http://[::1]:8000")
+        logging.getLogger("plexrl.client.blocking.cluster").info("cluster: %s", "http://[::1]:8000")
         progress.step(1, {"reward/mean": 0.25, "loss": float("nan")})
         progress.step(2, {"reward/mean": 0.5, "loss": -1.5})
 

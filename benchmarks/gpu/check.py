@@ -25,7 +25,7 @@ TAIL = 4000
 """Characters of a part's output that are kept."""
 
 PROBE = """
-from plexrl.statemanager.device.cuda_bindings import BoundDriver
+from plexrl.statemanager.device.cuda.bindings import BoundDriver
 driver = BoundDriver()
 driver.enter(0)
 print(driver.device_count(), driver.memory_info()[1])

@@ -7,13 +7,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from plexrl.errors import PlexRLError
-from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.device.cuda_arena import CudaArena
-from plexrl.statemanager.device.cuda_bindings import BoundDriver
-from plexrl.statemanager.device.cuda_driver import CudaDriver
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.ticket_key import read_ticket_key
-from plexrl.statemanager.tickets import Claims, Role, TicketKey
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.device.cuda.arena import CudaArena
+from plexrl.statemanager.device.cuda.bindings import BoundDriver
+from plexrl.statemanager.device.cuda.driver import CudaDriver
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.protocol.ticket_key import read_ticket_key
+from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
 
 BLOCK_BYTES = 64 << 20
 SAMPLES = 64

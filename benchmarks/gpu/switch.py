@@ -27,9 +27,9 @@ from benchmarks.gpu.job import Reply, serve_job
 from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.errors import DeviceUnavailableError
-from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.device.backend import DeviceKind
-from plexrl.statemanager.device.cuda_bindings import BoundDriver
+from plexrl.statemanager.device.cuda.bindings import BoundDriver
 from plexrl.statemanager.device.mapping import map_zero, set_zero
 
 GIB = 1 << 30

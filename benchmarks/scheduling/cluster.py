@@ -4,14 +4,14 @@ import random
 from dataclasses import dataclass
 
 from plexrl.scheduler.config import SchedulerConfig
-from plexrl.scheduler.context import Context
-from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.estimates import Estimates
-from plexrl.scheduler.events import NodeJoined
-from plexrl.scheduler.nodes import node_joined
-from plexrl.scheduler.placement import fitting, join, place
-from plexrl.scheduler.policies import Way
-from plexrl.scheduler.state import Deployment, Job
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.placement.nodes import node_joined
+from plexrl.scheduler.placement.placement import fitting, join, place
+from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.estimates import Estimates
+from plexrl.scheduler.state.events import NodeJoined
+from plexrl.scheduler.state.records import Deployment, Job
 
 GPUS = 8
 GIB = 1 << 30

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import config
 from benchmarks.sizes import sized
-from plexrl.garbage_collection import spare_living
+from plexrl.process.garbage_collection import spare_living
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler import events as ev
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
 from plexrl.wire.operations import OperationKind
 
 GROUPS = sized(1000, quick=8)

@@ -13,11 +13,11 @@ from pathlib import Path
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import config, node
 from benchmarks.sizes import sized
-from plexrl.garbage_collection import spare_living
+from plexrl.process.garbage_collection import spare_living
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.shell import Clock, Shell
-from plexrl.scheduler.sql_journal import SqlJournal
+from plexrl.scheduler.journal.sql_journal import SqlJournal
+from plexrl.scheduler.service.shell import Clock, Shell
+from plexrl.scheduler.state import events as ev
 from plexrl.wire.operations import OperationKind
 
 CLIENTS = sized(64, quick=4)

@@ -7,9 +7,9 @@ from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import Population, populate
 from benchmarks.sizes import sized
 from plexrl.ids import GroupId
-from plexrl.scheduler.demand import project
-from plexrl.scheduler.placement import leave, place
-from plexrl.scheduler.state import Deployment
+from plexrl.scheduler.placement.placement import leave, place
+from plexrl.scheduler.state.demand import project
+from plexrl.scheduler.state.records import Deployment
 
 ROUNDS = sized(400, quick=4)
 NAIVE_ROUNDS = sized(3, quick=1)

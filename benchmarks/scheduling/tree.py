@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 from benchmarks.sizes import sized
-from plexrl.scheduler.segment_tree import SegmentTree
+from plexrl.scheduler.capacity.segment_tree import SegmentTree
 
 SLOTS = 28_800
 ROUNDS = sized(4_000, quick=20)

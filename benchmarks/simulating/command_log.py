@@ -11,12 +11,12 @@ import hashlib
 import sys
 from collections.abc import Iterator
 
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler import events as ev
-from plexrl.sim.policies import SIM_POLICIES
-from plexrl.sim.scenario import Behaviour, Failures, Pool, Scenario
-from plexrl.sim.trace_run import TraceRun
-from plexrl.sim.trace_source import PublishedSource
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
+from plexrl.sim.engine.trace_run import TraceRun
+from plexrl.sim.workload.policies import SIM_POLICIES
+from plexrl.sim.workload.scenario import Behaviour, Failures, Pool, Scenario
+from plexrl.sim.workload.trace_source import PublishedSource
 from plexrl.traces import Shape
 
 DAY_S = 86_400.0

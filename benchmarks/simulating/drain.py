@@ -44,15 +44,16 @@ from benchmarks.report import report
 from benchmarks.simulating.fleet import equal_fleet
 from benchmarks.simulating.part import Part
 from benchmarks.sizes import sized
-from plexrl.sim.headline import whole_gpu_hours
-from plexrl.sim.policies import SIM_POLICIES
-from plexrl.sim.replay import simulate
+from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.report.comparison import recovered
-from plexrl.sim.result import SimResult, Speed
-from plexrl.sim.result_json import dumps, result_from, result_values, speed_values
-from plexrl.sim.scenario import Behaviour, JobSource, Pool, Scenario
-from plexrl.sim.sweep import FailedRun, run_all
-from plexrl.sim.trace_source import PublishedSource, TraceSource
+from plexrl.sim.results.headline import whole_gpu_hours
+from plexrl.sim.results.result import SimResult, Speed
+from plexrl.sim.results.result_json import dumps, result_from, result_values, speed_values
+from plexrl.sim.search.one_run import FailedRun
+from plexrl.sim.search.sweep import run_all
+from plexrl.sim.workload.policies import SIM_POLICIES
+from plexrl.sim.workload.scenario import Behaviour, JobSource, Pool, Scenario
+from plexrl.sim.workload.trace_source import PublishedSource, TraceSource
 from plexrl.traces import Shape, TraceJob
 
 DAY_S = 86_400.0

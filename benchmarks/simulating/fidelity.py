@@ -29,10 +29,17 @@ from benchmarks.report import report
 from benchmarks.simulating.live_jobs import LiveJob, LiveRun, run_live
 from benchmarks.simulating.part import Part
 from benchmarks.sizes import sized
-from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
-from plexrl.sim.fidelity import Comparison, Errors, JobError, compare_law, compare_replay, errors_of
-from plexrl.sim.recording import Overheads, overheads, recorded_run
-from plexrl.traces.recorder import record
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
+from plexrl.sim.fidelity.fidelity import (
+    Comparison,
+    Errors,
+    JobError,
+    compare_law,
+    compare_replay,
+    errors_of,
+)
+from plexrl.sim.fidelity.recording import Overheads, overheads, recorded_run
+from plexrl.traces.convert.recorder import record
 
 JOBS = (
     LiveJob(name="a", rows=9, hidden=192),

@@ -7,8 +7,8 @@ time alone flatters a policy that runs more jobs at once: it also needs more rol
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from plexrl.sim.result import SimResult
-from plexrl.sim.scenario import JobSource, Pool, Scenario
+from plexrl.sim.results.result import SimResult
+from plexrl.sim.workload.scenario import JobSource, Pool, Scenario
 from plexrl.traces import TraceJob
 
 

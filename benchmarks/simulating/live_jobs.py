@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster
+from plexrl.cluster.embedded.start import EmbeddedCluster
 
 VOCABULARY = "0123456789sr="
 ROW_TOKENS = 48

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.simulating.part import Part
 from benchmarks.simulating.workloads import passers
 from benchmarks.sizes import sized
-from plexrl.sim.replay import simulate
+from plexrl.sim.engine.simulate import simulate
 
 JOBS = sized(200, quick=10)
 TIMES = sized(10, quick=2)

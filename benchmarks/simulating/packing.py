@@ -9,10 +9,10 @@ What stands where:
 
 * T is Tab. 1's: the product of its DP, CP, PP and TP, 8, 256 and 384.
 * R is not in the table's text, of which only the rollout's tensor-parallel size is left (2, 2 and
-  8). `plexrl.traces.published` infers it from the savings themselves, so the column *saved*, though
-  simulated, is no independent proof of them. *at any R* shows what can be said without: what is
-  saved with a quarter, a third, a half and all of T for rollouts, and *R within 3 points* which
-  counts (of whole engines) come near enough.
+  8). `plexrl.traces.generate.published` infers it from the savings themselves, so the column
+  *saved*, though simulated, is no independent proof of them. *at any R* shows what can be said
+  without: what is saved with a quarter, a third, a half and all of T for rollouts, and *R within 3
+  points* which counts (of whole engines) come near enough.
 * s is measured here, by the scheduler's own core: what sharing costs when cycles vary by 15 % and
   switches take what the states' sizes say. It follows from the published seconds alone.
 
@@ -27,11 +27,11 @@ from statistics import fmean, stdev
 
 from benchmarks.simulating.part import Part
 from benchmarks.sizes import sized
-from plexrl.sim.replay import simulate
-from plexrl.sim.result import SimResult
-from plexrl.sim.scenario import Behaviour, Pool, Scenario
+from plexrl.sim.engine.simulate import simulate
+from plexrl.sim.results.result import SimResult
+from plexrl.sim.workload.scenario import Behaviour, Pool, Scenario
 from plexrl.traces import MODEL_CLASSES, TraceJob
-from plexrl.traces.published import ModelClass
+from plexrl.traces.generate.published import ModelClass
 
 PUBLISHED = {"7B": 0.3136, "30B": 0.3010, "235B": 0.3758}
 ROLLOUT_TENSOR_PARALLEL = {"7B": 2, "30B": 2, "235B": 8}

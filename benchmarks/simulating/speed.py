@@ -8,9 +8,9 @@ from benchmarks.simulating.loops import DEPTH, heap_rate, simpy_rate
 from benchmarks.simulating.part import Part
 from benchmarks.simulating.workloads import DAY_S, residents
 from benchmarks.sizes import sized
-from plexrl.garbage_collection import rare_collections
-from plexrl.sim.replay import is_compiled, simulate
-from plexrl.sim.trace_run import TraceRun
+from plexrl.process.garbage_collection import rare_collections
+from plexrl.sim.engine.simulate import is_compiled, simulate
+from plexrl.sim.engine.trace_run import TraceRun
 
 POLICIES = ("isolated", "pack", "spread", "spread+backfill")
 MAIN = "spread+backfill"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from plexrl.sim.scenario import GIB, NodeType, Pool, Scenario
+from plexrl.sim.workload.scenario import GIB, NodeType, Pool, Scenario
 from plexrl.traces import MODEL_CLASSES, TraceJob
 
 DAY_S = 86_400.0

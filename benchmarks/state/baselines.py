@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.sizes import sized
-from plexrl.statemanager.mapping import address_of
+from plexrl.statemanager.transfer.copy.mapped_memory import address_of
 
 MIB = 1 << 20
 GB = 1e9

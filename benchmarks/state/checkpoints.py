@@ -26,7 +26,7 @@ from plexrl.statemanager.checkpoint.requests import (
     WriteCheckpoint,
 )
 from plexrl.statemanager.checkpoint.restore import Checkpoint
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 
 TENSORS = sized(3 * 250, quick=6)
 TENSOR_BYTES = MIB

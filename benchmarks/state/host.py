@@ -7,8 +7,8 @@ import numpy as np
 from benchmarks.sizes import sized
 from benchmarks.state.baselines import GB, MIB, Memcpy, Work, in_turns, timed
 from benchmarks.state.rig import Figures, Rank, Rows, daemon, folders, manifest_of, row, tensors
-from plexrl.statemanager.device.cpu import CpuDevice
-from plexrl.statemanager.store import Store
+from plexrl.statemanager.device.cpu.device import CpuDevice
+from plexrl.statemanager.store.store import Store
 
 TENSOR_BYTES = 4 * MIB
 STATE_BYTES = sized(512 * MIB, quick=8 * MIB)

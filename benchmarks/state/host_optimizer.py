@@ -18,18 +18,18 @@ import msgspec
 import torch
 
 from benchmarks.sizes import sized
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.host_arena import HostArena
-from plexrl.statemanager.host_requests import host_start
-from plexrl.statemanager.keys import StateKey, StatePart
-from plexrl.statemanager.ticket_key import read_ticket_key
-from plexrl.statemanager.tickets import Claims, Role
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.layout.keys import StateKey, StatePart
+from plexrl.statemanager.protocol.host_requests import host_start
+from plexrl.statemanager.protocol.ticket_key import read_ticket_key
+from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.arena_tensors import ArenaLayout, span
-from plexrl.worker.host_optimizer import HostAdamW
-from plexrl.worker.host_transfer import Run
+from plexrl.worker.state.arena_tensors import ArenaLayout, span
+from plexrl.worker.state.host_optimizer import HostAdamW
+from plexrl.worker.state.host_transfer import Run
 
 ELEMENTS = sized(50_000_000 // 16 * 16, quick=1 << 16)
 ROUNDS = sized(7, quick=2)

@@ -5,10 +5,10 @@ import time
 from benchmarks.sizes import sized
 from benchmarks.state.baselines import Seconds, timed
 from benchmarks.state.rig import Figures, Rows, row
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.plan_balance import Source
-from plexrl.statemanager.plan_cache import PlanCache
-from plexrl.statemanager.plan_layout import Layout
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.plan.balance import Source
+from plexrl.statemanager.layout.plan.cache import PlanCache
+from plexrl.statemanager.layout.plan.columns import Layout
 
 TENSORS, SOURCES, TARGETS = sized(1563, quick=4), 64, 8
 """100 032 slices at the sources, each to be brought to one target."""

@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 
 from benchmarks.state.baselines import MIB
-from plexrl.cluster.tuning import tuned
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.client import LoadReport, MoveReport, StateManagerClient
-from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.layout import lay_out
-from plexrl.statemanager.ticket_key import read_ticket_key
-from plexrl.statemanager.tickets import AGENT, Claims, Role, job_of
-from plexrl.statemanager.versions import Manifest, VersionKind
+from plexrl.process.tuning import tuned
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.client import LoadReport, MoveReport, StateManagerClient
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.layout import lay_out
+from plexrl.statemanager.protocol.ticket_key import read_ticket_key
+from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, job_of
+from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 
 Rows = list[tuple[str, ...]]
 Figures = dict[str, float]

@@ -15,15 +15,21 @@ import numpy.typing as npt
 import plexrl
 from benchmarks.sizes import sized
 from examples.grpo_digits import TASKS, Controller, draw_digits, most_informative, parse
-from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.delta import BATCH_BYTES, DeltaPolicy, changed_blocks
-from plexrl.statemanager.delta_codec import encode
-from plexrl.statemanager.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StateKey, StatePart, StateSlice
-from plexrl.statemanager.state_digest import digest_of_slices
-from plexrl.statemanager.ticket_key import read_ticket_key
-from plexrl.statemanager.tickets import Claims, Role
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.layout.keys import (
+    ARENA_ALIGNMENT,
+    DTYPE_BYTES,
+    StateKey,
+    StatePart,
+    StateSlice,
+)
+from plexrl.statemanager.layout.state_digest import digest_of_slices
+from plexrl.statemanager.protocol.ticket_key import read_ticket_key
+from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.statemanager.transfer.delta.codec import encode
+from plexrl.statemanager.transfer.delta.delta import BATCH_BYTES, DeltaPolicy, changed_blocks
 
 LEARNING_RATES = sized((1e-6, 1e-5, 1e-3), quick=(1e-3,))
 STEPS = sized(24, quick=1)

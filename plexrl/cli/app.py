@@ -6,23 +6,23 @@ from typing import Annotated, Any
 
 import typer
 
-from plexrl.cli.cancel import cancel
-from plexrl.cli.checkpoints import checkpoints_app
-from plexrl.cli.context import warn, warn_lines, write_json, write_text
-from plexrl.cli.explain import explain
-from plexrl.cli.fidelity import fidelity
-from plexrl.cli.help import CommandGroup, PanelCommand
-from plexrl.cli.jobs import jobs, logs
-from plexrl.cli.metrics import metrics
-from plexrl.cli.node import statemanager, statemanager_status
-from plexrl.cli.nodes import groups, nodes_app, status
-from plexrl.cli.operations import operations, trace
-from plexrl.cli.running import demo, up
-from plexrl.cli.simulate import simulate
-from plexrl.cli.simulate_compare import compare
-from plexrl.cli.tenants import tenants_app
-from plexrl.cli.traces import traces_app
-from plexrl.cli.usage import usage
+from plexrl.cli.cluster.nodes import groups, nodes_app, status
+from plexrl.cli.cluster.statemanager import statemanager, statemanager_status
+from plexrl.cli.cluster.tenants import tenants_app
+from plexrl.cli.cluster.up import demo, up
+from plexrl.cli.cluster.usage import usage
+from plexrl.cli.jobs.cancel import cancel
+from plexrl.cli.jobs.checkpoints import checkpoints_app
+from plexrl.cli.jobs.explain import explain
+from plexrl.cli.jobs.jobs import jobs, logs
+from plexrl.cli.jobs.metrics import metrics
+from plexrl.cli.jobs.operations import operations, trace
+from plexrl.cli.simulate.command import simulate
+from plexrl.cli.simulate.compare import compare
+from plexrl.cli.terminal.context import warn, warn_lines, write_json, write_text
+from plexrl.cli.terminal.help import CommandGroup, PanelCommand
+from plexrl.cli.traces.command import traces_app
+from plexrl.cli.traces.fidelity import fidelity
 from plexrl.errors import PlexRLError, TraceError
 
 COMPARE = "simulate compare"

@@ -1,27 +1,24 @@
 """The SDK: what a controller imports; no torch."""
 
-from plexrl.client.aio import AsyncCluster, connect_async
-from plexrl.client.async_deployments import (
+from plexrl.client.asynchronous.cluster import AsyncCluster, connect_async
+from plexrl.client.asynchronous.deployment_kinds import (
     AsyncReferenceDeployment,
     AsyncRewardDeployment,
     AsyncRolloutDeployment,
     AsyncTrainDeployment,
 )
-from plexrl.client.async_job import AsyncJob
-from plexrl.client.batch import Batch
-from plexrl.client.checkpoints import AsyncCheckpointFuture, CheckpointFuture
-from plexrl.client.cluster import Cluster, connect
-from plexrl.client.demand import DemandTrace, Segment
-from plexrl.client.deployment_kinds import (
+from plexrl.client.asynchronous.job import AsyncJob
+from plexrl.client.blocking.cluster import Cluster, connect
+from plexrl.client.blocking.deployment_kinds import (
     ReferenceDeployment,
     RewardDeployment,
     RolloutDeployment,
     TrainDeployment,
 )
-from plexrl.client.futures import AsyncFuture, Future
-from plexrl.client.generations import AsyncGenerateFuture, GenerateFuture
-from plexrl.client.job import Job
-from plexrl.client.results import (
+from plexrl.client.blocking.job import Job
+from plexrl.client.data.batch import Batch
+from plexrl.client.data.demand import DemandTrace, Segment
+from plexrl.client.data.results import (
     Chunk,
     ForwardResult,
     GenerateResult,
@@ -34,6 +31,9 @@ from plexrl.client.results import (
     TrainResult,
     WeightsSpan,
 )
+from plexrl.client.futures.checkpoints import AsyncCheckpointFuture, CheckpointFuture
+from plexrl.client.futures.futures import AsyncFuture, Future
+from plexrl.client.futures.generations import AsyncGenerateFuture, GenerateFuture
 
 __all__ = [
     "AsyncCheckpointFuture",

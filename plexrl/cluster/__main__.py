@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from plexrl.cluster.config import JOURNAL_VARIABLE, ClusterOptions, check_argument
+from plexrl.cluster.embedded.script_lock import wait_for_last_script
 from plexrl.cluster.endpoint import Endpoint
-from plexrl.cluster.process import print_refused
-from plexrl.cluster.ray_options import RayOptions
-from plexrl.cluster.script_lock import wait_for_last_script
+from plexrl.cluster.ray.options import RayOptions
 from plexrl.cluster.supervisor import run_cluster
 from plexrl.errors import PlexRLError
+from plexrl.process.startup import print_refused
 
 NUMBERS = (
     *("nodes", "gpus-per-node", "gpu-memory-bytes", "host-memory-bytes", "nvme-bytes"),

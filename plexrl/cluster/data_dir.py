@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import IO
 
 from plexrl.errors import StorageError
-from plexrl.private_folder import make_private_folder
+from plexrl.process.folders.leftovers import LOCK
+from plexrl.process.folders.private_folder import make_private_folder
 
 DATA_DIR = Path("~/.plexrl")
 """Where nothing else is said: of `plexrl up`, of the commands and of `plexrl.connect`."""
 OTHERWISE = "name another data directory (`data_dir=`, `--data-dir` or PLEXRL_DATA_DIR)"
-LOCK = "lock"
 TRIES = 5
 TRY_S = 0.02
 """Between two tries to lock: whoever looks whether there is a cluster has the lock for an instant.

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.cluster.data_dir import OTHERWISE, is_locked
-from plexrl.cluster.operator_key import operator_key
 from plexrl.errors import ConflictError
+from plexrl.process.folders.operator_key import operator_key
 
 NAME = "cluster.json"
 

@@ -1,100 +1,21 @@
 """The processes of an embedded cluster: their folders, configurations and order."""
 
-import hashlib
-import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plexrl.cluster.config import GIB, ClusterOptions
-from plexrl.cluster.leftovers import claimed, empty, sweep
-from plexrl.cluster.operator_key import write_private
 from plexrl.errors import InvalidRequestError
-from plexrl.private_folder import (
-    is_private_folder,
+from plexrl.process.children.part import Part
+from plexrl.process.folders.folders import SHARED_MEMORY, Folders
+from plexrl.process.folders.private_folder import (
     make_private_folder,
-    remove_private_folder,
 )
 
 LOG = logging.getLogger(__name__)
-
-SHARED_MEMORY = Path("/dev/shm")
-TEMPORARY = Path("/tmp")
-RUNTIME_PATH_MAX = 24
-"""Longest path of a user's runtime directory that is used: the kernel takes at most 107 bytes for
-the path of a Unix socket, and a node's and a worker's names are still to come. `/run/user/<uid>`
-is never longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One process: `python -m <module> --config <file>`."""
-
-    name: str
-    module: str
-    config: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Folders:
-    """Where an embedded cluster keeps its things."""
-
-    data: Path
-    run: Path
-    """Sockets and configurations; a short path, since socket paths are."""
-    shared_memory: Path
-    """Host tiers."""
-
-    @property
-    def parts_file(self) -> Path:
-        """Record of which parts were started again."""
-        return self.run / "parts.json"
-
-    @classmethod
-    def of(cls, data_dir: Path) -> "Folders":
-        """Named after the data directory, so that what a killed cluster left can be found."""
-        data = data_dir.resolve()
-        tag = hashlib.sha256(str(data).encode()).hexdigest()[:10]
-        memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else TEMPORARY
-        return cls(data, _runtime_folder() / f"plexrl-{tag}", memory / f"plexrl-{tag}")
-
-    def make(self) -> None:
-        """Make all of them; what a killed cluster left of the sockets is removed.
-
-        Raises:
-            PermissionDeniedError: another user owns one of them, or could replace it.
-            StorageError: one cannot be made.
-        """
-        make_private_folder(self.data)
-        # Checked before it is emptied: another user may have made it.
-        make_private_folder(self.run)
-        empty(self.run)
-        for folder in (self.run, self.shared_memory, self.data / "logs"):
-            make_private_folder(folder)
-
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Have the folders belong to this cluster for as long as the block lasts.
-
-        Raises:
-            ConflictError: another cluster has one of them.
-            PermissionDeniedError, StorageError: one cannot be made.
-        """
-        with claimed(self.run, self.data), claimed(self.shared_memory, self.data):
-            yield
-
-    def sweep(self) -> None:
-        """Remove what clusters left that were killed."""
-        sweep((TEMPORARY, self.run.parent), self.shared_memory.parent)
-
-    def remove(self) -> None:
-        """Remove what must not outlive the cluster."""
-        remove_private_folder(self.run)
-        remove_private_folder(self.shared_memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,14 +166,6 @@ def _given(options: ClusterOptions, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
-def _runtime_folder() -> Path:
-    """Where sockets lie: the user's runtime directory if it is safe and short, else /tmp."""
-    told = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    if told.is_absolute() and len(str(told)) <= RUNTIME_PATH_MAX and is_private_folder(told):
-        return told
-    return TEMPORARY
-
-
 def check_shared_memory(options: ClusterOptions, folder: Path = SHARED_MEMORY) -> None:
     """Refuse a host tier that the memory file system can never hold.
 
@@ -305,11 +218,3 @@ def _cores(options: ClusterOptions, node: int) -> list[int]:
     cores = sorted(os.sched_getaffinity(0))
     first, last = (at * len(cores) // options.nodes for at in (node, node + 1))
     return cores[first : max(last, first + 1)]
-
-
-def write_config(part: Part, folders: Folders) -> Path:
-    """The part's configuration file."""
-    path = folders.run / f"{part.name}.json"
-    # The scheduler's may hold the password of the journal's database.
-    write_private(path, json.dumps(part.config, indent=1))
-    return path

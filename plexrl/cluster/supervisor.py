@@ -17,22 +17,22 @@ from plexrl.cluster.config import ClusterOptions
 from plexrl.cluster.data_dir import make_data_dir, try_lock
 from plexrl.cluster.endpoint import NAME as ENDPOINT_FILE
 from plexrl.cluster.endpoint import Endpoint, in_use
-from plexrl.cluster.operator_key import operator_key, write_private
-from plexrl.cluster.part_processes import PartProcesses
-from plexrl.cluster.part_record import PartRecord
 from plexrl.cluster.parts import (
-    Folders,
     NodePlace,
-    Part,
     check_shared_memory,
     node_parts,
     router_parts,
     scheduler_part,
 )
 from plexrl.cluster.ports import choose_ports
-from plexrl.cluster.process import LOG_FORMAT
-from plexrl.cluster.ray_options import RayOptions
-from plexrl.plain_text import PlainFormatter
+from plexrl.cluster.ray.options import RayOptions
+from plexrl.process.children.part import Part
+from plexrl.process.children.processes import PartProcesses
+from plexrl.process.children.restart_log import PartRecord
+from plexrl.process.folders.folders import Folders
+from plexrl.process.folders.operator_key import operator_key, write_private
+from plexrl.process.plain_text import PlainFormatter
+from plexrl.process.startup import LOG_FORMAT
 
 LOG = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ def run_cluster(
     """Run a cluster until SIGINT or SIGTERM, or until `lifeline` returns, which blocks in a thread;
     with `ray`, on the nodes of that Ray cluster. `lock` as of `Supervisor`.
 
-    Raises as `Supervisor.run`, and with `ray` as `plexrl.cluster.ray_connection.connect`.
+    Raises as `Supervisor.run`, and with `ray` as `plexrl.process.ray_connection.connect`.
     """
     console = logging.StreamHandler(sys.stderr)
     console.setLevel(logging.WARNING)
@@ -208,8 +208,8 @@ def run_cluster(
     if ray is None:
         run_supervisor(Supervisor(options, lock=lock), ready, lifeline)
         return
-    from plexrl.cluster.ray_connection import connect, disconnect
-    from plexrl.cluster.ray_nodes import RayNodes
+    from plexrl.cluster.ray.nodes import RayNodes
+    from plexrl.process.ray_connection import connect, disconnect
 
     # Before the event loop sets its signal handlers: Ray sets one of its own.
     connect(ray.address, namespace=Folders.of(options.data_dir).run.name)

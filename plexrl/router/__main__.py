@@ -8,11 +8,11 @@ from pathlib import Path
 
 import uvicorn
 
-from plexrl.cluster.process import load_config, print_ready, run_until_signal
-from plexrl.router.app import make_app
+from plexrl.process.startup import load_config, print_ready, run_until_signal
 from plexrl.router.config import RouterConfig
-from plexrl.router.descriptors import AcceptFailures, SparseWarnings, make_connections
-from plexrl.router.guarded_protocol import guarded
+from plexrl.router.http.app import make_app
+from plexrl.router.http.server.descriptors import AcceptFailures, SparseWarnings, make_connections
+from plexrl.router.http.server.guarded_protocol import guarded
 
 DRAIN_S = 3
 """How long requests have to end once the router stops. Long polls end at once; what is left after

@@ -7,8 +7,8 @@ from typing import Any, get_type_hints
 import msgspec
 
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler.ordering import ORDERINGS
-from plexrl.scheduler.policies import make_policy
+from plexrl.scheduler.dispatch.ordering import ORDERINGS
+from plexrl.scheduler.placement.policies import make_policy
 
 PROCESS_SETTINGS = frozenset(
     {
@@ -131,7 +131,8 @@ class SchedulerConfig:
     cold_start_patience_s: float = 60.0
     """How long a job without a profile waits for a group of its own before it shares."""
     ordering: str = "hrrs"
-    """Rule by which a group's members take turns: a name of `plexrl.scheduler.ordering`."""
+    """Rule by which a group's members take turns: a name of
+    `plexrl.scheduler.dispatch.ordering`."""
     anticipation: bool | None = None
     """Whether a group that nobody waits for is switched to the member that is expected next, so
     that its cycle does not wait for the switch. Absent: as the ordering has it (`hrrs` does, the

@@ -1,13 +1,13 @@
 """The simulator: the scheduler's own core on a virtual clock."""
 
-from plexrl.sim.prices import Prices
+from plexrl.sim.engine.shell import virtual_config
+from plexrl.sim.engine.simulate import Progress, simulate
 from plexrl.sim.profiles import PUBLISHED, Cycle, JobProfile, published
-from plexrl.sim.replay import Progress, simulate
-from plexrl.sim.result import SimResult
-from plexrl.sim.scenario import Behaviour, Failures, JobSource, NodeType, Pool, Scenario
-from plexrl.sim.shell import virtual_config
+from plexrl.sim.results.result import SimResult
 from plexrl.sim.slowdown import CycleRecord, JobReport, RunReport, Summary, summarise
 from plexrl.sim.virtual_cluster import JobPlan, VirtualCluster
+from plexrl.sim.workload.prices import Prices
+from plexrl.sim.workload.scenario import Behaviour, Failures, JobSource, NodeType, Pool, Scenario
 
 __all__ = [
     "PUBLISHED",

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from random import Random
 
-from plexrl.sim.chance import lognormal
-from plexrl.sim.cycles import TOKENS
-from plexrl.traces.published import MODEL_CLASSES
+from plexrl.sim.workload.counter_rng import lognormal
+from plexrl.sim.workload.cycles import TOKENS
+from plexrl.traces.generate.published import MODEL_CLASSES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

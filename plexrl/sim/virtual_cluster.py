@@ -2,7 +2,7 @@
 costs each of them.
 
 Operations take as long as their job's profile says. Chance is in the drawn cycles only, which come
-from a seeded generator. (A whole trace is `plexrl.sim.replay`'s.)
+from a seeded generator. (A whole trace is `plexrl.sim.engine.simulate`'s.)
 
 A job is a serial loop: roll out (on GPUs of its own), `forward`, `forward_backward` and
 `optim_step` together, `sync_weights`, whose publish is the last of the group's work in a cycle.
@@ -15,12 +15,11 @@ from typing import Any
 
 from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, TenantId
 from plexrl.scheduler import SchedulerConfig, SchedulerCore
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.demand import DemandTrace
-from plexrl.scheduler.switch_cost import HOST
-from plexrl.sim.profiles import Cycle, JobProfile
-from plexrl.sim.shell import (
+from plexrl.scheduler.dispatch.switch_cost import HOST
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.demand import DemandTrace
+from plexrl.sim.engine.shell import (
     FOREVER_S,
     VirtualShell,
     arrivals,
@@ -28,6 +27,7 @@ from plexrl.sim.shell import (
     readiness,
     virtual_config,
 )
+from plexrl.sim.profiles import Cycle, JobProfile
 from plexrl.sim.slowdown import CycleRecord, JobReport, RunReport
 from plexrl.wire.operations import OperationKind
 

@@ -11,23 +11,23 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from plexrl.cluster.process import (
+from plexrl.process.startup import (
     load_config,
     parse_config,
     print_ready,
     remove_socket,
     run_until_signal,
 )
-from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.daemon.server import Server
+from plexrl.statemanager.daemon.service_manager import ServiceManager
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.device.choice import open_devices
-from plexrl.statemanager.health import Health
-from plexrl.statemanager.observation import ObservationServer
-from plexrl.statemanager.server import Server
-from plexrl.statemanager.service_manager import ServiceManager
-from plexrl.statemanager.store import Store
-from plexrl.statemanager.transport.nixl import NixlLender
-from plexrl.statemanager.transport.tcp_server import TcpServer
+from plexrl.statemanager.observe.health import Health
+from plexrl.statemanager.observe.http import ObservationServer
+from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.transfer.transport.nixl import NixlLender
+from plexrl.statemanager.transfer.transport.tcp.server import TcpServer
 
 LOG = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def _observation(port: int, server: Server, accepting: Callable[[], bool]) -> ObservationServer:
-    from plexrl.statemanager.metrics import DaemonCollector, exposition
+    from plexrl.statemanager.observe.metrics import DaemonCollector, exposition
 
     services = server.services
     health = Health(services.config, services.store, services.line, accepting)

@@ -1,18 +1,18 @@
 """Traces: what clusters did, in one schema; read, checked, recorded, and made up."""
 
 from plexrl.traces.bundled import bundled
+from plexrl.traces.convert.recorder import record
+from plexrl.traces.convert.shaping import Shape, shaped
+from plexrl.traces.convert.wandb_runs import RunProfile, read_runs
 from plexrl.traces.describe import describe_jobs, describe_lengths
-from plexrl.traces.files import read_jobs, read_lengths, validate, write_jobs, write_lengths
-from plexrl.traces.generator import generate_jobs, generate_lengths, with_profiles
-from plexrl.traces.length_model import LengthModel, fit_lengths
-from plexrl.traces.problems import Problem, Problems
-from plexrl.traces.published import MODEL_CLASSES, ModelClass
-from plexrl.traces.recorder import record
+from plexrl.traces.generate.generator import generate_jobs, generate_lengths, with_profiles
+from plexrl.traces.generate.length_model import LengthModel, fit_lengths
+from plexrl.traces.generate.published import MODEL_CLASSES, ModelClass
+from plexrl.traces.generate.workload import Workload, fit_workload, published_workload
+from plexrl.traces.io.files import read_jobs, read_lengths, validate, write_jobs, write_lengths
+from plexrl.traces.io.problems import Problem, Problems
 from plexrl.traces.schema import JOBS, LENGTHS, ResponseLength, TraceJob, TraceSegment
-from plexrl.traces.shaping import Shape, shaped
 from plexrl.traces.sources import Source, check_trace, open_trace
-from plexrl.traces.wandb_runs import RunProfile, read_runs
-from plexrl.traces.workload import Workload, fit_workload, published_workload
 
 __all__ = [
     "JOBS",

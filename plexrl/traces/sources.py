@@ -8,15 +8,15 @@ from typing import Any
 
 from plexrl.errors import InvalidRequestError
 from plexrl.traces.bundled import path_of
-from plexrl.traces.file_header import read_header
-from plexrl.traces.files import check_header, rows, validate
+from plexrl.traces.convert.wandb_runs import is_run_export
 from plexrl.traces.formats import detect, load, unknown_layout
 from plexrl.traces.formats.nearest import nearest
 from plexrl.traces.formats.servegen import Draw, client_files
-from plexrl.traces.parquet_file import column_names
-from plexrl.traces.problems import Problems, Report
+from plexrl.traces.io.file_header import read_header
+from plexrl.traces.io.files import check_header, rows, validate
+from plexrl.traces.io.parquet_file import column_names
+from plexrl.traces.io.problems import Problems, Report
 from plexrl.traces.schema import JOBS, LENGTHS, TABLES, Table
-from plexrl.traces.wandb_runs import is_run_export
 
 MOST = 0.6
 """Part of our required columns by which a file is taken for one of ours with a fault."""

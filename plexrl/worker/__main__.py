@@ -5,10 +5,10 @@ import asyncio
 import os
 from pathlib import Path
 
-from plexrl.cluster.process import load_config, print_ready, run_until_signal
-from plexrl.worker.agent import Agent
+from plexrl.process.startup import load_config, print_ready, run_until_signal
+from plexrl.worker.agent.agent import Agent
+from plexrl.worker.agent.launcher import LocalLauncher
 from plexrl.worker.config import AgentConfig
-from plexrl.worker.launcher import LocalLauncher
 
 
 def main() -> None:

@@ -18,9 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.plan_layout import Layout
-from plexrl.worker.arena_tensors import TORCH_DTYPES
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.plan.columns import Layout
+from plexrl.worker.state.arena_tensors import TORCH_DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from plexrl.errors import InvalidRequestError, PlexRLError
-from plexrl.model_spec import ModelSpec
+from plexrl.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

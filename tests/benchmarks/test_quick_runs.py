@@ -10,7 +10,16 @@ from benchmarks.run_all import HERE, NOT_RUN, ROOT, commands
 NO_BENCHMARKS = {"report.py", "run_all.py", "sizes.py"}
 
 
-@pytest.mark.parametrize("name", commands())
+LONG = {
+    *("execution.py", "lora_switch.py", "simulating/fidelity.py", "statemanager.py", "switch.py"),
+}
+"""They start clusters or daemons several times."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.slow) if each in LONG else each for each in commands()],
+)
 def test_a_benchmark_runs_with_quick_and_prints_a_table(name: str) -> None:
     command = [sys.executable, *commands()[name], "--quick"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

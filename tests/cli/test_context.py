@@ -2,7 +2,7 @@
 
 import pytest
 
-from plexrl.cli.context import print_line, print_table, terminal_width
+from plexrl.cli.terminal.context import print_line, print_table, terminal_width
 
 TEXT = "a-word-that-is-long another-word-that-is-long"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from plexrl.cli.explain import print_holders
+from plexrl.cli.jobs.explain import print_holders
 
 LEFT_OPEN = {
     "job": "left-open",

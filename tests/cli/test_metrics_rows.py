@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from plexrl.cli.metrics import write_rows
-from plexrl.cli.metrics_plot import trend
+from plexrl.cli.jobs.metrics import write_rows
+from plexrl.cli.jobs.metrics_plot import trend
 
 
 def test_a_trend_passes_over_what_is_not_finite() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from plexrl.cli.tables import table_lines, table_width, wrapped
+from plexrl.cli.terminal.tables import table_lines, table_width, wrapped
 
 words = st.text(st.sampled_from("abc-/:_.0123訓"), min_size=1, max_size=30)
 cells = st.lists(words, max_size=6).map(" ".join)

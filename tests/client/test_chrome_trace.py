@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from plexrl.client.chrome_trace import chrome_trace
-from plexrl.operation_phases import phases
+from plexrl.client.display.chrome_trace import chrome_trace
+from plexrl.wire.operation_phases import phases
 
 Plain = dict[str, Any]
 

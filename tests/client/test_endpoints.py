@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plexrl.client.transport import AsyncTransport, Call, Endpoints, Patience, Transport
+from plexrl.client.calls.transport import AsyncTransport, Call, Endpoints, Patience, Transport
 from plexrl.errors import (
     ConnectionLostError,
     InvalidRequestError,

@@ -8,9 +8,9 @@ import pytest
 
 import plexrl
 from plexrl import errors, losses
-from plexrl.client.metric_rows import metrics_row, read_rows
-from plexrl.client.requests import create_deployment, create_job
-from plexrl.client.transport import Transport
+from plexrl.client.calls.requests import create_deployment, create_job
+from plexrl.client.calls.transport import Transport
+from plexrl.client.data.metric_rows import metrics_row, read_rows
 
 VOCABULARY = "0123456789+="
 MODEL = plexrl.tiny_qwen2(VOCABULARY)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.client.generations import StreamReading
+from plexrl.client.futures.generations import StreamReading
 from plexrl.errors import ExecutionError
 
 ROWS = {0: list(range(100, 108)), 1: list(range(200, 205))}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import plexrl
-from plexrl.client.place import Place
+from plexrl.client.display.cluster_location import Place
 from tests.client.test_sdk import FakeRouter
 
 

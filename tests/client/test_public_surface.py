@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 import plexrl
-from plexrl.router.schemas import DeploymentRequest, JobRequest, PauseRequest
+from plexrl.router.http.schemas import DeploymentRequest, JobRequest, PauseRequest
 from plexrl.wire.operations import AdamParams, CheckpointParams, SyncWeightsParams
 
 PAIRS = [

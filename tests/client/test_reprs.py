@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import plexrl
-from plexrl.client.controller import Controller
-from plexrl.client.results import WeightsSpan, decode_plain
-from plexrl.client.transport import AsyncTransport, Transport
+from plexrl.client.calls.controller import Controller
+from plexrl.client.calls.transport import AsyncTransport, Transport
+from plexrl.client.data.results import WeightsSpan, decode_plain
 
 KEY = "s3cret"
 NOWHERE = "http://user:pass@127.0.0.1:9"

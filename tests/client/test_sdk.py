@@ -160,6 +160,7 @@ def test_a_refusal_is_final_and_keeps_its_kind(
     assert len(router.requests) == 1
 
 
+@pytest.mark.slow
 def test_a_cluster_that_holds_is_waited_for_longer_than_one_that_is_silent(
     router: FakeRouter, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 
 
 @pytest.fixture(scope="session")

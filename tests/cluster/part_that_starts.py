@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from plexrl.cluster.process import print_ready
+from plexrl.process.startup import print_ready
 
 
 def end(config: dict[str, Any]) -> None:

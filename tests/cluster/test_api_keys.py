@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 
 
 @pytest.fixture
@@ -63,6 +63,7 @@ def test_a_rotated_key_is_valid_at_once_and_a_revoked_one_on_no_router(
     assert missing["error"]["code"] == "not_found"
 
 
+@pytest.mark.slow
 def test_the_operators_key_is_rotated_in_its_file_too(
     running: EmbeddedCluster, tmp_path: Path
 ) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster
+from plexrl.cluster.embedded.start import EmbeddedCluster
 from tests.cluster.tools import VOCABULARY, some_batch
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)

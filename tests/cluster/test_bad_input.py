@@ -9,13 +9,13 @@ import pytest
 
 import plexrl
 from plexrl import errors
-from plexrl.client.requests import create_job
-from plexrl.client.transport import Transport
-from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.ticket_key import read_ticket_key
-from plexrl.statemanager.tickets import Claims, Role
+from plexrl.client.calls.requests import create_job
+from plexrl.client.calls.transport import Transport
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.protocol.ticket_key import read_ticket_key
+from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.tensors import MEDIA_TYPE, encode_body
 from tests.cluster.tools import VOCABULARY, some_batch, wait_until
 

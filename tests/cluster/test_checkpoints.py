@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import plexrl
 from plexrl import errors
-from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from tests.cluster.tools import VOCABULARY, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
@@ -48,6 +48,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_ranks_of_two_nodes_make_one_checkpoint_that_training_resumes_from(
     job: plexrl.Job,
 ) -> None:

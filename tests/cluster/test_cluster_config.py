@@ -6,15 +6,11 @@ import pytest
 from sqlalchemy import make_url
 
 from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions, check_argument
-from plexrl.cluster.parts import (
-    Folders,
-    check_shared_memory,
-    parts,
-    router_parts,
-    scheduler_part,
-)
+from plexrl.cluster.parts import check_shared_memory, parts, router_parts, scheduler_part
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler import ordering, policies
+from plexrl.process.folders.folders import Folders
+from plexrl.scheduler.dispatch import ordering
+from plexrl.scheduler.placement import policies
 from tests.small_disk import small_disk
 
 

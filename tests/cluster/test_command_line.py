@@ -20,7 +20,7 @@ import pytest
 from rich.cells import cell_len
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster
+from plexrl.cluster.embedded.start import EmbeddedCluster
 from tests.cluster.command_walk import MARK, run
 from tests.cluster.tools import VOCABULARY, some_batch
 

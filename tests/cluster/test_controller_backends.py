@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import plexrl
-from plexrl.backend_capabilities import BACKENDS
-from plexrl.cluster.embedded import EmbeddedCluster
-from plexrl.parallelism import Parallelism
+from plexrl.cluster.embedded.start import EmbeddedCluster
+from plexrl.model.capabilities import BACKENDS
+from plexrl.model.parallelism import Parallelism
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "grpo_digits.py"
 LIBRARIES = {"megatron": "megatron.core", "deepspeed": "deepspeed"}

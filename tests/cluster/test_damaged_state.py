@@ -8,8 +8,8 @@ from urllib.parse import quote
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
-from plexrl.cluster.parts import Folders
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
+from plexrl.process.folders.folders import Folders
 from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,

@@ -14,15 +14,15 @@ import pytest
 
 import plexrl
 from plexrl.cluster.data_dir import try_lock
-from plexrl.cluster.embedded import start_embedded
+from plexrl.cluster.embedded.start import start_embedded
 from plexrl.cluster.endpoint import Endpoint, read_endpoint
-from plexrl.cluster.parts import Folders
 from plexrl.errors import (
     ConflictError,
     InvalidRequestError,
     PermissionDeniedError,
     StorageError,
 )
+from plexrl.process.folders.folders import Folders
 from tests.cluster.tools import wait_until
 
 SCRIPT = """
@@ -136,6 +136,7 @@ def test_scripts_that_start_at_once_share_one_cluster_which_ends_with_the_last(
     assert not Folders.of(data).shared_memory.exists()
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_last_waits_for_the_cluster_and_the_next_one_starts_its_own(
     tmp_path: Path,
 ) -> None:

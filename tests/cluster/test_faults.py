@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster
-from plexrl.cluster.parts import Folders
+from plexrl.cluster.embedded.start import EmbeddedCluster
+from plexrl.process.folders.folders import Folders
 from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,

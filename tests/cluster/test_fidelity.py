@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.simulating.live_jobs import LiveJob, LiveRun, run_live
-from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
-from plexrl.sim.fidelity import compare_law, compare_replay
-from plexrl.sim.recording import overheads, recorded_run
-from plexrl.traces.recorder import record
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
+from plexrl.sim.fidelity.fidelity import compare_law, compare_replay
+from plexrl.sim.fidelity.recording import overheads, recorded_run
+from plexrl.traces.convert.recorder import record
 
 CYCLES = 8
 JOBS = (
@@ -31,6 +31,7 @@ def shared(crowded: EmbeddedCluster) -> LiveRun:
     return run_live(crowded, JOBS, label="shared", cycles=CYCLES, seed=3)
 
 
+@pytest.mark.slow
 def test_every_recorded_cycle_has_a_prediction(shared: LiveRun) -> None:
     beyond = overheads(shared.operations)
     jobs = recorded_run(shared.jobs, shared.operations, {job.name: beyond for job in JOBS})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from plexrl.cluster.embedded import EmbeddedCluster
+from plexrl.cluster.embedded.start import EmbeddedCluster
 
 EXAMPLE = Path(__file__).parents[2] / "examples/first_controller.py"
 SIZES = "STEPS, PROMPTS, SAMPLES = 150, 64, 8"

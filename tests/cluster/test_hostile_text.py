@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster
+from plexrl.cluster.embedded.start import EmbeddedCluster
 from tests.cluster.tools import VOCABULARY
 
 CLEAR = "\x1b[2J\x1b]0;all is well\x07"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster
+from plexrl.cluster.embedded.start import EmbeddedCluster
 from tests.cluster.tools import wait_until
 
 HEARS = """
@@ -113,6 +113,7 @@ with plexrl.connect() as cluster:
 """
 
 
+@pytest.mark.slow
 def test_the_job_of_a_killed_script_keeps_no_gpus_from_the_next_one_and_can_be_resumed(
     tmp_path: Path,
 ) -> None:

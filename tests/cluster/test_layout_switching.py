@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import plexrl
-from plexrl.parallelism import Parallelism
+from plexrl.model.parallelism import Parallelism
+from plexrl.model.spec import parameter_count
 from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=3, hidden=32)
@@ -94,6 +95,6 @@ def test_a_rollout_pulls_from_tensor_ranks_and_agrees_with_them(cluster: plexrl.
         single = job.train_deployment("single", MODEL)
         single.load_checkpoint("end").result(120)
         assert checkpoint_weights(single, "again") == checkpoint_weights(actor, "end-too")
-    assert moved["bytes_moved"] == 4 * plexrl.model_spec.parameter_count(MODEL)
+    assert moved["bytes_moved"] == 4 * parameter_count(MODEL)
     for (prompt, sample), logprobs in zip(flat, trained, strict=True):
         assert abs(logprobs[len(prompt) :] - sample.logprobs).max() < 1e-4

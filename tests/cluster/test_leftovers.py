@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from plexrl.cluster.data_dir import LOCK, make_data_dir
-from plexrl.cluster.embedded import start_embedded
-from plexrl.cluster.leftovers import OWNER, claimed, make_temporary_data, sweep
-from plexrl.cluster.parts import Folders
+from plexrl.cluster.embedded.start import start_embedded
 from plexrl.errors import ConflictError
+from plexrl.process.folders.folders import Folders
+from plexrl.process.folders.leftovers import OWNER, claimed, make_temporary_data, sweep
 
 
 def killed(data_dir: Path | None) -> Folders:
@@ -29,6 +29,7 @@ def killed(data_dir: Path | None) -> Folders:
     return Folders.of(running.data_dir)
 
 
+@pytest.mark.slow
 def test_the_next_cluster_removes_what_killed_ones_left_and_nothing_of_the_living(
     tmp_path: Path,
 ) -> None:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 import plexrl
 from plexrl.errors import InvalidRequestError, LayoutError
-from plexrl.lora import adapter_parameter_count
-from plexrl.model_spec import parameter_count
+from plexrl.model.lora import adapter_parameter_count
+from plexrl.model.spec import parameter_count
 from plexrl.worker.models import build_model
 from tests.cluster.tools import VOCABULARY, kill_worker, some_batch
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.numpy import load
 
 import plexrl
+from plexrl.model.spec import parameter_count
 from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch
 
 pytestmark = [
@@ -61,7 +62,7 @@ def test_a_rollout_and_another_backend_go_on_from_what_megatron_has_trained(
         assert step(other, 7) == pytest.approx(step(actor, 7), abs=1e-5)
         assert step(other, 8) == pytest.approx(step(actor, 8), abs=1e-4)
     # Tied embeddings are on two stages, and travel once.
-    assert moved["bytes_moved"] == 4 * plexrl.model_spec.parameter_count(MODEL)
+    assert moved["bytes_moved"] == 4 * parameter_count(MODEL)
     for (prompt, sample), logprobs in zip(flat, trained, strict=True):
         assert np.abs(logprobs[len(prompt) :] - sample.logprobs).max() < 1e-4
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import start_embedded
+from plexrl.cluster.embedded.start import start_embedded
 from tests.cluster.tools import VOCABULARY, checkpoint_weights
 from tests.scheduler.postgres import PostgresServer, server_folder
 
@@ -67,6 +67,7 @@ def test_up_refuses_a_missing_journal_and_begins_a_new_one_when_told_to(data: Pa
     assert (data / "checkpoints" / "kept" / "end" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_up_asks_at_a_terminal(data: Path) -> None:
     for answer, told in ((b"n\n", b"--new-journal"), (b"y\n", b"PlexRL is up")):
         ours, theirs = pty.openpty()
@@ -83,6 +84,7 @@ def test_up_asks_at_a_terminal(data: Path) -> None:
             os.close(ours)
 
 
+@pytest.mark.slow
 def test_an_empty_database_beside_old_state_is_refused_too(data: Path) -> None:
     binaries = server_folder()
     if binaries is None:

@@ -3,6 +3,7 @@
 import json
 
 import plexrl
+from plexrl.model.spec import parameter_count
 from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch
 
 STEPS = 6
@@ -92,7 +93,7 @@ def test_a_rollout_pulls_its_own_bytes_once_and_then_agrees_with_the_trainer(
         flat = [(p, s) for p, group in zip(prompts, samples, strict=True) for s in group]
         batch = plexrl.Batch([[*p, *s.tokens] for p, s in flat])
         trained = actor.forward(batch).result().logprobs
-    assert moved["bytes_moved"] == 4 * plexrl.model_spec.parameter_count(model)
+    assert moved["bytes_moved"] == 4 * parameter_count(model)
     assert moved["weights_seq"] == 9
     for (prompt, sample), logprobs in zip(flat, trained, strict=True):
         worst = abs(logprobs[len(prompt) :] - sample.logprobs).max()

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import plexrl
 from plexrl import errors
 from plexrl.cli.app import app
-from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
@@ -94,7 +94,7 @@ def test_what_the_cluster_was_started_with_reaches_its_parts(
 
 
 def small_config(small: EmbeddedCluster) -> Iterator[Path]:
-    from plexrl.cluster.parts import Folders
+    from plexrl.process.folders.folders import Folders
 
     yield Folders.of(small.data_dir).run / "scheduler.json"
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,
@@ -54,6 +54,7 @@ def connections(process: psutil.Process) -> int:
     return sum(each.status == "ESTABLISHED" for each in process.net_connections("tcp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routers", [1, 2])
 def test_a_poll_open_at_a_routers_end_is_asked_to_come_again(tmp_path: Path, routers: int) -> None:
     embedded = start_embedded(tmp_path / "data", gpus_per_node=1, routers=routers)

@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from plexrl.cluster.part_processes import PartProcesses
-from plexrl.cluster.parts import Folders, Part
 from plexrl.errors import UnavailableError
+from plexrl.process.children.part import Part
+from plexrl.process.children.processes import PartProcesses
+from plexrl.process.folders.folders import Folders
 from tests.cluster.tools import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +139,7 @@ def test_a_start_that_ends_is_noticed_though_its_child_holds_its_output(tmp_path
 def test_a_process_whose_parent_died_before_it_could_say_so_ends() -> None:
     script = """
         import os, sys, time
-        from plexrl.cluster.lifeline import die_with_parent
+        from plexrl.process.lifeline import die_with_parent
 
         parent = os.getpid()
         if os.fork():

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
-from plexrl.cluster.parts import Folders
-from plexrl.deployment_spec import DeploymentSpec
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.process.folders.folders import Folders
+from plexrl.worker.agent.ray.launcher import RayLauncher, RayWorker
 from plexrl.worker.config import WorkerConfig
-from plexrl.worker.ray_launcher import RayLauncher, RayWorker
 from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch, wait_until
 
 ray = pytest.importorskip("ray", reason="needs plexrl[ray]")
@@ -229,6 +229,7 @@ def test_rays_nodes_with_gpus_are_the_clusters_and_their_gpus_are_taken(
     assert sorted(group["name"].rpartition("-")[2] for group in groups()) == ["one", "two"]
 
 
+@pytest.mark.slow
 def test_training_goes_on_elsewhere_when_its_node_is_killed(
     on_ray: EmbeddedCluster, machines: RayMachines, cluster: plexrl.Cluster
 ) -> None:

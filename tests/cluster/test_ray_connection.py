@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from plexrl.cluster.ray_connection import connect, none_usable, usable
-from plexrl.cluster.ray_options import RayOptions
+from plexrl.cluster.ray.options import RayOptions
 from plexrl.errors import InvalidRequestError, UnavailableError
+from plexrl.process.ray_connection import connect, none_usable, usable
 
 
 def described(number: int, name: str = "10.0.0.9", **resources: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import plexrl
 from plexrl.cli.app import app
-from plexrl.cluster.embedded import EmbeddedCluster
+from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.traces import read_jobs
 from tests.cluster.tools import VOCABULARY, some_batch
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster
+from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.errors import InvalidRequestError
 from tests.cluster.tools import (
     VOCABULARY,

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import plexrl
 from plexrl.cli.app import app
-from plexrl.cluster.embedded import EmbeddedCluster
+from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.errors import ConflictError, InvalidRequestError, OperationCancelledError
 from tests.cluster.tools import VOCABULARY, paused_in_the_middle, process_of, some_batch
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from plexrl.cluster.config import JOURNAL_VARIABLE
-from plexrl.cluster.embedded import start_embedded
-from plexrl.cluster.parts import Folders
+from plexrl.cluster.embedded.start import start_embedded
+from plexrl.process.folders.folders import Folders
 from tests.cluster.tools import wait_until
 from tests.scheduler.postgres import PostgresServer, server_folder
 

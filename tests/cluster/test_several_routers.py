@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 import plexrl
 from plexrl import errors
 from plexrl.cli.app import app
-from plexrl.client.transport import Transport
-from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
+from plexrl.client.calls.transport import Transport
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch, wait_until
 from tests.router.collector import Collector, collecting
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import plexrl
 from plexrl import errors
 from plexrl.cli.app import app
-from plexrl.cluster.embedded import EmbeddedCluster
+from plexrl.cluster.embedded.start import EmbeddedCluster
 from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=6)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import plexrl
-from plexrl.cluster.embedded import start_embedded
+from plexrl.cluster.embedded.start import start_embedded
 from tests.cluster.tools import VOCABULARY, some_batch, wait_until
 
 HOST_BYTES = 2 << 20

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster
-from plexrl.cluster.parts import Folders
+from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.errors import InvalidRequestError
+from plexrl.process.folders.folders import Folders
 from tests.cluster.tools import VOCABULARY, kill_worker, paused_in_the_middle, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)

@@ -14,10 +14,10 @@ import pytest
 
 import plexrl
 from plexrl.cluster.config import ClusterOptions
-from plexrl.cluster.embedded import start_embedded
-from plexrl.cluster.parts import Folders
+from plexrl.cluster.embedded.start import start_embedded
 from plexrl.cluster.supervisor import Supervisor, run_supervisor
 from plexrl.errors import ConflictError
+from plexrl.process.folders.folders import Folders
 from tests.cluster.tools import VOCABULARY, process_of, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
@@ -84,7 +84,7 @@ def test_a_killed_supervisor_takes_its_processes_along_and_the_next_one_cleans_u
 EMBEDDING = """
 import sys, threading, time
 from pathlib import Path
-from plexrl.cluster.embedded import start_embedded
+from plexrl.cluster.embedded.start import start_embedded
 def start():
     print(start_embedded(Path(sys.argv[1]), gpus_per_node=1).pid, flush=True)
 thread = threading.Thread(target=start)
@@ -109,6 +109,7 @@ def test_a_killed_controllers_embedded_cluster_ends_and_cleans_up(tmp_path: Path
     assert not Folders.of(tmp_path).shared_memory.exists()
 
 
+@pytest.mark.slow
 def test_a_restart_on_the_same_data_goes_on_with_the_jobs_it_had(tmp_path: Path) -> None:
     first = start_embedded(tmp_path, gpus_per_node=2)
     with plexrl.connect(first.url, first.api_key) as cluster:

@@ -5,6 +5,7 @@ import pytest
 
 import plexrl
 from plexrl.errors import InvalidRequestError, UnsupportedDtypeError
+from plexrl.model.spec import parameter_count
 from tests.cluster.tools import VOCABULARY, some_batch
 
 
@@ -15,7 +16,7 @@ def step(actor: plexrl.TrainDeployment, seed: int, learning_rate: float = 1e-4) 
 
 def test_rollouts_by_delta_and_by_all_bytes_come_to_the_same_bits(job: plexrl.Job) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=5)
-    parameters = plexrl.model_spec.parameter_count(model)
+    parameters = parameter_count(model)
     actor = job.train_deployment("actor", model, workers=2)
     by_delta, plain = [
         job.rollout_deployment(name, model, dtype="bfloat16") for name in ("delta", "plain")

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster, start_embedded
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.errors import CheckpointNotFoundError, PayloadTooLargeError, QuotaExceededError
 from tests.cluster.tools import VOCABULARY
 
@@ -93,6 +93,7 @@ def log_much(job: plexrl.Job) -> None:
         job.log(step, {"loss": 0.5})
 
 
+@pytest.mark.slow
 def test_checkpoints_beyond_the_quota_are_refused_until_one_is_deleted(
     bounded: EmbeddedCluster, operator: plexrl.Cluster
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster
+from plexrl.cluster.embedded.start import EmbeddedCluster
 from tests.cluster.tools import VOCABULARY, kill_worker, process_of, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import start_embedded
+from plexrl.cluster.embedded.start import start_embedded
 from plexrl.errors import OperationCancelledError
 from tests.cluster.tools import VOCABULARY
 

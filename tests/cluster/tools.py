@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 
 import plexrl
-from plexrl.cluster.embedded import EmbeddedCluster
+from plexrl.cluster.embedded.start import EmbeddedCluster
 
 VOCABULARY = "0123456789sr="
 DEADLINE_S = 60.0

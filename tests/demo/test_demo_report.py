@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from plexrl.demo.measure import JobResult, PhaseResult, count_switches, measure_phase, union_seconds
-from plexrl.demo.report import DemoResult, report_json, saving, write_report
+from plexrl.cli.demo.measure import (
+    JobResult,
+    PhaseResult,
+    count_switches,
+    measure_phase,
+    union_seconds,
+)
+from plexrl.cli.demo.report import DemoResult, report_json, saving, write_report
 
 
 def job(name: str, start: float, end: float) -> JobResult:

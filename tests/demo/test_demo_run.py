@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from plexrl.demo.run import DemoOptions, run_demo
+from plexrl.cli.demo.run import DemoOptions, run_demo
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from plexrl.router.dispatch import DispatchPlan
+from plexrl.router.dispatch.plan import DispatchPlan
 from plexrl.wire.tensors import Array, Arrays
 
 MODULUS = 1 << 20

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from plexrl.errors import ConnectionLostError, OverloadedError
-from plexrl.router.arrivals import Arrivals, steady
+from plexrl.router.blobs.upload_admission import Arrivals, steady
 
 
 def test_tenants_are_bounded_by_themselves_and_together() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.router.balance import CLOSE_ENOUGH, balanced, lower_bound
+from plexrl.router.dispatch.balance import CLOSE_ENOUGH, balanced, lower_bound
 
 costs_of_rows = st.lists(st.integers(1, 60), max_size=40)
 

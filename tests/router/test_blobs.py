@@ -15,8 +15,8 @@ from plexrl.errors import (
     UnknownOperationError,
 )
 from plexrl.ids import BlobRef
-from plexrl.router.blobs import INLINE_BYTES_MAX, RECENT_BYTES_MAX, BlobStore, Upload
-from plexrl.router.metrics_log import MetricsLog
+from plexrl.router.blobs.store import INLINE_BYTES_MAX, RECENT_BYTES_MAX, BlobStore, Upload
+from plexrl.router.observe.metrics_log import MetricsLog
 from tests.small_disk import small_disk
 
 

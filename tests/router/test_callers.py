@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from plexrl.errors import AuthenticationError, UnavailableError
-from plexrl.router.callers import Callers, key_digest
-from plexrl.router.scheduler_link import SchedulerLink
+from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.router.http.authentication import Callers, key_digest
 from plexrl.wire.rpc import Peer
 
 Plain = dict[str, Any]

@@ -16,10 +16,10 @@ from plexrl.errors import (
     UnsupportedDtypeError,
     UnsupportedModelError,
 )
-from plexrl.model_spec import tiny_qwen2
-from plexrl.parallelism import Parallelism
-from plexrl.router.routes_jobs import check_deployment, state_bytes
-from plexrl.router.schemas import DeploymentRequest
+from plexrl.model.parallelism import Parallelism
+from plexrl.model.spec import tiny_qwen2
+from plexrl.router.http.routes.jobs import check_deployment, state_bytes
+from plexrl.router.http.schemas import DeploymentRequest
 
 
 def request(kind: str = "train", **fields: Any) -> DeploymentRequest:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.parallelism import Parallelism
-from plexrl.router.balance import balanced
-from plexrl.router.dispatch import DispatchPlan, plan_batch
-from plexrl.router.micro_batches import packed_count, padded_count
-from plexrl.router.reductions import gather_metrics
+from plexrl.model.parallelism import Parallelism
+from plexrl.router.dispatch.balance import balanced
+from plexrl.router.dispatch.micro_batches import packed_count, padded_count
+from plexrl.router.dispatch.plan import DispatchPlan, plan_batch
+from plexrl.router.dispatch.reductions import gather_metrics
 from tests.layouts import DENSE_LAYOUTS, LAYOUTS
 from tests.router.simulated_model import batch, run_by_plan, run_whole
 

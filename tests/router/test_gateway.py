@@ -1,7 +1,7 @@
 """What the router tells the scheduler about its callers."""
 
-from plexrl.router.callers import Caller
-from plexrl.scheduler.calls import take_scope
+from plexrl.router.http.authentication import Caller
+from plexrl.scheduler.core.calls import take_scope
 
 
 def test_a_callers_claim_is_the_scope_that_the_scheduler_reads() -> None:

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.parallelism import Parallelism
-from plexrl.router.generate_plan import plan_generate
+from plexrl.model.parallelism import Parallelism
+from plexrl.router.dispatch.generate_plan import plan_generate
 
 
 @given(

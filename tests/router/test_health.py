@@ -5,10 +5,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from plexrl.cluster.part_record import PartRecord, read_parts
-from plexrl.router.health import ClusterHealth
-from plexrl.router.metrics import metrics_text
-from plexrl.router.scheduler_link import SchedulerLink
+from plexrl.process.children.restart_log import PartRecord, read_parts
+from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.router.observe.health import ClusterHealth
+from plexrl.router.observe.metrics import metrics_text
 from plexrl.wire.rpc import Peer
 
 Plain = dict[str, Any]

@@ -11,12 +11,12 @@ import pytest
 
 from plexrl.errors import ConflictError, StorageFullError, UnavailableError
 from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, JobId, OperationId
-from plexrl.router.blobs import BlobStore
-from plexrl.router.executor import Executor
-from plexrl.router.scheduler_link import SchedulerLink
-from plexrl.router.specs import DeploymentSpecs
-from plexrl.router.worker_link import WorkerGoneError, WorkerLink
-from plexrl.scheduler.commands import CODEC, AbortOperation, RunOperation
+from plexrl.router.blobs.store import BlobStore
+from plexrl.router.execution.executor import Executor
+from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.router.execution.specs import DeploymentSpecs
+from plexrl.router.execution.worker_link import WorkerGoneError, WorkerLink
+from plexrl.scheduler.state.commands import CODEC, AbortOperation, RunOperation
 from plexrl.wire.frame_socket import FrameSocket
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.rpc import Handler, Peer

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.router.micro_batches import packed, packed_count, padded_count
-from plexrl.worker.packing import micro_batches
+from plexrl.router.dispatch.micro_batches import packed, packed_count, padded_count
+from plexrl.worker.batches.packing import micro_batches
 
 lengths_of_rows = st.lists(st.integers(1, 40), max_size=30)
 bounds = st.integers(1, 200)

@@ -3,9 +3,9 @@
 import pytest
 
 from plexrl import errors
-from plexrl.router.callers import Caller
-from plexrl.router.public_errors import public_error
-from plexrl.router.routes_operations import held_reason
+from plexrl.router.execution.public_errors import public_error
+from plexrl.router.http.authentication import Caller
+from plexrl.router.http.routes.operations import held_reason
 
 SECRET = "postgresql://plexrl@db.internal/journal"
 

@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl import losses
-from plexrl.router.reductions import gather_metrics, gather_moves, loss_denominator, row_masks
+from plexrl.router.dispatch.reductions import (
+    gather_metrics,
+    gather_moves,
+    loss_denominator,
+    row_masks,
+)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from plexrl.router.schemas import DeploymentRequest, JobRequest, LoraRequest, MetricsRequest
+from plexrl.router.http.schemas import DeploymentRequest, JobRequest, LoraRequest, MetricsRequest
 
 JOB = {"job": "j", "name": "j"}
 DEPLOYMENT = {"name": "d", "kind": "train", "model": {}}

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from plexrl.deployment_spec import DeploymentSpec
-from plexrl.model_spec import tiny_qwen2
-from plexrl.parallelism import Parallelism
-from plexrl.router.blobs import INLINE_BYTES_MAX
-from plexrl.router.run_parts import RunParts, join, join_samples, split
-from plexrl.scheduler.commands import RunOperation
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.parallelism import Parallelism
+from plexrl.model.spec import tiny_qwen2
+from plexrl.router.blobs.store import INLINE_BYTES_MAX
+from plexrl.router.dispatch.run_parts import RunParts, join, join_samples, split
+from plexrl.scheduler.state.commands import RunOperation
 from plexrl.wire.operations import (
     ForwardBackwardParams,
     GenerateParams,

@@ -5,7 +5,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from plexrl.router.spans import SpanSender, make_spans
+from plexrl.router.observe.spans import SpanSender, make_spans
 from tests.client.test_chrome_trace import row
 from tests.router.collector import Collector, collecting
 

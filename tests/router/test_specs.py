@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import UnavailableError, UnknownDeploymentError
-from plexrl.model_spec import tiny_qwen2
-from plexrl.parallelism import Parallelism
-from plexrl.router.scheduler_link import SchedulerLink
-from plexrl.router.specs import DeploymentSpecs
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.parallelism import Parallelism
+from plexrl.model.spec import tiny_qwen2
+from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.router.execution.specs import DeploymentSpecs
 from plexrl.wire.rpc import Peer
 
 SPEC = DeploymentSpec(

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.router import stream_events
-from plexrl.router.stream_events import Cursor, read_cursor, server_sent, tokens_event, told_again
+from plexrl.router.streams import events as stream_events
+from plexrl.router.streams.events import Cursor, read_cursor, server_sent, tokens_event, told_again
 from plexrl.wire.tensors import Arrays
-from plexrl.worker.token_streams import TokenLog
+from plexrl.worker.rollout.token_streams import TokenLog
 
 Rows = dict[int, list[int]]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from plexrl.errors import UnavailableError
 from plexrl.ids import BlobRef
-from plexrl.router.blobs import BlobStore
-from plexrl.router.sweeping import discard_orphans
+from plexrl.router.blobs.store import BlobStore
+from plexrl.router.blobs.sweeping import discard_orphans
 
 LIMIT_S = 60.0
 

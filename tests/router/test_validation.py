@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import (
     BatchShapeError,
     InvalidRequestError,
@@ -15,8 +14,9 @@ from plexrl.errors import (
     NoTokenCountsError,
     TokenRangeError,
 )
-from plexrl.model_spec import tiny_qwen2
-from plexrl.router.validation import check_operation
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.spec import tiny_qwen2
+from plexrl.router.http.validation import check_operation
 from plexrl.wire.tensors import Arrays
 
 MODEL = tiny_qwen2("0123456789")

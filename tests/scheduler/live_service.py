@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.scheduler.config import SchedulerConfig
-from plexrl.scheduler.events import TimerFired
-from plexrl.scheduler.recovery import restore
-from plexrl.scheduler.service import Service
-from plexrl.scheduler.shell import Clock, Shell
-from plexrl.scheduler.sql_journal import SqlJournal
+from plexrl.scheduler.journal.recovery import restore
+from plexrl.scheduler.journal.sql_journal import SqlJournal
+from plexrl.scheduler.service.service import Service
+from plexrl.scheduler.service.shell import Clock, Shell
+from plexrl.scheduler.state.events import TimerFired
 from plexrl.wire.rpc import Handler, Peer
 
 Plain = dict[str, Any]

@@ -17,11 +17,11 @@ from msgspec.structs import replace
 from plexrl.errors import PlexRLError
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.ordering import ORDERINGS
-from plexrl.scheduler.state import WpgState
+from plexrl.scheduler.dispatch.ordering import ORDERINGS
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.records import WpgState
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck

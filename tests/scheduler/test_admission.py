@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from plexrl import errors
 from plexrl.ids import DeploymentId
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.scarcity import is_scarce
+from plexrl.scheduler.admission.scarcity import is_scarce
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.demand import DemandTrace, Segment
 from tests.scheduler.fake_cluster import FakeCluster
 
 BOUND_S = 600.0

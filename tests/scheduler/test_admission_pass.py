@@ -5,15 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler import SchedulerCore, admission_pass
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.context import Context
-from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.fair_shares import tenant_share
-from plexrl.scheduler.feasibility import gang_of
-from plexrl.scheduler.gangs import place_all, ways_left, why_not_yet
-from plexrl.scheduler.state import Deployment
-from plexrl.scheduler.turns import Turn, is_unpassable, turn_of
+from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler.admission import admission_pass
+from plexrl.scheduler.admission.fair_shares import tenant_share
+from plexrl.scheduler.admission.fit.feasibility import gang_of
+from plexrl.scheduler.admission.order import Turn, is_unpassable, turn_of
+from plexrl.scheduler.admission.queues.gangs import place_all, ways_left, why_not_yet
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.records import Deployment
 from tests.scheduler.fake_cluster import FakeCluster
 
 GPUS = 4

@@ -10,8 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from plexrl import errors
-from plexrl.scheduler.capacity import CapacityIndex, Shape
-from plexrl.scheduler.demand import (
+from plexrl.scheduler.capacity.free_intervals import FreeIntervals
+from plexrl.scheduler.capacity.index import CapacityIndex, Shape
+from plexrl.scheduler.capacity.overlaps import meet
+from plexrl.scheduler.capacity.segment_tree import SegmentTree
+from plexrl.scheduler.capacity.shift_search import ShiftSearch
+from plexrl.scheduler.state.demand import (
     CRITICAL_WEIGHT,
     DemandTrace,
     Footprint,
@@ -21,10 +25,6 @@ from plexrl.scheduler.demand import (
     slots_of,
     whole_ring,
 )
-from plexrl.scheduler.folds import ShiftSearch
-from plexrl.scheduler.free_intervals import FreeIntervals
-from plexrl.scheduler.overlaps import meet
-from plexrl.scheduler.segment_tree import SegmentTree
 
 HORIZON = 120
 SHAPE = Shape("t", 1 << 30, 8)

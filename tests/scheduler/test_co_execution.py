@@ -7,9 +7,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.co_execution import Turn, round_s, stretch
-from plexrl.scheduler.demand import DemandTrace, Segment
+from plexrl.scheduler.placement.co_execution import Turn, round_s, stretch
+from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.demand import DemandTrace, Segment
 from tests.scheduler.fake_cluster import FakeCluster
 
 

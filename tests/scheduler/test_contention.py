@@ -7,9 +7,11 @@ from random import Random
 
 import pytest
 
-from plexrl.scheduler import contention, groups, next_use
-from plexrl.scheduler.contention import Contention, Resident, TurnRule, predict
-from plexrl.scheduler.demand import DemandTrace, Segment
+from plexrl.scheduler.dispatch import group_step as groups
+from plexrl.scheduler.dispatch import next_use
+from plexrl.scheduler.placement import contention
+from plexrl.scheduler.placement.contention import Contention, Resident, TurnRule, predict
+from plexrl.scheduler.state.demand import DemandTrace, Segment
 
 SHARED_DRAW = 0.5
 SLACK_RULE = TurnRule(guards_slack=True)

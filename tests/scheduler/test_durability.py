@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError, PlexRLError, StorageError
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.calls import ListOperations
 from plexrl.scheduler.config import PROCESS_SETTINGS, core_settings, with_core_settings
-from plexrl.scheduler.context import Context
-from plexrl.scheduler.recovery import restore
-from plexrl.scheduler.snapshot import encode
-from plexrl.scheduler.sql_journal import SqlJournal
+from plexrl.scheduler.core.calls import ListOperations
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.core.snapshot import encode
+from plexrl.scheduler.journal.recovery import restore
+from plexrl.scheduler.journal.sql_journal import SqlJournal
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
 from tests.scheduler.fake_cluster import FakeCluster, config
 
 TTL_S = 3600.0

@@ -3,7 +3,7 @@
 import pytest
 
 from plexrl import errors
-from plexrl.scheduler import commands as cmd
+from plexrl.scheduler.state import commands as cmd
 from tests.scheduler.fake_cluster import FakeCluster
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from plexrl.scheduler import events as ev
+from plexrl.scheduler.state import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 TIMEOUT_S, REATTACH_S = 60.0, 300.0

@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from plexrl import errors
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.calls import ListOperations
-from plexrl.scheduler.context import TIMERS_MIN
-from plexrl.scheduler.forgetting import last_incarnation, retire
-from plexrl.scheduler.state import State
+from plexrl.scheduler.core.calls import ListOperations
+from plexrl.scheduler.core.context import TIMERS_MIN
+from plexrl.scheduler.jobs.retention import last_incarnation, retire
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.records import State
 from tests.scheduler.fake_cluster import FakeCluster, config
 
 KINDS = ("forward", "forward_backward", "optim_step")

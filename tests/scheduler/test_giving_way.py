@@ -2,8 +2,8 @@
 
 import pytest
 
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.policies import POLICIES
+from plexrl.scheduler.placement.policies import POLICIES
+from plexrl.scheduler.state import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 

@@ -1,10 +1,10 @@
 """Members without time of their own keep out of the critical segments of those that have."""
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.overlaps import lay_anew, overlap_s, owns_time
-from plexrl.scheduler.state import Deployment, Reservation
+from plexrl.scheduler.capacity.overlaps import lay_anew, overlap_s, owns_time
+from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.records import Deployment, Reservation
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.test_anticipation import cycle, finish_burst, known_cluster, on_the_trainers
 

@@ -11,8 +11,8 @@ import pytest
 import sqlalchemy as sa
 
 from plexrl.errors import JournalFullError, JournalUnavailableError, PlexRLError, StorageError
-from plexrl.scheduler.database import open_database
-from plexrl.scheduler.schema import LEASES
+from plexrl.scheduler.journal.database import open_database
+from plexrl.scheduler.journal.schema import LEASES
 from tests.scheduler.postgres import PostgresServer, server_folder
 from tests.scheduler.scheduler_process import SchedulerProcess, job_params
 from tests.small_disk import SmallDisk, small_disk
@@ -98,6 +98,7 @@ def failed(operation: str) -> dict[str, Any]:
     return {"operation": operation, "token": 1, "error_json": error, "state_intact": True}
 
 
+@pytest.mark.slow
 def test_a_full_disk_holds_requests_and_keeps_reports(tmp_path: Path, disk: SmallDisk) -> None:
     with scheduler(tmp_path, str(disk.path / "journal.sqlite")) as process:
         process.wait_ready()

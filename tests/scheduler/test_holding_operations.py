@@ -3,8 +3,8 @@
 import pytest
 
 from plexrl.errors import StateTierFullError
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.holding import HOLD_S_MAX
+from plexrl.scheduler.operations.holding import HOLD_S_MAX
+from plexrl.scheduler.state import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.test_rebuilding import refuse, train, trained
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.scheduler.hrrs import WEIGHT_MAX, Candidate, response_ratio, urgency
+from plexrl.scheduler.dispatch.hrrs import WEIGHT_MAX, Candidate, response_ratio, urgency
 
 times = st.floats(0, 1e4)
 candidates = st.builds(

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from plexrl.scheduler import events as ev
+from plexrl.scheduler.state import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.test_core_examples import with_jobs
 

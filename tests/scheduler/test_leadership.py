@@ -10,7 +10,7 @@ import pytest
 
 from plexrl.errors import InvalidRequestError
 from plexrl.scheduler.__main__ import EXIT_LEASE_LOST
-from plexrl.scheduler.sql_journal import SqlJournal
+from plexrl.scheduler.journal.sql_journal import SqlJournal
 from tests.scheduler.scheduler_process import SchedulerProcess, job_params
 
 Start = Callable[..., SchedulerProcess]

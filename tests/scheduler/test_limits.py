@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from plexrl import errors
 from plexrl.ids import JobId
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler import events as ev
 from plexrl.scheduler.config import RANGES as CONFIG_RANGES
 from plexrl.scheduler.config import SchedulerConfig
-from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.limits import RANGES, TOKENS_MAX
+from plexrl.scheduler.core.limits import RANGES, TOKENS_MAX
+from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.demand import DemandTrace, Segment
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster, config
 

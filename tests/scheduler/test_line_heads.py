@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.line_heads import BLOCK, Head, LineHeads
-from plexrl.scheduler.room import NOTHING, Room
+from plexrl.scheduler.admission.fit.bound import NOTHING, Room
+from plexrl.scheduler.admission.queues.queue_heads import BLOCK, Head, LineHeads
 
 NOBODY = Room(free_state_bytes=NOTHING)
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.estimates import Estimates
-from plexrl.scheduler.next_use import next_use_s
-from plexrl.scheduler.state import Deployment
+from plexrl.scheduler.dispatch.next_use import next_use_s
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.estimates import Estimates
+from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 

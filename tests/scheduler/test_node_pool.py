@@ -5,8 +5,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.scheduler.commands import RankPlacement
-from plexrl.scheduler.node_pool import NodeKind, NodePool
+from plexrl.scheduler.capacity.node_pool import NodeKind, NodePool
+from plexrl.scheduler.state.commands import RankPlacement
 
 SMALL = NodeKind("a", 40)
 LARGE = NodeKind("a", 80)

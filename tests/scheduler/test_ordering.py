@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler.hrrs import Candidate
-from plexrl.scheduler.ordering import ORDERINGS, first, make_ordering
+from plexrl.scheduler.dispatch.hrrs import Candidate
+from plexrl.scheduler.dispatch.ordering import ORDERINGS, first, make_ordering
 from tests.scheduler.fake_cluster import FakeCluster, config
 
 seconds = st.floats(0, 1e4)

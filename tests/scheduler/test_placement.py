@@ -6,9 +6,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from plexrl import errors
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.core import SchedulerCore
-from plexrl.scheduler.demand import DemandTrace, Segment
+from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.demand import DemandTrace, Segment
 from tests.scheduler.fake_cluster import FakeCluster
 
 HORIZON = 1200

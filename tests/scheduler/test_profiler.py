@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.scheduler import profiler
-from plexrl.scheduler.cycle_records import BusySpan, Cycle
-from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.estimates import Estimates
-from plexrl.scheduler.profiler import ProfilerConfig
-from plexrl.scheduler.state import Deployment
+from plexrl.scheduler.jobs import profiler
+from plexrl.scheduler.jobs.profiler import ProfilerConfig
+from plexrl.scheduler.state.cycle import BusySpan, Cycle
+from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.estimates import Estimates
+from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 
 CONFIG = ProfilerConfig(cycles=3, drift_tolerance=0.2)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.queue_counts import Place, QueueCounts
+from plexrl.scheduler.admission.queues.queue_counts import Place, QueueCounts
 
 TYPES = ("", "h", "a")
 WAITING = st.lists(

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.hrrs import Candidate
-from plexrl.scheduler.ordering import ORDERINGS, first, make_ordering
+from plexrl.scheduler.dispatch.hrrs import Candidate
+from plexrl.scheduler.dispatch.ordering import ORDERINGS, first, make_ordering
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.demand import DemandTrace, Segment
 from tests.scheduler.fake_cluster import FakeCluster
 
 MOVE_S = 2.0

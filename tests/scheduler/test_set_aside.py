@@ -13,12 +13,12 @@ import pytest
 from plexrl.errors import SchedulerFaultError
 from plexrl.ids import JobId, OperationId
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.advance import EVENT, Fault
-from plexrl.scheduler.recovery import Restored, restore
-from plexrl.scheduler.shell import Clock, Shell
-from plexrl.scheduler.sql_journal import SqlJournal
-from plexrl.scheduler.state import UsageRow
+from plexrl.scheduler.core.advance import EVENT, Fault
+from plexrl.scheduler.journal.recovery import Restored, restore
+from plexrl.scheduler.journal.sql_journal import SqlJournal
+from plexrl.scheduler.service.shell import Clock, Shell
+from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.records import UsageRow
 from plexrl.wire.operations import OperationKind, OperationState
 from tests.scheduler.fake_cluster import FakeCluster
 

@@ -18,12 +18,12 @@ from plexrl.errors import (
 )
 from plexrl.ids import OperationId
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.journal import Entry
-from plexrl.scheduler.leadership import keep_lead
-from plexrl.scheduler.links import RouterLinks
-from plexrl.scheduler.shell import Clock, Shell
+from plexrl.scheduler.journal.journal import Entry
+from plexrl.scheduler.journal.leadership import keep_lead
+from plexrl.scheduler.service.links import RouterLinks
+from plexrl.scheduler.service.shell import Clock, Shell
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
 from plexrl.wire.rpc import Peer
 from tests.scheduler.fake_cluster import config
 

@@ -17,10 +17,10 @@ from plexrl.errors import (
     LeaseLostError,
     StorageError,
 )
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.journal import Journal
-from plexrl.scheduler.schema import HEAD
-from plexrl.scheduler.sql_journal import READ_PAGE, SqlJournal
+from plexrl.scheduler.journal.journal import Journal
+from plexrl.scheduler.journal.schema import HEAD
+from plexrl.scheduler.journal.sql_journal import READ_PAGE, SqlJournal
+from plexrl.scheduler.state import events as ev
 from tests.scheduler.postgres import PostgresServer
 
 TTL_S = 3600.0
@@ -367,7 +367,7 @@ def test_a_newer_schema_of_before_the_migrations_is_refused(tmp_path: Path) -> N
 def test_the_newest_revision_is_the_one_this_version_knows() -> None:
     from alembic.script import ScriptDirectory
 
-    import plexrl.scheduler.migrations as migrations
+    import plexrl.scheduler.journal.migrations as migrations
 
     folder = Path(migrations.__file__).parent
     assert ScriptDirectory(str(folder)).get_current_head() == HEAD

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.estimates import MOVE_BYTES_PER_S, MoveLaw
-from plexrl.scheduler.switch_cost import load_s, offload_s
+from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S, MoveLaw
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 

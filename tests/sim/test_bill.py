@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.bill import Bill, bill, break_even, with_reserved
-from plexrl.sim.held_nodes import HeldNodes
-from plexrl.sim.prices import DAY_S, Prices
-from plexrl.sim.replay import simulate
-from plexrl.sim.scenario import NodeType, Pool, Scenario
-from plexrl.sim.what_if import change, changed, repriced
+from plexrl.sim.engine.simulate import simulate
+from plexrl.sim.metrics.held_nodes import HeldNodes
+from plexrl.sim.results.bill import Bill, bill, break_even, with_reserved
+from plexrl.sim.search.what_if import change, changed, repriced
+from plexrl.sim.workload.prices import DAY_S, Prices
+from plexrl.sim.workload.scenario import NodeType, Pool, Scenario
 from tests.sim.test_collector import NoJobs
 from tests.sim.test_sweep import BASE
 

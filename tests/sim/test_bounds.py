@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.sim.bounds import FIRST_WIDTH_S, RELEASES_MAX, DrainBound
+from plexrl.sim.results.bounds import FIRST_WIDTH_S, RELEASES_MAX, DrainBound
 
 
 @dataclass(frozen=True, slots=True)

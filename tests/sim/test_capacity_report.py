@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from plexrl.sim.capacity_search import CapacityPlan
-from plexrl.sim.objectives import objectives
-from plexrl.sim.prices import DAY_S, Prices
 from plexrl.sim.report import Billed, write_report
 from plexrl.sim.report.bills import bill_table, horizon_warning, price_lines
 from plexrl.sim.report.capacity import headline, probe_table
-from plexrl.sim.scenario import NodeType, Pool, Scenario
-from plexrl.sim.slo import Search
+from plexrl.sim.search.capacity_search import CapacityPlan
+from plexrl.sim.search.cluster_size_search import Search
+from plexrl.sim.search.objectives import objectives
+from plexrl.sim.workload.prices import DAY_S, Prices
+from plexrl.sim.workload.scenario import NodeType, Pool, Scenario
 from tests.sim.test_collector import NoJobs
 from tests.sim.test_report import read, run_of, sections, spread_over
 
 if TYPE_CHECKING:
-    from plexrl.sim.result import SimResult
+    from plexrl.sim.results.result import SimResult
 
 
 def plain_run(policy: str, *, gpus: int, drain_s: float = 864_000.0) -> "SimResult":

@@ -6,9 +6,6 @@ from functools import cache
 
 import pytest
 
-from plexrl.sim.axes import with_nodes
-from plexrl.sim.capacity_search import CapacityPlan, smallest_cluster
-from plexrl.sim.objectives import objectives
 from plexrl.sim.report.capacity import (
     certainty,
     cheapest_feasible,
@@ -16,10 +13,14 @@ from plexrl.sim.report.capacity import (
     meets_all,
     probe_table,
 )
-from plexrl.sim.result import SimResult
-from plexrl.sim.scenario import Pool, Scenario
-from plexrl.sim.slo import Search
-from plexrl.sim.sweep import Outcome, run_all
+from plexrl.sim.results.result import SimResult
+from plexrl.sim.search.axes import with_nodes
+from plexrl.sim.search.capacity_search import CapacityPlan, smallest_cluster
+from plexrl.sim.search.cluster_size_search import Search
+from plexrl.sim.search.objectives import objectives
+from plexrl.sim.search.one_run import Outcome
+from plexrl.sim.search.sweep import run_all
+from plexrl.sim.workload.scenario import Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
 
 LARGEST = 10

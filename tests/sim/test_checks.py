@@ -12,15 +12,15 @@ from msgspec import structs
 
 from plexrl.errors import InvariantError
 from plexrl.ids import NodeId, OperationId
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler import events as ev
-from plexrl.sim.checks import Checker
-from plexrl.sim.policies import SIM_POLICIES
-from plexrl.sim.replay import simulate
-from plexrl.sim.scenario import GIB, NodeType, Pool, Scenario
-from plexrl.sim.trace_run import TraceRun
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
+from plexrl.sim.checks.checks import Checker
+from plexrl.sim.engine.simulate import simulate
+from plexrl.sim.engine.trace_run import TraceRun
+from plexrl.sim.workload.policies import SIM_POLICIES
+from plexrl.sim.workload.scenario import GIB, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob
-from plexrl.traces.published import MODEL_CLASSES
+from plexrl.traces.generate.published import MODEL_CLASSES
 from plexrl.wire.operations import OperationKind
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from plexrl.sim.collector import SPANS_MAX, Collector
-from plexrl.sim.result import SERIES_BINS, SimResult, Speed
-from plexrl.sim.scenario import NodeType, Pool, Scenario
+from plexrl.sim.metrics.collector import SPANS_MAX, Collector
+from plexrl.sim.results.result import SERIES_BINS, SimResult, Speed
+from plexrl.sim.workload.scenario import NodeType, Pool, Scenario
 from plexrl.traces import TraceJob
 
 SPEED = Speed(wall_s=1.0, events_per_s=1.0, peak_bytes=1)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from plexrl.cli.app import app
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.compared import FIGURES, OPTIONS, compared
+from plexrl.sim.results.compared import FIGURES, OPTIONS, compared
 from plexrl.traces import write_jobs
 from tests.sim.test_sweep import FewJobs
 
@@ -133,7 +133,7 @@ def test_results_without_a_figure_or_a_version_can_be_compared(results: dict[str
 
 
 def test_every_option_stands_for_a_part_of_a_scenario_that_there_is() -> None:
-    from plexrl.cli.simulate import simulate
+    from plexrl.cli.simulate.command import simulate
 
     named = simulate.__annotations__
     for option in OPTIONS.values():

@@ -15,12 +15,12 @@ COMMAND = "from plexrl.cli.app import main; main()"
 
 REPLAY = """
 import dataclasses, json, sys
-from plexrl.sim.node_types import NODE_TYPES
-from plexrl.sim.policies import SIM_POLICIES
-from plexrl.sim.replay import is_compiled, simulate
-from plexrl.sim.result_json import NO_SPEED
-from plexrl.sim.scenario import Behaviour, Pool, Scenario
-from plexrl.sim.trace_source import TraceSource
+from plexrl.sim.state.node_types import NODE_TYPES
+from plexrl.sim.workload.policies import SIM_POLICIES
+from plexrl.sim.engine.simulate import is_compiled, simulate
+from plexrl.sim.results.result_json import NO_SPEED
+from plexrl.sim.workload.scenario import Behaviour, Pool, Scenario
+from plexrl.sim.workload.trace_source import TraceSource
 
 found = {"compiled": is_compiled()}
 for name in SIM_POLICIES:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.failures import node_failures, worker_failures
-from plexrl.sim.policies import SIM_POLICIES
-from plexrl.sim.replay import simulate
-from plexrl.sim.result import SimResult
-from plexrl.sim.scenario import Failures, NodeType, Pool, Scenario
+from plexrl.sim.engine.failures import node_failures, worker_failures
+from plexrl.sim.engine.simulate import simulate
+from plexrl.sim.results.result import SimResult
+from plexrl.sim.workload.policies import SIM_POLICIES
+from plexrl.sim.workload.scenario import Failures, NodeType, Pool, Scenario
 from plexrl.traces import MODEL_CLASSES, TraceJob
 
 NODES = [f"n{index}" for index in range(50)]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler import events as ev
-from plexrl.sim.cycles import CycleLaw
-from plexrl.sim.fidelity import (
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
+from plexrl.sim.engine.trace_run import TraceRun
+from plexrl.sim.fidelity.fidelity import (
     RecordedLaw,
     compare,
     compare_law,
@@ -22,11 +22,11 @@ from plexrl.sim.fidelity import (
     fitted,
     replay,
 )
-from plexrl.sim.recording import RecordedCycle, RecordedJob, overheads, recorded_run
-from plexrl.sim.scenario import Behaviour, NodeType, Pool, Scenario
-from plexrl.sim.trace_run import TraceRun
+from plexrl.sim.fidelity.recording import RecordedCycle, RecordedJob, overheads, recorded_run
+from plexrl.sim.workload.cycles import CycleLaw
+from plexrl.sim.workload.scenario import Behaviour, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
-from plexrl.traces.recorder import record
+from plexrl.traces.convert.recorder import record
 
 KINDS = ("forward", "forward_backward", "optim_step")
 

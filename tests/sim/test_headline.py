@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from plexrl.sim.headline import headlines, said
 from plexrl.sim.report.comparison import recovered
-from plexrl.sim.result import SimResult
-from plexrl.sim.scenario import Scenario
+from plexrl.sim.results.headline import headlines, said
+from plexrl.sim.results.result import SimResult
+from plexrl.sim.workload.scenario import Scenario
 from tests.sim.test_report import run_of
 from tests.sim.test_sweep import BASE
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from plexrl.cli.app import app
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.history_fidelity import fidelity_of
+from plexrl.sim.fidelity.history import fidelity_of
 from plexrl.traces import TraceJob
-from plexrl.traces.history import History, history_of, read_history, write_history
+from plexrl.traces.convert.history import History, history_of, read_history, write_history
 from tests.sim.test_fidelity import row, simulated, some_job, view
 
 

@@ -5,8 +5,8 @@ from statistics import fmean
 
 import pytest
 
-from plexrl.scheduler.demand import DemandTrace, Segment
-from plexrl.scheduler.estimates import MOVE_BYTES_PER_S
+from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
 from plexrl.sim import JobPlan, VirtualCluster, published, virtual_config
 
 SWITCH_S = 8.0

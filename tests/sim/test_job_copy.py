@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from plexrl.errors import CapacityError, InvalidRequestError
-from plexrl.sim.job_copy import BATCH_JOBS, JobCopy, copied
-from plexrl.sim.sweep import FailedRun, run_all
-from plexrl.sim.trace_source import PublishedSource
+from plexrl.sim.search.one_run import FailedRun
+from plexrl.sim.search.sweep import run_all
+from plexrl.sim.workload.job_copy import BATCH_JOBS, JobCopy, copied
+from plexrl.sim.workload.trace_source import PublishedSource
 from plexrl.traces import TraceJob
 from tests.sim.test_sweep import BASE, documents
 

@@ -13,16 +13,16 @@ from typer.testing import CliRunner
 
 from plexrl.cli.app import app
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.job_rows import GROUPS_MAX, JobRow, JobRows
-from plexrl.sim.job_rows_file import (
+from plexrl.sim.engine.simulate import simulate
+from plexrl.sim.metrics.job_rows import GROUPS_MAX, JobRow, JobRows
+from plexrl.sim.metrics.job_rows_file import (
     BATCH_ROWS,
     RunOfRows,
     column_types,
     row_writer,
     write_job_rows,
 )
-from plexrl.sim.replay import simulate
-from plexrl.sim.scenario import Failures, Scenario
+from plexrl.sim.workload.scenario import Failures, Scenario
 from plexrl.traces import TraceJob, write_jobs
 from tests.sim.test_sweep import BASE, FewJobs
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from plexrl.scheduler.demand import Segment
-from plexrl.sim.cycles import CycleLaw
-from plexrl.sim.job_run import AloneClock, JobRun, Step, cycles_of, demand_of
-from plexrl.sim.scenario import Behaviour
+from plexrl.scheduler.state.demand import Segment
+from plexrl.sim.engine.job_run import AloneClock, JobRun, Step, cycles_of, demand_of
+from plexrl.sim.workload.cycles import CycleLaw
+from plexrl.sim.workload.scenario import Behaviour
 from plexrl.traces import TraceJob, TraceSegment
 from plexrl.wire.operations import OperationKind
 

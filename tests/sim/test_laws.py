@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.chance import exponential, normals, stream, uniform
-from plexrl.sim.cycles import TOKENS, CycleLaw, sigma_of
-from plexrl.sim.response_lengths import longest_of, read_longest_of
-from plexrl.sim.scenario import Behaviour, ToolStalls
+from plexrl.sim.workload.counter_rng import exponential, normals, stream, uniform
+from plexrl.sim.workload.cycles import TOKENS, CycleLaw, sigma_of
+from plexrl.sim.workload.response_lengths import longest_of, read_longest_of
+from plexrl.sim.workload.scenario import Behaviour, ToolStalls
 from plexrl.traces import MODEL_CLASSES, ResponseLength, TraceJob, TraceSegment, write_lengths
 from plexrl.traces.bundled import bundled
 from plexrl.traces.formats import read_histogram
-from plexrl.traces.laws import Lognormal
+from plexrl.traces.generate.distributions import Lognormal
 
 DRAWS = 20_000
 R1 = read_histogram(bundled("r1-lengths"))

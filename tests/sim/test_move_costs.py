@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler.switch_cost import HOST, NVME
-from plexrl.sim.device_state import DEVICE_PART, device_state_bytes
-from plexrl.sim.move_costs import MoveCosts
-from plexrl.sim.scenario import NodeType, Pool
+from plexrl.scheduler.dispatch.switch_cost import HOST, NVME
+from plexrl.sim.state.device_state import DEVICE_PART, device_state_bytes
+from plexrl.sim.state.move_costs import MoveCosts
+from plexrl.sim.workload.scenario import NodeType, Pool
 from plexrl.traces import MODEL_CLASSES, TraceJob
 
 H200 = NodeType()

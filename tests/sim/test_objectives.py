@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.objectives import NO_FAILED_JOBS, objective, objectives, utilisation
-from plexrl.sim.result import Distribution
+from plexrl.sim.results.result import Distribution
+from plexrl.sim.search.objectives import NO_FAILED_JOBS, objective, objectives, utilisation
 from tests.sim.test_report import run_of
 
 

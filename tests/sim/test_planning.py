@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from plexrl.errors import CapacityError, InvalidRequestError, TraceError
-from plexrl.sim.axes import PAPER, axis, policies_named, scenarios_along, with_nodes
-from plexrl.sim.capacity_search import smallest_cluster
-from plexrl.sim.node_types import NODE_TYPES, node_type
-from plexrl.sim.objectives import objectives
-from plexrl.sim.policies import SIM_POLICIES
-from plexrl.sim.replay import simulate
-from plexrl.sim.result_json import dumps, result_from, result_values, scenario_values
-from plexrl.sim.scenario import GIB, TIB, NodeType, Pool, Scenario
-from plexrl.sim.survey import check_fits, surveyed
-from plexrl.sim.sweep import run_all
-from plexrl.sim.trace_source import PublishedSource, TraceSource
-from plexrl.sim.what_if import change, changed, repriced
+from plexrl.sim.engine.simulate import simulate
+from plexrl.sim.results.result_json import dumps, result_from, result_values, scenario_values
+from plexrl.sim.search.axes import PAPER, axis, policies_named, scenarios_along, with_nodes
+from plexrl.sim.search.capacity_search import smallest_cluster
+from plexrl.sim.search.objectives import objectives
+from plexrl.sim.search.sweep import run_all
+from plexrl.sim.search.what_if import change, changed, repriced
+from plexrl.sim.state.node_types import NODE_TYPES, node_type
+from plexrl.sim.workload.policies import SIM_POLICIES
+from plexrl.sim.workload.scenario import GIB, TIB, NodeType, Pool, Scenario
+from plexrl.sim.workload.survey import check_fits, surveyed
+from plexrl.sim.workload.trace_source import PublishedSource, TraceSource
 from plexrl.traces import Problem, Shape, TraceJob
 from tests.sim.test_sweep import BASE, FewJobs
 

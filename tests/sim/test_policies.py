@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler.ordering import ORDERINGS
-from plexrl.scheduler.policies import POLICIES
-from plexrl.sim.policies import SIM_POLICIES, sim_policy
-from plexrl.sim.replay import simulate
-from plexrl.sim.scenario import Pool, Scenario
-from plexrl.sim.shell import virtual_config
+from plexrl.scheduler.dispatch.ordering import ORDERINGS
+from plexrl.scheduler.placement.policies import POLICIES
+from plexrl.sim.engine.shell import virtual_config
+from plexrl.sim.engine.simulate import simulate
+from plexrl.sim.workload.policies import SIM_POLICIES, sim_policy
+from plexrl.sim.workload.scenario import Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from plexrl.errors import UnavailableError
-from plexrl.sim.sweep import FailedRun, run_all
+from plexrl.sim.search.one_run import FailedRun
+from plexrl.sim.search.sweep import run_all
 from tests.sim.test_sweep import BASE, SWEEP, FewJobs, documents
 
 ray = pytest.importorskip("ray")

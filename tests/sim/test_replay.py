@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from plexrl.ids import JobId
-from plexrl.sim.policies import SIM_POLICIES
-from plexrl.sim.replay import Progress, simulate
-from plexrl.sim.result import SimResult
-from plexrl.sim.scenario import Behaviour, Pool, Scenario
-from plexrl.sim.trace_run import TraceRun
+from plexrl.sim.engine.simulate import Progress, simulate
+from plexrl.sim.engine.trace_run import TraceRun
+from plexrl.sim.results.result import SimResult
+from plexrl.sim.workload.policies import SIM_POLICIES
+from plexrl.sim.workload.scenario import Behaviour, Pool, Scenario
 from plexrl.traces import TraceJob
-from plexrl.traces.published import MODEL_CLASSES
+from plexrl.traces.generate.published import MODEL_CLASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def test_jobs_of_many_nodes_share_a_group_though_no_switch_was_ever_seen() -> No
 
 
 def test_the_simulator_loads_neither_the_state_manager_s_ways_nor_what_draws() -> None:
-    unwanted = {"plexrl.statemanager.client", "matplotlib", "pyarrow", "ray", "torch"}
+    unwanted = {"plexrl.statemanager.client.client", "matplotlib", "pyarrow", "ray", "torch"}
     code = f"import sys, plexrl.sim; print(sorted({unwanted!r} & set(sys.modules)))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "[]"

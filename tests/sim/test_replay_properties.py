@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler import commands as cmd
-from plexrl.scheduler import events as ev
+from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
 from plexrl.sim import virtual_config
-from plexrl.sim.job_run import JobRun
-from plexrl.sim.policies import SIM_POLICIES, sim_policy
-from plexrl.sim.replay import simulate
-from plexrl.sim.result import SimResult
-from plexrl.sim.scenario import Behaviour, NodeType, Pool, Scenario
-from plexrl.sim.trace_run import REMEMBERED, TraceRun
+from plexrl.sim.engine.job_run import JobRun
+from plexrl.sim.engine.simulate import simulate
+from plexrl.sim.engine.trace_run import REMEMBERED, TraceRun
+from plexrl.sim.results.result import SimResult
+from plexrl.sim.workload.policies import SIM_POLICIES, sim_policy
+from plexrl.sim.workload.scenario import Behaviour, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
-from plexrl.traces.published import MODEL_CLASSES
+from plexrl.traces.generate.published import MODEL_CLASSES
 
 OLD = Pool(nodes=2, node_type=NodeType(name="old", speed=0.5))
 

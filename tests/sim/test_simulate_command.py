@@ -12,13 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from plexrl.cli.app import app, run_command
-from plexrl.cli.simulate_answers import Answers
-from plexrl.cli.simulate_output import show, write
-from plexrl.cli.simulate_tables import print_runs
+from plexrl.cli.simulate.answers import Answers
+from plexrl.cli.simulate.output import show, write
+from plexrl.cli.simulate.tables import print_runs
 from plexrl.sim.report.whole_file import write_whole
-from plexrl.sim.result import SimResult
-from plexrl.sim.survey import surveyed
-from plexrl.sim.sweep import FailedRun, run_all
+from plexrl.sim.results.result import SimResult
+from plexrl.sim.search.one_run import FailedRun
+from plexrl.sim.search.sweep import run_all
+from plexrl.sim.workload.survey import surveyed
 from plexrl.traces import write_jobs
 from tests.sim.test_sweep import BASE, FewJobs
 

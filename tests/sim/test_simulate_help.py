@@ -6,10 +6,10 @@ from typing import Any
 import typer
 
 from plexrl.cli.app import app
-from plexrl.sim.axes import AXES
-from plexrl.sim.node_types import NODE_TYPES
-from plexrl.sim.policies import SIM_POLICIES
-from plexrl.sim.what_if import CHANGES
+from plexrl.sim.search.axes import AXES
+from plexrl.sim.search.what_if import CHANGES
+from plexrl.sim.state.node_types import NODE_TYPES
+from plexrl.sim.workload.policies import SIM_POLICIES
 
 DOCS = Path(__file__).parents[2] / "docs" / "simulating.md"
 

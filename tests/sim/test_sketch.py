@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.sim.result import CDF_POINTS
-from plexrl.sim.sketch import ERROR, FLUSH_AT, SMALLEST, Sketch
+from plexrl.sim.metrics.sketch import ERROR, FLUSH_AT, SMALLEST, Sketch
+from plexrl.sim.results.result import CDF_POINTS
 
 VALUES = st.floats(-1e9, 1e9).filter(lambda value: value == 0 or abs(value) > 2 * SMALLEST)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.slo import Search, smallest
+from plexrl.sim.search.cluster_size_search import Search, smallest
 
 SIZES = st.integers(1, 400)
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.axes import axis, scenarios_along
-from plexrl.sim.result import SimResult
-from plexrl.sim.result_json import dumps, result_values
-from plexrl.sim.scenario import Behaviour, Pool, Scenario
-from plexrl.sim.sweep import FailedRun, Outcome, label, run_all
-from plexrl.sim.trace_source import TraceSource
+from plexrl.sim.results.result import SimResult
+from plexrl.sim.results.result_json import dumps, result_values
+from plexrl.sim.search.axes import axis, scenarios_along
+from plexrl.sim.search.one_run import FailedRun, Outcome, label
+from plexrl.sim.search.sweep import run_all
+from plexrl.sim.workload.scenario import Behaviour, Pool, Scenario
+from plexrl.sim.workload.trace_source import TraceSource
 from plexrl.traces import TraceJob, TraceSegment, read_jobs, write_jobs
 
 
@@ -127,7 +128,7 @@ def test_an_interrupt_ends_every_process() -> None:
 ORPHANS = """
 import sys
 from dataclasses import replace
-from plexrl.sim.sweep import run_all
+from plexrl.sim.search.sweep import run_all
 from tests.sim.test_sweep import BASE, FewJobs
 
 if __name__ == "__main__":

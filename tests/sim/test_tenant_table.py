@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.sim.tenant_table import OTHERS, TENANTS_MAX, JainIndex, TenantTable
+from plexrl.sim.metrics.tenant_table import OTHERS, TENANTS_MAX, JainIndex, TenantTable
 
 
 @given(values=st.lists(st.floats(0.01, 1e6), min_size=1, max_size=50))

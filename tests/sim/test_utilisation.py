@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.sim.result import SERIES_BINS
-from plexrl.sim.utilisation import FLUSH_AT, Series
+from plexrl.sim.metrics.utilisation import FLUSH_AT, Series
+from plexrl.sim.results.result import SERIES_BINS
 
 STRETCHES = st.lists(
     st.tuples(st.floats(0, 5000), st.floats(0, 3000), st.integers(1, 64)), min_size=1, max_size=30

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from plexrl.ids import DeploymentId, JobId, NodeId, TenantId
-from plexrl.scheduler import events as ev
-from plexrl.scheduler.ordering import ORDERINGS
+from plexrl.scheduler.dispatch.ordering import ORDERINGS
+from plexrl.scheduler.state import events as ev
 from plexrl.sim import (
     PUBLISHED,
     JobPlan,

@@ -5,10 +5,10 @@ from random import Random
 import pytest
 
 from plexrl.ids import DeploymentId, NodeId
-from plexrl.scheduler.switch_cost import HOST, NVME
-from plexrl.sim.move_costs import MoveCosts
-from plexrl.sim.scenario import NodeType, Pool
-from plexrl.sim.virtual_state import Move, VirtualState
+from plexrl.scheduler.dispatch.switch_cost import HOST, NVME
+from plexrl.sim.state.move_costs import MoveCosts
+from plexrl.sim.state.virtual_state import Move, VirtualState
+from plexrl.sim.workload.scenario import NodeType, Pool
 
 GB = 10**9
 KIND = NodeType(

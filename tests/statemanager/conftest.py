@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.ticket_key import read_ticket_key
-from plexrl.statemanager.tickets import Claims, Role, job_of
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.protocol.ticket_key import read_ticket_key
+from plexrl.statemanager.protocol.tickets import Claims, Role, job_of
 from tests.statemanager.memory_files import memory_file_bytes
 
 DEADLINE_S = 60.0

@@ -17,12 +17,12 @@ import pytest
 
 from plexrl.errors import DeviceUnavailableError
 from plexrl.statemanager.device.backend import DeviceBackend, Loan, Segment, WorkerArena
-from plexrl.statemanager.device.cpu import CpuDevice
-from plexrl.statemanager.device.cpu_arena import CpuArena
-from plexrl.statemanager.device.cuda import CudaDevices
-from plexrl.statemanager.device.cuda_arena import CudaArena
-from plexrl.statemanager.device.cuda_bindings import BoundDriver
-from plexrl.statemanager.device.cuda_driver import CudaDriver
+from plexrl.statemanager.device.cpu.arena import CpuArena
+from plexrl.statemanager.device.cpu.device import CpuDevice
+from plexrl.statemanager.device.cuda.arena import CudaArena
+from plexrl.statemanager.device.cuda.bindings import BoundDriver
+from plexrl.statemanager.device.cuda.device import CudaDevices
+from plexrl.statemanager.device.cuda.driver import CudaDriver
 from plexrl.statemanager.device.memory import Run
 from tests.statemanager.emulated_cuda import EmulatedCuda
 from tests.statemanager.memory_files import memory_file_bytes

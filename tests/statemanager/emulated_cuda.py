@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plexrl.statemanager.device.cuda_driver import driver_error
+from plexrl.statemanager.device.cuda.driver import driver_error
 from plexrl.statemanager.device.mapping import map_file, map_zero, move, set_zero, unmap
 from tests.statemanager.memory_files import memory_file_bytes
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from plexrl.statemanager.arena import Arena
+from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.device.mapping import move
 from plexrl.statemanager.device.memory import Run
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.host_arena import HostArena
-from plexrl.statemanager.host_requests import host_start
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.protocol.host_requests import host_start
 from tests.statemanager.conftest import ALL_PARTS, DEADLINE_S, Daemon
 
 ELEMENTS = 64 * 1024

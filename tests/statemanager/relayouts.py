@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from plexrl.statemanager.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
 
 Box = tuple[slice, ...]
 Held = tuple[StateKey, Box]

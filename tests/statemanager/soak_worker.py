@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from plexrl.errors import PlexRLError
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.delta import DeltaPolicy
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from tests.statemanager.conftest import ALL_PARTS
 
 ELEMENTS = 64 * 1024

@@ -5,7 +5,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.statemanager.boxes import Box, difference, intersection
+from plexrl.statemanager.layout.boxes import Box, difference, intersection
 
 
 def shapes() -> st.SearchStrategy[tuple[int, ...]]:

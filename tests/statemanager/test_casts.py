@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.casts import F8_MAX, NUMPY_DTYPES, amax_of, cast, scale_of
-from plexrl.statemanager.plan import CAST_RULES
+from plexrl.statemanager.layout.casts import F8_MAX, NUMPY_DTYPES, amax_of, cast, scale_of
+from plexrl.statemanager.layout.plan.plan import CAST_RULES
 
 TORCH_DTYPES = {
     "F32": torch.float32,

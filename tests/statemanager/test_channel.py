@@ -19,7 +19,7 @@ from plexrl.errors import (
     PayloadTooLargeError,
     PlexRLError,
 )
-from plexrl.statemanager.channel import (
+from plexrl.statemanager.protocol.channel import (
     BODY_BYTES_MAX,
     BUFFER_BYTES,
     DESCRIPTORS_AT_ONCE,

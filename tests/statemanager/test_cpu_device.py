@@ -7,8 +7,8 @@ import pytest
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import Segment
-from plexrl.statemanager.device.cpu import SEALS, CpuDevice
-from plexrl.statemanager.device.cpu_arena import CpuArena
+from plexrl.statemanager.device.cpu.arena import CpuArena
+from plexrl.statemanager.device.cpu.device import SEALS, CpuDevice
 from plexrl.statemanager.device.lending import lend
 from tests.statemanager.device_rigs import read, segments, write
 

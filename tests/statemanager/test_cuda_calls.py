@@ -16,12 +16,16 @@ from plexrl.errors import (
     DeviceUnavailableError,
     StateLostError,
 )
-from plexrl.statemanager.device import host_pinning
-from plexrl.statemanager.device.cuda import CUDA_SEGMENT_BYTES_MAX, CudaDevices, cuda_segment_sizes
-from plexrl.statemanager.device.cuda_arena import ArenaBytes, CudaArena
-from plexrl.statemanager.device.cuda_bindings import BoundDriver
-from plexrl.statemanager.device.cuda_driver import driver_error
-from plexrl.statemanager.device.host_pinning import HostPinning
+from plexrl.statemanager.device.cuda import host_pinning
+from plexrl.statemanager.device.cuda.arena import ArenaBytes, CudaArena
+from plexrl.statemanager.device.cuda.bindings import BoundDriver
+from plexrl.statemanager.device.cuda.device import (
+    CUDA_SEGMENT_BYTES_MAX,
+    CudaDevices,
+    cuda_segment_sizes,
+)
+from plexrl.statemanager.device.cuda.driver import driver_error
+from plexrl.statemanager.device.cuda.host_pinning import HostPinning
 from plexrl.statemanager.device.mapping import map_zero, unmap
 from plexrl.statemanager.device.memory import Run
 from tests.statemanager.device_rigs import HostBlock, segments

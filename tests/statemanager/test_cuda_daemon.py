@@ -15,15 +15,15 @@ import pytest
 
 from benchmarks.gpu.job import GpuJob
 from plexrl.errors import DeviceMemoryFullError, InvalidRequestError
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.daemon.server import Server
 from plexrl.statemanager.device.backend import DeviceKind
-from plexrl.statemanager.device.cuda import CudaDevices
-from plexrl.statemanager.server import Server
-from plexrl.statemanager.store import Store
-from plexrl.statemanager.ticket_key import read_ticket_key
-from plexrl.statemanager.tickets import Claims, Role, TicketKey
+from plexrl.statemanager.device.cuda.device import CudaDevices
+from plexrl.statemanager.protocol.ticket_key import read_ticket_key
+from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
+from plexrl.statemanager.store.store import Store
 from tests.statemanager.conftest import wait_until
 from tests.statemanager.emulated_cuda import EmulatedCuda
 

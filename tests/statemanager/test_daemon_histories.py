@@ -14,8 +14,8 @@ from hypothesis.stateful import (
 )
 
 from plexrl.errors import ConflictError, PermissionDeniedError, StateLostError
-from plexrl.statemanager.migration import migrate
-from plexrl.statemanager.tickets import Role, job_of
+from plexrl.statemanager.protocol.tickets import Role, job_of
+from plexrl.statemanager.transfer.migration import migrate
 from tests.statemanager.conftest import DEADLINE_S, MIB, Daemon, StartDaemon, wait_until
 from tests.statemanager.soak_model import Shelf
 from tests.statemanager.soak_worker import STATE_BYTES, Command, Identity, Worker

@@ -1,6 +1,6 @@
 """A delta is made where it was the quicker way."""
 
-from plexrl.statemanager.delta_pace import TRIED_AGAIN_AFTER, DeltaPace
+from plexrl.statemanager.transfer.delta.pace import TRIED_AGAIN_AFTER, DeltaPace
 
 
 def test_both_ways_are_tried_before_one_is_preferred() -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from plexrl.errors import CorruptStateError, PermissionDeniedError, StateLostError, UnavailableError
-from plexrl.statemanager.address import announced, nearest
-from plexrl.statemanager.client import MoveReport
-from plexrl.statemanager.data_plane import BLOCK_BYTES
-from plexrl.statemanager.migration import migrate
-from plexrl.statemanager.protocol import Fetch
-from plexrl.statemanager.tickets import Role
+from plexrl.statemanager.client.client import MoveReport
+from plexrl.statemanager.protocol.address import announced, nearest
+from plexrl.statemanager.protocol.messages import Fetch
+from plexrl.statemanager.protocol.tickets import Role
+from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES
+from plexrl.statemanager.transfer.migration import migrate
 from tests.statemanager.conftest import DEADLINE_S, MIB, Daemon, MakeShard, StartDaemon, wait_until
 from tests.statemanager.test_migration import NAME, check_loads, observer, offloaded, ranks_held
 from tests.statemanager.weight_sync import SERVING_TCP
@@ -328,12 +328,13 @@ def test_a_daemon_is_reached_by_its_path_on_its_own_machine(source: Daemon, tmp_
 
 AGENT = """
 import sys
-from plexrl.statemanager.migration import migrate
+from plexrl.statemanager.transfer.migration import migrate
 migrate([sys.argv[1]], sys.argv[2], deployment="job/actor", seq=1,
         ticket=bytes.fromhex(sys.argv[3]), timeout_s=20.0)
 """
 
 
+@pytest.mark.slow
 def test_whoever_is_killed_at_any_moment_the_migration_made_again_is_whole(
     start_daemon: StartDaemon, make_shard: MakeShard, source: Daemon, proxy: Proxy
 ) -> None:

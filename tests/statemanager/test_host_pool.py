@@ -22,10 +22,10 @@ from hypothesis.stateful import (
 )
 
 from plexrl.errors import StateTierFullError
-from plexrl.statemanager.free_ranges import FreeRanges, Piece, cut
-from plexrl.statemanager.host_pool import HostPool
-from plexrl.statemanager.host_segment import HostSegment
-from plexrl.statemanager.numa import memory_nodes, place_pages
+from plexrl.statemanager.host.free_ranges import FreeRanges, Piece, cut
+from plexrl.statemanager.host.numa import memory_nodes, place_pages
+from plexrl.statemanager.host.pool import HostPool
+from plexrl.statemanager.host.segment import HostSegment
 from tests.statemanager.conftest import MIB, wait_until
 
 PAGE = 4096

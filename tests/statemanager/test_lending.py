@@ -12,7 +12,7 @@ import pytest
 
 from plexrl.errors import ConflictError, DeviceMemoryFullError, StateLostError
 from plexrl.statemanager.device.segments import segment_sizes
-from plexrl.statemanager.protocol import Attach, Detach
+from plexrl.statemanager.protocol.messages import Attach, Detach
 from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon, wait_until
 from tests.statemanager.memory_files import memory_file_bytes
 

@@ -23,13 +23,13 @@ from plexrl.errors import (
     StateTierFullError,
     UnavailableError,
 )
-from plexrl.statemanager.channel import Channel, close_all
-from plexrl.statemanager.client import MoveReport, StateManagerClient
-from plexrl.statemanager.connection import connect, exchange
-from plexrl.statemanager.migration import migrate
-from plexrl.statemanager.protocol import Adopt, OpenState, StoredShard
-from plexrl.statemanager.tickets import Role
-from plexrl.statemanager.versions import NO_DIGEST, Extent, VersionKind
+from plexrl.statemanager.client.client import MoveReport, StateManagerClient
+from plexrl.statemanager.client.connection import connect, exchange
+from plexrl.statemanager.protocol.channel import Channel, close_all
+from plexrl.statemanager.protocol.messages import Adopt, OpenState, StoredShard
+from plexrl.statemanager.protocol.tickets import Role
+from plexrl.statemanager.store.versions.versions import NO_DIGEST, Extent, VersionKind
+from plexrl.statemanager.transfer.migration import migrate
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,

@@ -17,11 +17,11 @@ from plexrl.errors import (
     StateLostError,
     StateTierFullError,
 )
-from plexrl.statemanager.address import nearest
+from plexrl.statemanager.protocol.address import nearest
 from plexrl.wire.rpc import Peer
-from plexrl.worker.agent import Agent
+from plexrl.worker.agent.agent import Agent
+from plexrl.worker.agent.launcher import WorkerProcess
 from plexrl.worker.config import AgentConfig, WorkerConfig
-from plexrl.worker.launcher import WorkerProcess
 from tests.statemanager.conftest import DEADLINE_S, MIB, Daemon, MakeShard, StartDaemon, wait_until
 
 STATE = MIB // 2

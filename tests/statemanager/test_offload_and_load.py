@@ -16,7 +16,7 @@ from plexrl.errors import (
     StaleTokenError,
     StateLostError,
 )
-from plexrl.statemanager.keys import StatePart
+from plexrl.statemanager.layout.keys import StatePart
 from tests.statemanager.conftest import (
     ALL_PARTS,
     MIB,

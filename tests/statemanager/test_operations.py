@@ -24,15 +24,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from plexrl.cli.app import app
-from plexrl.cluster.process import load_config
-from plexrl.cluster.tuning import tuned
 from plexrl.errors import InvalidRequestError, StaleTokenError, UnavailableError
-from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.health import Health
-from plexrl.statemanager.move_line import MoveLine
-from plexrl.statemanager.observation import ObservationServer
-from plexrl.statemanager.service_manager import ServiceManager
-from plexrl.statemanager.store import Store
+from plexrl.process.startup import load_config
+from plexrl.process.tuning import tuned
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.daemon.service_manager import ServiceManager
+from plexrl.statemanager.observe.health import Health
+from plexrl.statemanager.observe.http import ObservationServer
+from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -198,9 +198,9 @@ def test_observers_that_ask_nothing_hold_nobody_up() -> None:
 
 WORKER = """
 import sys, msgspec
-from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.connection import connect, exchange
-from plexrl.statemanager.protocol import OpenPublished
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.client.connection import connect, exchange
+from plexrl.statemanager.protocol.messages import OpenPublished
 from tests.statemanager.conftest import Daemon, Shard
 
 daemon = Daemon(msgspec.json.decode(sys.argv[1], type=StateManagerConfig))

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError, StateLostError
-from plexrl.statemanager.boxes import Box
-from plexrl.statemanager.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
-from plexrl.statemanager.plan import Plan, make_plan
-from plexrl.statemanager.plan_balance import Source
-from plexrl.statemanager.plan_cache import PlanCache
-from plexrl.statemanager.plan_layout import Layout
-from plexrl.statemanager.run_copy import Copier, copy_runs
+from plexrl.statemanager.layout.boxes import Box
+from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.plan.balance import Source
+from plexrl.statemanager.layout.plan.cache import PlanCache
+from plexrl.statemanager.layout.plan.columns import Layout
+from plexrl.statemanager.layout.plan.plan import Plan, make_plan
+from plexrl.statemanager.transfer.copy.strided_copy import Copier, copy_runs
 
 Tensor = npt.NDArray[np.uint8]
 """Bytes of the elements in its last dimension, so that it stands for any dtype."""

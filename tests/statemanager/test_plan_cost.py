@@ -3,7 +3,7 @@
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.plan_cost import NodeLink, choose_route
+from plexrl.statemanager.layout.plan.cost import NodeLink, choose_route
 
 LINK = NodeLink(network_bytes_per_s=2e9, memory_bytes_per_s=10e9)
 

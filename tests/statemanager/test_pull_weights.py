@@ -12,13 +12,13 @@ from plexrl.errors import (
     OverloadedError,
     StateLostError,
 )
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.channel import close_all
-from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.connection import connect, exchange
-from plexrl.statemanager.handlers.caller import OPENED_MAX
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.protocol import Confirm, OpenPublished
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.client.connection import connect, exchange
+from plexrl.statemanager.daemon.handlers.caller import OPENED_MAX
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.protocol.channel import close_all
+from plexrl.statemanager.protocol.messages import Confirm, OpenPublished
 from tests.statemanager.conftest import DEADLINE_S, Daemon, MakeShard, StartDaemon, wait_until
 
 ROWS, COLUMNS = 10, 24

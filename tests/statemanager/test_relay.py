@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from plexrl.statemanager.client import PullReport
-from plexrl.statemanager.delta import DeltaPolicy
+from plexrl.statemanager.client.client import PullReport
+from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from tests.statemanager.conftest import Daemon, StartDaemon, run_together
 from tests.statemanager.test_delta import nudge
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel, whole

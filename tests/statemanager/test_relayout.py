@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from plexrl.errors import InvalidRequestError, PermissionDeniedError, StateLostError
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.client import LoadReport, StateManagerClient
-from plexrl.statemanager.keys import StatePart, StateSlice
-from plexrl.statemanager.tickets import Role
-from plexrl.statemanager.transport.state_client import RemoteState
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.client import LoadReport, StateManagerClient
+from plexrl.statemanager.layout.keys import StatePart, StateSlice
+from plexrl.statemanager.protocol.tickets import Role
+from plexrl.statemanager.transfer.transport.tcp.state_client import RemoteState
 from tests.statemanager import relayouts
 from tests.statemanager.conftest import ALL_PARTS, DEADLINE_S, MIB, Daemon, StartDaemon
 from tests.statemanager.relayouts import LAYOUTS, slices_of, state

@@ -13,18 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import StateLostError
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.layout import lay_out
-from plexrl.statemanager.plan_layout import DTYPES
-from plexrl.statemanager.relayout_load import Relayouter
-from plexrl.statemanager.run_copy import copy_runs
-from plexrl.statemanager.runs import BYTES_CAST, UNSCALED, Runs, cast_code, concatenated
-from plexrl.statemanager.store import Store
-from plexrl.statemanager.tickets import KEY_BYTES, TicketKey
-from plexrl.statemanager.versions import Manifest, VersionKind
-from plexrl.statemanager.windows import TargetWindows, covered
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.layout import lay_out
+from plexrl.statemanager.layout.plan.columns import DTYPES
+from plexrl.statemanager.layout.staging import TargetWindows, covered
+from plexrl.statemanager.layout.strided_copies import (
+    BYTES_CAST,
+    UNSCALED,
+    Runs,
+    cast_code,
+    concatenated,
+)
+from plexrl.statemanager.protocol.tickets import KEY_BYTES, TicketKey
+from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
+from plexrl.statemanager.transfer.copy.strided_copy import copy_runs
+from plexrl.statemanager.transfer.relayout_load import Relayouter
 from tests.statemanager.host_memory import HostMemory
 from tests.statemanager.relayouts import arena_bytes, box_of, view
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from plexrl.errors import OperationCancelledError, QuotaExceededError
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.drain import Drainer
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.layout import lay_out
-from plexrl.statemanager.residency import TierName
-from plexrl.statemanager.store import Store
-from plexrl.statemanager.tenant_limit import TenantLimit
-from plexrl.statemanager.versions import Manifest, Section, VersionKind
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.eviction.drain import Drainer
+from plexrl.statemanager.eviction.policy import TierName
+from plexrl.statemanager.eviction.tenant_limit import TenantLimit
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.layout import lay_out
+from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.versions.versions import Manifest, Section, VersionKind
 from tests.statemanager.conftest import MIB, run_together, wait_until
 from tests.statemanager.host_memory import HostMemory
 

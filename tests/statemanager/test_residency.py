@@ -5,7 +5,14 @@ from itertools import chain, combinations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from plexrl.statemanager.residency import Placement, Resident, Room, TierName, expected_use, place
+from plexrl.statemanager.eviction.policy import (
+    Placement,
+    Resident,
+    Room,
+    TierName,
+    expected_use,
+    place,
+)
 
 HOST, NVME = TierName.HOST, TierName.NVME
 Node = tuple[list[Resident], Room, Room]

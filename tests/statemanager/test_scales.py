@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from plexrl.errors import InvalidRequestError, StateLostError
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.client import PullReport, StateManagerClient
-from plexrl.statemanager.delta import DeltaPolicy
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.scales import Wants
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.client import PullReport, StateManagerClient
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.scales import Wants
+from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon
 from tests.statemanager.weight_sync import (
     SERVING_TCP,

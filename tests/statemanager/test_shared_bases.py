@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from plexrl.errors import ConflictError, DeviceMemoryFullError
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.device.cpu import CpuDevice
-from plexrl.statemanager.shared_bases import BaseKey, Lent, SharedBases
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.device.cpu.device import CpuDevice
+from plexrl.statemanager.device.shared_bases import BaseKey, Lent, SharedBases
 from tests.statemanager.conftest import DEADLINE_S, MIB, MakeShard, Shard, StartDaemon, wait_until
 
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pytest
 
 from plexrl.errors import StaleTokenError, StateLostError, UnavailableError
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.store import Store
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.store.store import Store
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,

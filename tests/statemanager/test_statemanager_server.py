@@ -19,13 +19,13 @@ from plexrl.errors import (
     PermissionDeniedError,
     from_wire,
 )
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.channel import Channel, Kind
-from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.connection import connect, exchange
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.connection import connect, exchange
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.daemon.server import check_peer
 from plexrl.statemanager.device.backend import DeviceKind
-from plexrl.statemanager.protocol import Register, Save
-from plexrl.statemanager.server import check_peer
+from plexrl.statemanager.protocol.channel import Channel, Kind
+from plexrl.statemanager.protocol.messages import Register, Save
 from tests.statemanager.conftest import (
     ALL_PARTS,
     DEADLINE_S,

@@ -20,13 +20,13 @@ from hypothesis.stateful import (
 )
 
 from plexrl.errors import CorruptStateError, StateTierFullError
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.file_memory import version_memory
-from plexrl.statemanager.lease import Lease
-from plexrl.statemanager.residency import TierName
-from plexrl.statemanager.store import Store
-from plexrl.statemanager.versions import Extent, Manifest, Section, VersionKind
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.eviction.policy import TierName
+from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.versions.lease import Lease
+from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section, VersionKind
+from plexrl.statemanager.transfer.copy.file_memory import version_memory
 from tests.statemanager.host_memory import HostMemory
 
 PAGE = 4096

@@ -19,13 +19,13 @@ from plexrl.errors import (
     UnavailableError,
     from_wire,
 )
-from plexrl.statemanager.runs import UNSCALED, Runs, concatenated
-from plexrl.statemanager.tickets import Claims, Role, TicketKey
-from plexrl.statemanager.transport.handshake import greet_server
-from plexrl.statemanager.transport.run_stream import encode_runs
-from plexrl.statemanager.transport.source import ShardRuns
-from plexrl.statemanager.transport.tcp_client import Tcp
-from plexrl.statemanager.transport.tcp_server import BASES_MAX
+from plexrl.statemanager.layout.strided_copies import UNSCALED, Runs, concatenated
+from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
+from plexrl.statemanager.transfer.transport.handshake import greet_server
+from plexrl.statemanager.transfer.transport.run_stream import encode_runs
+from plexrl.statemanager.transfer.transport.source import ShardRuns
+from plexrl.statemanager.transfer.transport.tcp.client import Tcp
+from plexrl.statemanager.transfer.transport.tcp.server import BASES_MAX
 from plexrl.wire.framing import recv_frame, send_frame
 from tests.statemanager.conftest import Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp

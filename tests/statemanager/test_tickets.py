@@ -21,20 +21,20 @@ from plexrl.errors import (
     QuotaExceededError,
     UnavailableError,
 )
-from plexrl.statemanager.channel import close_all
-from plexrl.statemanager.checkpoint.retention import RetentionPolicy
-from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.connection import connect, exchange
-from plexrl.statemanager.delta import DeltaPolicy
+from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.client.connection import connect, exchange
+from plexrl.statemanager.daemon.handlers import HANDLERS
 from plexrl.statemanager.device.backend import DeviceKind
-from plexrl.statemanager.handlers import HANDLERS
-from plexrl.statemanager.keys import StateSlice
-from plexrl.statemanager.layout import lay_out
-from plexrl.statemanager.protocol import Hello, Ping, Register, Release, Request, Usage
-from plexrl.statemanager.tenant_limit import TenantLimit
-from plexrl.statemanager.ticket_key import KEY_FILE, make_ticket_key, read_ticket_key
-from plexrl.statemanager.tickets import AGENT, Claims, Role, TicketKey
-from plexrl.statemanager.versions import Manifest, VersionKind
+from plexrl.statemanager.eviction.tenant_limit import TenantLimit
+from plexrl.statemanager.layout.keys import StateSlice
+from plexrl.statemanager.layout.layout import lay_out
+from plexrl.statemanager.protocol.channel import close_all
+from plexrl.statemanager.protocol.messages import Hello, Ping, Register, Release, Request, Usage
+from plexrl.statemanager.protocol.ticket_key import KEY_FILE, make_ticket_key, read_ticket_key
+from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, TicketKey
+from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
+from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from tests.statemanager.conftest import ALL_PARTS, DEADLINE_S, Daemon, MakeShard, Shard, StartDaemon
 
 VICTIM = "victim/actor"

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from plexrl.errors import StateLostError
-from plexrl.statemanager.client import PullReport
-from plexrl.statemanager.config import StateManagerConfig
-from plexrl.statemanager.delta import DeltaPolicy
-from plexrl.statemanager.plan import make_plan
-from plexrl.statemanager.plan_balance import Source
-from plexrl.statemanager.plan_layout import Layout
-from plexrl.statemanager.pull import KnownLayouts, Puller
-from plexrl.statemanager.scales import Wants
-from plexrl.statemanager.transport import OpenSource
-from plexrl.statemanager.transport.source import ShardRuns
-from plexrl.statemanager.transport.ways import Ways
+from plexrl.statemanager.client.client import PullReport
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.layout.plan.balance import Source
+from plexrl.statemanager.layout.plan.columns import Layout
+from plexrl.statemanager.layout.plan.plan import make_plan
+from plexrl.statemanager.layout.scales import Wants
+from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
+from plexrl.statemanager.transfer.pull import KnownLayouts, Puller
+from plexrl.statemanager.transfer.transport import OpenSource
+from plexrl.statemanager.transfer.transport.choice import Ways
+from plexrl.statemanager.transfer.transport.source import ShardRuns
 from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel, whole
 

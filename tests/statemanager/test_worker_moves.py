@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from plexrl.errors import DeviceMemoryFullError, InvalidRequestError
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.host_arena import HostArena
-from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.wire.operations import OperationKind
-from plexrl.worker.backend import BackendCall, BackendResult
-from plexrl.worker.residency import StateMover
+from plexrl.worker.process.backend import BackendCall, BackendResult
+from plexrl.worker.state.residency import StateMover
 from tests.statemanager.conftest import ALL_PARTS, MIB, Daemon, MakeShard, StartDaemon
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.client import PullReport, StateManagerClient
-from plexrl.statemanager.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.client import PullReport, StateManagerClient
+from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
 from tests.statemanager.conftest import DEADLINE_S, Daemon
 
 Box = tuple[slice, ...]

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from plexrl.cli.app import app, run_command
 from plexrl.errors import InvalidRequestError, TraceError
 from plexrl.traces import JOBS, LENGTHS, read_jobs, read_lengths
+from plexrl.traces.convert.wandb_runs import METRICS
 from plexrl.traces.formats import FORMATS
-from plexrl.traces.wandb_runs import METRICS
 
 DOCS = Path(__file__).parents[2] / "docs" / "traces.md"
 

@@ -22,7 +22,7 @@ from plexrl.traces import (
     validate,
     write_jobs,
 )
-from plexrl.traces.distinct import DistinctKeys
+from plexrl.traces.io.distinct import DistinctKeys
 
 WHOLE = TraceJob(
     job_id="whole",

@@ -32,10 +32,17 @@ from plexrl.traces import (
     write_jobs,
     write_lengths,
 )
-from plexrl.traces.fitting import distance, fit, law_distance
 from plexrl.traces.formats import read_histogram
-from plexrl.traces.laws import Exponential, Histogram, Law, Lognormal, Quantiles, Weibull
-from plexrl.traces.rhythm import HOUR_S, Rhythm, rhythm_of
+from plexrl.traces.generate.daily_rate import HOUR_S, Rhythm, rhythm_of
+from plexrl.traces.generate.distributions import (
+    Exponential,
+    Histogram,
+    Law,
+    Lognormal,
+    Quantiles,
+    Weibull,
+)
+from plexrl.traces.generate.fitting import distance, fit, law_distance
 
 R1 = read_histogram(bundled("r1-lengths"))
 

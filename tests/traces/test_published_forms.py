@@ -10,7 +10,7 @@ from plexrl.errors import InvalidRequestError, TraceError
 from plexrl.traces import Problem, ResponseLength, TraceJob, check_trace, open_trace
 from plexrl.traces.formats import detect
 from plexrl.traces.formats.servegen import Draw
-from plexrl.traces.json_list import PIECE_CHARACTERS, json_elements
+from plexrl.traces.io.json_list import PIECE_CHARACTERS, json_elements
 
 FOLDER = Path(__file__).parent / "layouts"
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.traces import JOBS, TraceJob, describe_jobs, write_jobs
-from plexrl.traces.files import checked, rows
-from plexrl.traces.json_list import json_elements
-from plexrl.traces.problems import Problems
-from plexrl.traces.sorting import by_submission
+from plexrl.traces.convert.sorting import by_submission
+from plexrl.traces.io.files import checked, rows
+from plexrl.traces.io.json_list import json_elements
+from plexrl.traces.io.problems import Problems
 
 ONE = TraceJob(job_id="a", submit_s=0.0, gpus=1, duration_s=5.0)
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plexrl.deployment_spec import DeploymentSpec
-from plexrl.model_spec import tiny_qwen2
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.spec import tiny_qwen2
 from plexrl.wire.operations import SamplingParams
-from plexrl.worker.arena_tensors import view
-from plexrl.worker.engine import Engine, Generation, RolloutEngine, TorchRolloutBackend
-from plexrl.worker.engine.tensor_parallel import LeadingEngine, Orders, RankGroup, follow
 from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.rollout.engine import Engine, Generation, RolloutEngine, TorchRolloutBackend
+from plexrl.worker.rollout.engine.tensor_parallel import LeadingEngine, Orders, RankGroup, follow
+from plexrl.worker.state.arena_tensors import view
 
 VOCABULARY = "0123456789abcdefgh"
 """With three special tokens 21, so that two ranks hold 11 and 10 rows."""

@@ -8,8 +8,8 @@ import numpy as np
 import torch.distributed as dist
 
 import plexrl
-from plexrl.deployment_spec import DeploymentSpec
-from plexrl.model_spec import tiny_qwen2
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.spec import tiny_qwen2
 from plexrl.wire.operations import (
     AdamParams,
     ForwardBackwardParams,
@@ -17,9 +17,9 @@ from plexrl.wire.operations import (
     OperationKind,
 )
 from plexrl.wire.tensors import Arrays
-from plexrl.worker.backend import BackendCall
+from plexrl.worker.process.backend import BackendCall
 from plexrl.worker.training.backend import TrainingBackend
-from plexrl.worker.training.fsdp import FsdpModel
+from plexrl.worker.training.fsdp.model import FsdpModel
 from plexrl.worker.training.model import TrainingRank
 
 MODEL = tiny_qwen2("0123456789abcdefghi", seed=1)

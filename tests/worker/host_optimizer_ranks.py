@@ -7,13 +7,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.host_requests import host_start
-from plexrl.statemanager.keys import StatePart
-from plexrl.statemanager.ticket_key import read_ticket_key
-from plexrl.statemanager.tickets import Claims, Role
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.layout.keys import StatePart
+from plexrl.statemanager.protocol.host_requests import host_start
+from plexrl.statemanager.protocol.ticket_key import read_ticket_key
+from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.operations import CheckpointParams, OperationKind
-from plexrl.worker.checkpointing import save_checkpoint
+from plexrl.worker.state.checkpointing import save_checkpoint
 from plexrl.worker.training.backend import TrainingBackend
 from tests.worker.host_optimizer_batches import (
     LOSS,

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from plexrl.errors import CheckpointNotFoundError, CorruptStateError, StateLostError
-from plexrl.statemanager.checkpoint.plan import SHARD_BYTES_MAX, CheckpointFormat
-from plexrl.statemanager.checkpoint.progress import Progress
-from plexrl.statemanager.checkpoint.publish import announce
-from plexrl.statemanager.checkpoint.writer import Wanted, write_checkpoint
-from plexrl.worker.checkpoint import agree, fill_from_checkpoint, load_hf_parameters
+from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
+from plexrl.statemanager.checkpoint.write.progress import Progress
+from plexrl.statemanager.checkpoint.write.publish import announce
+from plexrl.statemanager.checkpoint.write.writer import Wanted, write_checkpoint
+from plexrl.worker.state.checkpoint import agree, fill_from_checkpoint, load_hf_parameters
 from tests.statemanager.checkpoint import versions as v
 
 TENSORS: v.Tensors = {v.key("w"): v.random_tensor(np.random.default_rng(1), "F32", (9, 5))}

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plexrl.deployment_spec import DeploymentSpec
-from plexrl.model_spec import tiny_qwen2
-from plexrl.statemanager.client import StateManagerClient
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.spec import tiny_qwen2
+from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.wire.framing import recv_frame
 from plexrl.wire.operations import GenerateParams, OperationKind, SamplingParams
-from plexrl.worker.backend import BackendCall
-from plexrl.worker.controls import Controls
-from plexrl.worker.engine import TorchRolloutBackend
-from plexrl.worker.residency import StateMover
-from plexrl.worker.server import Connection, Request
-from plexrl.worker.token_streams import TokenStreams
+from plexrl.worker.process.backend import BackendCall
+from plexrl.worker.process.server import Connection, Request
+from plexrl.worker.rollout.controls import Controls
+from plexrl.worker.rollout.engine import TorchRolloutBackend
+from plexrl.worker.rollout.token_streams import TokenStreams
+from plexrl.worker.state.residency import StateMover
 
 
 class Router:

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import BatchShapeError
-from plexrl.model_spec import tiny_qwen2
+from plexrl.model.spec import tiny_qwen2
 from plexrl.wire.operations import SamplingParams
-from plexrl.worker.engine.engine import Engine
-from plexrl.worker.engine.generation import Generation
-from plexrl.worker.engine.sampling import RowSampling, allowed, draw
 from plexrl.worker.models import build_model
+from plexrl.worker.rollout.engine.engine import Engine
+from plexrl.worker.rollout.generation import Generation
+from plexrl.worker.rollout.sampling import RowSampling, allowed, draw
 
 MODEL = build_model(tiny_qwen2("0123456789abcdefghi", seed=2))
 PROMPTS = [[3, 4, 5, 6], [7], [8, 9, 10, 11, 12, 13], [14, 15]]

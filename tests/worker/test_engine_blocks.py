@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from plexrl.worker.engine.blocks import SCRAP, BlockPool, block_names
+from plexrl.worker.rollout.engine.blocks import SCRAP, BlockPool, block_names
 
 BLOCKS, BLOCK_TOKENS = 9, 4
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from plexrl.model_spec import tiny_qwen2
+from plexrl.model.spec import tiny_qwen2
 from plexrl.wire.operations import SamplingParams
-from plexrl.worker.engine import Engine, Generation
-from plexrl.worker.engine.generation import ABORT, LENGTH, STOP
-from plexrl.worker.engine.sampling import RowSampling, draw, stream_of
 from plexrl.worker.models import build_model
+from plexrl.worker.rollout.engine import Engine, Generation
+from plexrl.worker.rollout.generation import ABORT, LENGTH, STOP
+from plexrl.worker.rollout.sampling import RowSampling, draw, stream_of
 
 VOCABULARY = "0123456789abcdefghi"
 VERSIONS = [build_model(tiny_qwen2(VOCABULARY, seed=seed)) for seed in (2, 5, 8)]

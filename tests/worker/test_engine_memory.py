@@ -3,10 +3,10 @@
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.model_spec import tiny_qwen2
+from plexrl.model.spec import tiny_qwen2
 from plexrl.wire.operations import SamplingParams
-from plexrl.worker.engine import Engine, EngineStats, Generation
 from plexrl.worker.models import build_model
+from plexrl.worker.rollout.engine import Engine, EngineStats, Generation
 
 MODEL = build_model(tiny_qwen2("0123456789abcdefghi", seed=2))
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 4

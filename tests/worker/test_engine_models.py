@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from plexrl.errors import InvalidRequestError
-from plexrl.model_spec import ModelSpec
+from plexrl.model.spec import ModelSpec
 from plexrl.wire.operations import SamplingParams
-from plexrl.worker.engine import Engine, Generation
-from plexrl.worker.engine.forward import make_forward
-from plexrl.worker.engine.llama_forward import LlamaForward
-from plexrl.worker.engine.module_forward import ModuleForward
 from plexrl.worker.models import build_model
+from plexrl.worker.rollout.engine import Engine, Generation
+from plexrl.worker.rollout.engine.passes.choice import make_forward
+from plexrl.worker.rollout.engine.passes.llama import LlamaForward
+from plexrl.worker.rollout.engine.passes.module import ModuleForward
 
 PROMPTS = [[3, 4, 5, 6], [7], list(range(3, 20)), [14, 15]]
 COMMON = {

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.worker.engine.shards import box_of
 from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.rollout.shards import box_of
 from tests.worker import engine_ranks as ranks
 
 
@@ -75,7 +75,7 @@ def test_what_cannot_be_shared_equally_is_refused() -> None:
 
 RANK = """
 import os, sys, torch, torch.distributed as dist
-from plexrl.worker.engine.tensor_parallel import is_of_lost_rank
+from plexrl.worker.rollout.engine.tensor_parallel import is_of_lost_rank
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 dist.all_reduce(torch.ones(1))

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from plexrl.deployment_spec import DeploymentSpec
-from plexrl.model_spec import tiny_qwen2
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.spec import tiny_qwen2
 from plexrl.wire.operations import GenerateParams, OperationKind, SamplingParams
-from plexrl.worker.arena_tensors import view
-from plexrl.worker.backend import BackendCall
-from plexrl.worker.engine import Engine, Generation, Segment, TorchRolloutBackend
 from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.process.backend import BackendCall
+from plexrl.worker.rollout.engine import Engine, Generation, Segment, TorchRolloutBackend
+from plexrl.worker.state.arena_tensors import view
 
 SPEC = tiny_qwen2("0123456789abcdefghi", seed=2)
 OLD = build_model(SPEC)

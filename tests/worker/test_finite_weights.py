@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from plexrl.errors import NonFiniteWeightsError
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.keys import StateKey, StatePart
-from plexrl.worker.arena_tensors import ArenaLayout, view
-from plexrl.worker.finite_weights import check_finite_weights, first_non_finite
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.layout.keys import StateKey, StatePart
+from plexrl.worker.state.arena_tensors import ArenaLayout, view
+from plexrl.worker.state.finite_weights import check_finite_weights, first_non_finite
 
 
 def arena_with(**tensors: torch.Tensor) -> tuple[Arena, ArenaLayout]:

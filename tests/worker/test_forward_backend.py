@@ -8,15 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import BatchShapeError, CheckpointNotFoundError, InvalidRequestError
-from plexrl.model_spec import ModelSpec, parameter_count, tiny_qwen2
-from plexrl.statemanager.keys import StatePart
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.spec import ModelSpec, parameter_count, tiny_qwen2
+from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import CheckpointParams, ForwardParams, OperationKind
 from plexrl.wire.tensors import Array, Arrays
-from plexrl.worker.backend import BackendCall
-from plexrl.worker.forward_backend import ForwardBackend
+from plexrl.worker.forward.backend import ForwardBackend
 from plexrl.worker.models import build_model
+from plexrl.worker.process.backend import BackendCall
 
 CAUSAL = tiny_qwen2("0123456789abcdefghi", seed=1, hidden=32)
 REWARD = tiny_qwen2("0123456789abcdefghi", seed=1, hidden=32, head="reward")

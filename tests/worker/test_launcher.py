@@ -6,13 +6,16 @@ import sys
 from pathlib import Path
 
 import plexrl
-from plexrl.cluster.lifeline import PARENT
-from plexrl.deployment_spec import DeploymentSpec
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.process.lifeline import PARENT
+from plexrl.worker.agent.launcher import LocalLauncher
 from plexrl.worker.config import WorkerConfig
-from plexrl.worker.launcher import LocalLauncher
 from tests.small_disk import small_disk
 
-TIED = "from plexrl.worker.launcher import tie_to_fork_server; tie_to_fork_server(); print('lives')"
+TIED = (
+    "from plexrl.worker.agent.launcher import tie_to_fork_server; "
+    "tie_to_fork_server(); print('lives')"
+)
 
 
 def output_of(code: str, **environment: str) -> str:
@@ -34,7 +37,7 @@ def test_a_fork_of_a_server_that_could_not_import_plexrl_lives() -> None:
 
 def test_the_fork_server_s_parent_is_not_that_of_what_its_forks_start() -> None:
     code = (
-        "import os, plexrl.worker.fork_server_lifeline as lifeline; "
+        "import os, plexrl.worker.agent.fork_server_lifeline as lifeline; "
         f"print(lifeline.FORK_SERVER == os.getpid(), {PARENT!r} in os.environ)"
     )
     assert output_of(code, **{PARENT: str(os.getpid())}) == "True False"
@@ -42,7 +45,8 @@ def test_the_fork_server_s_parent_is_not_that_of_what_its_forks_start() -> None:
 
 def test_a_process_whose_fork_server_is_another_ends() -> None:
     code = (
-        f"import plexrl.worker.fork_server_lifeline as lifeline; lifeline.FORK_SERVER = 1; {TIED}"
+        "import plexrl.worker.agent.fork_server_lifeline as lifeline; "
+        f"lifeline.FORK_SERVER = 1; {TIED}"
     )
     assert output_of(code) == ""
 

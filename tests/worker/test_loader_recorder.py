@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
-from plexrl.statemanager.plan import make_plan
-from plexrl.statemanager.plan_balance import Source
-from plexrl.statemanager.plan_layout import Layout
-from plexrl.statemanager.run_copy import copy_runs
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.plan.balance import Source
+from plexrl.statemanager.layout.plan.columns import Layout
+from plexrl.statemanager.layout.plan.plan import make_plan
+from plexrl.statemanager.transfer.copy.strided_copy import copy_runs
 from plexrl.worker.loader_recorder import Load, Placed, record_loader
 
 HIDDEN, HEADS, EXPERTS, INNER = 16, 4, 3, 12

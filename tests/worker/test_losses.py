@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from plexrl import losses
 from plexrl.wire.operations import LossSpec
-from plexrl.worker.losses import compute_loss
+from plexrl.worker.batches.losses import compute_loss
 
 ROWS, TOKENS = 3, 5
 NAMES = ("mask", "logprobs", "advantages", "ref_logprobs", "weights")

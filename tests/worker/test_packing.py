@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.worker.packing import micro_batches, unpack
+from plexrl.worker.batches.packing import micro_batches, unpack
 
 
 @given(st.lists(st.integers(1, 12), max_size=20), st.integers(1, 5))

@@ -3,8 +3,8 @@
 import pytest
 
 from plexrl.errors import ConflictError, StaleTokenError
-from plexrl.worker import replies as replies_module
-from plexrl.worker.replies import KEPT_MAX, Replies, Reply
+from plexrl.worker.process import replies as replies_module
+from plexrl.worker.process.replies import KEPT_MAX, Replies, Reply
 
 
 def command(

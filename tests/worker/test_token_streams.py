@@ -8,9 +8,9 @@ import pytest
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.framing import recv_frame
-from plexrl.worker import token_streams
-from plexrl.worker.server import Connection
-from plexrl.worker.token_streams import TokenStreams
+from plexrl.worker.process.server import Connection
+from plexrl.worker.rollout import token_streams
+from plexrl.worker.rollout.token_streams import TokenStreams
 
 
 class Reader:

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plexrl
-from plexrl.parallelism import Parallelism
-from plexrl.router.dispatch import plan_batch
-from plexrl.router.reductions import loss_denominator
+from plexrl.model.parallelism import Parallelism
+from plexrl.router.dispatch.plan import plan_batch
+from plexrl.router.dispatch.reductions import loss_denominator
 from plexrl.wire.operations import LossSpec
 from plexrl.wire.tensors import Arrays
-from plexrl.worker.losses import compute_loss
-from plexrl.worker.packing import micro_batches, unpack
-from plexrl.worker.told_batches import told_micro_batches
+from plexrl.worker.batches.losses import compute_loss
+from plexrl.worker.batches.packed_batches import told_micro_batches
+from plexrl.worker.batches.packing import micro_batches, unpack
 
 
 def batch(lengths: list[int]) -> Arrays:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from plexrl.errors import StateLostError, UnavailableError
-from plexrl.statemanager.pull import PullWay
+from plexrl.statemanager.transfer.pull import PullWay
 from plexrl.wire.operations import OperationKind
-from plexrl.worker.residency import StateMover
-from plexrl.worker.weight_sync import SplitVersionError
+from plexrl.worker.state.residency import StateMover
+from plexrl.worker.state.weight_sync import SplitVersionError
 
 if TYPE_CHECKING:
-    from plexrl.statemanager.client import StateManagerClient
-    from plexrl.worker.backend import Backend
+    from plexrl.statemanager.client.client import StateManagerClient
+    from plexrl.worker.process.backend import Backend
 
 COMMAND = {
     "params_json": '{"source": "a", "in_flight": true}',

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from plexrl.wire.framing import send_frame
-from plexrl.worker.server import Server
+from plexrl.worker.process.server import Server
 
 LENGTHS = struct.Struct("<IQ")
 

@@ -4,16 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from plexrl.sim.bill import break_even, with_reserved
-from plexrl.sim.prices import Prices
 from plexrl.sim.report.comparison import Run
-from plexrl.sim.report.cumulative import line_keys
-from plexrl.sim.report.figure import INK, Picture, Plot, draw
-from plexrl.sim.report.style import Look
+from plexrl.sim.report.plots.cumulative import line_keys
+from plexrl.sim.report.plots.figure import INK, Picture, Plot, draw
+from plexrl.sim.report.plots.style import Look
 from plexrl.sim.report.tables import Table
 from plexrl.sim.report.units import duration, percent, short
-from plexrl.sim.result import SimResult
-from plexrl.sim.scenario import Scenario
+from plexrl.sim.results.bill import break_even, with_reserved
+from plexrl.sim.results.result import SimResult
+from plexrl.sim.workload.prices import Prices
+from plexrl.sim.workload.scenario import Scenario
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

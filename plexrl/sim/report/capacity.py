@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from plexrl.sim.capacity_search import CapacityPlan
-from plexrl.sim.objectives import NO_FAILED_JOBS, Objective
 from plexrl.sim.report.comparison import BACKFILLED, BASELINE
 from plexrl.sim.report.tables import Table
 from plexrl.sim.report.units import duration, percent, short
-from plexrl.sim.result import SimResult
+from plexrl.sim.results.result import SimResult
+from plexrl.sim.search.capacity_search import CapacityPlan
+from plexrl.sim.search.objectives import NO_FAILED_JOBS, Objective
 
 MISSED = " (!)"
 """Behind a figure that does not keep its bound."""

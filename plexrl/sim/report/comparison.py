@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.result import SimResult
+from plexrl.sim.results.result import SimResult
 
 BASELINE = "isolated"
 BACKFILLED = "isolated+backfill"

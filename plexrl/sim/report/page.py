@@ -4,24 +4,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plexrl.sim.capacity_search import CapacityPlan
-from plexrl.sim.report.bars import cost_plot, drain_plot
 from plexrl.sim.report.bills import Billed, bill_table, priced_apart, split_plot
 from plexrl.sim.report.capacity import answer, certainty, probe_table
 from plexrl.sim.report.capacity import headline as capacity_headline
-from plexrl.sim.report.capacity_plots import cost_curve, objective_plot
 from plexrl.sim.report.comparison import DRAWN_RUNS_MAX, Run, compare, drawn, sizes
-from plexrl.sim.report.cumulative import completion_plot, wait_plot
-from plexrl.sim.report.figure import Plot, missing_package
-from plexrl.sim.report.gantt import gantt_plot
-from plexrl.sim.report.size_sweep import sweep_plot
-from plexrl.sim.report.style import looks
+from plexrl.sim.report.plots.bars import cost_plot, drain_plot
+from plexrl.sim.report.plots.capacity import cost_curve, objective_plot
+from plexrl.sim.report.plots.cumulative import completion_plot, wait_plot
+from plexrl.sim.report.plots.figure import Plot, missing_package
+from plexrl.sim.report.plots.gantt import gantt_plot
+from plexrl.sim.report.plots.size_sweep import sweep_plot
+from plexrl.sim.report.plots.style import looks
+from plexrl.sim.report.plots.utilisation import utilisation_plot
+from plexrl.sim.report.plots.what_ifs import WhatIf, what_if_plot
 from plexrl.sim.report.tables import Table, slowdowns, summary, tenants
 from plexrl.sim.report.units import duration, percent
-from plexrl.sim.report.utilisation import utilisation_plot
-from plexrl.sim.report.what_ifs import WhatIf, what_if_plot
 from plexrl.sim.report.whole_file import write_whole
-from plexrl.sim.result import SimResult
+from plexrl.sim.results.result import SimResult
+from plexrl.sim.search.capacity_search import CapacityPlan
 
 
 def write_report(

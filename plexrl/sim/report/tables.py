@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from plexrl.sim.report.comparison import Run
+from plexrl.sim.report.plots.utilisation import part_of_cluster, trained
 from plexrl.sim.report.units import ABSENT, duration, percent, short
-from plexrl.sim.report.utilisation import part_of_cluster, trained
-from plexrl.sim.result import Distribution, TenantResult
+from plexrl.sim.results.result import Distribution, TenantResult
 
 TENANTS_MAX = 50
 HOUR_S = 3600.0

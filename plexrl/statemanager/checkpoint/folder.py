@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from plexrl.errors import InvalidRequestError, PlexRLError
-from plexrl.statemanager.checkpoint.publish import delete, sweep
-from plexrl.statemanager.checkpoint.record import RECORD, CheckpointRecord
+from plexrl.statemanager.checkpoint.format.record import RECORD, CheckpointRecord
+from plexrl.statemanager.checkpoint.format.retention import (
+    CheckpointAge,
+    RetentionPolicy,
+    deletable,
+)
 from plexrl.statemanager.checkpoint.restore import read_record
-from plexrl.statemanager.checkpoint.retention import CheckpointAge, RetentionPolicy, deletable
+from plexrl.statemanager.checkpoint.write.publish import delete, sweep
 
 LOG = logging.getLogger(__name__)
 

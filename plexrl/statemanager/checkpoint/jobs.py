@@ -27,14 +27,14 @@ from plexrl.errors import (
     StorageFullError,
 )
 from plexrl.statemanager.checkpoint.folder import clean_up, retain, to_upload
-from plexrl.statemanager.checkpoint.progress import Progress
-from plexrl.statemanager.checkpoint.publish import announce, announce_end
+from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.checkpoint.requests import CheckpointReport, CheckpointState, UploadState
-from plexrl.statemanager.checkpoint.retention import RetentionPolicy
-from plexrl.statemanager.checkpoint.source import VersionReader
 from plexrl.statemanager.checkpoint.upload import Uploads
-from plexrl.statemanager.checkpoint.writer import Wanted, write_checkpoint
-from plexrl.statemanager.config import StateManagerConfig
+from plexrl.statemanager.checkpoint.write.progress import Progress
+from plexrl.statemanager.checkpoint.write.publish import announce, announce_end
+from plexrl.statemanager.checkpoint.write.source import VersionReader
+from plexrl.statemanager.checkpoint.write.writer import Wanted, write_checkpoint
+from plexrl.statemanager.daemon.config import StateManagerConfig
 
 LOG = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from plexrl.statemanager.checkpoint.plan import SHARD_BYTES_MAX, CheckpointFormat
-from plexrl.statemanager.checkpoint.retention import RetentionPolicy
-from plexrl.statemanager.mapping import Region
-from plexrl.statemanager.protocol import Request
-from plexrl.statemanager.versions import Manifest
+from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
+from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
+from plexrl.statemanager.protocol.messages import Request
+from plexrl.statemanager.store.versions.versions import Manifest
+from plexrl.statemanager.transfer.copy.mapped_memory import Region
 
 
 class CheckpointState(StrEnum):

@@ -13,17 +13,17 @@ from types import TracebackType
 import xxhash
 
 from plexrl.errors import CheckpointNotFoundError, CorruptStateError, StorageError
-from plexrl.statemanager.boxes import Box
-from plexrl.statemanager.checkpoint.assembly import copy_common
-from plexrl.statemanager.checkpoint.record import (
+from plexrl.statemanager.checkpoint.format.record import (
     RECORD,
     CheckpointRecord,
     TensorRecord,
     decode_record,
 )
-from plexrl.statemanager.checkpoint.safetensors_format import decode_head, head_bytes
-from plexrl.statemanager.checkpoint.tensors import block_start, blocks, run_of
-from plexrl.statemanager.keys import DTYPE_BYTES, StatePart, StateSlice
+from plexrl.statemanager.checkpoint.format.safetensors import decode_head, head_bytes
+from plexrl.statemanager.checkpoint.format.tensors import block_start, blocks, run_of
+from plexrl.statemanager.checkpoint.write.assembly import copy_common
+from plexrl.statemanager.layout.boxes import Box
+from plexrl.statemanager.layout.keys import DTYPE_BYTES, StatePart, StateSlice
 
 Fill = Callable[[StateSlice], memoryview]
 """Writable memory of a slice's bytes."""

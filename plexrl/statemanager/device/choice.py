@@ -3,9 +3,9 @@
 import os
 
 from plexrl.statemanager.device.backend import DeviceBackend, DeviceKind
-from plexrl.statemanager.device.cpu import CpuDevice
-from plexrl.statemanager.device.cuda import CudaDevices
-from plexrl.statemanager.device.cuda_bindings import BoundDriver
+from plexrl.statemanager.device.cpu.device import CpuDevice
+from plexrl.statemanager.device.cuda.bindings import BoundDriver
+from plexrl.statemanager.device.cuda.device import CudaDevices
 
 
 def open_devices(

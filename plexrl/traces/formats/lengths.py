@@ -6,8 +6,8 @@ from typing import Any
 
 from plexrl.errors import TraceError
 from plexrl.traces.formats.records import Fields, csv_records
-from plexrl.traces.laws import Histogram
-from plexrl.traces.problems import Problem, Problems
+from plexrl.traces.generate.distributions import Histogram
+from plexrl.traces.io.problems import Problem, Problems
 
 OUTPUT = ("output_tokens", "GeneratedTokens", "output_length", "num_decode_tokens")
 PROMPT = ("prompt_tokens", "ContextTokens", "input_length", "num_prefill_tokens")

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, TraceError
-from plexrl.traces.cells import defaults
-from plexrl.traces.csv_file import Parsed
-from plexrl.traces.file_header import (
+from plexrl.traces.convert.sorting import by_submission
+from plexrl.traces.formats import jobs, lengths, philly_log, servegen
+from plexrl.traces.formats.nearest import nearest
+from plexrl.traces.formats.records import Fields, Record, csv_records, json_records
+from plexrl.traces.io.cells import defaults
+from plexrl.traces.io.csv_file import Parsed
+from plexrl.traces.io.file_header import (
     Header,
     Kind,
     column_faults,
@@ -17,13 +21,9 @@ from plexrl.traces.file_header import (
     other_separator,
     read_header,
 )
-from plexrl.traces.files import checked
-from plexrl.traces.formats import jobs, lengths, philly_log, servegen
-from plexrl.traces.formats.nearest import nearest
-from plexrl.traces.formats.records import Fields, Record, csv_records, json_records
-from plexrl.traces.problems import Problem, Problems, Report
+from plexrl.traces.io.files import checked
+from plexrl.traces.io.problems import Problem, Problems, Report
 from plexrl.traces.schema import JOBS, LENGTHS, Table
-from plexrl.traces.sorting import by_submission
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

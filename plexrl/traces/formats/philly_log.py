@@ -10,8 +10,8 @@ from typing import Any
 
 from plexrl.traces.formats.jobs import NEVER_RAN, OUTCOMES, Values, kept
 from plexrl.traces.formats.records import Fields, Record, json_text
-from plexrl.traces.json_list import json_elements
-from plexrl.traces.problems import Problem, Report
+from plexrl.traces.io.json_list import json_elements
+from plexrl.traces.io.problems import Problem, Report
 
 STILL_RAN = "still ran when the log was taken"
 

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plexrl.traces.problems import Problem, Report
-from plexrl.traces.text_lines import cells, lines
+from plexrl.traces.io.problems import Problem, Report
+from plexrl.traces.io.text_lines import cells, lines
 
 if TYPE_CHECKING:
     from plexrl.traces.schema import Fault

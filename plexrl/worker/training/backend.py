@@ -12,20 +12,20 @@ import torch
 import torch.distributed as dist
 
 from plexrl.errors import InvalidRequestError, NoGradientsError, NonFiniteGradientError
-from plexrl.lora import adapter_config
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.host_arena import HostArena
-from plexrl.statemanager.host_requests import host_start
-from plexrl.statemanager.keys import StateKey, StatePart, StateSlice
+from plexrl.model.lora import adapter_config
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams, CheckpointParams, OperationKind
-from plexrl.worker.arena_tensors import view
-from plexrl.worker.backend import BackendCall, BackendResult
-from plexrl.worker.checkpoint import model_files, tokenizer_files
-from plexrl.worker.finite_weights import check_finite_weights
-from plexrl.worker.losses import compute_loss
-from plexrl.worker.packing import MicroBatch, micro_batches, unpack
-from plexrl.worker.told_batches import told_micro_batches
-from plexrl.worker.training.frozen_base import FrozenBase
+from plexrl.worker.batches.losses import compute_loss
+from plexrl.worker.batches.packed_batches import told_micro_batches
+from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack
+from plexrl.worker.process.backend import BackendCall, BackendResult
+from plexrl.worker.state.arena_tensors import view
+from plexrl.worker.state.checkpoint import model_files, tokenizer_files
+from plexrl.worker.state.finite_weights import check_finite_weights
+from plexrl.worker.training.fsdp.frozen_base import FrozenBase
 from plexrl.worker.training.loading import fill_state
 from plexrl.worker.training.model import TrainingModel, TrainingRank
 

@@ -2,9 +2,9 @@
 
 The arena has a region for each kind of state (parameters, gradients, first and second moments),
 laid out alike, and the optimizer's step count behind them. With a host optimizer the moments and
-the count are in host memory instead (`plexrl.worker.host_optimizer`). AdamW is elementwise, so each
-rank steps its own region as one flat tensor, whatever parameter a byte belongs to; the padding
-between parameters stays zero under it.
+the count are in host memory instead (`plexrl.worker.state.host_optimizer`). AdamW is elementwise,
+so each rank steps its own region as one flat tensor, whatever parameter a byte belongs to; the
+padding between parameters stays zero under it.
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.host_arena import HostArena
-from plexrl.statemanager.host_requests import host_start
-from plexrl.statemanager.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
+from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.arena_tensors import ArenaLayout, span, view
-from plexrl.worker.host_optimizer import AdamKernel, HostAdamW, adam_of_torch
-from plexrl.worker.host_transfer import Run
+from plexrl.worker.state.arena_tensors import ArenaLayout, span, view
+from plexrl.worker.state.host_optimizer import AdamKernel, HostAdamW, adam_of_torch
+from plexrl.worker.state.host_transfer import Run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from plexrl.statemanager.host_arena import HostArena
-from plexrl.statemanager.host_requests import host_start
-from plexrl.statemanager.keys import StatePart, StateSlice
-from plexrl.worker.arena_tensors import view
-from plexrl.worker.checkpoint import fill_from_checkpoint
-from plexrl.worker.host_optimizer import floats
+from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.statemanager.layout.keys import StatePart, StateSlice
+from plexrl.statemanager.protocol.host_requests import host_start
+from plexrl.worker.state.arena_tensors import view
+from plexrl.worker.state.checkpoint import fill_from_checkpoint
+from plexrl.worker.state.host_optimizer import floats
 from plexrl.worker.training.model import TrainingModel
 
 

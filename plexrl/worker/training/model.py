@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from plexrl.parallelism import Coordinates, Parallelism
-from plexrl.statemanager.host_arena import HostArena
-from plexrl.statemanager.keys import StateSlice
+from plexrl.model.parallelism import Coordinates, Parallelism
+from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.packing import MicroBatch
+from plexrl.worker.batches.packing import MicroBatch
 
 if TYPE_CHECKING:
-    from plexrl.deployment_spec import DeploymentSpec
-    from plexrl.statemanager.arena import Arena
+    from plexrl.model.deployment_spec import DeploymentSpec
+    from plexrl.statemanager.client.arena import Arena
 
 LossOfBatch = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 """Logprobs float32 `[B, L]` of a micro-batch to its part of the batch's loss, a scalar. Called once
@@ -31,7 +31,7 @@ class TrainingRank:
 
     spec: "DeploymentSpec"
     rank: int
-    """In the default process group, numbered as `plexrl.parallelism` says."""
+    """In the default process group, numbered as `plexrl.model.parallelism` says."""
 
     @property
     def layout(self) -> Parallelism:

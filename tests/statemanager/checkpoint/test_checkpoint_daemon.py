@@ -22,7 +22,8 @@ from plexrl.errors import (
     StorageFullError,
     from_wire,
 )
-from plexrl.statemanager.checkpoint.plan import CheckpointFormat
+from plexrl.statemanager.checkpoint.format.plan import CheckpointFormat
+from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.checkpoint.requests import (
     CancelCheckpoint,
     CheckpointReport,
@@ -31,8 +32,7 @@ from plexrl.statemanager.checkpoint.requests import (
     WriteCheckpoint,
 )
 from plexrl.statemanager.checkpoint.restore import Checkpoint
-from plexrl.statemanager.checkpoint.retention import RetentionPolicy
-from plexrl.statemanager.client import StateManagerClient
+from plexrl.statemanager.client.client import StateManagerClient
 from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon, wait_until
 
 DEPLOYMENT = "job/actor"

@@ -23,12 +23,12 @@ from plexrl.errors import (
     StateLostError,
     StorageError,
 )
-from plexrl.statemanager.boxes import Box
-from plexrl.statemanager.checkpoint.plan import SHARD_BYTES_MAX, CheckpointFormat
-from plexrl.statemanager.checkpoint.progress import Progress
+from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
 from plexrl.statemanager.checkpoint.restore import Checkpoint, read_record
-from plexrl.statemanager.checkpoint.writer import Wanted, write_checkpoint
-from plexrl.statemanager.keys import StatePart, StateSlice
+from plexrl.statemanager.checkpoint.write.progress import Progress
+from plexrl.statemanager.checkpoint.write.writer import Wanted, write_checkpoint
+from plexrl.statemanager.layout.boxes import Box
+from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from tests.statemanager.checkpoint import versions as v
 
 RNG = np.random.default_rng(7)

@@ -5,7 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.checkpoint.retention import CheckpointAge, RetentionPolicy, deletable
+from plexrl.statemanager.checkpoint.format.retention import (
+    CheckpointAge,
+    RetentionPolicy,
+    deletable,
+)
 
 AGES = st.lists(
     st.builds(

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from plexrl.statemanager.boxes import Box
-from plexrl.statemanager.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
-from plexrl.statemanager.versions import Manifest, VersionKind, padded
+from plexrl.statemanager.layout.boxes import Box
+from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
+from plexrl.statemanager.store.versions.versions import Manifest, VersionKind, padded
 
 Tensors = dict[StateKey, tuple[str, npt.NDArray[np.generic]]]
 """Dtype and values, as unsigned integers of the dtype's size."""

@@ -7,9 +7,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from plexrl.deployment_spec import DeploymentSpec
-from plexrl.model_spec import ModelSpec, tiny_qwen2
-from plexrl.parallelism import Parallelism
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.parallelism import Parallelism
+from plexrl.model.spec import ModelSpec, tiny_qwen2
 
 VOCABULARY = "0123456789abcdefghij"
 """With three special tokens: a size that no even number of ranks divides."""

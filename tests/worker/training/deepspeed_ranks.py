@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils import cpp_extension
 
 from plexrl.errors import InvalidRequestError
-from plexrl.worker.packing import micro_batches
+from plexrl.worker.batches.packing import micro_batches
 from plexrl.worker.training.deepspeed import DeepSpeedModel
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.model import TrainingRank

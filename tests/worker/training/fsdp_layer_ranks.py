@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from plexrl.statemanager.keys import StatePart
+from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import ForwardBackwardParams, OperationKind
-from plexrl.worker.arena_tensors import view
-from plexrl.worker.backend import BackendCall
+from plexrl.worker.process.backend import BackendCall
+from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.training.backend import TrainingBackend
-from plexrl.worker.training.fsdp import LAYERWISE_PARAMETERS, FsdpModel
+from plexrl.worker.training.fsdp.model import LAYERWISE_PARAMETERS, FsdpModel
 from plexrl.worker.training.model import TrainingRank
 from tests.worker.training.cases import Case
 from tests.worker.training.ranks import ADAM, LOSS, batch

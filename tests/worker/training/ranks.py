@@ -13,16 +13,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import plexrl
-from plexrl.backend_capabilities import backend_capabilities
 from plexrl.errors import NonFiniteWeightsError, StateTierFullError
-from plexrl.router.dispatch import DispatchPlan, plan_batch
-from plexrl.router.reductions import loss_denominator
-from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.host_arena import Borrowed
-from plexrl.statemanager.host_requests import host_start
-from plexrl.statemanager.keys import StatePart, StateSlice
-from plexrl.statemanager.ticket_key import read_ticket_key
-from plexrl.statemanager.tickets import Claims, Role
+from plexrl.model.capabilities import backend_capabilities
+from plexrl.router.dispatch.plan import DispatchPlan, plan_batch
+from plexrl.router.dispatch.reductions import loss_denominator
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.client.host_arena import Borrowed
+from plexrl.statemanager.layout.keys import StatePart, StateSlice
+from plexrl.statemanager.protocol.host_requests import host_start
+from plexrl.statemanager.protocol.ticket_key import read_ticket_key
+from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.operations import (
     AdamParams,
     CheckpointParams,
@@ -32,10 +32,10 @@ from plexrl.wire.operations import (
     OperationKind,
 )
 from plexrl.wire.tensors import Array, Arrays
-from plexrl.worker.arena_tensors import TORCH_DTYPES
-from plexrl.worker.backend import Backend, BackendCall, BackendResult
-from plexrl.worker.checkpointing import save_checkpoint
-from plexrl.worker.factory import make_backend
+from plexrl.worker.process.backend import Backend, BackendCall, BackendResult
+from plexrl.worker.process.backend_choice import make_backend
+from plexrl.worker.state.arena_tensors import TORCH_DTYPES
+from plexrl.worker.state.checkpointing import save_checkpoint
 from tests.worker.training.cases import WRITER, Case
 
 LOSS = plexrl.losses.grpo(kl_coef=0.1)
@@ -96,7 +96,7 @@ def plan_of(case: Case, arrays: Arrays) -> DispatchPlan:
 
 def launch(case: Case, folder: Path, statemanager: str) -> None:
     """Run a case on all of its ranks; they leave `<rank>.pt` in `folder`."""
-    mp.set_forkserver_preload(["plexrl.worker.preload"])
+    mp.set_forkserver_preload(["plexrl.worker.agent.preload"])
     mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
         conform,
         args=(case, str(folder), statemanager),

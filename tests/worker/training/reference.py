@@ -5,13 +5,13 @@ import functools
 import numpy as np
 import torch
 
-from plexrl.model_spec import ModelSpec
-from plexrl.router.reductions import loss_denominator
+from plexrl.model.spec import ModelSpec
+from plexrl.router.dispatch.reductions import loss_denominator
 from plexrl.wire.operations import AdamParams, LossSpec
 from plexrl.wire.tensors import Array, Arrays
-from plexrl.worker.losses import compute_loss
+from plexrl.worker.batches.losses import compute_loss
+from plexrl.worker.batches.packing import micro_batches, unpack
 from plexrl.worker.models import build_model, named_parameters
-from plexrl.worker.packing import micro_batches, unpack
 
 Tensors = dict[str, torch.Tensor]
 

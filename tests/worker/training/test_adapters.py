@@ -13,21 +13,21 @@ import torch.multiprocessing as mp
 from torch.func import functional_call
 
 import plexrl
-from plexrl.deployment_spec import DeploymentSpec
-from plexrl.lora import LoraSpec, adapter_names, adapter_parameter_count
-from plexrl.model_spec import tiny_qwen2
-from plexrl.router.dispatch import plan_batch
-from plexrl.router.reductions import loss_denominator
-from plexrl.statemanager.client import StateManagerClient
-from plexrl.statemanager.keys import StatePart
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.lora import LoraSpec, adapter_names, adapter_parameter_count
+from plexrl.model.spec import tiny_qwen2
+from plexrl.router.dispatch.plan import plan_batch
+from plexrl.router.dispatch.reductions import loss_denominator
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import AdamParams, ForwardBackwardParams, OperationKind
-from plexrl.worker.arena_tensors import view
-from plexrl.worker.backend import BackendCall
-from plexrl.worker.factory import make_backend
-from plexrl.worker.losses import compute_loss
+from plexrl.worker.batches.losses import compute_loss
+from plexrl.worker.batches.packing import micro_batches
 from plexrl.worker.models import build_model
-from plexrl.worker.packing import micro_batches
-from plexrl.worker.residency import StateMover
+from plexrl.worker.process.backend import BackendCall
+from plexrl.worker.process.backend_choice import make_backend
+from plexrl.worker.state.arena_tensors import view
+from plexrl.worker.state.residency import StateMover
 from plexrl.worker.training.backend import TrainingBackend
 from tests.statemanager.conftest import Daemon, daemon_in
 from tests.worker.training.ranks import batch
@@ -173,7 +173,7 @@ def test_adapters_learn_what_plain_torch_has_them_learn(
 ) -> None:
     ranks = CASES[name].workers
     tickets = [daemon.worker_ticket("j/actor", rank, ranks) for rank in range(ranks)]
-    mp.set_forkserver_preload(["plexrl.worker.preload"])
+    mp.set_forkserver_preload(["plexrl.worker.agent.preload"])
     mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
         train,
         args=(name, str(tmp_path), daemon.config.listen, tickets),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from plexrl.errors import NonFiniteGradientError, from_wire
-from plexrl.router.reductions import gather_metrics
-from plexrl.statemanager.keys import StatePart
+from plexrl.router.dispatch.reductions import gather_metrics
+from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.tensors import Array, Arrays
 from plexrl.worker.models import build_model, named_parameters
 from tests.statemanager.conftest import daemon_in

@@ -9,8 +9,8 @@ import torch.multiprocessing as mp
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.host_optimizer import adam_of_torch
-from plexrl.worker.host_transfer import Chunk
+from plexrl.worker.state.host_optimizer import adam_of_torch
+from plexrl.worker.state.host_transfer import Chunk
 from plexrl.worker.training.deepspeed import DeepSpeedModel
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.model import TrainingRank
@@ -28,7 +28,7 @@ def test_a_node_without_deepspeed_says_what_to_install(monkeypatch: pytest.Monke
 
 
 def test_zero_needs_no_compiler_and_an_offload_frees_what_is_derived(tmp_path: Path) -> None:
-    mp.set_forkserver_preload(["plexrl.worker.preload"])
+    mp.set_forkserver_preload(["plexrl.worker.agent.preload"])
     mp.start_processes(  # type: ignore[no-untyped-call, attr-defined]
         ranks.without_a_compiler, args=(str(tmp_path),), start_method="forkserver"
     )

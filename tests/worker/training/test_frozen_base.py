@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from plexrl.errors import InvalidRequestError
-from plexrl.model_spec import ModelSpec
+from plexrl.model.spec import ModelSpec
 from plexrl.worker.training.flat_state import ShardBox
-from plexrl.worker.training.frozen_base import FrozenBase, model_files
+from plexrl.worker.training.fsdp.frozen_base import FrozenBase, model_files
 
 BOXES = {"w": ShardBox(global_shape=(4,), offset=(0,), shape=(4,), reserve=4)}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch.multiprocessing as mp
 
-from plexrl.parallelism import Parallelism
+from plexrl.model.parallelism import Parallelism
 from tests.worker.training import fsdp_layer_ranks as ranks
 from tests.worker.training.cases import LLAMA, QWEN2, Case
 
@@ -27,7 +27,7 @@ from tests.worker.training.cases import LLAMA, QWEN2, Case
     ids=lambda case: case.name,
 )
 def test_layer_by_layer_trains_to_the_same_bits(case: Case, tmp_path: Path) -> None:
-    mp.set_forkserver_preload(["plexrl.worker.preload"])
+    mp.set_forkserver_preload(["plexrl.worker.agent.preload"])
     mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
         ranks.train_both_ways,
         args=(case, str(tmp_path)),

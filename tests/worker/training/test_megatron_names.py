@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.deployment_spec import DeploymentSpec
 from plexrl.errors import InvalidRequestError, LayoutError
-from plexrl.megatron_dimensions import Dimensions, check_cut, dimensions
-from plexrl.parallelism import Parallelism
-from plexrl.worker.factory import make_backend
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.megatron_dimensions import Dimensions, check_cut, dimensions
+from plexrl.model.parallelism import Parallelism
 from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.process.backend_choice import make_backend
 from plexrl.worker.training.megatron.boxes import Piece, cut
 from plexrl.worker.training.megatron.names import pieces_by_parameter
 from tests.worker.training.cases import LLAMA, QWEN2, QWEN3, resized

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.parallelism import Parallelism
-from plexrl.router.dispatch import plan_batch
-from plexrl.worker.told_batches import told_micro_batches
+from plexrl.model.parallelism import Parallelism
+from plexrl.router.dispatch.plan import plan_batch
+from plexrl.worker.batches.packed_batches import told_micro_batches
 from plexrl.worker.training.megatron.packed_rows import pack_rows
 from tests.worker.test_told_batches import batch
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from plexrl.deployment_spec import DeploymentSpec
-from plexrl.model_spec import ModelSpec, tiny_qwen2
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.spec import ModelSpec, tiny_qwen2
 from plexrl.wire.operations import GenerateParams, OperationKind, SamplingParams
-from plexrl.worker.arena_tensors import view
-from plexrl.worker.backend import BackendCall, BackendResult, RolloutBackend
 from plexrl.worker.models import build_model, named_parameters
-from plexrl.worker.vllm.installation import INSTALL
+from plexrl.worker.process.backend import BackendCall, BackendResult, RolloutBackend
+from plexrl.worker.rollout.vllm.installation import INSTALL
+from plexrl.worker.state.arena_tensors import view
 
 if TYPE_CHECKING:
-    from plexrl.worker.vllm.backend import VllmRolloutBackend
+    from plexrl.worker.rollout.vllm.backend import VllmRolloutBackend
 
 NEEDS_VLLM = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason=f"vLLM is not installed: {INSTALL}"
@@ -138,10 +138,10 @@ def largest_error(result: BackendResult, model: Any, *, start: int = 0) -> float
 
 def build(spec: DeploymentSpec, checkpoints: Path) -> "VllmRolloutBackend":
     """A backend, built."""
-    from plexrl.worker.vllm.installation import require_vllm
+    from plexrl.worker.rollout.vllm.installation import require_vllm
 
     require_vllm()
-    from plexrl.worker.vllm.backend import VllmRolloutBackend
+    from plexrl.worker.rollout.vllm.backend import VllmRolloutBackend
 
     backend = VllmRolloutBackend(spec, checkpoints)
     backend.build()

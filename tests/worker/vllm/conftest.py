@@ -10,7 +10,7 @@ import torch
 from tests.worker.vllm.backends import build, deployment
 
 if TYPE_CHECKING:
-    from plexrl.worker.vllm.backend import VllmRolloutBackend
+    from plexrl.worker.rollout.vllm.backend import VllmRolloutBackend
 
 Make = Callable[..., "VllmRolloutBackend"]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from plexrl.backend_capabilities import backend_capabilities, check_layout
 from plexrl.errors import InvalidRequestError, LayoutError
-from plexrl.parallelism import Parallelism
-from plexrl.worker.factory import make_backend
+from plexrl.model.capabilities import backend_capabilities, check_layout
+from plexrl.model.parallelism import Parallelism
+from plexrl.worker.process.backend_choice import make_backend
 from tests.worker.vllm.backends import deployment
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from plexrl.errors import InvalidRequestError, StaleWeightsError
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.keys import StateKey, StatePart
-from plexrl.worker.arena_tensors import ArenaLayout, view
-from plexrl.worker.vllm.placement import Piece, watch_loading
-from plexrl.worker.vllm.probe import check_logprobs, probe_tokens
-from plexrl.worker.vllm.weights import ArenaWeights
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.layout.keys import StateKey, StatePart
+from plexrl.worker.rollout.vllm.placement import Piece, watch_loading
+from plexrl.worker.rollout.vllm.probe import check_logprobs, probe_tokens
+from plexrl.worker.rollout.vllm.weights import ArenaWeights
+from plexrl.worker.state.arena_tensors import ArenaLayout, view
 
 Loader = Callable[[Any, dict[str, torch.Tensor]], None]
 WIDE = 16

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import plexrl
-from plexrl.cluster.embedded import start_embedded
+from plexrl.cluster.embedded.start import start_embedded
 from tests.worker.vllm.backends import MARKS, PROMPTS, VOCABULARY
 
 pytestmark = MARKS

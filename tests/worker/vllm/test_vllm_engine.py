@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plexrl.errors import BatchShapeError
-from plexrl.worker.engine import TorchRolloutBackend
+from plexrl.worker.rollout.engine import TorchRolloutBackend
 from tests.worker.vllm.backends import (
     MARKS,
     PROMPTS,

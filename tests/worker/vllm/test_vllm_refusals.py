@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from plexrl.deployment_spec import deployment_spec_from_json
 from plexrl.errors import InvalidRequestError
-from plexrl.model_spec import tiny_qwen2
+from plexrl.model.deployment_spec import deployment_spec_from_json
+from plexrl.model.spec import tiny_qwen2
 from tests.worker.vllm.backends import MARKS, VOCABULARY, build, deployment
 
 pytestmark = MARKS

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from plexrl.errors import StaleWeightsError
-from plexrl.lora import LoraSpec, adapter_names
+from plexrl.model.lora import LoraSpec, adapter_names
 from plexrl.wire.operations import CheckpointParams, OperationKind
-from plexrl.worker.arena_tensors import view
-from plexrl.worker.backend import BackendCall
+from plexrl.worker.process.backend import BackendCall
+from plexrl.worker.state.arena_tensors import view
 from tests.worker.vllm.backends import (
     MARKS,
     call,

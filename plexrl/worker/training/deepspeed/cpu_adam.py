@@ -1,9 +1,9 @@
 """DeepSpeed's CPUAdam, the kernel of ZeRO-Offload, on memory in the host tier.
 
 DeepSpeed would keep float32 parameters, gradients and moments in memory of its own. Here only its
-kernel is used: `plexrl.worker.host_optimizer` hands it chunks, with moments that lie in memory
-borrowed from the StateManager for the next version. The parameters stay in the arena, where weight
-sync and checkpoints read them.
+kernel is used: `plexrl.worker.state.host_optimizer` hands it chunks, with moments that lie in
+memory borrowed from the StateManager for the next version. The parameters stay in the arena, where
+weight sync and checkpoints read them.
 
 The kernel multiplies up the powers of the betas from step to step, so its last bits would tell how
 many steps this process has made. It is made anew for each step: then they depend on the state
@@ -21,7 +21,7 @@ from torch import nn
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.host_transfer import Chunk
+from plexrl.worker.state.host_transfer import Chunk
 
 
 class CpuAdam:
@@ -56,7 +56,7 @@ class CpuAdam:
         first_moment: torch.Tensor,
         second_moment: torch.Tensor,
     ) -> None:
-        """As `plexrl.worker.host_optimizer.adam_of_torch`."""
+        """As `plexrl.worker.state.host_optimizer.adam_of_torch`."""
         kernel, name = self._adam.ds_opt_adam, self._adam.opt_id
         rates = (params.learning_rate, params.beta1, params.beta2, params.eps, params.weight_decay)
         kernel.create_adam(name, *rates, True, False)

@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import nn
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.host_arena import HostArena
-from plexrl.statemanager.keys import StateSlice
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.host_optimizer import AdamKernel, adam_of_torch
+from plexrl.worker.batches.logprobs import token_logprobs
+from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import build_model, named_parameters
-from plexrl.worker.packing import MicroBatch
-from plexrl.worker.training.activation_checkpointing import checkpoint_activations
+from plexrl.worker.state.host_optimizer import AdamKernel, adam_of_torch
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.deepspeed.partitions import Box, Partitions, partition
 from plexrl.worker.training.flat_state import FlatState, ShardBox
-from plexrl.worker.training.logprobs import token_logprobs
+from plexrl.worker.training.fsdp.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.model import LossOfBatch, TrainingRank
 
 

@@ -3,7 +3,7 @@
 from megatron.core import parallel_state
 
 from plexrl.errors import LayoutError
-from plexrl.parallelism import Parallelism
+from plexrl.model.parallelism import Parallelism
 
 
 def join_groups(layout: Parallelism) -> None:
@@ -26,7 +26,7 @@ def join_groups(layout: Parallelism) -> None:
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        # Experts are cut by tp like all else: `plexrl.parallelism`.
+        # Experts are cut by tp like all else: `plexrl.model.parallelism`.
         expert_tensor_parallel_size=layout.tp,
         order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,

@@ -15,13 +15,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 
-from plexrl.megatron_dimensions import check_cut, dimensions
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.keys import StateSlice
+from plexrl.model.megatron_dimensions import check_cut, dimensions
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import AdamParams
+from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import build_model
-from plexrl.worker.packing import MicroBatch
-from plexrl.worker.training.activation_checkpointing import checkpoint_activations
+from plexrl.worker.training.fsdp.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.megatron.boxes import Piece
 from plexrl.worker.training.megatron.cpu_shim import install_cpu_shim
 from plexrl.worker.training.megatron.groups import join_groups

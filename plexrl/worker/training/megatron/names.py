@@ -14,8 +14,8 @@ stage, under the same name.
 
 from collections.abc import Iterator
 
-from plexrl.megatron_dimensions import Dimensions, padded_vocabulary
-from plexrl.parallelism import Coordinates, Parallelism
+from plexrl.model.megatron_dimensions import Dimensions, padded_vocabulary
+from plexrl.model.parallelism import Coordinates, Parallelism
 from plexrl.worker.training.megatron.boxes import Piece
 
 Pieces = tuple[Piece, ...]

@@ -12,8 +12,8 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from plexrl.errors import InvalidRequestError
-from plexrl.megatron_dimensions import Dimensions, padded_vocabulary
-from plexrl.parallelism import Coordinates, Parallelism
+from plexrl.model.megatron_dimensions import Dimensions, padded_vocabulary
+from plexrl.model.parallelism import Coordinates, Parallelism
 from plexrl.worker.training.megatron.attention import PackedAttention
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from plexrl.worker.packing import MicroBatch
+from plexrl.worker.batches.packing import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,8 @@ def pack_rows(batch: MicroBatch, context_rank: int = 0, context_ranks: int = 1) 
     if context_ranks == 1:
         positions_CT = columns_T[None]
     else:
-        # As `plexrl.router.context_split` cuts rows: chunk c, then chunk 2·ranks-1-c, of 2·ranks.
+        # As `plexrl.router.dispatch.context_split` cuts rows: chunk c, then chunk 2·ranks-1-c, of
+        # 2·ranks.
         chunk_T = (lengths_B // 2)[rows_T]
         rank_C1 = torch.arange(context_ranks)[:, None]
         late_C1 = 2 * context_ranks - 2 - rank_C1

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from plexrl.worker.packing import MicroBatch
+from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.training.megatron.packed_rows import PackedRows, pack_rows
 from plexrl.worker.training.model import LossOfBatch
 

@@ -22,10 +22,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from plexrl.statemanager.arena import Arena
-from plexrl.statemanager.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.arena_tensors import span, view, whole
+from plexrl.worker.state.arena_tensors import span, view, whole
 from plexrl.worker.training.megatron.boxes import Piece, cut
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -1,0 +1,1 @@
+"""Commands about the cluster: start it, its nodes, tenants and usage."""

@@ -1,0 +1,143 @@
+"""`plexrl statemanager` and `plexrl statemanager-status`: a node's own daemon."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from plexrl.cli.terminal.context import Json, Output
+from plexrl.cli.terminal.sizes import byte_size, size_text
+from plexrl.errors import InvalidRequestError, UnavailableError, from_wire
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="JSON file; options given here come before it.")
+]
+
+
+def statemanager(
+    node: Annotated[str | None, typer.Option(help="The node's name in the cluster.")] = None,
+    listen: Annotated[str | None, typer.Option(help="Path of the Unix socket.")] = None,
+    host_dir: Annotated[
+        str | None, typer.Option(help="Directory of the host tier, on a memory file system.")
+    ] = None,
+    host_bytes: Annotated[str | None, typer.Option(help="Its bound, as 64GiB.")] = None,
+    nvme_dir: Annotated[str | None, typer.Option(help="Directory of the NVMe tier.")] = None,
+    nvme_bytes: Annotated[str | None, typer.Option(help="Its bound, as 2TiB.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="/healthz and /metrics on 127.0.0.1; 0 takes a free port.")
+    ] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Run a node's StateManager until SIGTERM or Ctrl-C."""
+    from plexrl.process.tuning import tuned
+
+    given: dict[str, Any] = {
+        "node": node,
+        "listen": listen,
+        "host_dir": host_dir,
+        "host_bytes": None if host_bytes is None else byte_size(host_bytes),
+        "nvme_dir": nvme_dir,
+        "nvme_bytes": None if nvme_bytes is None else byte_size(nvme_bytes),
+        "metrics_port": metrics_port,
+    }
+    fields = _fields(config)
+    fields.update((name, value) for name, value in given.items() if value is not None)
+    required = ("node", "listen", "host_dir", "host_bytes", "nvme_dir", "nvme_bytes")
+    missing = [f"--{name.replace('_', '-')}" for name in required if name not in fields]
+    if missing:
+        raise InvalidRequestError(f"say {', '.join(missing)}, or name them in --config")
+    command = [sys.executable, "-m", "plexrl.statemanager", "--config-json", json.dumps(fields)]
+    # Those variables count only from a process's begin. Its id stays, as systemd wants it.
+    os.execve(sys.executable, command, tuned(os.environ))
+
+
+def statemanager_status(
+    config: ConfigFile = None,
+    listen: Annotated[str | None, typer.Option(help="Path of the Unix socket.")] = None,
+    ticket_key_file: Annotated[
+        str | None, typer.Option(help="The StateManager's key; read with its user's rights.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What this node's StateManager holds and does."""
+    fields = _fields(config)
+    listen = listen or fields.get("listen")
+    if ticket_key_file is None:
+        ticket_key_file = fields.get("ticket_key_file")
+        if ticket_key_file is None and "nvme_dir" in fields:
+            ticket_key_file = str(Path(fields["nvme_dir"]) / "ticket.key")
+    if listen is None or ticket_key_file is None:
+        raise InvalidRequestError("say --listen and --ticket-key-file, or --config")
+    found = _ask(listen, ticket_key_file)
+    output = Output(as_json)
+    if as_json:
+        output.table("", (), (), found)
+        return
+    output.table(
+        f"StateManager of {found['node']}",
+        ("tier", "used", "bound", "in use"),
+        [
+            (
+                tier,
+                size_text(found[f"{tier}_bytes"]),
+                size_text(found[f"{tier}_bytes_max"]),
+                f"{found[f'{tier}_bytes'] / found[f'{tier}_bytes_max']:.0%}",
+            )
+            for tier in ("host", "nvme")
+        ],
+        found,
+    )
+    output.table(
+        "Versions",
+        ("deployment", "rank", "seq", "kind", "tier", "size"),
+        [
+            (name, v["rank"], v["seq"], v["kind"], v["tier"], size_text(v["nbytes"]))
+            for name, entry in sorted(found["deployments"].items())
+            for v in sorted(entry["versions"], key=lambda v: (v["kind"], v["seq"], v["rank"]))
+        ],
+        found,
+    )
+    output.table(
+        "Tenants",
+        ("tenant", "in host", "on NVMe"),
+        [
+            (name or "(none)", size_text(held["host"]), size_text(held["nvme"]))
+            for name, held in found["tenants"].items()
+        ],
+        found,
+    )
+    output.table(
+        f"Moves ({found['moves_waiting']} wait in line)",
+        ("what", "whose", "for"),
+        [(m["kind"], m["who"], f"{m['seconds']:.1f} s") for m in found["moves"]],
+        found,
+    )
+
+
+def _fields(config: Path | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    try:
+        found = json.loads(config.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"{config} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidRequestError(f"{config} holds no JSON object")
+    return found
+
+
+def _ask(listen: str, ticket_key_file: str) -> dict[str, Any]:
+    """What the daemon says of itself; the process that asks has all it takes to speak to it."""
+    command = [sys.executable, "-m", "plexrl.statemanager.observe.status", listen, ticket_key_file]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError as error:
+        raise UnavailableError(f"the StateManager was not asked: {done.stderr}") from error
+    if "error" in found:
+        raise from_wire(found["error"])
+    return found

@@ -1,0 +1,118 @@
+"""`plexrl usage`: who used how much."""
+
+import csv
+import io
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from plexrl.cli.terminal.context import (
+    DATA_DIR,
+    DataDir,
+    Json,
+    Key,
+    Output,
+    Url,
+    open_cluster,
+    print_line,
+    write_text,
+)
+
+COUNTS = ("operations", "failed", "tokens", "gpu_seconds")
+SHARED = ("isolated_gpu_hours", "held_gpu_hours", "saved_gpu_hours")
+"""Of whole jobs, so that sums by kind of operation have none (`plexrl.scheduler.jobs.sharing`)."""
+HOUR_S = 3600.0
+
+
+class By(StrEnum):
+    TENANT = "tenant"
+    JOB = "job"
+    KIND = "kind"
+
+
+KEYS = {By.TENANT: ("tenant",), By.JOB: ("tenant", "job", "name"), By.KIND: ("kind",)}
+"""What tells the rows of each sum apart."""
+
+
+def usage(
+    by: Annotated[By, typer.Option(help="Add up by this.")] = By.JOB,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """GPU-hours, operations and tokens used, and GPU-hours saved by sharing: one's own, or all for
+    the operator."""
+    if as_csv and as_json:
+        raise typer.BadParameter("--csv and --json are two formats: choose one")
+    with open_cluster(url, api_key, data_dir) as cluster:
+        rows = add_up(cluster.usage(), by)
+        if by is not By.KIND:
+            rows = with_sharing(rows, cluster.sharing(), by)
+    shared = () if by is By.KIND else SHARED
+    columns = (*KEYS[by], "gpu_hours", *COUNTS, *shared)
+    if as_csv:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_text(text.getvalue())
+        return
+    total = _total(rows, by)
+    keys = tuple(key for key in KEYS[by] if key != "name")
+    hours = tuple(name for name in ("gpu_hours", "saved_gpu_hours") if name in columns)
+    cells = [
+        (
+            *(row[key] for key in keys),
+            *(f"{row[name]:.4f}" for name in hours),
+            *(row[name] for name in COUNTS[:3]),
+        )
+        for row in [*rows, total]
+    ]
+    headings = (*keys, *("GPU-hours", "saved")[: len(hours)], *COUNTS[:3])
+    Output(as_json).table("", headings, cells, rows)
+    if shared and not as_json:
+        isolated, held, saved = (f"{total[name]:.4f}" for name in SHARED)
+        print_line(
+            f"Sharing saved {saved} GPU-hours: on groups of their own the jobs would have held "
+            f"{isolated}, and they held {held}."
+        )
+
+
+def with_sharing(
+    rows: list[dict[str, Any]], sharing: list[dict[str, Any]], by: By
+) -> list[dict[str, Any]]:
+    """`rows` with what their jobs would have reserved alone, held and saved, in GPU-hours; a row of
+    its own for a job that held GPUs and has run nothing yet."""
+    found = {tuple(row[name] for name in KEYS[by]): {**row} for row in rows}
+    for row in found.values():
+        row.update(dict.fromkeys(SHARED, 0.0))
+    for each in sharing:
+        key = tuple(each[name] for name in KEYS[by])
+        empty = dict.fromkeys((*COUNTS, "gpu_hours", *SHARED), 0)
+        row = found.setdefault(key, {**dict(zip(KEYS[by], key, strict=True)), **empty})
+        for name in SHARED:
+            row[name] += each[name.replace("_hours", "_seconds")] / HOUR_S
+    return list(found.values())
+
+
+def add_up(usage_rows: list[dict[str, Any]], by: By) -> list[dict[str, Any]]:
+    """The sums of the scheduler's rows, in the order in which their keys first appear."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in usage_rows:
+        key = tuple(row[name] for name in KEYS[by])
+        total = found.setdefault(
+            key, {**dict(zip(KEYS[by], key, strict=True)), **dict.fromkeys(COUNTS, 0)}
+        )
+        for name in COUNTS:
+            total[name] += row[name]
+    return [{**row, "gpu_hours": row["gpu_seconds"] / HOUR_S} for row in found.values()]
+
+
+def _total(rows: list[dict[str, Any]], by: By) -> dict[str, Any]:
+    first, *rest = KEYS[by]
+    names = ("gpu_hours", *COUNTS, *(() if by is By.KIND else SHARED))
+    sums = {name: sum(row[name] for row in rows) for name in names}
+    return {first: "all", **dict.fromkeys(rest, ""), **sums}

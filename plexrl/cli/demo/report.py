@@ -1,0 +1,188 @@
+"""The demo's report: `report.json`, `report.html` and its plots."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plexrl.cli.demo.measure import SWITCH_KINDS, PhaseResult, Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("#2a6fbb", "#d9822b", "#3d9a50", "#8e5bb5")
+SWITCH_COLOUR = "#444444"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """Everything the report shows."""
+
+    shared: PhaseResult
+    isolated: PhaseResult | None
+    """Absent where the isolated baseline was not asked for."""
+    machine: str
+    versions: str
+
+
+def write_report(result: DemoResult, folder: Path) -> Path:
+    """Write all files of the report into `folder`; returns the path of the HTML page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text(json.dumps(report_json(result), indent=2) + "\n")
+    plot_timeline(result.shared, folder / "timeline.png")
+    plot_rewards(result, folder / "rewards.png")
+    page = folder / "report.html"
+    page.write_text(render_page(result))
+    return page
+
+
+def report_json(result: DemoResult) -> dict[str, Any]:
+    """The figures for programs."""
+    body: dict[str, Any] = {
+        "jobs": [
+            {
+                "name": job.name,
+                "tenant": job.tenant,
+                "reward_before": job.reward_before,
+                "reward_after": job.reward_after,
+                "steps": job.steps,
+            }
+            for job in result.shared.jobs
+        ],
+        "shared": phase_json(result.shared),
+        "machine": result.machine,
+        "versions": result.versions,
+    }
+    if result.isolated is not None:
+        body["isolated"] = phase_json(result.isolated)
+        body["saving"] = saving(result.shared, result.isolated)
+        body["same_rewards"] = same_rewards(result.shared, result.isolated)
+    return body
+
+
+def phase_json(phase: PhaseResult) -> dict[str, Any]:
+    """One phase's figures."""
+    return {
+        "worker_seconds_per_step": phase.worker_seconds_per_step,
+        "worker_seconds": phase.worker_seconds,
+        "wall_seconds": phase.wall_seconds,
+        "busy_share": phase.busy_share,
+        "groups": phase.groups,
+        "context_switches": phase.context_switches,
+        "switch_seconds": phase.switch_seconds,
+        "jobs": [
+            {
+                "name": job.name,
+                "seconds": job.ended_at - job.submitted_at,
+                "reward_before": job.reward_before,
+                "reward_after": job.reward_after,
+            }
+            for job in phase.jobs
+        ],
+    }
+
+
+def saving(shared: PhaseResult, isolated: PhaseResult) -> float:
+    """Share of the isolated reservation that sharing did not need."""
+    return 1.0 - shared.worker_seconds_per_step / isolated.worker_seconds_per_step
+
+
+def same_rewards(shared: PhaseResult, isolated: PhaseResult) -> bool:
+    """Every step of every job earned exactly the same reward both ways: sharing changed nothing."""
+    alone = {job.name: [(step, reward) for step, _, reward in job.rewards] for job in isolated.jobs}
+    together = {
+        job.name: [(step, reward) for step, _, reward in job.rewards] for job in shared.jobs
+    }
+    return alone == together
+
+
+def plot_timeline(phase: PhaseResult, path: Path) -> None:
+    """Who held the shared group when: the whole run above, a few cycles below."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (whole, detail) = plt.subplots(2, 1, figsize=(11, 5.2), constrained_layout=True)
+    start = min((span.start for span in phase.spans), default=0.0)
+    end = max((span.end for span in phase.spans), default=1.0)
+    names = [job.name for job in phase.jobs]
+    _draw_spans(whole, phase.spans, names, start)
+    whole.set_xlim(0, end - start)
+    whole.set_title("Who held the shared training group", loc="left")
+    middle = (end - start) * 0.5
+    _draw_spans(detail, phase.spans, names, start)
+    detail.set_xlim(middle, middle + min(4.0, end - start))
+    detail.set_title("Four seconds of it", loc="left")
+    detail.set_xlabel("seconds")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS[: len(names)]]
+    handles.append(plt.Rectangle((0, 0), 1, 1, color=SWITCH_COLOUR))
+    whole.legend(
+        handles,
+        [*names, "context switch"],
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(handles),
+        frameon=False,
+    )
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _draw_spans(axes: "Axes", spans: Sequence[Span], names: Sequence[str], start: float) -> None:
+    for index, name in enumerate(names):
+        for switching, colour in ((False, COLOURS[index % len(COLOURS)]), (True, SWITCH_COLOUR)):
+            bars = [
+                (span.start - start, span.end - span.start)
+                for span in spans
+                if span.job == name and (span.kind in SWITCH_KINDS) == switching
+            ]
+            axes.broken_barh(bars, (index - 0.4, 0.8), facecolors=colour, linewidth=0)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(-0.6, len(names) - 0.4)
+
+
+def plot_rewards(result: DemoResult, path: Path) -> None:
+    """Mean reward of each step's rollouts, over the time since the job was submitted."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(11, 4), constrained_layout=True)
+    phases = [(result.shared, "-")] + ([(result.isolated, ":")] if result.isolated else [])
+    for phase, style in phases:
+        for index, job in enumerate(phase.jobs):
+            seconds = [at for _, at, _ in job.rewards]
+            rewards = [reward for _, _, reward in job.rewards]
+            axes.plot(
+                seconds,
+                rewards,
+                style,
+                color=COLOURS[index % len(COLOURS)],
+                label=f"{job.name}, {phase.name}",
+            )
+    axes.set(xlabel="seconds since submission", ylabel="mean reward of a step", ylim=(0, 1.02))
+    axes.legend(loc="lower right")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def render_page(result: DemoResult) -> str:
+    """The HTML page; its plots lie beside it."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("plexrl.cli.demo"), autoescape=True, undefined=StrictUndefined
+    )
+    isolated = result.isolated
+    return environment.get_template("report.html.j2").render(
+        shared=result.shared,
+        isolated=isolated,
+        saving=saving(result.shared, isolated) if isolated else None,
+        same_rewards=same_rewards(result.shared, isolated) if isolated else None,
+        machine=result.machine,
+        versions=result.versions,
+    )

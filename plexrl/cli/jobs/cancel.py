@@ -1,0 +1,93 @@
+"""`plexrl cancel`: end jobs that their controllers do not."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plexrl.cli.terminal.context import (
+    DATA_DIR,
+    DataDir,
+    Json,
+    Key,
+    Url,
+    open_cluster,
+    print_line,
+    warn,
+    write_json,
+)
+from plexrl.cli.terminal.job_ids import find_job, is_live
+from plexrl.errors import JobEndedError, PlexRLError
+
+if TYPE_CHECKING:
+    from plexrl.client.blocking.job import Job
+
+
+def cancel(
+    jobs: Annotated[
+        list[str], typer.Argument(help="Ids of jobs, beginnings of ids, or jobs' names.")
+    ],
+    reason: Annotated[str, typer.Option(help="What the job shall say.")] = "plexrl cancel",
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """Cancel jobs: their operations end, their GPUs come free, their checkpoints stay.
+
+    Nothing is asked. Where one of JOBS names no job, none is cancelled. A job that has ended is
+    reported, the others are cancelled, and the exit code is 1.
+    """
+    told: list[dict[str, Any]] = []
+    with open_cluster(url, api_key, data_dir) as cluster:
+        found = {job.job: job for job in [find_job(cluster, each) for each in jobs]}
+        for job in found.values():
+            try:
+                told.append(_cancel(job, reason))
+            except PlexRLError as error:
+                told.append({"job": job.job, "error": error.to_wire()})
+                if not as_json:
+                    warn(f"plexrl: {error.message}")
+    if as_json:
+        write_json(told)
+    else:
+        for each in told:
+            if "error" not in each:
+                print_line(f"{each['job']} is cancelled: {_given_back(each)}.")
+    if any("error" in each for each in told):
+        raise typer.Exit(1)
+
+
+def _cancel(job: "Job", reason: str) -> dict[str, Any]:
+    before = job.status()
+    if is_live(before):
+        job.finish("cancelled", reason)
+        after = job.status()
+        if after["state"] == "CANCELLED" and after["reason"] == reason:
+            return {
+                "job": job.job,
+                "name": job.name,
+                "tenant": before["tenant"],
+                "state": after["state"],
+                "operations_cancelled": _operations(before),
+                "gpus_freed": sum(len(each["ranks"]) for each in _placed(before)),
+            }
+        # It ended otherwise in between.
+        before = after
+    raise JobEndedError(
+        f"job {job.job!r} has ended ({before['state'].lower()}): there is nothing to cancel",
+        reason=before["reason"],
+    )
+
+
+def _operations(view: dict[str, Any]) -> int:
+    return sum(each["pending"] + len(each["running"]) for each in view["deployments"])
+
+
+def _placed(view: dict[str, Any]) -> list[dict[str, Any]]:
+    return [each for each in view["deployments"] if each["group"] is not None]
+
+
+def _given_back(told: dict[str, Any]) -> str:
+    operations, gpus = told["operations_cancelled"], told["gpus_freed"]
+    ends = "1 operation ends" if operations == 1 else f"{operations} operations end"
+    return f"{ends} unfinished, it gives back {'1 GPU' if gpus == 1 else f'{gpus} GPUs'}"

@@ -1,0 +1,113 @@
+"""`plexrl checkpoints`: what jobs have saved."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plexrl.cli.terminal.context import (
+    DATA_DIR,
+    DataDir,
+    Json,
+    Key,
+    Output,
+    Url,
+    local_time,
+    open_cluster,
+    print_line,
+    warn,
+    write_json,
+)
+from plexrl.cli.terminal.help import ListGroup
+from plexrl.cli.terminal.job_ids import JobArgument, find_job
+from plexrl.cli.terminal.sizes import size_text
+from plexrl.errors import CheckpointNotFoundError
+
+if TYPE_CHECKING:
+    from plexrl.client.blocking.cluster import Cluster
+
+checkpoints_app = typer.Typer(
+    cls=ListGroup,
+    help="Checkpoints of jobs, those being written too: `plexrl checkpoints [JOB]` lists them.",
+)
+COLUMNS = ("job", "name", "step", "state", "size", "when", "path")
+
+
+@checkpoints_app.command("list")
+def list_checkpoints(
+    job: Annotated[
+        str | None, typer.Argument(help="Of this job; none: of all that the key may see.")
+    ] = None,
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """List checkpoints: step, state, bytes, when each was asked for, and where it lies."""
+    found: list[dict[str, Any]] = []
+    silent: dict[str, str] = {}
+    with open_cluster(url, api_key, data_dir) as cluster:
+        names = _that_saved(cluster) if job is None else [find_job(cluster, job).job]
+        for name in names:
+            listing = cluster.read_checkpoints(name)
+            found += listing["checkpoints"]
+            silent |= {node["node"]: node["reason"] for node in listing["failed"]}
+    for node, reason in silent.items():
+        warn(f"plexrl: node {node} was not heard: {reason}")
+    rows = [
+        (
+            each["job"],
+            each["name"],
+            each["step"],
+            each["state"],
+            _size(each),
+            local_time(each["as_of"]),
+            each["path"],
+        )
+        for each in found
+    ]
+    Output(as_json).table("", COLUMNS, rows, found)
+    if not as_json:
+        for each in found:
+            for text in ((each["error"] or {}).get("message"), each["upload_error"]):
+                if text:
+                    print_line(f"{each['job']} {each['name']}: {text}")
+
+
+@checkpoints_app.command("delete")
+def delete_checkpoints(
+    job: JobArgument,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Checkpoints of the job.")],
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """Delete checkpoints of a job from the disk; where one is not there, none is deleted."""
+    with open_cluster(url, api_key, data_dir) as cluster:
+        found = find_job(cluster, job)
+        known = {each["name"]: each for each in found.checkpoints()}
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            there = ", ".join(sorted(known)) or "none"
+            raise CheckpointNotFoundError(
+                f"job {found.job!r} has no checkpoint {unknown[0]!r}; it has {there}"
+            )
+        for name in dict.fromkeys(names):
+            found.delete_checkpoint(name)
+    if as_json:
+        write_json([{"job": found.job, "name": name, "deleted": True} for name in names])
+        return
+    for name in dict.fromkeys(names):
+        print_line(f"{found.job} {name} is deleted: {known[name]['path']}")
+
+
+def _that_saved(cluster: "Cluster") -> list[str]:
+    """Jobs that have written a checkpoint, oldest first."""
+    rows = cluster.usage()
+    return list(dict.fromkeys(row["job"] for row in rows if row["kind"] == "save_checkpoint"))
+
+
+def _size(checkpoint: dict[str, Any]) -> str:
+    done, total = checkpoint["bytes_done"], checkpoint["bytes_total"]
+    whole = size_text(total)
+    return whole if done == total else f"{size_text(done)} of {whole}"

@@ -1,0 +1,211 @@
+"""`plexrl metrics`: what a job's controller has reported with `job.log`."""
+
+import csv
+import io
+import math
+import time
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plexrl.cli.jobs.metrics_plot import trend, write_plot
+from plexrl.cli.terminal.context import (
+    DATA_DIR,
+    DataDir,
+    Json,
+    Key,
+    Url,
+    local_time,
+    open_cluster,
+    print_line,
+    print_table,
+    terminal_width,
+    write_json,
+    write_text,
+)
+from plexrl.cli.terminal.job_ids import JobArgument, find_job, is_live
+from plexrl.cli.terminal.tables import table_width
+from plexrl.client.data.metric_rows import metrics_row
+from plexrl.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from plexrl.client.blocking.job import Job
+
+LOOK_S = 1.0
+"""Between two looks for new rows."""
+
+TREND_POINTS = 16
+Row = dict[str, Any]
+
+
+def metrics(
+    job: JobArgument,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", "-m", help="Only these; `*` stands for anything: -m 'reward/*'."),
+    ] = None,
+    last: Annotated[int, typer.Option(min=1, help="So many of the newest rows.")] = 20,
+    every: Annotated[bool, typer.Option("--all", help="All rows, however many.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with new rows until the job has ended.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw all rows into this file: .png, .svg or .pdf.")
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """Metrics of a job, as its controller logs them: the newest rows, or a plot of all."""
+    if as_csv and as_json:
+        raise typer.BadParameter("--csv and --json are two formats: choose one")
+    if follow and (plot is not None or as_csv):
+        raise typer.BadParameter("--follow shows rows as they come, without --plot and --csv")
+    with open_cluster(url, api_key, data_dir) as cluster:
+        found = find_job(cluster, job)
+        rows = found.metrics()
+        names = _chosen(found.job, rows, metric)
+        known = [_only(row, names) for row in rows]
+        newest = known if every else known[-last:]
+        if follow:
+            _follow(found, rows, newest, metric, as_json=as_json)
+            return
+    if plot is not None:
+        write_plot(plot, found.name, known, names)
+        told = {"path": str(plot), "metrics": names, "rows": len(known)}
+        write_json(told) if as_json else print_line(f"{plot}: {len(known)} rows are drawn.")
+    elif as_json:
+        write_rows(newest)
+    elif as_csv:
+        write_text(_csv(newest, names))
+    elif not rows:
+        print_line(f"{found.job} has logged nothing: `job.log(step, values)` adds a row.")
+    else:
+        _show(found.job, known, newest, names)
+
+
+def _chosen(job: str, rows: Sequence[Row], patterns: Sequence[str] | None) -> list[str]:
+    """Names of the metrics that are asked for, in the order in which they first came.
+
+    Raises:
+        InvalidRequestError: one of the patterns fits none.
+    """
+    known = list(dict.fromkeys(name for row in rows for name in row["values"]))
+    if patterns is None:
+        return known
+    for pattern in patterns:
+        if known and not any(fnmatchcase(name, pattern) for name in known):
+            names = ", ".join(sorted(known))
+            raise InvalidRequestError(f"{job} has logged no metric {pattern!r}. It has: {names}")
+    return [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _only(row: Row, names: Sequence[str]) -> Row:
+    values = {name: row["values"][name] for name in names if name in row["values"]}
+    return {**row, "values": values}
+
+
+def write_rows(rows: Sequence[Row]) -> None:
+    """Print rows as JSON."""
+    write_json([_as_json(row) for row in rows])
+
+
+def _as_json(row: Row) -> Row:
+    """The row as it travels, for JSON has no numbers that are not finite."""
+    return {**row, **metrics_row(row["step"], row["values"])}
+
+
+def _show(job: str, known: Sequence[Row], newest: Sequence[Row], names: Sequence[str]) -> None:
+    """The newest rows, in several tables where one is too wide for the terminal, and, for a person,
+    what all rows come to."""
+    width = terminal_width()
+    for columns in _parts(newest, names, width):
+        print_table("", ("step", *columns), _cells(newest, columns))
+        if width is not None:
+            print_line("")
+    if width is not None:
+        rows = []
+        for name in names:
+            values = [row["values"][name] for row in known if name in row["values"]]
+            finite = [value for value in values if math.isfinite(value)] or values
+            ends = (values[-1], min(finite), max(finite))
+            rows.append((name, *map(_number, ends), trend(values, TREND_POINTS)))
+        print_line(f"All {len(known)} rows of {job}:")
+        print_table("", ("metric", "last", "least", "most", "trend"), rows)
+
+
+def _parts(rows: Sequence[Row], names: Sequence[str], width: int | None) -> Iterator[list[str]]:
+    """The metrics, cut into as many as fit side by side."""
+    part: list[str] = []
+    for name in names:
+        wider = [*part, name]
+        if part and width is not None:
+            cells = [list(map(str, row)) for row in _cells(rows, wider)]
+            if table_width(("step", *wider), cells) > width:
+                yield part
+                wider = [name]
+        part = wider
+    yield part
+
+
+def _cells(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, ...]]:
+    return [
+        (str(row["step"]), *(_number(row["values"].get(name)) for name in names)) for row in rows
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _csv(rows: Sequence[Row], names: Sequence[str]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("step", "time", *names))
+    for row in rows:
+        values = (row["values"].get(name, "") for name in names)
+        writer.writerow((row["step"], row["time"], *values))
+    return text.getvalue()
+
+
+def _follow(
+    job: "Job",
+    rows: Sequence[Row],
+    newest: Sequence[Row],
+    patterns: Sequence[str] | None,
+    *,
+    as_json: bool,
+) -> None:
+    """A line for each row, until the job has ended and all its rows are shown."""
+    after = rows[-1]["index"] if rows else 0
+    shown = newest
+    while True:
+        for row in shown:
+            _tell(row, as_json=as_json)
+        view = job.status()
+        fresh = job.metrics(after=after)
+        if not fresh and not is_live(view):
+            if not as_json:
+                print_line(f"{job.job} has ended ({view['state'].lower()}).")
+            return
+        after = fresh[-1]["index"] if fresh else after
+        wanted = ["*"] if patterns is None else patterns
+        shown = [
+            _only(row, [n for n in row["values"] if any(fnmatchcase(n, p) for p in wanted)])
+            for row in fresh
+        ]
+        if not fresh:
+            time.sleep(LOOK_S)
+
+
+def _tell(row: Row, *, as_json: bool) -> None:
+    if as_json:
+        write_json(_as_json(row))
+        return
+    values = "  ".join(f"{name}={_number(value)}" for name, value in row["values"].items())
+    print_line(f"{local_time(row['time'])}  step {row['step']}  {values}")

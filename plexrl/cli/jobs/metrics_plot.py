@@ -1,0 +1,67 @@
+"""A job's metrics where people would rather look: as a line of blocks, or a file."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from plexrl.errors import InvalidRequestError, StorageError
+
+FORMATS = (".png", ".svg", ".pdf")
+COLUMNS_MAX = 3
+PLOT_INCHES = (4.0, 2.6)
+"""Of one metric."""
+
+
+def trend(values: Sequence[float], points: int) -> str:
+    """Those of `values` that are finite as blocks between their least and their most, in at most
+    `points` characters."""
+    from plexrl.cli.demo.view import sparkline
+
+    finite = [value for value in values if math.isfinite(value)]
+    least, most = min(finite, default=0.0), max(finite, default=0.0)
+    span = (most - least) or 1.0
+    return sparkline([(value - least) / span for value in finite], points)
+
+
+def write_plot(
+    path: Path, title: str, rows: Sequence[dict[str, Any]], names: Sequence[str]
+) -> None:
+    """Draw each metric over the steps into a file of the kind that its name says.
+
+    Raises:
+        InvalidRequestError: no such kind, nothing to draw, or matplotlib is not installed.
+        StorageError: the file cannot be written.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise InvalidRequestError(
+            f"{path} is no file to draw into: name it *{', *'.join(FORMATS[:-1])} or *{FORMATS[-1]}"
+        )
+    if not names:
+        raise InvalidRequestError("the job has logged no metrics: there is nothing to draw")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InvalidRequestError(
+            "a plot needs matplotlib: pip install 'plexrl[demo]'; `--csv` needs nothing"
+        ) from error
+    across = min(COLUMNS_MAX, len(names))
+    down = -(-len(names) // across)
+    size = (across * PLOT_INCHES[0], down * PLOT_INCHES[1] + 0.4)
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(down, across, squeeze=False).flat
+    for axis in list(axes)[len(names) :]:
+        axis.set_axis_off()
+    for name, axis in zip(names, axes, strict=False):
+        points = [(row["step"], row["values"][name]) for row in rows if name in row["values"]]
+        axis.plot(*zip(*points, strict=True), linewidth=1.2)
+        axis.set_title(name, fontsize="medium")
+        axis.set_xlabel("step")
+        axis.grid(visible=True, alpha=0.3)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise StorageError(
+            f"the plot cannot be written: {error}: name another file by --plot"
+        ) from error

@@ -1,0 +1,109 @@
+"""`plexrl operations` and `plexrl trace`: where the time of a job's operations went."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plexrl.cli.terminal.context import (
+    DATA_DIR,
+    DataDir,
+    Json,
+    Key,
+    Output,
+    Url,
+    open_cluster,
+    print_line,
+    seconds,
+    write_json,
+)
+from plexrl.cli.terminal.job_ids import JobArgument, find_job
+from plexrl.errors import StorageError
+
+ERROR_MAX = 300
+"""Characters of an error's message below the table."""
+
+
+def operations(
+    job: JobArgument,
+    deployment: Annotated[str | None, typer.Option(help="Only this deployment's.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Only this kind.")] = None,
+    last: Annotated[int, typer.Option(min=1, help="So many of the newest.")] = 50,
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """A job's finished operations: how long each waited, was switched to, travelled, computed."""
+    from plexrl.client.display.chrome_trace import operation_rows
+
+    with open_cluster(url, api_key, data_dir) as cluster:
+        job = find_job(cluster, job).job
+        known = list(operation_rows(cluster, job))
+    of_deployment = [
+        row
+        for row in known
+        if deployment in (None, row["deployment"], row["deployment"].rpartition("/")[2])
+    ]
+    found = [row for row in of_deployment if kind in (None, row["kind"])][-last:]
+    if known and not found and not as_json:
+        there = {(row["deployment"].rpartition("/")[2], row["kind"]) for row in known}
+        names = ", ".join(" ".join(pair) for pair in sorted(there))
+        print_line(f"{job} has no finished operations of that deployment and kind. It has: {names}")
+        return
+    rows = [
+        (
+            row["index"],
+            row["deployment"].rpartition("/")[2],
+            row["kind"],
+            row["state"],
+            seconds(row["queue_s"]),
+            seconds(row["switch_s"]),
+            seconds(row["transfer_s"]),
+            seconds(row["compute_s"]),
+        )
+        for row in found
+    ]
+    times = ("queue", "switch", "transfer", "compute")
+    columns = ("#", "deployment", "kind", "state", *times)
+    Output(as_json).table("", columns, rows, found)
+    if not as_json:
+        for row in found:
+            if row["error"] is not None:
+                print_line(f"#{row['index']} {row['state']}: {_error(row['error'])}")
+
+
+def _error(error: dict[str, str]) -> str:
+    """An error's code and the beginning of its message; `--json` has all of it."""
+    text = f"{error['code']}: {error['message']}"
+    return text if len(text) <= ERROR_MAX else text[: ERROR_MAX - 1] + "…"
+
+
+def trace(
+    job: Annotated[
+        str | None, typer.Argument(help="The job's id, its beginning or name; none: all jobs.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("trace.json"),
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """Write a trace of operations and of who held the GPUs, for chrome://tracing or Perfetto."""
+    from plexrl.client.display.chrome_trace import chrome_trace, operation_rows
+
+    with open_cluster(url, api_key, data_dir) as cluster:
+        if job is not None:
+            job = find_job(cluster, job).job
+        # Of all jobs, for others held the job's GPUs too, where the key may know.
+        found = chrome_trace(operation_rows(cluster), job)
+    try:
+        out.write_text(json.dumps(found))
+    except OSError as error:
+        raise StorageError(f"the trace cannot be written: {error}: name another --out") from error
+    events = len(found["traceEvents"])
+    if as_json:
+        write_json({"path": str(out), "events": events})
+        return
+    print_line(f"{out}: {events} events. Open it at https://ui.perfetto.dev or chrome://tracing.")

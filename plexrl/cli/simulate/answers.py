@@ -1,0 +1,230 @@
+"""The answers of `plexrl simulate`, found."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from plexrl.cli.simulate.job_rows import write_rows
+from plexrl.cli.simulate.progress import Runs
+from plexrl.cli.simulate.setup import Questions
+from plexrl.cli.simulate.tables import (
+    Changed,
+    Run,
+    print_survey,
+)
+from plexrl.cli.terminal.context import warn
+from plexrl.errors import InvalidRequestError
+from plexrl.sim.results.bill import check_reserved
+from plexrl.sim.search.axes import scenarios_along
+from plexrl.sim.search.capacity_search import CapacityPlan, smallest_cluster
+from plexrl.sim.search.one_run import FailedRun
+from plexrl.sim.search.what_if import changed, repriced
+from plexrl.sim.workload.job_copy import JobCopy, copied
+from plexrl.sim.workload.response_lengths import read_longest_of
+from plexrl.sim.workload.scenario import NODES_MAX, Scenario
+from plexrl.sim.workload.survey import Survey, check_fits, surveyed
+from plexrl.sim.workload.trace_source import PublishedSource, TraceSource
+from plexrl.traces import Problem, Problems, TraceJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """All that was found."""
+
+    trace: str
+    survey: Survey
+    runs: tuple[Run, ...]
+    plans: tuple[CapacityPlan, ...] = ()
+    changes: tuple[Changed, ...] = ()
+    failed: tuple[FailedRun, ...] = ()
+
+
+def answered(
+    trace: str,
+    base: Scenario,
+    asked: Questions,
+    *,
+    max_nodes: int,
+    workers: int | None,
+    ray_address: str | None,
+    quiet: bool,
+    jobs_out: Path | None = None,
+) -> Answers:
+    """Look through the trace, run what is asked, and put the answers together; with `jobs_out` a
+    row of each job of each answer goes into that file.
+
+    Raises:
+        TraceError: rows are bad, and not to be skipped.
+        CapacityError: jobs are larger than the cluster.
+        InvalidRequestError: something that was asked cannot be, said before anything runs.
+    """
+    with TemporaryDirectory(prefix="plexrl-jobs-") as folder:
+        copy = Path(folder) / "jobs"
+        base, survey = _looked_through(trace, base, copy)
+        scenarios = () if asked.objectives else _checked(base, asked, survey)
+        if survey.without_rollout_gpus:
+            warn(
+                f"plexrl: {survey.without_rollout_gpus:,} of {survey.jobs:,} jobs have rollouts "
+                "and no rollout GPUs, so cost and GPU-hours leave those rollouts out: give the "
+                "trace a column rollout_gpus"
+            )
+        if not quiet:
+            print_survey(trace, survey)
+        copies = {base.source: JobCopy(path=str(copy))}
+        with Runs(
+            jobs=survey.jobs,
+            workers=workers,
+            ray_address=ray_address,
+            copies=copies,
+            quiet=quiet,
+            rows_in=None if jobs_out is None else Path(folder),
+        ) as run:
+            plans: tuple[CapacityPlan, ...] = ()
+            failed: tuple[FailedRun, ...] = ()
+            if asked.objectives:
+                at_once = workers or len(os.sched_getaffinity(0))
+                plans = _plans(base, asked, survey, run, max_nodes=max_nodes, at_once=at_once)
+                runs = tuple(_chosen(base, plan) for plan in plans)
+            else:
+                runs, failed = _ran(scenarios, run)
+            changes, more = _changes(runs, asked, run)
+        if jobs_out is not None:
+            write_rows(jobs_out, runs, run.job_rows)
+    return Answers(
+        trace=trace,
+        survey=survey,
+        runs=runs,
+        plans=plans,
+        changes=changes,
+        failed=(*failed, *more),
+    )
+
+
+def _looked_through(trace: str, base: Scenario, copy: Path) -> tuple[Scenario, Survey]:
+    """The scenario for the runs, and what its jobs ask for; they are copied on the way."""
+    source = base.source
+    assert isinstance(source, TraceSource | PublishedSource)
+    skips = isinstance(source, TraceSource) and source.skip_bad
+    problems = Problems(_printer(trace) if skips else None)
+    if isinstance(source, TraceSource):
+        # Read once: what is wrong is known at the end, and nothing runs before that.
+        source = replace(source, skip_bad=True)
+    jobs = source.read(problems)
+    survey = surveyed(copied(jobs if skips else _all_good(jobs, problems, trace), copy))
+    base = replace(base, source=source)
+    if base.behaviour.responses:
+        read_longest_of(base.behaviour.responses, base.behaviour.lengths)
+    return base, survey
+
+
+def _all_good(jobs: Iterator[TraceJob], problems: Problems, trace: str) -> Iterator[TraceJob]:
+    yield from jobs
+    if problems.count:
+        raise problems.error(trace)
+
+
+def _checked(base: Scenario, asked: Questions, survey: Survey) -> tuple[Scenario, ...]:
+    """The scenarios that are asked for, all of which can be run."""
+    scenarios = tuple(scenarios_along(base, asked.axes))
+    others = [changed(scenario, what) for scenario in scenarios for what in asked.changes]
+    for scenario in (*scenarios, *others):
+        check_fits(survey, scenario.pools)
+    check_reserved((*scenarios, *others), max(_nodes(each) for each in (*scenarios, *others)))
+    return scenarios
+
+
+def _nodes(scenario: Scenario) -> int:
+    return sum(pool.nodes for pool in scenario.pools)
+
+
+def _plans(
+    base: Scenario,
+    asked: Questions,
+    survey: Survey,
+    run: Runs,
+    *,
+    max_nodes: int,
+    at_once: int,
+) -> tuple[CapacityPlan, ...]:
+    lowest, highest = _sizes(survey, base, max_nodes)
+    check_reserved((base, *(changed(base, what) for what in asked.changes)), max_nodes)
+    return tuple(
+        smallest_cluster(
+            replace(base, policy=policy),
+            asked.objectives,
+            lowest=lowest,
+            highest=highest,
+            run=run,
+            at_once=at_once,
+        )
+        for policy in asked.policies
+    )
+
+
+def _ran(scenarios: Sequence[Scenario], run: Runs) -> tuple[tuple[Run, ...], tuple[FailedRun, ...]]:
+    done: list[Run] = []
+    failed: list[FailedRun] = []
+    for scenario, outcome in zip(scenarios, run(scenarios), strict=True):
+        if isinstance(outcome, FailedRun):
+            failed.append(outcome)
+        else:
+            done.append((scenario, outcome))
+    return tuple(done), tuple(failed)
+
+
+def _changes(
+    runs: Sequence[Run], asked: Questions, run: Runs
+) -> tuple[tuple[Changed, ...], tuple[FailedRun, ...]]:
+    wanted = [
+        (what, of, changed(scenario, what))
+        for what in asked.changes
+        for of, (scenario, _) in enumerate(runs)
+    ]
+    priced = [repriced(*runs[of], other) for _, of, other in wanted]
+    ran = iter(
+        run([other for (_, _, other), result in zip(wanted, priced, strict=True) if result is None])
+        if None in priced
+        else ()
+    )
+    found: list[Changed] = []
+    failed: list[FailedRun] = []
+    for (what, of, other), known in zip(wanted, priced, strict=True):
+        result = known if known is not None else next(ran)
+        if isinstance(result, FailedRun):
+            failed.append(result)
+            continue
+        found.append(
+            Changed(what=what.text, of=of, scenario=other, result=result, ran=known is None)
+        )
+    return tuple(found), tuple(failed)
+
+
+def _sizes(survey: Survey, base: Scenario, max_nodes: int) -> tuple[int, int]:
+    lowest, highest = survey.nodes_for(base.pools[0].node_type.gpus)
+    if max_nodes < lowest:
+        raise InvalidRequestError(
+            f"the largest job needs {lowest} nodes, and --max-nodes is {max_nodes}: raise it, or "
+            "leave large jobs out by --max-gpus"
+        )
+    pool = replace(base.pools[0], nodes=lowest)
+    check_fits(survey, (pool, *base.pools[1:]))
+    return lowest, min(highest, max_nodes, NODES_MAX)
+
+
+def _chosen(base: Scenario, plan: CapacityPlan) -> Run:
+    size = plan.search.nodes
+    if size is None:
+        size = max(plan.results)
+    pool = replace(base.pools[0], nodes=size)
+    return replace(base, policy=plan.policy, pools=(pool,)), plan.results[size]
+
+
+def _printer(trace: str) -> Any:
+    def tell(problem: Problem) -> None:
+        field = f"{problem.field} " if problem.field else ""
+        warn(f"{trace}:{problem.line}: {field}{problem.message}")
+
+    return tell

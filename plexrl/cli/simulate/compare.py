@@ -1,0 +1,159 @@
+"""`plexrl simulate compare`: two results beside each other."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plexrl.cli.terminal.context import Json, print_line, print_table, warn, write_json
+from plexrl.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from plexrl.sim.results.compared import Comparison, Figure, Setting, Unit
+
+RESULTS = "results.json"
+SHOWN_VALUES = 3
+"""Of a setting that a document sweeps."""
+
+HELP = "A folder of `plexrl simulate --out`, or its results.json."
+First = Annotated[Path, typer.Argument(metavar="A", help=HELP)]
+Second = Annotated[Path, typer.Argument(metavar="B", help=HELP)]
+
+
+def compare(a: First, b: Second, as_json: Json = False) -> None:
+    """Two results of `plexrl simulate --out` side by side: what was asked, and what came out."""
+    from plexrl.sim.results.compared import compared
+
+    documents = [_document(each) for each in (a, b)]
+    found = compared(*documents)
+    for warning in found.warnings:
+        warn(f"plexrl: {warning}")
+    if as_json:
+        write_json({"a": str(a), "b": str(b), **_values(found)})
+    else:
+        _show(a, b, found)
+    if not found.pairs:
+        raise InvalidRequestError(
+            f"no run of {a} has its like in {b}: the first has {_listed(found.only_a)}, the other "
+            f"{_listed(found.only_b)}; ask both for a policy, size and seed in common"
+        )
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """The results in a folder or file.
+
+    Raises:
+        InvalidRequestError: there are none.
+    """
+    file = path / RESULTS if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{file} cannot be read: {error.strerror}; name what `plexrl simulate --out` wrote"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{file} is no JSON: {error}") from error
+    if not _is_document(found):
+        raise InvalidRequestError(
+            f"{file} is no {RESULTS} of `plexrl simulate --out`: it has no trace and runs with a "
+            "scenario and a result each"
+        )
+    if not found["runs"]:
+        raise InvalidRequestError(f"{file} has no run that ended: there is nothing to compare")
+    assert isinstance(found, dict), "it was looked at"
+    return found
+
+
+def _is_document(found: Any) -> bool:
+    return (
+        isinstance(found, dict)
+        and isinstance(found.get("trace"), dict)
+        and isinstance(found.get("runs"), list)
+        and all(
+            isinstance(run, dict)
+            and isinstance(run.get("scenario"), dict)
+            and isinstance(run.get("result"), dict)
+            for run in found["runs"]
+        )
+    )
+
+
+def _values(found: "Comparison") -> dict[str, Any]:
+    values = asdict(found)
+    for of in ("pairs", "smallest"):
+        for pair, told in zip(getattr(found, of), values[of], strict=True):
+            for figure, each in zip(pair.figures, told["figures"], strict=True):
+                each |= {"difference": figure.difference, "change": figure.change}
+    return values
+
+
+def _show(a: Path, b: Path, found: "Comparison") -> None:
+    print_line(f"A: {a}")
+    print_line(f"B: {b}")
+    if found.settings:
+        print_table("Asked otherwise", ("", "A", "B"), map(_setting, found.settings))
+    else:
+        print_line("The questions are the same.")
+    for pair in found.smallest:
+        sizes = [_figure(each) for each in pair.figures]
+        print_table(f"Smallest cluster, {pair.label}", ("", "A", "B", "B - A", "change"), sizes)
+    for pair in found.pairs:
+        if not any(each.differs for each in pair.figures):
+            print_line(f"{pair.label}: the same figures.")
+            continue
+        rows = [_figure(each) for each in pair.figures if each.a or each.b]
+        print_table(pair.label, ("", "A", "B", "B - A", "change"), rows)
+    for name, only in (("A", found.only_a), ("B", found.only_b)):
+        if only and found.pairs:
+            print_line(f"Only in {name}: {_listed(only)}")
+
+
+def _setting(setting: "Setting") -> tuple[str, str, str]:
+    a, b = (_listed(map(_shown_value, values)) for values in (setting.a, setting.b))
+    return setting.name, a, b
+
+
+def _shown_value(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _listed(values: "Iterable[str]") -> str:
+    told = [*values]
+    more = f" and {len(told) - SHOWN_VALUES} more" if len(told) > SHOWN_VALUES else ""
+    return "; ".join(told[:SHOWN_VALUES]) + more
+
+
+def _figure(figure: "Figure") -> tuple[str, str, str, str, str]:
+    unit, difference, change = figure.unit, figure.difference, figure.change
+    a, b = _amount(figure.a, unit), _amount(figure.b, unit)
+    if difference is None:
+        return figure.name, a, b, "", ""
+    if a == b:
+        return figure.name, a, b, "=", ""
+    told = ("+" if difference > 0 else "-") + _amount(abs(difference), unit)
+    if unit == "part":
+        return figure.name, a, b, told.replace("%", "points"), ""
+    return figure.name, a, b, told, "" if change is None else f"{100 * change:+.1f} %"
+
+
+def _amount(value: float | None, unit: "Unit") -> str:
+    from plexrl.cli.simulate.tables import money, percent, span
+
+    if value is None:
+        return "-"
+    match unit:
+        case "time":
+            return span(value)
+        case "part":
+            return percent(value)
+        case "money":
+            return money(value)
+        case "count":
+            return f"{value:,.0f}" if value.is_integer() else f"{value:,.3f}"

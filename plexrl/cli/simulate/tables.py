@@ -1,0 +1,373 @@
+"""The tables of `plexrl simulate` for people."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from plexrl.cli.terminal.context import plain_cell, print_line, print_table, terminal_width
+from plexrl.sim.report.bills import Billed, bill_table, price_lines, priced_apart
+from plexrl.sim.report.capacity import certainty, headline, probe_table
+from plexrl.sim.report.comparison import BACKFILLED, BASELINE, GAP_PART_MIN, recovered
+from plexrl.sim.results.headline import headlines
+from plexrl.sim.results.headline import said as said_of_headlines
+from plexrl.sim.results.result import SimResult
+from plexrl.sim.search.capacity_search import CapacityPlan
+from plexrl.sim.search.objectives import utilisation
+from plexrl.sim.workload.scenario import Scenario
+from plexrl.sim.workload.survey import Survey
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Run = tuple[Scenario, SimResult]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """A run as it would be otherwise."""
+
+    what: str
+    of: int
+    """Number of the run that it is compared with."""
+    scenario: Scenario
+    result: SimResult
+    ran: bool
+    """Otherwise its price was worked out anew."""
+
+
+WORDS_WIDTH = 22
+"""That no column of words is squeezed below."""
+UNBOUNDED = 10_000
+"""Characters, of a terminal that any table fits."""
+HEADLINES_MAX = 12
+NO_GAP = "\N{EN DASH}"
+"""Where a part of the gap would say nothing."""
+SLOWDOWN = "Slowdown"
+LEFT = ("policy", "what if", "by")
+"""Columns of words."""
+
+
+def print_survey(trace: str, survey: Survey) -> None:
+    """What the trace asks for."""
+    print_line(
+        f"{trace}: {job_count(survey.jobs)} over {span(survey.arrivals_s)}, "
+        f"up to {survey.gpus_max} GPUs each; they hold {hours(survey.held_gpu_s / 3600)} training "
+        f"GPU-hours alone, and need {percent(_part(survey.busy_gpu_s, survey.held_gpu_s))} of them."
+    )
+
+
+def print_runs(runs: Sequence[Run]) -> None:
+    """A row a run, in one table where the terminal is wide enough for it."""
+    varies = varying([scenario for scenario, _ in runs])
+    isolated = isolated_runs(runs)
+    names: Columns = {"policy": [], "nodes": [], **{name: [] for name in varies}}
+    times: Columns = {}
+    slower: Columns = {}
+    gpus: Columns = {}
+    for scenario, result in runs:
+        values = {"policy": scenario.policy, "nodes": nodes_of(scenario)}
+        _add(names, values | {name: setting(scenario, name) for name in varies})
+        _add(
+            times,
+            {
+                "drain": span(result.drain_s),
+                "bound": span(result.bounds.bound_s),
+                "gap recovered": gap_cell(scenario, result, isolated),
+                "wait p50": span(result.wait.median),
+                "wait p95": span(result.wait.p95),
+            },
+        )
+        _add(
+            slower,
+            {
+                "job p50": percent(result.job_slowdown.median),
+                "job mean": percent(result.job_slowdown.mean),
+                "job p95": percent(result.job_slowdown.p95),
+                "cycle p50": percent(result.cycle_slowdown.median),
+                "cycle p95": percent(result.cycle_slowdown.p95),
+                "fairness": f"{result.fairness:.3f}",
+            },
+        )
+        _add(
+            gpus,
+            {
+                "training busy": percent(utilisation(result)),
+                "training GPU-h": hours(result.gpus * result.drain_s / 3600),
+                "rollout GPU-h": hours(result.rollout_gpu_hours),
+                "GPU-h /cycle": f"{result.gpu_hours_per_cycle:,.2f}",
+                "switches": f"{result.switches:,}",
+                "failures": f"{result.failures:,}" if result.failures else "",
+                "failed jobs": f"{result.failed_jobs:,}" if result.failed_jobs else "",
+                "cost": money(result.cost),
+            },
+        )
+    jobs = max(result.jobs for _, result in runs)
+    _print_groups(names, {job_count(jobs): times, SLOWDOWN: slower, "GPUs": gpus})
+    _print_notes(runs, isolated)
+
+
+def _print_notes(runs: Sequence[Run], isolated: Mapping[Scenario, SimResult]) -> None:
+    """What a reader of the table has to know, and what several runs come to."""
+    if any(result.rollout_gpu_hours for _, result in runs):
+        print_line(
+            "Drain and bound count training GPUs only; cost and GPU-h/cycle rollout GPUs as well."
+        )
+    else:
+        print_line("All figures count training GPUs only: the trace has no rollout GPUs.")
+    policies = {scenario.policy for scenario, _ in runs}
+    if BASELINE in policies:
+        print_line(f"{BASELINE} lets no job pass one that has waited 10 min; {BACKFILLED} does.")
+    if any(gap_cell(*run, isolated) == NO_GAP for run in runs):
+        print_line(
+            f"{NO_GAP} {BASELINE} is within {percent(GAP_PART_MIN)} of the bound: a part of so "
+            "small a gap says nothing."
+        )
+    lines = headline_texts(runs)
+    for line in lines[:HEADLINES_MAX]:
+        print_line(line)
+    if len(lines) > HEADLINES_MAX:
+        print_line(f"{len(lines) - HEADLINES_MAX} more comparisons are in --json and --out.")
+
+
+def headline_texts(runs: Sequence[Run]) -> list[str]:
+    """What the runs come to, each line with its cluster where they are several."""
+    lines = headlines(runs)
+    scenarios = [each.scenario for each in lines]
+    varies = varying(scenarios)
+    by_nodes = len({nodes_of(each) for each in scenarios}) > 1
+    names = [
+        ", ".join(
+            [f"nodes {nodes_of(each)}"] * by_nodes
+            + [f"{name} {setting(each, name)}" for name in varies]
+        )
+        for each in scenarios
+    ]
+    return said_of_headlines(lines, names if any(names) else ())
+
+
+def print_plans(plans: Sequence[CapacityPlan]) -> None:
+    """The answer in a sentence, all sizes that were run, and how far to trust it."""
+    print_line(headline(plans))
+    table = probe_table(plans)
+    # An objective breaks after the parts of its name, so that several stand side by side.
+    titles = [re.sub(r"(?=\.\D|[<>]=)", " ", name) for name in table.columns]
+    columns = {
+        name: [row[place] for row in table.rows]
+        for place, name in enumerate(titles)
+        if name != "GPUs"
+    }
+    names = {name: columns.pop(name) for name in ("policy", "nodes")}
+    _print_groups(names, {"Sizes that were run": columns})
+    for plan in plans:
+        print_line(certainty(plan))
+
+
+def print_bills(billed: Sequence[Billed]) -> None:
+    """The bills of runs with prices of their own, and when reserving a node pays."""
+    shown = priced_apart(billed)
+    if not shown:
+        return
+    table = bill_table(shown)
+    columns = {name: [row[place] for row in table.rows] for place, name in enumerate(table.columns)}
+    names = {"policy": columns.pop("run"), "nodes": columns.pop("nodes")}
+    _print_groups(names, {"Bills": columns})
+    for name, value in price_lines(shown[0].scenario):
+        print_line(f"{name}: {value}")
+
+
+def print_changes(runs: Sequence[Run], changes: Sequence[Changed]) -> None:
+    """What-ifs, and what they come to."""
+    names: Columns = {}
+    figures: Columns = {}
+    for each in changes:
+        (scenario, was), now = runs[each.of], each.result
+        _add(names, {"what if": each.what, "policy": scenario.policy, "nodes": nodes_of(scenario)})
+        _add(
+            figures,
+            {
+                "drain": difference(was.drain_s, now.drain_s, span(now.drain_s)),
+                "wait p95": difference(was.wait.p95, now.wait.p95, span(now.wait.p95)),
+                "slowdown p50": percent(now.job_slowdown.median),
+                "cost": money(now.cost),
+                "cost by": difference(was.cost, now.cost, money(now.cost)),
+                "by": "run" if each.ran else "priced",
+            },
+        )
+    _print_groups(names, {"What if, by how much of what it was": figures})
+
+
+def isolated_runs(runs: Sequence[Run]) -> dict[Scenario, SimResult]:
+    """The isolated runs, by their scenarios."""
+    return {_isolated(scenario): result for scenario, result in runs if scenario.policy == BASELINE}
+
+
+def gap_recovered(
+    scenario: Scenario, result: SimResult, isolated: Mapping[Scenario, SimResult]
+) -> float | None:
+    """Part of the time between the isolated run's drain and the bound that is saved; None where no
+    isolated run is beside it, or leaves nothing to save."""
+    alone = isolated.get(_isolated(scenario))
+    if alone is None or scenario.policy == BASELINE:
+        return None
+    return recovered(result, alone)
+
+
+def gap_cell(scenario: Scenario, result: SimResult, isolated: Mapping[Scenario, SimResult]) -> str:
+    """`gap_recovered` for people: by how much longer it takes, where it does."""
+    alone = isolated.get(_isolated(scenario))
+    if alone is None or scenario.policy == BASELINE:
+        return ""
+    longer = result.drain_s / alone.drain_s - 1.0 if alone.drain_s > 0 else 0.0
+    if longer > 0.0:
+        return f"{percent(longer)} longer"
+    gap = recovered(result, alone)
+    return NO_GAP if gap is None else percent(gap)
+
+
+def nodes_of(scenario: Scenario) -> str:
+    """Of its pools."""
+    if len(scenario.pools) == 1:
+        return f"{scenario.pools[0].nodes:,}"
+    return " + ".join(f"{pool.nodes:,} {pool.node_type.name}" for pool in scenario.pools)
+
+
+def span(value_s: float) -> str:
+    """A time in the unit that suits it."""
+    for unit, length_s in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if value_s >= 2 * length_s:
+            return f"{value_s / length_s:,.1f} {unit}"
+    return f"{value_s:.1f} s" if value_s else "0"
+
+
+def percent(part: float) -> str:
+    """A part of one."""
+    # What is rounded to nothing has no sign.
+    return f"{round(100 * part, 1) + 0.0:,.1f} %"
+
+
+def job_count(jobs: int) -> str:
+    """As `1 job` and `2 jobs`."""
+    return f"{jobs:,} job" if jobs == 1 else f"{jobs:,} jobs"
+
+
+def hours(value: float) -> str:
+    """Whole ones."""
+    return f"{value:,.0f}"
+
+
+def money(value: float) -> str:
+    """Of whatever currency prices have; whole units unless they are few."""
+    return f"{value:,.0f}" if value >= 100 or not value else f"{value:.2f}"
+
+
+def difference(was: float, now: float, absolute: str) -> str:
+    """By how much of what it was; from nothing it is `absolute`."""
+    if was == now:
+        return "="
+    return f"{100 * (now - was) / was:+.1f} %" if was else f"+{absolute}"
+
+
+def _part(of: float, whole: float) -> float:
+    return of / whole if whole else 0.0
+
+
+def _isolated(scenario: Scenario) -> Scenario:
+    return replace(scenario, policy=BASELINE)
+
+
+_SETTINGS = ("seed", "jitter", "staleness", "switch")
+
+
+def setting(scenario: Scenario, name: str) -> str:
+    """A setting that sweeps vary, as text; empty where the trace decides."""
+    value = {
+        "seed": scenario.seed,
+        "jitter": scenario.behaviour.jitter,
+        "staleness": scenario.behaviour.staleness,
+        "switch": scenario.switch_s,
+    }[name]
+    if value is None:
+        return ""
+    # Whole: `g` would make seeds of more than six digits look alike.
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def varying(scenarios: Sequence[Scenario]) -> tuple[str, ...]:
+    """Names of the settings, but policy and size, in which scenarios differ."""
+    return tuple(name for name in _SETTINGS if len({setting(each, name) for each in scenarios}) > 1)
+
+
+Columns = dict[str, list[str]]
+"""Cells, by their column's name."""
+
+
+def _add(columns: Columns, cells: Mapping[str, str]) -> None:
+    for name, cell in cells.items():
+        columns.setdefault(name, []).append(cell)
+
+
+def _print_groups(names: Columns, groups: Mapping[str, Columns]) -> None:
+    """All groups beside `names`, or each by itself on a narrow terminal. A column that says nothing
+    in any row only takes room."""
+    said_of = {title: _saying(columns) for title, columns in groups.items()}
+    joined: Columns = {
+        f"{title.lower()} {name}" if title == SLOWDOWN else name: cells
+        for title, columns in said_of.items()
+        for name, cells in columns.items()
+    }
+    if terminal_width() is None:
+        print_table("", (*names, *joined), zip(*names.values(), *joined.values(), strict=True))
+        return
+    from rich.console import Console
+
+    console = Console()
+    one = _table(next(iter(groups)), {**names, **joined})
+    unbounded = console.options.update(max_width=UNBOUNDED)
+    if console.measure(one, options=unbounded).minimum <= console.width:
+        console.print(one)
+        return
+    for title, columns in said_of.items():
+        for part in _fitting(names, columns, console):
+            console.print(_table(title, {**names, **part}))
+
+
+def _fitting(names: Columns, columns: Columns, console: "Console") -> list[Columns]:
+    """The columns of a group in as many parts as the terminal's width asks for."""
+    unbounded = console.options.update(max_width=UNBOUNDED)
+    width = console.measure(_table("", {**names, **columns}), options=unbounded).minimum
+    if width <= console.width or len(columns) < 2:
+        return [columns]
+    cells = list(columns.items())
+    half = (len(cells) + 1) // 2
+    return [
+        part
+        for some in (cells[:half], cells[half:])
+        for part in _fitting(names, dict(some), console)
+    ]
+
+
+def _saying(columns: Columns) -> Columns:
+    return {name: cells for name, cells in columns.items() if any(cells)}
+
+
+def _table(title: str, columns: Columns) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=plain_cell(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for name, cells in columns.items():
+        if name in LEFT:
+            width = max(len(text) for text in (*cells, name))
+            table.add_column(name, overflow="fold", min_width=min(width, WORDS_WIDTH))
+        else:
+            # A heading takes a line for each word, a number one.
+            words = name.split() or [""]
+            width = max(len(text) for text in (*cells, *words))
+            table.add_column("\n".join(words), justify="right", min_width=width)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*(plain_cell(cell) for cell in row))
+    return table

@@ -1,0 +1,1 @@
+"""How commands find their cluster and write to a terminal."""

@@ -1,0 +1,63 @@
+"""Which job is meant where a command takes one: by id, by name, or by the beginning of its id."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plexrl.errors import InvalidRequestError, UnknownJobError
+
+if TYPE_CHECKING:
+    from plexrl.client.blocking.cluster import Cluster
+    from plexrl.client.blocking.job import Job
+
+CANDIDATES_MAX = 8
+"""Jobs that are named where several could be meant."""
+
+JobArgument = Annotated[
+    str, typer.Argument(help="The job's id, the beginning of it, or the job's name.")
+]
+View = dict[str, Any]
+
+
+def find_job(cluster: "Cluster", text: str) -> "Job":
+    """The job that `text` names, only looked at: the one of this id; else of this name; else whose
+    id begins so. Where several are named, the one that has not ended.
+
+    Raises:
+        UnknownJobError: there is none.
+        InvalidRequestError: there are several.
+    """
+    if text:
+        try:
+            return cluster.attach_job(text, heartbeat=False)
+        except UnknownJobError:
+            pass
+        view = _meant(cluster.jobs(), text)
+        if view is not None:
+            return cluster.attach_job(view["job"], heartbeat=False)
+    raise UnknownJobError(
+        f"there is no job {text!r}, by id, by name or by the beginning of an id: "
+        "`plexrl jobs --all` lists them"
+    )
+
+
+def is_live(view: View) -> bool:
+    """Whether a job has not ended."""
+    return view["ended_at"] is None
+
+
+def _meant(jobs: Sequence[View], text: str) -> View | None:
+    for found in (
+        [view for view in jobs if view["name"] == text],
+        [view for view in jobs if view["job"].startswith(text)],
+    ):
+        live = [view for view in found if is_live(view)]
+        if len(found) == 1 or len(live) == 1:
+            return (live or found)[0]
+        if found:
+            names = [view["job"] for view in [*live, *(v for v in found if v not in live)]]
+            shown = ", ".join(names[:CANDIDATES_MAX])
+            more = f" and {len(names) - CANDIDATES_MAX} more" * (len(names) > CANDIDATES_MAX)
+            raise InvalidRequestError(f"{text!r} may be {shown}{more}: give more of the job's id")
+    return None

@@ -1,0 +1,1 @@
+"""`plexrl traces` and `plexrl fidelity`."""

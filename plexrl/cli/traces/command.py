@@ -1,0 +1,382 @@
+"""`plexrl traces`: check, convert, describe, generate and record traces of jobs."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plexrl.cli.terminal.context import (
+    DATA_DIR,
+    DataDir,
+    Json,
+    Key,
+    Output,
+    Url,
+    open_cluster,
+    print_line,
+    write_json,
+)
+from plexrl.cli.traces.checks import SUFFIXES, check_amounts, check_out, given_options, refuse
+from plexrl.cli.traces.tables import print_description, print_laws
+from plexrl.process.plain_text import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from plexrl.traces import Problem, Shape, Source, TraceJob
+    from plexrl.traces.formats.servegen import Draw
+    from plexrl.traces.generate.distributions import Law
+
+traces_app = typer.Typer(
+    help="Traces of jobs: check, convert, describe, generate, record.", no_args_is_help=True
+)
+
+DAY_S = 86_400.0
+
+Trace = Annotated[
+    str, typer.Argument(help="A file, bundled:NAME, or a folder of ServeGen's clients.")
+]
+Out = Annotated[
+    Path,
+    typer.Argument(help="File to write: *.csv, *.csv.gz or *.parquet. Replaces an existing file."),
+]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from", help="Its column layout, where the header does not say (docs/traces.md)."
+    ),
+]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Name bad rows on stderr and go on without them.")
+]
+Seed = Annotated[int, typer.Option(help="Of all that is drawn: same seed, same bytes.")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="Tell the load on so many GPUs.")]
+
+
+@traces_app.command()
+def validate(trace: Trace, layout: From = None, as_json: Json = False) -> None:
+    """Name everything that is wrong with a trace, by line and field."""
+    from plexrl.traces import check_trace
+
+    source, good = check_trace(
+        trace, format=layout, on_problem=None if as_json else _printer(trace, sys.stdout)
+    )
+    problems = source.problems
+    found = {
+        "path": trace,
+        "format": source.format,
+        "good": good,
+        "bad_lines": problems.bad_lines,
+        "faults": problems.count,
+        "left_out": dict(source.left_out),
+        "problems": [
+            {"line": each.line, "field": each.field, "message": each.message}
+            for each in problems.kept
+        ],
+    }
+    rows = [(source.format, good, problems.bad_lines, problems.count, source.left_out.total())]
+    columns = ("format", "good rows", "bad lines", "faults", "left out")
+    Output(as_json).table(trace, columns, rows, found)
+    if problems.count:
+        raise typer.Exit(1)
+
+
+SHAPING = {
+    "compress": "--compress",
+    "backlog": "--backlog",
+    "cap_days": "--cap-days",
+    "min_gpus": "--min-gpus",
+    "min_duration": "--min-duration",
+    "profiles": "--profiles",
+}
+"""Options of `convert` that change jobs."""
+OF_A_RUN = {"gpus": "--gpus", "rollout_gpus": "--rollout-gpus", "metric": "--metric"}
+"""Those that a W&B export needs."""
+DRAWN = {"requests": "--requests"}
+"""Of a source that has distributions only."""
+SEED = {"seed": "--seed"}
+
+
+@traces_app.command()
+def convert(
+    context: typer.Context,
+    trace: Trace,
+    out: Out,
+    layout: From = None,
+    skip_bad: SkipBad = False,
+    profiles: Annotated[
+        bool, typer.Option(help="Give jobs without cycles those of the published RL profiles.")
+    ] = False,
+    compress: Annotated[float, typer.Option(help="Arrivals come so many times as fast.")] = 1.0,
+    backlog: Annotated[bool, typer.Option(help="All jobs are there at the start.")] = False,
+    cap_days: Annotated[float | None, typer.Option(help="Cut longer jobs to this.")] = None,
+    min_gpus: Annotated[int, typer.Option(min=0, help="Leave smaller jobs out.")] = 0,
+    min_duration: Annotated[float, typer.Option(help="Leave shorter jobs out; seconds.")] = 0.0,
+    gpus: Annotated[int, typer.Option(min=1, help="Of a W&B run: its training GPUs.")] = 8,
+    rollout_gpus: Annotated[int, typer.Option(min=0, help="Of a W&B run.")] = 0,
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Of a W&B run: NAME=PHASE, as my/gen_s=rollout.")
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Of ServeGen's distributions: draw so many.")
+    ] = 10_000,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Read any known trace, or a W&B export (--from wandb), and write it in the schema."""
+    from plexrl.traces import Shape, read_runs, with_profiles, write_jobs, write_lengths
+    from plexrl.traces.formats.servegen import Draw
+
+    given = given_options(context)
+    check_out(out, trace)
+    check_amounts(compress=compress, cap_days=cap_days, min_duration=min_duration)
+    if "compress" in given:
+        refuse(given, {"backlog": "--backlog"}, "--compress says when jobs arrive")
+    if layout == "wandb":
+        refuse(given, {**SHAPING, **DRAWN, **SEED}, "a W&B export is not shaped")
+        on_problem = _printer(trace, sys.stderr) if skip_bad else None
+        runs = read_runs(trace, metrics=_metrics(metric), skip_bad=skip_bad, on_problem=on_problem)
+        jobs: Iterator[TraceJob] = (run.job(gpus=gpus, rollout_gpus=rollout_gpus) for run in runs)
+        _told(out, write_jobs(out, jobs), {}, as_json)
+        return
+    refuse(given, OF_A_RUN, "it is of W&B exports (--from wandb)")
+    source = _opened(trace, layout, skip_bad, Draw(requests=requests, seed=seed))
+    if source.format != "servegen":
+        refuse(given, DRAWN, "nothing is drawn of a trace that has its requests or jobs")
+    if source.table.name == "lengths":
+        refuse(given, SHAPING, "it is of jobs, and this trace has response lengths")
+        if source.format != "servegen":
+            refuse(given, SEED, "nothing is drawn")
+        _told(out, write_lengths(out, source.rows), dict(source.left_out), as_json)
+        return
+    if not profiles:
+        refuse(given, SEED, "nothing is drawn without --profiles")
+    shape = Shape(
+        compress=compress,
+        backlog=backlog,
+        cap_s=None if cap_days is None else cap_days * DAY_S,
+        gpus_min=min_gpus,
+        duration_s_min=min_duration,
+    )
+    jobs = _shaped(source, shape, skip_bad)
+    count = write_jobs(out, with_profiles(jobs, seed=seed) if profiles else jobs)
+    _told(out, count, dict(source.left_out), as_json)
+
+
+def _shaped(source: "Source", shape: "Shape", skip_bad: bool) -> "Iterator[TraceJob]":
+    """The jobs as asked for; a whole file of our own schema keeps its clock."""
+    from plexrl.traces import Shape, shaped
+
+    if source.format == "jobs" and shape == Shape() and not skip_bad:
+        return source.rows
+    return shaped(source.rows, shape)
+
+
+@traces_app.command()
+def describe(
+    trace: Trace,
+    layout: From = None,
+    skip_bad: SkipBad = False,
+    gpus: Gpus = None,
+    fit: Annotated[bool, typer.Option(help="Tell the laws that fit, and how well.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Counts, sums and quantiles of a trace."""
+    from plexrl.traces import describe_jobs, describe_lengths, fit_lengths, fit_workload
+    from plexrl.traces.describe import offered_load
+
+    source = _opened(trace, layout, skip_bad)
+    if source.table.name == "lengths":
+        if gpus is not None:
+            refuse(frozenset({"gpus"}), {"gpus": "--gpus"}, "response lengths are no load on GPUs")
+        found = describe_lengths(source.rows)
+    else:
+        found = describe_jobs(source.rows)
+        if gpus is not None:
+            found["offered_load"] = offered_load(found, gpus)
+    laws: list[tuple[str, str, float | None]] = []
+    if fit:
+        rows = _opened(trace, layout, skip_bad).rows
+        if source.table.name == "jobs":
+            laws = fit_workload(rows).describe()
+        else:
+            model = fit_lengths(rows)
+            found["group_correlation"] = model.correlation
+            laws = [("output_tokens", model.fit.law.describe(), model.fit.distance)]
+        found["laws"] = [{"of": of, "law": law, "distance": off} for of, law, off in laws]
+    if as_json:
+        write_json(found)
+        return
+    print_description(trace, found)
+    if laws:
+        print_laws(laws)
+
+
+OF_JOBS = {
+    "jobs": "--jobs",
+    "days": "--days",
+    "jobs_per_day": "--jobs-per-day",
+    "profiles": "--profiles",
+    "cap_days": "--cap-days",
+}
+"""Options of `generate` that say what jobs are made up."""
+OF_LENGTHS = {"samples": "--samples", "correlation": "--correlation"}
+
+
+@traces_app.command()
+def generate(
+    context: typer.Context,
+    out: Out,
+    jobs: Annotated[int | None, typer.Option(min=1, help="So many jobs.")] = None,
+    days: Annotated[
+        float | None, typer.Option(min=0.0, help="Those that arrive in so many days.")
+    ] = None,
+    fit: Annotated[
+        str | None, typer.Option(help="Follow the laws of this trace; none: the published profile.")
+    ] = None,
+    jobs_per_day: Annotated[float, typer.Option(min=1e-3, help="Of the published profile.")] = 12.0,
+    profiles: Annotated[bool, typer.Option(help="Give jobs RL cycles.")] = True,
+    cap_days: Annotated[float, typer.Option(min=1e-3, help="Longest job.")] = 14.0,
+    lengths: Annotated[
+        int | None, typer.Option(min=1, help="Write response lengths of so many prompts instead.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 8,
+    correlation: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Of the lengths of responses to one prompt; else that of --fit, else 0.5.",
+        ),
+    ] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Make up a trace that follows the published profile or another trace's laws."""
+    from plexrl.traces import fit_workload, generate_jobs, published_workload, write_jobs
+
+    given = given_options(context)
+    check_out(out, fit)
+    check_amounts(days=days, cap_days=cap_days, jobs_per_day=jobs_per_day)
+    if lengths is not None:
+        refuse(given, OF_JOBS, "--lengths makes up responses, no jobs")
+        if correlation != correlation:
+            raise typer.BadParameter("--correlation is 0 to 1, not nan")
+        count = _generate_lengths(out, lengths, samples, correlation, fit, seed)
+        _told(out, count, {}, as_json)
+        return
+    refuse(given, OF_LENGTHS, "it is of response lengths (--lengths)")
+    if fit is not None:
+        refuse(given, {"jobs_per_day": "--jobs-per-day"}, "--fit says how often jobs arrive")
+    if jobs is None and days is None:
+        raise typer.BadParameter("say how much: --jobs or --days")
+    workload = published_workload(jobs_per_day) if fit is None else fit_workload(_job_rows(fit))
+    made = generate_jobs(
+        workload,
+        seed=seed,
+        jobs=jobs,
+        span_s=None if days is None else days * DAY_S,
+        cap_s=cap_days * DAY_S,
+        profiles=profiles,
+    )
+    count = write_jobs(out, made)
+    if not as_json:
+        print_laws(workload.describe())
+    _told(out, count, {}, as_json)
+
+
+@traces_app.command()
+def record(
+    out: Out,
+    url: Url = None,
+    api_key: Key = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """Write what a cluster's jobs did, as far back as its operation log remembers: a row each, or,
+    to a file named *.json, their whole history (for `plexrl fidelity`)."""
+    from plexrl.client.display.chrome_trace import operation_rows
+    from plexrl.traces import record as recorded
+    from plexrl.traces import write_jobs
+    from plexrl.traces.convert.history import history_of, write_history
+
+    check_out(out, suffixes=(*SUFFIXES, ".json"))
+    with open_cluster(url, api_key, data_dir) as cluster:
+        now = float(cluster.status()["now"])
+        jobs, operations = cluster.jobs(), list(operation_rows(cluster))
+    if out.suffix == ".json":
+        count = write_history(out, history_of(jobs, operations, now))
+    else:
+        count = write_jobs(out, recorded(jobs, operations, now))
+    _told(out, count, {}, as_json)
+
+
+def _generate_lengths(
+    out: Path, prompts: int, samples: int, correlation: float | None, fit: str | None, seed: int
+) -> int:
+    from plexrl.traces import bundled, fit_lengths, generate_lengths, write_lengths
+    from plexrl.traces.formats import read_histogram
+    from plexrl.traces.generate.generator import GROUP_CORRELATION
+
+    law: Law
+    if fit is None:
+        law = read_histogram(bundled("r1-lengths"))
+    else:
+        source = _opened(fit, None, False)
+        if source.table.name != "lengths":
+            raise typer.BadParameter(f"{fit} has no response lengths to follow")
+        model = fit_lengths(source.rows)
+        law = model.fit.law
+        correlation = model.correlation if correlation is None else correlation
+    made = generate_lengths(
+        law,
+        seed=seed,
+        prompts=prompts,
+        samples_per_prompt=samples,
+        correlation=GROUP_CORRELATION if correlation is None else correlation,
+    )
+    return write_lengths(out, made)
+
+
+def _job_rows(trace: str) -> "Iterable[TraceJob]":
+    source = _opened(trace, None, False)
+    if source.table.name != "jobs":
+        raise typer.BadParameter(f"{trace} has response lengths, no jobs")
+    return source.rows
+
+
+def _opened(trace: str, layout: str | None, skip_bad: bool, draw: "Draw | None" = None) -> "Source":
+    from plexrl.traces import open_trace
+
+    on_problem = _printer(trace, sys.stderr) if skip_bad else None
+    return open_trace(trace, format=layout, skip_bad=skip_bad, on_problem=on_problem, draw=draw)
+
+
+def _printer(trace: str, stream: Any) -> Any:
+    """Tells each problem as `file:line: field message`, which editors can follow."""
+
+    def tell(problem: "Problem") -> None:
+        field = f"{problem.field} " if problem.field else ""
+        stream.write(one_line(f"{trace}:{problem.line}: {field}{problem.message}") + "\n")
+
+    return tell
+
+
+def _metrics(given: list[str] | None) -> dict[str, str]:
+    found = {}
+    for each in given or ():
+        name, equals, phase = each.rpartition("=")
+        if not equals:
+            raise typer.BadParameter(f"{each!r}: write it as NAME=PHASE")
+        found[name] = phase
+    return found
+
+
+def _told(out: Path, count: int, left_out: dict[str, int], as_json: bool) -> None:
+    if as_json:
+        found = {"path": str(out), "rows": count, "left_out": left_out}
+        write_json(found)
+        return
+    reasons = "; ".join(f"{rows} left out: {reason}" for reason, rows in sorted(left_out.items()))
+    print_line(f"{out}: {count} rows" + (f" ({reasons})" if reasons else ""))

@@ -1,0 +1,288 @@
+"""What the SDK asks for, as plain requests: no I/O, so blocking and async clients share it."""
+
+import math
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
+
+import msgspec
+
+from plexrl.client.calls.transport import Call
+from plexrl.client.data import results
+from plexrl.client.data.argument_checks import (
+    check_batch,
+    check_model,
+    checked_layout,
+    name_of_source,
+    plain_value,
+)
+from plexrl.errors import InvalidRequestError
+from plexrl.wire.operations import (
+    LOSS_INPUTS,
+    AdamParams,
+    BarrierParams,
+    CheckpointParams,
+    ForwardBackwardParams,
+    ForwardParams,
+    GenerateParams,
+    LossSpec,
+    OperationKind,
+    SamplingParams,
+    SyncWeightsParams,
+    ZeroGradParams,
+)
+from plexrl.wire.parameter_checks import (
+    check_identifier,
+    check_loss,
+    check_name,
+    check_parameters,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from plexrl.client.data.batch import Batch
+    from plexrl.model.spec import ModelSpec
+    from plexrl.wire.tensors import Arrays
+
+JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request for an operation, and how to read its result."""
+
+    call: Call
+    decoder: results.Decoder
+    deployment: str
+    kind: OperationKind
+
+
+def new_operation(job: str) -> str:
+    """An id nobody else has."""
+    return f"{job}:{uuid.uuid4().hex}"
+
+
+def submission(
+    deployment: str,
+    kind: OperationKind,
+    params: Any,
+    decoder: results.Decoder,
+    arrays: "Arrays | None" = None,
+) -> Submission:
+    """An operation on `<job>/<name>`.
+
+    Raises:
+        InvalidRequestError: parameters that no operation can be carried out with.
+    """
+    check_parameters(params)
+    job, _, name = deployment.rpartition("/")
+    plain = msgspec.to_builtins(params, enc_hook=plain_value)
+    if arrays is None:
+        content, content_type = msgspec.json.encode(plain), JSON
+    else:
+        from plexrl.wire.tensors import MEDIA_TYPE, encode_body
+
+        content, content_type = encode_body(plain, arrays), MEDIA_TYPE
+    return Submission(
+        Call(
+            method="POST",
+            path=f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/operations/{kind.value}",
+            query={"operation": new_operation(job)},
+            content=content,
+            content_type=content_type,
+        ),
+        decoder,
+        deployment,
+        kind,
+    )
+
+
+def forward(deployment: str, batch: "Batch", micro_batch_tokens: int) -> Submission:
+    """Logprobs of every token."""
+    check_batch(batch)
+    return submission(
+        deployment,
+        OperationKind.FORWARD,
+        ForwardParams(micro_batch_tokens=micro_batch_tokens),
+        results.forward_decoder(batch.lengths),
+        batch.arrays(()),
+    )
+
+
+def score(deployment: str, batch: "Batch", micro_batch_tokens: int) -> Submission:
+    """A reward model's score of every row."""
+    check_batch(batch)
+    return submission(
+        deployment,
+        OperationKind.FORWARD,
+        ForwardParams(micro_batch_tokens=micro_batch_tokens),
+        results.decode_scores,
+        batch.arrays(()),
+    )
+
+
+def forward_backward(
+    deployment: str, batch: "Batch", loss: LossSpec, micro_batch_tokens: int
+) -> Submission:
+    """Gradients of a loss, added to those that wait."""
+    check_batch(batch)
+    check_loss(loss)
+    names = [*LOSS_INPUTS[loss.name], *(["ref_logprobs"] if loss.kl_coef > 0 else [])]
+    arrays = batch.arrays(names)
+    if "mask" in names and len(batch):
+        from plexrl.wire.masks import check_mask
+
+        check_mask(arrays["mask"], arrays["lengths"])
+    return submission(
+        deployment,
+        OperationKind.FORWARD_BACKWARD,
+        ForwardBackwardParams(loss=loss, micro_batch_tokens=micro_batch_tokens),
+        results.train_decoder(batch.lengths),
+        arrays,
+    )
+
+
+def optim_step(deployment: str, params: AdamParams) -> Submission:
+    """One step with the gradients that wait."""
+    return submission(deployment, OperationKind.OPTIM_STEP, params, results.decode_step)
+
+
+def zero_grad(deployment: str) -> Submission:
+    """Drop the gradients that wait."""
+    return submission(deployment, OperationKind.ZERO_GRAD, ZeroGradParams(), results.decode_plain)
+
+
+def generate(
+    deployment: str,
+    prompts: "Sequence[Sequence[int]]",
+    n: int,
+    sampling: SamplingParams,
+    *,
+    stream: bool,
+) -> Submission:
+    """Samples of prompts."""
+    from plexrl.client.data.batch import Batch
+
+    return submission(
+        deployment,
+        OperationKind.GENERATE,
+        GenerateParams(samples_per_prompt=n, sampling=sampling, stream=stream),
+        results.generate_decoder(n),
+        Batch(prompts).arrays(()),
+    )
+
+
+def sync_weights(
+    deployment: str,
+    source: object,
+    *,
+    delta: bool | Literal["auto"],
+    digest: bool,
+    in_flight: bool = False,
+    recompute_kv: bool = True,
+) -> Submission:
+    """Bring a rollout or reference deployment to the weights of `source`, a train deployment."""
+    params = SyncWeightsParams(
+        source=name_of_source(source),
+        delta=delta,
+        digest=digest,
+        in_flight=in_flight,
+        recompute_kv=recompute_kv,
+    )
+    return submission(deployment, OperationKind.SYNC_WEIGHTS, params, results.decode_plain)
+
+
+def engine_order(deployment: str, order: str, body: dict[str, Any] | None = None) -> Call:
+    """`pause` or `resume` what a rollout generates."""
+    job, _, name = deployment.rpartition("/")
+    path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/{order}"
+    return Call(method="POST", path=path, json=body)
+
+
+def save_checkpoint(deployment: str, params: CheckpointParams) -> Submission:
+    """Write a checkpoint."""
+    return submission(deployment, OperationKind.SAVE_CHECKPOINT, params, results.decode_plain)
+
+
+def load_checkpoint(deployment: str, name: str, job: str | None, *, optimizer: bool) -> Submission:
+    """Restore a checkpoint."""
+    params = CheckpointParams(name=name, job=job, optimizer=optimizer)
+    return submission(deployment, OperationKind.LOAD_CHECKPOINT, params, results.decode_plain)
+
+
+def checked_deadline(deadline_s: float) -> float:
+    """Seconds that operations have to begin in.
+
+    Raises:
+        InvalidRequestError: no number above 0.
+    """
+    if isinstance(deadline_s, int | float) and 0 < deadline_s < math.inf:
+        return float(deadline_s)
+    raise InvalidRequestError(f"the deadline is {deadline_s!r}: give seconds, more than 0")
+
+
+def barrier(deployment: str) -> Submission:
+    """Nothing, in its turn."""
+    return submission(deployment, OperationKind.BARRIER, BarrierParams(), results.decode_plain)
+
+
+def create_job(name: str, job_id: str | None, options: dict[str, Any]) -> Call:
+    """Submit a job.
+
+    Raises:
+        InvalidRequestError: a name that an id cannot begin with, or an id that cannot be one.
+    """
+    if job_id is None:
+        check_name("job", name)
+        job_id = f"{name}-{uuid.uuid4().hex[:8]}"
+    check_identifier("job", job_id)
+    body = {"job": job_id, "name": name, **options}
+    return Call(
+        method="POST", path="/v1/jobs", json=msgspec.to_builtins(body, enc_hook=plain_value)
+    )
+
+
+def create_deployment(
+    job: str, name: str, kind: str, model: "ModelSpec", options: dict[str, Any]
+) -> Call:
+    """Create a deployment.
+
+    Raises:
+        InvalidRequestError: a name that cannot be one, or something else where a model, a layout or
+            adapters are wanted.
+    """
+    check_name("deployment", name)
+    check_model(model)
+    body = {"name": name, "kind": kind, "model": model, **options, **checked_layout(options)}
+    plain = msgspec.to_builtins(body, enc_hook=plain_value)
+    return Call(method="POST", path=f"/v1/jobs/{quote(job)}/deployments", json=plain)
+
+
+def configure_tenant(name: str, settings: dict[str, Any]) -> Call:
+    """Set a tenant's weight, quotas and highest priority."""
+    return Call(method="PATCH", path=f"/v1/tenants/{quote(name, safe='')}", json=settings)
+
+
+def tenant_keys(name: str) -> Call:
+    """List a tenant's API keys."""
+    return Call(method="GET", path=f"/v1/tenants/{quote(name, safe='')}/keys")
+
+
+def rotate_key(name: str) -> Call:
+    """Make one more API key for a tenant."""
+    return Call(method="POST", path=f"/v1/tenants/{quote(name, safe='')}/keys")
+
+
+def revoke_key(name: str, key: str) -> Call:
+    """Revoke an API key of a tenant."""
+    return Call(
+        method="DELETE", path=f"/v1/tenants/{quote(name, safe='')}/keys/{quote(key, safe='')}"
+    )
+
+
+def drain(node: str, *, back: bool = False) -> Call:
+    """Empty a node, or have it `back` in use."""
+    verb = "undrain" if back else "drain"
+    return Call(method="POST", path=f"/v1/nodes/{quote(node, safe='')}/{verb}")

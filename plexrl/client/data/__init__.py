@@ -1,0 +1,1 @@
+"""What controllers send and receive: batches, results, demand, metrics."""

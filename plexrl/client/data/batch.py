@@ -1,0 +1,260 @@
+"""Batches: ragged rows, packed as they travel."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from plexrl.client.data.batch_rows import (
+    pack,
+    pack_tokens,
+    rows_of,
+    same_count,
+    token_row,
+    value_row,
+)
+from plexrl.errors import BatchShapeError
+from plexrl.wire.parameter_checks import short
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from plexrl.client.data.results import Sample
+    from plexrl.wire.tensors import Arrays
+
+    Values = Sequence[float] | npt.NDArray[np.floating[Any] | np.integer[Any] | np.bool_]
+    """One row's values."""
+
+
+class Batch:
+    """Rows of tokens with per-token values beside them.
+
+    Rows may be of different lengths, and are neither padded nor cut. Entry t of a per-token row
+    speaks of token t as predicted from the tokens before it, so entry 0 never counts. All values
+    travel as float32. What a loss reads of them, by name:
+
+    - `mask`: the weight of a token in the loss, mostly 0 or 1; 0 drops it (a prompt's tokens).
+    - `logprobs`: of each token under the policy that drew it, in nats (`Sample.logprobs`).
+    - `advantages`: what a token is made more likely by; the caller centres and scales them.
+    - `ref_logprobs`: of each token under the reference policy, in nats, where the loss has a
+      `kl_coef` above 0.
+    - `weights`: minus the gradient of a loss of the controller's own by each token's logprob.
+
+    Everything is checked here for shape, and by the router for the rest.
+    """
+
+    def __init__(
+        self,
+        tokens: Iterable[Sequence[int]],
+        per_token: "Mapping[str, Iterable[Values]] | None" = None,
+    ) -> None:
+        """`tokens` are the rows, lists of token ids; `per_token` holds, for each name, as many rows
+        of values, each as long as its row of tokens.
+
+        Raises:
+            BatchShapeError: a row is no list of whole numbers, or a row of values has another
+                length than its row of tokens.
+            TokenRangeError: a token does not fit into 32 bits.
+        """
+        import numpy as np
+
+        rows = [token_row(row, index) for index, row in enumerate(rows_of("tokens", tokens))]
+        self._lengths = np.array([len(row) for row in rows], dtype=np.int32)
+        self._tokens = pack_tokens(rows)
+        self._per_token: dict[str, npt.NDArray[np.float32]] = {}
+        if not isinstance(per_token, Mapping | None):
+            raise BatchShapeError(
+                f"per_token is {short(per_token)}: give a dict of rows by name, as {{'mask': …}}"
+            )
+        for name, values in (per_token or {}).items():
+            self._per_token[name] = self._packed(name, values)
+
+    @classmethod
+    def from_completions(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        *,
+        mask: "Sequence[Values] | None" = None,
+        logprobs: "Sequence[Values] | None" = None,
+        advantages: "Sequence[Values] | None" = None,
+        ref_logprobs: "Sequence[Values] | None" = None,
+        weights: "Sequence[Values] | None" = None,
+    ) -> "Batch":
+        """Rows of prompt and completion: `prompts[i]` and behind it `completions[i]`, token ids.
+
+        `mask`, `logprobs`, `advantages`, `ref_logprobs` and `weights` are per-token values of the
+        completions, `[completions][tokens]`; on the prompts' tokens they are 0. A `mask` that is
+        absent is 1 on the completions' tokens; others that are absent are not in the batch.
+
+        Raises:
+            BatchShapeError: a row is none, there is not one completion for each prompt, or values
+                have another length.
+        """
+        import numpy as np
+
+        before = [token_row(row, at) for at, row in enumerate(rows_of("prompts", prompts))]
+        after = [token_row(row, at) for at, row in enumerate(rows_of("completions", completions))]
+        same_count("completions", len(after), "prompts", len(before))
+        tokens = [pack_tokens(parts) for parts in zip(before, after, strict=True)]
+        given = {
+            "mask": [np.ones(len(row)) for row in after] if mask is None else mask,
+            "logprobs": logprobs,
+            "advantages": advantages,
+            "ref_logprobs": ref_logprobs,
+            "weights": weights,
+        }
+        values: dict[str, list[Any]] = {}
+        for name, per_token in given.items():
+            if per_token is None:
+                continue
+            rows = [value_row(name, row, at) for at, row in enumerate(rows_of(name, per_token))]
+            same_count(name, len(rows), "completions", len(after))
+            values[name] = rows
+            for index, (row, completion) in enumerate(zip(rows, after, strict=True)):
+                if len(row) != len(completion):
+                    raise BatchShapeError(
+                        f"{name}: row {index} has {len(row)} values and its completion "
+                        f"{len(completion)} tokens",
+                        array=name,
+                        row=index,
+                    )
+            values[name] = rows
+        shifted = {
+            name: [
+                np.concatenate([np.zeros(len(prompt), dtype=np.float32), row])
+                for prompt, row in zip(before, rows, strict=True)
+            ]
+            for name, rows in values.items()
+        }
+        return cls(tokens, shifted)
+
+    @classmethod
+    def from_samples(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[Sequence["Sample"]],
+        advantages: "Sequence[Values] | npt.NDArray[np.floating[Any]]",
+        *,
+        keep: "Sequence[bool] | npt.NDArray[np.bool_] | None" = None,
+    ) -> "Batch":
+        """What a policy loss needs of generated samples: tokens, mask, logprobs and advantages.
+
+        `prompts` are those that were given to `generate`, and `samples` its result's,
+        `[prompts][n]`. `advantages` are floats, `[prompts][n]` too (an array or lists): one for
+        each sample, which goes to each of its tokens as it is. A row of the batch is a prompt and
+        one of its samples, prompt by prompt. `keep`, `[prompts]`, drops the samples of prompts
+        where it is False (such as those whose rewards are all the same).
+
+        Raises:
+            BatchShapeError: the counts differ.
+        """
+        import numpy as np
+
+        from plexrl.client.data.results import Sample
+
+        prompts = rows_of("prompts", prompts)
+        groups = [rows_of("samples of a prompt", group) for group in rows_of("samples", samples)]
+        scores = [value_row("advantages", row, at) for at, row in enumerate(_by_prompt(advantages))]
+        same_count("samples", len(groups), "prompts", len(prompts))
+        same_count("advantages", len(scores), "prompts", len(prompts))
+        kept = [True] * len(groups) if keep is None else rows_of("keep", keep)
+        same_count("entries of keep", len(kept), "prompts", len(prompts))
+        flat_prompts: list[Sequence[int]] = []
+        completions: list[Sequence[int]] = []
+        logprobs: list[Values] = []
+        spread: list[Any] = []
+        for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
+            same_count(f"advantages of prompt {index}", len(scores[index]), "samples", len(group))
+            if not kept[index]:
+                continue
+            for sample, advantage in zip(group, scores[index], strict=True):
+                if not isinstance(sample, Sample):
+                    raise BatchShapeError(
+                        f"samples: {short(sample)} of prompt {index} is no Sample: give what "
+                        "generate(…).result().samples is, or use Batch.from_completions"
+                    )
+                flat_prompts.append(prompt)
+                completions.append(sample.tokens)
+                logprobs.append(sample.logprobs)
+                spread.append(np.full(len(sample.tokens), advantage, dtype=np.float32))
+        return cls.from_completions(flat_prompts, completions, logprobs=logprobs, advantages=spread)
+
+    def with_values(self, name: str, rows: "Sequence[Values]") -> "Batch":
+        """A copy of this batch with further per-token values called `name` (`ref_logprobs`,
+        `weights`, …), or others in the place of those of that name. `rows` has one entry for each
+        row of the batch, as long as that row, prompt included; a `forward` result's `logprobs` have
+        that shape.
+
+        Raises:
+            BatchShapeError: a row has another length than its tokens.
+        """
+        other = object.__new__(Batch)
+        other._lengths, other._tokens = self._lengths, self._tokens
+        other._per_token = {**self._per_token, name: self._packed(name, rows)}
+        return other
+
+    def arrays(self, names: Sequence[str] | None = None) -> "Arrays":
+        """The packed arrays as they travel: `tokens` int32 `[all tokens]`, the rows end to end,
+        `lengths` int32 `[rows]`, and per-token ones float32 `[all tokens]`; of these only `names`
+        where they are given.
+
+        Raises:
+            BatchShapeError: one of `names` is not in the batch.
+        """
+        wanted = list(self._per_token) if names is None else names
+        missing = sorted(set(wanted) - set(self._per_token))
+        if missing:
+            raise BatchShapeError(
+                f"the loss needs {', '.join(missing)}; the batch has "
+                f"{', '.join(sorted(self._per_token)) or 'no per-token values'}"
+            )
+        chosen = {name: self._per_token[name] for name in wanted}
+        return {"tokens": self._tokens, "lengths": self._lengths, **chosen}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [int(length) for length in self._lengths]
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __repr__(self) -> str:
+        lengths = self._lengths
+        spread = f", lengths={lengths.min()}..{lengths.max()}" if len(lengths) else ""
+        names = ", ".join(self._per_token)
+        return f"Batch(rows={len(lengths)}, tokens={len(self._tokens)}{spread}, values=[{names}])"
+
+    def _packed(self, name: str, rows: "Iterable[Values]") -> "npt.NDArray[np.float32]":
+        import numpy as np
+
+        if not isinstance(name, str):
+            raise BatchShapeError(f"per-token values are named {short(name)}: give a text")
+        found = [value_row(name, row, index) for index, row in enumerate(rows_of(name, rows))]
+        self._check(name, [len(row) for row in found])
+        packed: npt.NDArray[np.float32] = pack(found, np.float32)
+        return packed
+
+    def _check(self, name: str, lengths: Sequence[int]) -> None:
+        same_count(name, len(lengths), "token rows", len(self._lengths))
+        for row, (length, tokens) in enumerate(zip(lengths, self._lengths, strict=True)):
+            if length != tokens:
+                raise BatchShapeError(
+                    f"{name}: row {row} has {length} values and {tokens} tokens: give every token "
+                    "a value, unused ones 0",
+                    array=name,
+                    row=row,
+                )
+
+
+def _by_prompt(advantages: Any) -> list[Any]:
+    """A row of advantages for each prompt."""
+    rows = rows_of("advantages", advantages)
+    if any(isinstance(row, Real) for row in rows):
+        raise BatchShapeError(
+            "advantages are one number for each prompt: give one for each of its samples, "
+            "[prompts][samples]",
+            array="advantages",
+        )
+    return rows

@@ -1,0 +1,285 @@
+"""What operations answer."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
+
+from plexrl.client.data.batch_rows import split_rows
+from plexrl.errors import from_wire
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from plexrl.wire.tensors import Arrays
+
+FINISH_REASONS = ("stop", "length", "abort")
+SHOWN_TOKENS = 6
+"""That a repr shows of a sample."""
+
+
+class WeightsSpan(NamedTuple):
+    """Consecutive tokens of a sample that one version of the weights drew."""
+
+    start: int
+    """Index of the first of them in the sample's `tokens`; the next span's start ends them."""
+    version: int
+    """Of the weights: the number of syncs and loaded checkpoints of the rollout deployment so far,
+    those that brought these weights included. 0: the model that it was created with."""
+    trainer_step: int
+    """Optimizer steps of the trainer in these weights: k after the trainer's k-th `optim_step` that
+    was applied. 0: no step was made, or the rollout deployment was never synced. A loaded
+    checkpoint has the step that it was saved at."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Sample:
+    """One generated sample."""
+
+    tokens: list[int]
+    """The ids that were drawn, without the prompt; an end token that was drawn is the last."""
+    logprobs: "npt.NDArray[np.float32]"
+    """float32 `[tokens]`: of each token under the model itself, before temperature and
+    truncation."""
+    finish_reason: str
+    """`stop`: an end token or a stop sequence was drawn. `length`: `max_tokens` or the deployment's
+    `max_sequence_tokens` was reached. `abort`: it was interrupted, or its deadline passed."""
+    weights: tuple[WeightsSpan, ...] = ()
+    """Which weights drew which tokens: one `WeightsSpan`, or several in order where weights were
+    synced in flight."""
+
+    @property
+    def trainer_step(self) -> int:
+        """Optimizer steps of the trainer in the weights that drew the first token.
+
+        They are the oldest weights in the sample, so `step - sample.trainer_step` is the number of
+        steps that it is off-policy by. `weights` has the step of every token.
+        """
+        return self.weights[0].trainer_step if self.weights else 0
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self.tokens[:SHOWN_TOKENS]))
+        more = len(self.tokens) - SHOWN_TOKENS
+        return (
+            f"Sample(tokens=[{shown}{f', … {more} more' if more > 0 else ''}], "
+            f"finish_reason={self.finish_reason!r}, trainer_step={self.trainer_step})"
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GenerateResult:
+    """All samples of a `generate`."""
+
+    samples: list[list[Sample]]
+    """`[prompts][n]`, in the order of the prompts."""
+    weights_seq: int
+    """Version of the weights as it began, as `WeightsSpan.version`."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the engine: `preemptions` (of these samples), `kv_cache_bytes` (each worker's budget) and
+    `kv_cache_bytes_used_max` (the most in use meanwhile, other generations' included)."""
+    trainer_step: int = 0
+    """Optimizer steps of the trainer in the weights as it began, as `WeightsSpan.trainer_step`."""
+
+    def __repr__(self) -> str:
+        samples = [sample for group in self.samples for sample in group]
+        tokens = sum(len(sample.tokens) for sample in samples)
+        return (
+            f"GenerateResult(prompts={len(self.samples)}, samples={len(samples)}, tokens={tokens}, "
+            f"trainer_step={self.trainer_step})"
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ForwardResult:
+    """Logprobs of a `forward`."""
+
+    logprobs: "list[npt.NDArray[np.float32]]"
+    """For each row of the batch, in its order, float32 `[tokens]`: the logprob of every token given
+    those before it. Entry 0 is 0."""
+
+    def __repr__(self) -> str:
+        return f"ForwardResult({_shape(self.logprobs)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ScoreResult:
+    """A reward model's scores."""
+
+    scores: "npt.NDArray[np.float32]"
+    """float32 `[rows]`, in the batch's order."""
+
+    def __repr__(self) -> str:
+        return f"ScoreResult(rows={len(self.scores)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TrainResult:
+    """What a `forward_backward` measured."""
+
+    metrics: dict[str, float]
+    """`loss`, as it was reduced; `tokens`, the sum of the mask; and means over these tokens:
+    `logprob`; of a policy loss `ratio` to the policy that drew them, `old_kl`, the k3 estimate of
+    the KL to it, and `clip_fraction`; with `kl_coef` also `ref_kl`. NaN: not finite."""
+    logprobs: "list[npt.NDArray[np.float32]]"
+    """For each row of the batch, in its order, float32 `[tokens]`, by the weights of before the
+    step. Entry 0 is 0."""
+
+    def __repr__(self) -> str:
+        return f"TrainResult(metrics={_shown(self.metrics)}, rows={len(self.logprobs)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StepResult:
+    """What an `optim_step` measured."""
+
+    metrics: dict[str, float]
+    """`grad_norm`, the global norm of the gradients before clipping, and `learning_rate`."""
+    trainer_step: int = 0
+    """Optimizer steps in the weights now, this one included. Samples drawn after a sync from here
+    have this `trainer_step`."""
+
+    def __repr__(self) -> str:
+        return f"StepResult(metrics={_shown(self.metrics)}, trainer_step={self.trainer_step})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Chunk:
+    """Some tokens of a streamed generation."""
+
+    prompt: int
+    """Index of the prompt in `generate`'s `prompts`."""
+    sample: int
+    """Which of the prompt's `n` samples, from 0."""
+    tokens: list[int]
+    """Those that were drawn since the sample's last chunk."""
+    logprobs: list[float]
+    """One for each of `tokens`, as `Sample.logprobs`."""
+
+    def __repr__(self) -> str:
+        return f"Chunk(prompt={self.prompt}, sample={self.sample}, tokens={len(self.tokens)})"
+
+
+class SyncReport(TypedDict):
+    """What a `sync_weights` moved."""
+
+    bytes_wanted: int
+    """Of the weights, over all ranks of the deployment that was synced."""
+    bytes_moved: int
+    """That were brought; with a delta fewer, after the loss of a source more."""
+    fraction: float
+    """`bytes_moved / bytes_wanted`."""
+    way: str
+    """`full` or `delta`."""
+    sources: dict[str, int]
+    """Bytes by transport: `shared_memory`, `tcp`, `nixl`."""
+    seconds: float
+    """That the slowest rank took."""
+    tier: str
+    """`host` or `nvme`: where the published version lay."""
+    weights_seq: int
+    """The version: the count of operations that had changed the trainer's state."""
+    trainer_step: int
+    """Optimizer steps in it, as `WeightsSpan.trainer_step`."""
+    digest: NotRequired[str]
+    """With `digest=True`: of all weights as they are then."""
+
+
+class SavedCheckpoint(TypedDict):
+    """What a `save_checkpoint` answers."""
+
+    path: str
+    """Its directory, on the cluster's nodes."""
+    job: str
+    name: str
+    seq: int
+    """The version: the count of operations that had changed the trainer's state."""
+    durable: bool
+    """It is whole and on the disk."""
+
+
+class LoadedCheckpoint(TypedDict):
+    """What a `load_checkpoint` answers."""
+
+    trainer_step: int
+    """Optimizer steps in the weights that were loaded, as `WeightsSpan.trainer_step`."""
+
+
+Decoder = Callable[[Mapping[str, Any], "Arrays"], Any]
+"""From the small result and the arrays to what the caller gets."""
+
+
+def generate_decoder(samples_per_prompt: int) -> Decoder:
+    """Decodes a `generate` result."""
+
+    def decode(result: Mapping[str, Any], arrays: "Arrays") -> GenerateResult:
+        lengths = arrays["lengths"].tolist()
+        tokens = split_rows(arrays["tokens"], lengths)
+        logprobs = split_rows(arrays["logprobs"], lengths)
+        weights_seq = int(result["weights_seq"])
+        trainer_step = int(result.get("trainer_step", 0))
+        whole = (WeightsSpan(0, weights_seq, trainer_step),)
+        drawn: dict[int, list[WeightsSpan]] = {}
+        for row, start, seq, step in result.get("segments", ()):
+            drawn.setdefault(row, []).append(WeightsSpan(start, seq, step))
+        rows = zip(tokens, logprobs, arrays["finish"].tolist(), strict=True)
+        flat = [
+            Sample(t.tolist(), p, FINISH_REASONS[code], tuple(drawn.get(row, whole)))
+            for row, (t, p, code) in enumerate(rows)
+        ]
+        groups = [
+            flat[start : start + samples_per_prompt]
+            for start in range(0, len(flat), samples_per_prompt)
+        ]
+        return GenerateResult(groups, weights_seq, dict(result.get("metrics", {})), trainer_step)
+
+    return decode
+
+
+def forward_decoder(lengths: list[int]) -> Decoder:
+    """Decodes a `forward` result."""
+
+    def decode(result: Mapping[str, Any], arrays: "Arrays") -> ForwardResult:
+        del result
+        return ForwardResult(split_rows(arrays["logprobs"], lengths))
+
+    return decode
+
+
+def decode_scores(result: Mapping[str, Any], arrays: "Arrays") -> ScoreResult:
+    """Decodes the `forward` of a reward model."""
+    del result
+    return ScoreResult(arrays["scores"])
+
+
+def train_decoder(lengths: list[int]) -> Decoder:
+    """Decodes a `forward_backward` result."""
+
+    def decode(result: Mapping[str, Any], arrays: "Arrays") -> TrainResult:
+        # JSON has no number for what is not finite: there is null in its place.
+        metrics = {n: math.nan if v is None else v for n, v in result["metrics"].items()}
+        return TrainResult(metrics, split_rows(arrays["logprobs"], lengths))
+
+    return decode
+
+
+def decode_step(result: Mapping[str, Any], arrays: "Arrays") -> StepResult:
+    """Decodes an `optim_step` result; a step that dropped its gradients raises its error."""
+    del arrays
+    if "error" in result:
+        raise from_wire(result["error"])
+    return StepResult(dict(result["metrics"]), int(result.get("trainer_step", 0)))
+
+
+def decode_plain(result: Mapping[str, Any], arrays: "Arrays") -> dict[str, Any]:
+    """Decodes results that are small values only."""
+    del arrays
+    return dict(result)
+
+
+def _shape(rows: "list[npt.NDArray[np.float32]]") -> str:
+    return f"rows={len(rows)}, tokens={sum(len(row) for row in rows)}"
+
+
+def _shown(metrics: Mapping[str, float]) -> str:
+    return f"{{{', '.join(f'{name!r}: {value:.6g}' for name, value in metrics.items())}}}"

@@ -1,0 +1,1 @@
+"""What the SDK shows to people."""

@@ -1,0 +1,1 @@
+"""Results that are yet to come."""

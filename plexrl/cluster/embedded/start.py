@@ -1,0 +1,227 @@
+"""A cluster that belongs to the scripts that use it: started on demand, gone with the last one."""
+
+import atexit
+import json
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from plexrl.cluster.config import JOURNAL_VARIABLE
+from plexrl.cluster.data_dir import DATA_DIR, OTHERWISE, data_dir_at, make_data_dir, try_lock
+from plexrl.cluster.embedded.script_lock import ScriptLock
+from plexrl.cluster.endpoint import Endpoint, in_use, read_endpoint
+from plexrl.errors import PlexRLError, UnavailableError, from_wire
+from plexrl.process.folders.leftovers import make_temporary_data
+from plexrl.process.folders.private_folder import make_private_folder
+from plexrl.process.notices import tell
+
+LOG = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 60.0
+LOOK_S = 0.1
+"""Between two looks at whether a cluster that starts or ends has done so."""
+
+
+class EmbeddedCluster:
+    """This process's share in the cluster of a data directory, which it started or joined."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        script: ScriptLock,
+        process: "subprocess.Popen[str] | None" = None,
+    ) -> None:
+        """`process` is the supervisor, where this process started it."""
+        self._endpoint = endpoint
+        self._script = script
+        self._process = process
+        self.url = endpoint.url
+        self.api_key = endpoint.api_key
+        """The operator's."""
+        self.data_dir = Path(endpoint.data_dir)
+        atexit.register(self.leave)
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's process id."""
+        return self._endpoint.pid
+
+    @property
+    def is_started(self) -> bool:
+        """Whether this process started it, so that whatever jobs it had then are of former ones."""
+        return self._process is not None
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether it ends with the last script that uses it; that of `plexrl up` does not."""
+        return self._endpoint.is_embedded
+
+    def leave(self) -> None:
+        """Use the cluster no more. An embedded one ends with its last script, and that script waits
+        until it has ended."""
+        atexit.unregister(self.leave)
+        if not self._script.is_own:
+            return
+        if not self.is_embedded:
+            self._script.close()
+        elif self._script.leave():
+            tell(LOG, f"the embedded cluster has ended; {_what_is_kept(self.data_dir)}")
+
+    def close(self) -> None:
+        """End a cluster that this process started, whoever else uses it."""
+        atexit.unregister(self.leave)
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._script.close()
+
+
+def start_embedded(data_dir: Path | None = None, **options: Any) -> EmbeddedCluster:
+    """Start a cluster with the given `ClusterOptions`; without a `data_dir`, on a temporary one
+    that goes with it.
+
+    Raises:
+        ConflictError: a cluster runs on `data_dir` already.
+        UnavailableError: it did not start.
+        PlexRLError: it did not, and said why.
+    """
+    if data_dir is None:
+        folder, options["temporary"] = make_temporary_data(), True
+    else:
+        folder = make_data_dir(data_dir)
+    lock = try_lock(folder)
+    if lock is None:
+        raise in_use(folder)
+    script = ScriptLock(folder)
+    try:
+        with lock:
+            return _start(folder, script, lock, options)
+    except BaseException:
+        script.close()
+        raise
+
+
+def join_or_start(data_dir: str | os.PathLike[str], timeout_s: float) -> EmbeddedCluster:
+    """The cluster that runs on the data directory, embedded or of `plexrl up`; where there is none,
+    an embedded one, started now. One that starts or ends is waited for, for `timeout_s` seconds.
+
+    Raises:
+        PermissionDeniedError, StorageError: the data directory cannot be used.
+        UnavailableError: a cluster has the data directory, and does not serve.
+        PlexRLError: the embedded cluster did not start.
+    """
+    folder = make_data_dir(data_dir)
+    script = ScriptLock(folder)
+    try:
+        return _join_or_start(folder, script, timeout_s)
+    except BaseException:
+        script.close()
+        raise
+
+
+def _join_or_start(folder: Path, script: ScriptLock, timeout_s: float) -> EmbeddedCluster:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        running = read_endpoint(folder)
+        if running is not None:
+            kind = "embedded cluster" if running.is_embedded else "cluster of `plexrl up`"
+            tell(LOG, f"joined the {kind} on {folder}: {running.url}")
+            return EmbeddedCluster(running, script)
+        lock = try_lock(folder)
+        if lock is not None:
+            with lock:
+                tell(LOG, f"starting an embedded cluster on {folder}")
+                started = _start(folder, script, lock, {})
+            tell(LOG, f"it is up at {started.url}; `{status_command(folder)}` shows it")
+            return started
+        if time.monotonic() > deadline:
+            raise UnavailableError(
+                f"a cluster on {folder} starts or ends, and has not done so for {timeout_s:g} s: "
+                f"see {folder / 'logs'}, or {OTHERWISE}"
+            )
+        time.sleep(LOOK_S)
+
+
+def status_command(data_dir: Path) -> str:
+    """The command that shows the cluster, in whatever shell."""
+    if data_dir == data_dir_at(DATA_DIR):
+        return "plexrl status"
+    return f"plexrl status --data-dir {shlex.quote(str(data_dir))}"
+
+
+def _start(
+    folder: Path, script: ScriptLock, lock: IO[str], options: dict[str, Any]
+) -> EmbeddedCluster:
+    # Not an argument: the URL of a database may hold a password.
+    journal = options.pop("journal", None)
+    environment = {name: value for name, value in os.environ.items() if name != JOURNAL_VARIABLE}
+    if journal is not None:
+        environment[JOURNAL_VARIABLE] = journal
+    arguments = [
+        word
+        for name, value in {**options, "lock": lock.fileno()}.items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", _word(value))
+    ]
+    make_private_folder(folder / "logs")
+    # A file: whoever reads this script's standard error must not wait for the cluster's end too.
+    with (folder / "logs" / "embedded.log").open("a") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "plexrl.cluster", "--data-dir", str(folder), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+            pass_fds=(lock.fileno(),),
+            # A Ctrl-C in the terminal is the script's.
+            start_new_session=True,
+        )
+    assert process.stdout is not None
+    with process.stdout:
+        line = process.stdout.readline()
+    told = json.loads(line) if line else {}
+    if "url" not in told:
+        process.wait()
+        raise _not_started(folder, told, is_temporary="temporary" in options)
+    # It may outlive this process's use of it, and is to be no zombie when it ends.
+    threading.Thread(target=process.wait, daemon=True).start()
+    endpoint = Endpoint(told["url"], told["api_key"], told["pid"], told["data_dir"], True)
+    return EmbeddedCluster(endpoint, script, process)
+
+
+def _not_started(folder: Path, told: dict[str, Any], *, is_temporary: bool) -> PlexRLError:
+    if "error" in told:
+        error = from_wire(told["error"])
+    else:
+        logs = f"see {folder / 'logs'}"
+        if is_temporary:
+            found = sorted((folder / "logs").glob("*.log"))
+            logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in found)
+        error = UnavailableError(f"the embedded cluster did not start: {logs}")
+    if is_temporary:
+        shutil.rmtree(folder, ignore_errors=True)
+    return error
+
+
+def _what_is_kept(data_dir: Path) -> str:
+    logs = data_dir / "logs"
+    checkpoints = data_dir / "checkpoints"
+    if any(checkpoints.glob("*/*/checkpoint.json")):
+        return f"its checkpoints are in {checkpoints}, its logs in {logs}"
+    return f"its logs are in {logs}"
+
+
+def _word(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)

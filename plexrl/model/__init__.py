@@ -1,0 +1,1 @@
+"""What a model and its layout are, without torch: specification, parallelism, LoRA, tokenizer."""

@@ -1,0 +1,219 @@
+"""Which backends there are, and which parallel layouts each can run. Pure.
+
+The router refuses by this table before a worker is started; the SDK's documentation repeats it.
+"""
+
+from dataclasses import dataclass
+
+from plexrl.errors import (
+    InvalidRequestError,
+    LayoutError,
+    UnsupportedDtypeError,
+    UnsupportedModelError,
+)
+from plexrl.model.parallelism import Axis, Parallelism
+from plexrl.model.spec import ARCHITECTURES, DENSE_ARCHITECTURES, ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendCapabilities:
+    """What the router must know of a backend."""
+
+    backend: str
+    kind: str
+    """`train`, `forward` or `rollout`."""
+    axes: tuple[Axis, ...]
+    """That may be longer than 1."""
+    optimizers: tuple[str, ...]
+    """Where it can keep an optimizer's state: `device`, `host`."""
+    packs: bool
+    """Lays rows end to end and is told which make a micro-batch, instead of padding them side by
+    side and cutting them itself. Context parallelism needs it."""
+    dtypes: tuple[str, ...] = ("float32",)
+    """Of weights that it can compute from, its default first."""
+    adapter_axes: tuple[Axis, ...] | None = None
+    """That may be longer than 1 with low-rank adapters; absent: it has none."""
+    compute_dtypes: tuple[str, ...] = ("float32",)
+    """Train: that it can compute in beside float32 parameters, its default first."""
+    checkpoints_activations: bool = False
+    """Train: it can compute activations again instead of keeping them."""
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Model types that it runs: those with experts need a backend that spreads them."""
+        return ARCHITECTURES if "ep" in self.axes else DENSE_ARCHITECTURES
+
+
+BACKENDS: tuple[BackendCapabilities, ...] = (
+    BackendCapabilities(
+        backend="fsdp",
+        kind="train",
+        axes=("dp", "tp"),
+        optimizers=("device", "host"),
+        packs=False,
+        compute_dtypes=("float32", "bfloat16"),
+        checkpoints_activations=True,
+        adapter_axes=("dp",),
+    ),
+    BackendCapabilities(
+        backend="megatron",
+        kind="train",
+        axes=("dp", "tp", "pp", "cp", "ep"),
+        optimizers=("device",),
+        packs=True,
+        checkpoints_activations=True,
+    ),
+    BackendCapabilities(
+        backend="deepspeed",
+        kind="train",
+        axes=("dp",),
+        optimizers=("device", "host"),
+        packs=False,
+        compute_dtypes=("float32", "bfloat16"),
+        checkpoints_activations=True,
+    ),
+    BackendCapabilities(
+        backend="torch",
+        kind="forward",
+        axes=("dp",),
+        optimizers=(),
+        packs=False,
+        dtypes=("float32", "bfloat16"),
+    ),
+    BackendCapabilities(
+        backend="torch",
+        kind="rollout",
+        axes=("dp", "tp"),
+        optimizers=(),
+        packs=False,
+        adapter_axes=("dp",),
+        dtypes=("float32", "bfloat16"),
+    ),
+    BackendCapabilities(
+        backend="vllm",
+        kind="rollout",
+        axes=("dp",),
+        optimizers=(),
+        packs=False,
+        adapter_axes=("dp",),
+        dtypes=("float32", "bfloat16"),
+    ),
+)
+"""The default of its kind first."""
+
+
+def backend_capabilities(kind: str, backend: str | None = None) -> BackendCapabilities:
+    """What a backend can do; that of the kind's default where none is named.
+
+    Raises:
+        InvalidRequestError: there is no such backend for this kind of deployment.
+    """
+    known = [each for each in BACKENDS if each.kind == kind]
+    for each in known:
+        if backend in (None, each.backend):
+            return each
+    raise InvalidRequestError(
+        f"there is no backend {backend!r} for a {kind} deployment: use "
+        + (", ".join(each.backend for each in known) or "the kinds train, forward and rollout")
+    )
+
+
+def check_optimizer(capabilities: BackendCapabilities, optimizer: str) -> None:
+    """Raises `InvalidRequestError` where the backend cannot keep an optimizer's state there."""
+    if optimizer != "device" and optimizer not in capabilities.optimizers:
+        raise InvalidRequestError(
+            f"optimizer is {optimizer!r} and backend {capabilities.backend!r} of a "
+            f"{capabilities.kind} deployment cannot keep its state there: leave it out, or use one "
+            f"of {', '.join(b.backend for b in BACKENDS if optimizer in b.optimizers) or 'none'}"
+        )
+
+
+def check_adapters(capabilities: BackendCapabilities, layout: Parallelism) -> None:
+    """Raises `InvalidRequestError` where the backend has no low-rank adapters, and `LayoutError`
+    where it has none on this layout."""
+    rivals = [b for b in BACKENDS if b.kind == capabilities.kind and b.adapter_axes is not None]
+    able = "; ".join(f"{b.backend}: {', '.join(b.adapter_axes or ()) or 'none'}" for b in rivals)
+    if capabilities.adapter_axes is None:
+        raise InvalidRequestError(
+            f"backend {capabilities.backend!r} of a {capabilities.kind} deployment has no low-rank "
+            f"adapters: leave lora out, or use one that has (axes by backend: {able or 'none'})"
+        )
+    for axis in layout.axes_used():
+        if axis not in capabilities.adapter_axes:
+            raise LayoutError(
+                f"parallelism.{axis} is {layout.size(axis)} and backend {capabilities.backend!r} "
+                f"has low-rank adapters without {axis} only: leave it at 1 (axes by backend: "
+                f"{able})",
+                field=axis,
+                backend=capabilities.backend,
+            )
+
+
+def check_computation(
+    capabilities: BackendCapabilities, compute_dtype: str, *, activation_checkpointing: bool
+) -> None:
+    """Raises `UnsupportedDtypeError` for a dtype that the backend cannot train in, and
+    `InvalidRequestError` where it has to keep all activations."""
+    if compute_dtype not in capabilities.compute_dtypes:
+        raise UnsupportedDtypeError(
+            f"backend {capabilities.backend!r} of a {capabilities.kind} deployment trains in "
+            f"{' or '.join(capabilities.compute_dtypes)}, not {compute_dtype}: choose one of these "
+            "as compute_dtype",
+            backend=capabilities.backend,
+            dtype=compute_dtype,
+        )
+    if activation_checkpointing and not capabilities.checkpoints_activations:
+        able = [each.backend for each in BACKENDS if each.checkpoints_activations]
+        raise InvalidRequestError(
+            f"backend {capabilities.backend!r} of a {capabilities.kind} deployment has no "
+            f"activation_checkpointing: leave it out, or train with {' or '.join(able)}"
+        )
+
+
+def check_layout(capabilities: BackendCapabilities, layout: Parallelism) -> None:
+    """Raises `LayoutError` for a layout that the backend cannot run, saying which ones can."""
+    for axis in layout.axes_used():
+        if axis in capabilities.axes:
+            continue
+        rivals = [each for each in BACKENDS if each.kind == capabilities.kind]
+        able = "; ".join(f"{each.backend}: {', '.join(each.axes) or 'none'}" for each in rivals)
+        raise LayoutError(
+            f"parallelism.{axis} is {layout.size(axis)} and backend {capabilities.backend!r} does "
+            f"not run {axis}: leave it at 1, or choose a backend that does (axes by "
+            f"{capabilities.kind} backend: {able})",
+            field=axis,
+            backend=capabilities.backend,
+        )
+
+
+def check_architecture(capabilities: BackendCapabilities, model: ModelSpec) -> None:
+    """Raises `UnsupportedModelError` for a model that the backend does not run, saying which ones
+    it does and, where some backend runs this one, which."""
+    named = model.config.get("model_type", model.architecture)
+    if named in capabilities.architectures:
+        return
+    able = [each for each in BACKENDS if named in each.architectures]
+    elsewhere = "; ".join(f"{each.backend} ({each.kind})" for each in able)
+    what = (
+        "names no architecture (model_type)" if named is None else f"is of architecture {named!r}"
+    )
+    raise UnsupportedModelError(
+        f"the model {what}, which backend {capabilities.backend!r} of a {capabilities.kind} "
+        "deployment does not run: use one of "
+        f"{', '.join(capabilities.architectures)}"
+        + (f", or a backend that runs it: {elsewhere}" if elsewhere else ""),
+        architecture=named,
+        supported=list(capabilities.architectures),
+        backend=capabilities.backend,
+    )
+
+
+def check_dtype(capabilities: BackendCapabilities, dtype: str) -> None:
+    """Raises `UnsupportedDtypeError` for weights that the backend cannot compute from."""
+    if dtype not in capabilities.dtypes:
+        raise UnsupportedDtypeError(
+            f"backend {capabilities.backend!r} computes from weights in "
+            f"{' or '.join(capabilities.dtypes)}, not {dtype}: choose one of these as dtype",
+            backend=capabilities.backend,
+            dtype=dtype,
+        )

@@ -1,0 +1,125 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021): what they lie on, how many parameters they have, and
+what PEFT calls them. Pure.
+
+A linear layer W gets two small matrices: what it computes is W x + (alpha / rank) · B A x. W is
+frozen; A and B are what a deployment trains, saves, publishes and moves.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from plexrl.errors import InvalidRequestError
+from plexrl.model.spec import ModelSpec
+
+ADAPTER_PREFIX = "base_model.model."
+"""PEFT puts it before the name of the module that an adapter is on."""
+ADAPTER_RANK_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """Adapters of one deployment. B begins at zero, so training begins with the model as it is."""
+
+    rank: int
+    """Rows of A, columns of B: 1 to 1024."""
+    alpha: float = 16.0
+    """B A is multiplied by alpha / rank. Above 0."""
+    targets: tuple[str, ...] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+    """Names of the linear layers that get adapters, in every decoder layer."""
+    seed: int = 0
+    """Of A's first values: same seed, same bits."""
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+
+def linear_sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of the linear layers that each decoder layer has, by name.
+
+    Raises:
+        InvalidRequestError: the model's configuration lacks a size.
+    """
+    config = spec.config
+    try:
+        hidden = int(config["hidden_size"])
+        heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        mlp = int(config["intermediate_size"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise InvalidRequestError(f"the model's configuration lacks a size: {error}") from error
+    return {
+        "q_proj": (hidden, heads * head_dim),
+        "k_proj": (hidden, kv_heads * head_dim),
+        "v_proj": (hidden, kv_heads * head_dim),
+        "o_proj": (heads * head_dim, hidden),
+        "gate_proj": (hidden, mlp),
+        "up_proj": (hidden, mlp),
+        "down_proj": (mlp, hidden),
+    }
+
+
+def adapter_parameter_count(spec: ModelSpec, lora: LoraSpec) -> int:
+    """Parameters of all adapters.
+
+    Raises:
+        InvalidRequestError: a rank or alpha that cannot be, or a target that the model has not.
+    """
+    if not 1 <= lora.rank <= ADAPTER_RANK_MAX:
+        raise InvalidRequestError(
+            f"lora.rank is {lora.rank}; it must be between 1 and {ADAPTER_RANK_MAX}"
+        )
+    if not lora.alpha > 0:
+        raise InvalidRequestError(f"lora.alpha is {lora.alpha}; it must be more than 0")
+    sizes = linear_sizes(spec)
+    unknown = sorted(set(lora.targets) - set(sizes))
+    if unknown or not lora.targets or len(set(lora.targets)) < len(lora.targets):
+        raise InvalidRequestError(
+            f"lora.targets is {list(lora.targets)}: name each of the layers that are to have "
+            f"adapters once, of {', '.join(sizes)}"
+        )
+    layer = sum(sum(sizes[target]) for target in lora.targets)
+    return int(spec.config["num_hidden_layers"]) * layer * lora.rank
+
+
+def adapter_names(module: str) -> tuple[str, str]:
+    """What PEFT calls A and B of a module (`model.layers.0.self_attn.q_proj`) in its files."""
+    prefix = f"{ADAPTER_PREFIX}{module}"
+    return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
+
+
+def are_adapters(names: Iterable[str]) -> bool:
+    """Whether all these tensors are adapters' (and there are some)."""
+    found = list(names)
+    return bool(found) and all(
+        name.startswith(ADAPTER_PREFIX) and (".lora_A." in name or ".lora_B." in name)
+        for name in found
+    )
+
+
+def adapter_config(spec: ModelSpec, lora: LoraSpec) -> bytes:
+    """PEFT's `adapter_config.json`."""
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": spec.path,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    return msgspec.json.format(msgspec.json.encode(config), indent=2)

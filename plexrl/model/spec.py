@@ -1,0 +1,187 @@
+"""What model a deployment runs, said without torch.
+
+A spec names an architecture of Hugging Face `transformers` and its configuration, or a directory
+that holds one. From the configuration alone PlexRL knows the parameter count and so, before any
+process is started, whether a deployment fits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from plexrl.errors import InvalidRequestError, UnsupportedModelError
+from plexrl.model.tokenizer import check_vocabulary
+from plexrl.wire.parameter_checks import short
+
+TRAIN_BYTES_PER_PARAMETER = 16
+"""fp32 parameter, gradient and the two AdamW moments."""
+
+DENSE_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
+ARCHITECTURES = (*DENSE_ARCHITECTURES, "qwen3_moe")
+"""Model types of `transformers` that some backend runs; those beside the dense have experts."""
+
+SIZE_MAX = 2**31 - 1
+"""Of one dimension."""
+
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of one parameter where weights are all there is, by their dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One model. Either `path`, or `architecture` with `config`, `vocabulary` and `seed`."""
+
+    path: str | None = None
+    """A Hugging Face model directory (`config.json`, `*.safetensors`, `tokenizer.json`) that the
+    cluster's nodes can read."""
+    architecture: str | None = None
+    """A causal language model of `transformers`, by model type: `qwen2`, `llama`, …"""
+    config_json: str = "{}"
+    """Keyword arguments of the architecture's configuration class, as a JSON object."""
+    vocabulary: str = ""
+    """Characters of the character-level tokenizer of a locally made model, one token each, after
+    the special tokens `<pad>` (0), `<bos>` (1) and `<eos>` (2)."""
+    seed: int = 0
+    """Seed of a locally made model's initial weights: same seed, same bits."""
+    head: Literal["causal", "reward"] = "causal"
+    """What lies on the decoder: the language model's head, or one row (`score.weight`) that makes a
+    score of a row's last hidden state, as in `transformers`' `…ForSequenceClassification` with one
+    label."""
+
+    def __repr__(self) -> str:
+        if self.path is not None:
+            return f"ModelSpec(path={self.path!r}, head={self.head!r})"
+        return (
+            f"ModelSpec(architecture={self.architecture!r}, vocabulary of {len(self.vocabulary)}, "
+            f"seed={self.seed}, head={self.head!r})"
+        )
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The architecture's configuration. Raises `InvalidRequestError` where it cannot be read.
+
+        For a `path` this reads `config.json` there.
+        """
+        try:
+            if self.path is not None:
+                text = (Path(self.path) / "config.json").read_text()
+                return msgspec.json.decode(text, type=dict[str, Any])
+            return msgspec.json.decode(self.config_json, type=dict[str, Any])
+        except (OSError, msgspec.DecodeError) as error:
+            raise InvalidRequestError(
+                f"the model's configuration cannot be read: {error}; `path` is a Hugging Face "
+                "directory on the nodes, with config.json and weights"
+            ) from error
+
+
+def tiny_qwen2(
+    vocabulary: str,
+    *,
+    seed: int = 0,
+    hidden: int = 64,
+    layers: int = 2,
+    head: Literal["causal", "reward"] = "causal",
+) -> ModelSpec:
+    """A character-level Qwen2 of about 50 000·(hidden/64)²·layers parameters, made on the spot.
+
+    `vocabulary` is its characters, one token each behind the three special tokens. `seed` makes its
+    initial weights: same seed, same bits. `hidden` is the hidden size, which 4 divides, `layers`
+    the number of decoder layers. `head` is `causal` for a language model, `reward` for a model that
+    scores rows.
+
+    Two layers of hidden size 64 learn to sort five digits on one CPU core in about a minute.
+
+    Raises:
+        InvalidRequestError: a character stands in `vocabulary` twice, or a size that cannot be.
+    """
+    check_vocabulary(vocabulary)
+    for name, size, unit in (("hidden", hidden, 8), ("layers", layers, 1)):
+        if not isinstance(size, int) or size < unit or size % unit:
+            what = f"a multiple of {unit}" if unit > 1 else "a whole number, at least 1"
+            raise InvalidRequestError(f"{name} is {short(size)}; it must be {what}", parameter=name)
+    config = {
+        "vocab_size": len(vocabulary) + 3,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return ModelSpec(
+        architecture="qwen2",
+        config_json=msgspec.json.encode(config).decode(),
+        vocabulary=vocabulary,
+        seed=seed,
+        head=head,
+    )
+
+
+def size_of(config: Mapping[str, Any], name: str, *, default: object = None) -> int:
+    """One of the sizes in a model's configuration; `default` where it is not given or 0.
+
+    Raises:
+        InvalidRequestError: it is missing, or no whole number above 0.
+    """
+    found = config.get(name) or default
+    if isinstance(found, int) and not isinstance(found, bool) and 0 < found <= SIZE_MAX:
+        return found
+    given = f"is {short(config[name])}" if name in config else "is missing"
+    raise InvalidRequestError(
+        f"{name} of the model's configuration {given}: it must be a whole number, at least 1",
+        parameter=name,
+    )
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Parameters of a decoder of the Llama family (`llama`, `qwen2`, `qwen3`, `mistral`), or of one
+    with experts (`qwen3_moe`).
+
+    Exact for these; the tests compare it with `transformers`.
+
+    Raises:
+        UnsupportedModelError: another architecture.
+        InvalidRequestError: a size of the configuration is missing.
+    """
+    config = spec.config
+    architecture = config.get("model_type", spec.architecture)
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"architecture {architecture!r} is not supported: use one of "
+            f"{', '.join(ARCHITECTURES)}",
+            architecture=architecture,
+            supported=list(ARCHITECTURES),
+        )
+    hidden = size_of(config, "hidden_size")
+    heads = size_of(config, "num_attention_heads")
+    kv_heads = size_of(config, "num_key_value_heads", default=heads)
+    head_dim = size_of(config, "head_dim", default=hidden // heads)
+    layers = size_of(config, "num_hidden_layers")
+    vocabulary = size_of(config, "vocab_size")
+    if architecture == "qwen3_moe":
+        experts = size_of(config, "num_experts", default=config.get("num_local_experts"))
+        mlp = size_of(config, "moe_intermediate_size")
+    else:
+        experts, mlp = 0, size_of(config, "intermediate_size")
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    if architecture == "qwen2":
+        attention += head_dim * (heads + 2 * kv_heads)
+    elif architecture in ("qwen3", "qwen3_moe"):
+        attention += 2 * head_dim
+    elif config.get("attention_bias", False):
+        attention += head_dim * (heads + 2 * kv_heads) + hidden
+    per_layer = attention + 3 * hidden * mlp * max(1, experts) + hidden * experts + 2 * hidden
+    if config.get("mlp_bias", False) and architecture == "llama":
+        per_layer += 2 * mlp + hidden
+    embedding = vocabulary * hidden
+    if spec.head == "reward":
+        return layers * per_layer + hidden + embedding + hidden
+    tied = bool(config.get("tie_word_embeddings", False))
+    return layers * per_layer + hidden + embedding * (1 if tied else 2)

@@ -1,0 +1,1 @@
+"""What every PlexRL process does alike: start-up, children, private folders, terminal-safe text."""

@@ -1,0 +1,26 @@
+"""One process of a cluster: its module and its configuration."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plexrl.process.folders.folders import Folders
+from plexrl.process.folders.operator_key import write_private
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process: `python -m <module> --config <file>`."""
+
+    name: str
+    module: str
+    config: dict[str, Any]
+
+
+def write_config(part: Part, folders: Folders) -> Path:
+    """The part's configuration file."""
+    path = folders.run / f"{part.name}.json"
+    # The scheduler's may hold the password of the journal's database.
+    write_private(path, json.dumps(part.config, indent=1))
+    return path

@@ -1,0 +1,201 @@
+"""The processes that a supervisor has started: watched, started again when they die, ended."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import IO
+
+from plexrl.errors import PlexRLError, UnavailableError, from_wire
+from plexrl.process.children.part import Part, write_config
+from plexrl.process.children.restart_log import PartRecord
+from plexrl.process.children.stalls import is_at_work
+from plexrl.process.folders.folders import Folders
+from plexrl.process.lifeline import PARENT
+from plexrl.process.tuning import tuned
+
+LOG = logging.getLogger(__name__)
+
+MOVES_MEMORY = ("plexrl.statemanager", "plexrl.worker")
+"""Parts that copy much, or whose children do: workers pull weights themselves."""
+START_SLEEP_S_MAX = 60.0
+"""A part that has slept for this long in all before it serves is given up. Time in which it works,
+or is kept from it by others, does not count."""
+LOOK_S = 0.25
+"""Between two looks at whether a part that starts is at work."""
+STOP_SLEEP_S_MAX = 20.0
+"""Likewise of a part that is to end: a StateManager writes its host tier to the disk first."""
+RESTART_S = 0.2
+RESTART_S_MAX = 5.0
+STABLE_S = 10.0
+"""A part that ran this long is restarted at once when it dies."""
+
+
+class PartProcesses:
+    """Owns the processes of some parts."""
+
+    def __init__(
+        self,
+        folders: Folders,
+        record: PartRecord | None = None,
+        *,
+        start_sleep_s_max: float = START_SLEEP_S_MAX,
+        stop_sleep_s_max: float = STOP_SLEEP_S_MAX,
+    ) -> None:
+        """`record` is told of parts that end and serve again."""
+        self._folders = folders
+        self._record = record
+        self._start_sleep_s_max = start_sleep_s_max
+        self._stop_sleep_s_max = stop_sleep_s_max
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._outputs: dict[str, asyncio.BaseTransport] = {}
+        """The reading ends of what they write to."""
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self, part: Part) -> None:
+        """Start a part and wait until it says that it serves.
+
+        Raises:
+            UnavailableError: it did not; its log says why.
+            PlexRLError: it did not, and said why.
+        """
+        log_path = self._folders.data / "logs" / f"{part.name}.log"
+        environment, options = {**os.environ, PARENT: str(os.getpid())}, []
+        if part.module in MOVES_MEMORY:
+            environment = tuned(environment)
+        if part.module == "plexrl.statemanager":
+            # Started by hand or by systemd it outlives whoever did that.
+            options = ["--end-with-parent"]
+        config = write_config(part, self._folders)
+        self._close_output(part)
+        reader, self._outputs[part.name], told = await _pipe()
+        with log_path.open("ab") as log, told:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                part.module,
+                "--config",
+                str(config),
+                *options,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=told,
+                stderr=log,
+                env=environment,
+                # Ctrl-C is the supervisor's; it ends the parts in their order.
+                start_new_session=True,
+            )
+        self._processes[part.name] = process
+        line, failure = await self._first_line(process, reader)
+        if b'"ready"' not in line:
+            if process.returncode is None:
+                process.kill()
+            self._close_output(part)
+            if line.startswith(b'{"error"'):
+                raise from_wire(json.loads(line)["error"])
+            raise UnavailableError(f"{part.name} did not start ({failure}): see {log_path}")
+        LOG.info("%s runs as process %d", part.name, process.pid)
+
+    def watch(self, parts: Sequence[Part]) -> None:
+        """From here on start them again whenever they end."""
+        self._watchers += [asyncio.create_task(self._watch(part)) for part in parts]
+
+    async def unwatch(self) -> None:
+        """Let them end."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        self._watchers.clear()
+
+    async def end(self, part: Part) -> None:
+        """End a part that is not watched any more, if it runs."""
+        process = self._processes.get(part.name)
+        if process is not None and process.returncode is None:
+            process.terminate()
+            if not await self._ends(process):
+                LOG.error("%s was to end, and did nothing; killed", part.name)
+                process.kill()
+                await process.wait()
+        self._close_output(part)
+
+    async def _ends(self, process: asyncio.subprocess.Process) -> bool:
+        ended = asyncio.ensure_future(process.wait())
+        slept_s = 0.0
+        while slept_s < self._stop_sleep_s_max:
+            done, _ = await asyncio.wait({ended}, timeout=LOOK_S)
+            if done:
+                return True
+            if not await asyncio.to_thread(is_at_work, process.pid):
+                slept_s += LOOK_S
+        ended.cancel()
+        return False
+
+    async def _first_line(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader
+    ) -> tuple[bytes, str]:
+        """(what a part that starts says, empty if it ends or hangs before; why it says nothing)."""
+        told = asyncio.ensure_future(reader.readline())
+        ended = asyncio.ensure_future(process.wait())
+        slept_s = 0.0
+        try:
+            while slept_s < self._start_sleep_s_max:
+                done, _ = await asyncio.wait(
+                    {told, ended}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if told in done:
+                    return told.result(), "it ended"
+                if ended in done:
+                    # What it said last may still be in the pipe.
+                    await asyncio.wait({told}, timeout=LOOK_S)
+                    return told.result() if told.done() else b"", "it ended"
+                if not await asyncio.to_thread(is_at_work, process.pid):
+                    slept_s += LOOK_S
+            return b"", f"it did nothing for {slept_s:g} s"
+        finally:
+            told.cancel()
+            ended.cancel()
+
+    def _close_output(self, part: Part) -> None:
+        output = self._outputs.pop(part.name, None)
+        if output is not None:
+            output.close()
+
+    async def _watch(self, part: Part) -> None:
+        pause_s = RESTART_S
+        while True:
+            began = asyncio.get_running_loop().time()
+            code = await self._processes[part.name].wait()
+            LOG.warning("%s ended with %s; starting it again", part.name, code)
+            if self._record is not None:
+                self._record.ended(part.name)
+            # What it had started must not meet what its successor starts.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._processes[part.name].pid, signal.SIGKILL)
+            if asyncio.get_running_loop().time() - began > STABLE_S:
+                pause_s = RESTART_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RESTART_S_MAX)
+            try:
+                await self.start(part)
+            except (PlexRLError, OSError) as error:
+                LOG.error("%s: %s", part.name, error)
+                continue
+            if self._record is not None:
+                self._record.restarted(part.name)
+
+
+async def _pipe() -> tuple[asyncio.StreamReader, asyncio.BaseTransport, IO[bytes]]:
+    """A reader, its transport, and what a part writes to.
+
+    Not asyncio's own: for that, a process has not ended before all its descendants have closed
+    what they inherited.
+    """
+    ours, theirs = os.pipe()
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours, "rb", buffering=0)
+    )
+    return reader, transport, os.fdopen(theirs, "wb", buffering=0)

@@ -1,0 +1,93 @@
+"""What every process of the cluster does alike: read its configuration, say it is ready, end."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.process.lifeline import die_with_named_parent
+from plexrl.process.plain_text import PlainFormatter
+
+ConfigT = TypeVar("ConfigT")
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def load_config(path: Path, kind: type[ConfigT]) -> ConfigT:
+    """The configuration in the JSON file at `path`; unknown fields are refused.
+
+    Raises:
+        InvalidRequestError: the file cannot be read or does not hold a `kind`.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise InvalidRequestError(f"{path} holds no {kind.__name__}: {error}") from error
+    return parse_config(text, kind, str(path))
+
+
+def parse_config(text: bytes | str, kind: type[ConfigT], source: str) -> ConfigT:
+    """The configuration in a JSON text; `source` says in messages where it is from.
+
+    Raises:
+        InvalidRequestError: it does not hold a `kind`.
+    """
+    try:
+        raw = msgspec.json.decode(text, type=dict[str, object])
+        known = set(getattr(kind, "__dataclass_fields__", ()))
+        unknown = sorted(set(raw) - known)
+        if unknown:
+            raise InvalidRequestError(f"{source}: unknown fields {', '.join(unknown)}")
+        return msgspec.convert(raw, kind)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequestError(f"{source} holds no {kind.__name__}: {error}") from error
+
+
+def print_ready(**details: object) -> None:
+    """Tell whoever started this process that it serves: one JSON line on standard output."""
+    sys.stdout.write(json.dumps({"ready": True, **details}) + "\n")
+    sys.stdout.flush()
+
+
+def print_refused(error: PlexRLError) -> None:
+    """Tell whoever started this process why it does not serve: one JSON line on standard output."""
+    sys.stdout.write(json.dumps({"error": error.to_wire()}) + "\n")
+    sys.stdout.flush()
+
+
+def remove_socket(path: str) -> None:
+    """Take away the Unix socket that a former process may have left at `path`."""
+    Path(path).unlink(missing_ok=True)
+
+
+def set_up_process(*, ends_with_parent: bool = True) -> None:
+    """Tie this process to its parent, if so, and send its log to standard error."""
+    if ends_with_parent:
+        die_with_named_parent(os.environ)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PlainFormatter(LOG_FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def run_until_signal(
+    serve: Callable[[asyncio.Event], Awaitable[None]], *, ends_with_parent: bool = True
+) -> None:
+    """Run `serve` in an event loop; SIGTERM and SIGINT set the event it is given."""
+    set_up_process(ends_with_parent=ends_with_parent)
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, stop.set)
+        await serve(stop)
+
+    asyncio.run(run())

@@ -1,0 +1,1 @@
+"""Payloads and results on disk, and quotas of checkpoints."""

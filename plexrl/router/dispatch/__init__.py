@@ -1,0 +1,1 @@
+"""From a batch to what every rank is sent, and back. Pure."""

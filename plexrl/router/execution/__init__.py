@@ -1,0 +1,1 @@
+"""Admitted operations, carried out on workers."""

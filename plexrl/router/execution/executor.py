@@ -1,0 +1,293 @@
+"""Carries out what the scheduler admits: split, send to every rank, gather, store, report."""
+
+import asyncio
+import json
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from plexrl.errors import ConnectionLostError, ExecutionError, PlexRLError, StorageFullError
+from plexrl.ids import BlobRef
+from plexrl.router.blobs.store import RESULT_SUFFIX, BlobStore
+from plexrl.router.dispatch.reductions import gather_metrics, gather_moves, state_moved
+from plexrl.router.dispatch.run_parts import SPLIT_KINDS, RunParts, join, join_samples, split
+from plexrl.router.execution.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
+from plexrl.scheduler.state.commands import CODEC, AbortOperation, DiscardBlobs, RunOperation
+from plexrl.wire.operations import MUTATING, OperationKind
+from plexrl.wire.rpc import Peer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from plexrl.router.blobs.checkpoint_quota import CheckpointQuota
+    from plexrl.router.execution.scheduler_link import SchedulerLink
+    from plexrl.router.execution.specs import DeploymentSpecs
+    from plexrl.wire.tensors import Body
+
+LOG = logging.getLogger(__name__)
+
+OTHER_RANKS_TIMEOUT_S = 5.0
+"""How long the other ranks are waited for once one has failed: they may hang in a collective."""
+
+STORE_RETRY_S = 1.0
+"""Between two tries to store a result on a disk that is full."""
+
+UNCHANGING = frozenset({OperationKind.PUBLISH, OperationKind.SNAPSHOT})
+"""Kinds that leave a rank's state as it is, and may be repeated on ranks that were done with them.
+"""
+
+COUNTED_STEPS = frozenset(
+    {
+        OperationKind.OPTIM_STEP,
+        OperationKind.LOAD_CHECKPOINT,
+        OperationKind.PUBLISH,
+        OperationKind.SYNC_WEIGHTS,
+    }
+)
+"""Kinds whose workers say how many optimizer steps are in the weights."""
+
+Plain = dict[str, Any]
+_Grant = tuple[str, int, tuple[str, ...]]
+"""Group, token and workers that a run was admitted to."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run in flight."""
+
+    grant: _Grant
+    task: asyncio.Task[None]
+    sent: asyncio.Event
+    """Its requests to the workers are on their way."""
+
+
+class Executor:
+    """All runs in flight of one router."""
+
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
+        self._links: dict[str, WorkerLink] = {}
+        self._runs: dict[str, _Run] = {}
+        self._unstored: dict[str, str] = {}
+        self.scheduler: SchedulerLink | None = None
+        self.specs: DeploymentSpecs | None = None
+        self.checkpoint_quota: CheckpointQuota | None = None
+
+    async def on_run(self, peer: Peer, params: Plain) -> None:
+        """The scheduler admits a run."""
+        del peer
+        command = CODEC.from_plain(params["command"])
+        assert isinstance(command, RunOperation)
+        # Each group counts its tokens from 1, and a WPG that has lost its node is in another group.
+        grant: _Grant = (command.group, command.token, command.addresses)
+        current = self._runs.get(command.operation)
+        if current is not None:
+            if current.grant == grant and not current.task.done():
+                return
+            # The run of a former grant can have no answer any more.
+            current.task.cancel()
+        sent = asyncio.Event()
+        task = asyncio.create_task(self._execute(command, sent))
+        self._runs[command.operation] = _Run(grant, task, sent)
+        task.add_done_callback(lambda _: self._forget(command.operation, task))
+
+    async def on_abort(self, peer: Peer, params: Plain) -> None:
+        """The scheduler has a generation ended early."""
+        del peer
+        command = CODEC.from_plain(params["command"])
+        assert isinstance(command, AbortOperation)
+        run = self._runs.get(command.operation)
+        if run is not None:
+            # A worker knows nothing yet of a run whose payload is still being read.
+            sent = asyncio.create_task(run.sent.wait())
+            await asyncio.wait({run.task, sent}, return_when=asyncio.FIRST_COMPLETED)
+            sent.cancel()
+        for address in command.addresses:
+            try:
+                await self.link(address).send({"request": "abort", "operation": command.operation})
+            except (ConnectionLostError, OSError) as error:
+                # Nothing runs there any more; the other ranks are to hear it all the same.
+                LOG.info("%s is not told to end %s: %s", address, command.operation, error)
+
+    async def on_discard(self, peer: Peer, params: Plain) -> None:
+        """The scheduler gives blobs up."""
+        del peer
+        command = CODEC.from_plain(params["command"])
+        assert isinstance(command, DiscardBlobs)
+        self._blobs.discard_all(command.blobs)
+
+    def held(self, operation: str) -> str | None:
+        """Why this router cannot store the result of an operation that was carried out."""
+        return self._unstored.get(operation)
+
+    async def close(self) -> None:
+        """Stop everything; the scheduler has another router carry on."""
+        for run in list(self._runs.values()):
+            run.task.cancel()
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+
+    def _forget(self, operation: str, task: "asyncio.Task[None]") -> None:
+        current = self._runs.get(operation)
+        if current is not None and current.task is task:
+            del self._runs[operation]
+
+    def link(self, address: str) -> WorkerLink:
+        """The connection to a worker, made when it is first used."""
+        return self._links.setdefault(address, WorkerLink(address))
+
+    def forget_link(self, address: str) -> None:
+        """A worker is gone: its address is never used again."""
+        self._links.pop(address, None)
+
+    async def _execute(self, command: RunOperation, sent: asyncio.Event) -> None:
+        began_at = time.monotonic()
+        # Once the workers have answered, a failure here no longer leaves the state as it was.
+        is_applied = False
+        try:
+            if command.kind is OperationKind.SAVE_CHECKPOINT:
+                assert self.checkpoint_quota is not None
+                await self.checkpoint_quota.check(command.job, command.params_json)
+            parts = await self._parts(command)
+            answers = await self._ask_ranks(command, parts, sent)
+            is_applied = command.kind in MUTATING
+            await self._conclude(command, parts, answers, began_at)
+        except WorkerGoneError as error:
+            LOG.info("%s: worker %s is gone", command.operation, error)
+            self.forget_link(str(error))
+        except PlexRLError as error:
+            self._report_failure(command, error, state_intact=not is_applied)
+        except Exception:
+            LOG.exception("%s failed in the router", command.operation)
+            failure = ExecutionError("the router could not carry the operation out: see its log")
+            self._report_failure(command, failure, state_intact=False)
+
+    async def _parts(self, command: RunOperation) -> RunParts:
+        assert self.specs is not None
+        spec = None
+        if command.kind in SPLIT_KINDS:
+            spec = await self.specs.await_own(command.deployment)
+        body = None if command.payload is None else await self._blobs.read(command.payload)
+        return await split(command, body, spec)
+
+    async def _ask_ranks(
+        self, command: RunOperation, parts: RunParts, sent: asyncio.Event
+    ) -> list[Answer | None]:
+        """Every rank's answer; None for one that gave none after another had failed."""
+        plain = CODEC.to_plain(command)
+        asked = [(address, parts.rank_params) for address in command.addresses]
+        if (plan := parts.generation) is not None:
+            asked = [
+                (command.addresses[share.rank], {"first_row": plan.first_row(share)})
+                for share in plan.shares
+            ]
+        name: RunName = (command.operation, command.token)
+        tasks = []
+        for (address, rank_params), payload in zip(asked, parts.payloads, strict=True):
+            header = {"request": "run", "command": plain, "rank_params": rank_params}
+            tasks.append(asyncio.create_task(self.link(address).run(name, header, payload)))
+        try:
+            # Each has its place in its worker's line now.
+            await asyncio.sleep(0)
+            sent.set()
+            pending = set(tasks)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                if any(task.result()[0]["reply"] == "failed" for task in done):
+                    if pending:
+                        await asyncio.wait(pending, timeout=OTHER_RANKS_TIMEOUT_S)
+                    break
+            return [task.result() if task.done() else None for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _conclude(
+        self,
+        command: RunOperation,
+        parts: RunParts,
+        answers: list[Answer | None],
+        began_at: float,
+    ) -> None:
+        failed = [a[0] for a in answers if a is not None and a[0]["reply"] == "failed"]
+        if failed:
+            # A rank that succeeded where another failed has changed, if the kind changes anything.
+            is_even = len(failed) == len(answers) or command.kind in UNCHANGING
+            intact = is_even and None not in answers and all(f["state_intact"] for f in failed)
+            self._report(
+                "operation_failed",
+                command,
+                error_json=json.dumps(failed[0]["error"]),
+                state_intact=intact,
+            )
+            return
+        # An answer is only missing beside one that failed.
+        finished = [answer for answer in answers if answer is not None]
+        results = [header["result"] for header, _ in finished]
+        body: Sequence[Body] = ()
+        # Every rank gives the same one: they decide together.
+        refusal = results[0].pop("error", None) if command.kind in MUTATING else None
+        if command.replay:
+            result: Plain = {}
+        elif parts.plan is not None:
+            body = await join(parts.plan, [payload for _, payload in finished])
+            counted = [results[rank] for rank in parts.plan.layout.output_ranks]
+            result = gather_metrics(counted) if "sums" in counted[0] else {}
+        elif parts.generation is not None:
+            body = join_samples(parts.generation, [payload for _, payload in finished])
+            result = parts.generation.join_results(results)
+        else:
+            result = gather_moves(results)
+            if finished[0][1]:
+                body = (finished[0][1],)
+        steps = [each["trainer_step"] for each in results if "trainer_step" in each]
+        ref: BlobRef | None = None
+        if body:
+            ref = BlobRef(f"{command.operation}{RESULT_SUFFIX}")
+            await self._store(command, ref, body)
+        compute_s = max(float(header["compute_s"]) for header, _ in finished)
+        self._report(
+            "operation_finished",
+            command,
+            compute_s=compute_s,
+            transfer_s=max(0.0, time.monotonic() - began_at - compute_s),
+            result_bytes=sum(memoryview(part).nbytes for part in body),
+            result=ref,
+            result_json=json.dumps(result),
+            error_json="" if refusal is None or command.replay else json.dumps(refusal),
+            moved=state_moved(command.kind, result),
+            trainer_step=max(steps) if command.kind in COUNTED_STEPS and steps else None,
+        )
+
+    async def _store(self, command: RunOperation, ref: BlobRef, body: "Sequence[Body]") -> None:
+        """Store a result, as soon as there is room: the operation was carried out, and its result
+        is nowhere else but in the memory of this router and of the workers."""
+        try:
+            while True:
+                try:
+                    await self._blobs.write(ref, *body)
+                    return
+                except StorageFullError as error:
+                    if command.operation not in self._unstored:
+                        LOG.warning("the result of %s waits for room: %s", command.operation, error)
+                    self._unstored[command.operation] = error.message
+                await asyncio.sleep(STORE_RETRY_S)
+        finally:
+            self._unstored.pop(command.operation, None)
+
+    def _report_failure(
+        self, command: RunOperation, error: PlexRLError, *, state_intact: bool
+    ) -> None:
+        self._report(
+            "operation_failed",
+            command,
+            error_json=json.dumps(error.to_wire()),
+            state_intact=state_intact,
+        )
+
+    def _report(self, method: str, command: RunOperation, **fields: Any) -> None:
+        assert self.scheduler is not None
+        self.scheduler.report(
+            method, {"operation": command.operation, "token": command.token, **fields}
+        )

@@ -1,0 +1,243 @@
+"""Request and response bodies of the HTTP API. They go no further than the routes."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from plexrl.process.plain_text import is_plain
+
+COUNT_MAX = 1_000_000_000
+SECONDS_MAX = 1e12
+WORKERS_MAX = 65_536
+SEGMENTS_MAX = 1000
+
+Count = Annotated[int, Field(strict=True, ge=0, le=COUNT_MAX)]
+Seconds = Annotated[float, Field(strict=True, ge=0, lt=SECONDS_MAX, allow_inf_nan=False)]
+
+
+def _plain(name: str) -> str:
+    if not is_plain(name):
+        raise PydanticCustomError(
+            "not_plain", "control characters, line ends and text direction marks are not taken"
+        )
+    return name
+
+
+PlainText = Annotated[str, AfterValidator(_plain)]
+"""Text that operators are shown as a name."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TenantRequest(_Strict):
+    """A tenant to create."""
+
+    name: str = Field(description="letters, digits, '.', '_' and '-'")
+
+
+class TenantSettings(_Strict):
+    """A tenant's weight, quotas and highest priority: what is absent stays as it is, null takes a
+    quota away."""
+
+    weight: float = Field(
+        1.0,
+        strict=True,
+        gt=0,
+        le=1e6,
+        allow_inf_nan=False,
+        description="share of the cluster, beside those of the other tenants",
+    )
+    jobs_max: Count | None = Field(None, description="jobs that hold GPUs at a time")
+    gpus_max: Count | None = Field(None, description="GPUs held at a time")
+    gpu_seconds_max: Seconds | None = Field(
+        None, description="used altogether, after which new work is refused"
+    )
+    live_jobs_max: Count | None = Field(
+        None, description="jobs that have not ended; null: the cluster's bound"
+    )
+    checkpoints_max: Count | None = Field(
+        None, description="checkpoints on the shared disk; null: the cluster's bound"
+    )
+    checkpoint_bytes_max: int | None = Field(
+        None, strict=True, ge=0, lt=2**62, description="their bytes; null: the cluster's bound"
+    )
+    priority_max: int = Field(
+        0, strict=True, ge=-100, le=100, description="the highest priority of its jobs"
+    )
+
+
+class JobRequest(_Strict):
+    """A job to submit."""
+
+    job: str = Field(description="id chosen by the client; the same one again is the same job")
+    name: PlainText = Field(max_length=200)
+    tenant: str | None = Field(None, description="for operators: whose job it is")
+    controller_timeout_s: float = Field(
+        60.0, gt=0, le=SECONDS_MAX, allow_inf_nan=False, description="silence until it is detached"
+    )
+    reattach_timeout_s: float = Field(
+        300.0, ge=0, le=SECONDS_MAX, allow_inf_nan=False, description="detached until cancelled"
+    )
+    priority: int = Field(
+        0,
+        strict=True,
+        ge=-100,
+        le=100,
+        description="class: higher goes first, for GPUs and on them",
+    )
+    gang: Count = Field(
+        0, description="deployments that get GPUs all at once or not at all; 0: each by itself"
+    )
+    expected_s: Seconds = Field(0.0, description="length of the job where known; 0: unknown")
+
+
+class FinishRequest(_Strict):
+    """The end of a job."""
+
+    outcome: Literal["completed", "failed", "cancelled", "detached"]
+    reason: str = ""
+
+
+class MetricsRequest(_Strict):
+    """One row of a job's metrics."""
+
+    step: int = Field(ge=-(2**63), lt=2**63)
+    values: dict[str, float] = Field(
+        description="numbers by name; what is not finite as `NaN`, `Infinity` or `-Infinity`"
+    )
+
+
+class ModelRequest(_Strict):
+    """A model: a directory, or an architecture with its configuration."""
+
+    path: str | None = None
+    architecture: str | None = None
+    config_json: str = "{}"
+    vocabulary: str = ""
+    seed: int = Field(0, ge=-(2**63), lt=2**64)
+    head: Literal["causal", "reward"] = "causal"
+
+
+class SegmentRequest(_Strict):
+    """One busy stretch of a cycle."""
+
+    offset_s: Seconds = Field(description="from the start of the cycle")
+    duration_s: Seconds
+    slack_s: Seconds = Field(0.0, description="delay that does not make the cycle longer")
+
+
+class TraceRequest(_Strict):
+    """One cycle of a job on its GPUs, where the user knows it."""
+
+    period_s: float = Field(strict=True, ge=1e-3, lt=SECONDS_MAX, allow_inf_nan=False)
+    segments: list[SegmentRequest] = Field(
+        min_length=1,
+        max_length=SEGMENTS_MAX,
+        description="in order of their offsets, disjoint, inside the period",
+    )
+    jitter_s: Seconds = Field(0.0, description="standard deviation of the cycle's length")
+
+
+class ParallelismRequest(_Strict):
+    """The sizes of the axes; checked together when the layout is made."""
+
+    dp: Count = Field(1, description="ranks that get different rows")
+    tp: Count = Field(1, description="parts of each matrix")
+    pp: Count = Field(1, description="stages of layers")
+    cp: Count = Field(1, description="parts of each row")
+    ep: Count = Field(1, description="parts of each layer's experts; divides dp times cp")
+
+
+class PauseRequest(_Strict):
+    """A pause of a rollout's generations."""
+
+    for_s: float = Field(
+        600.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="after which they go on by themselves; a pause of what is paused counts anew",
+    )
+
+
+class LoraRequest(_Strict):
+    """Low-rank adapters; checked against the model when the deployment is made."""
+
+    rank: int = Field(strict=True, ge=1, le=COUNT_MAX, description="rows of A, columns of B")
+    alpha: float = Field(
+        16.0, gt=0, allow_inf_nan=False, description="what B A is multiplied with, times the rank"
+    )
+    targets: list[str] | None = Field(
+        None, max_length=100, description="linear layers that get adapters; absent: all of a layer"
+    )
+    seed: int = Field(0, ge=0, lt=2**64, description="of A's first values")
+
+
+class DeploymentRequest(_Strict):
+    """A deployment to create."""
+
+    name: str
+    kind: Literal["train", "forward", "rollout"]
+    model: ModelRequest
+    workers: int | None = Field(
+        None,
+        strict=True,
+        ge=1,
+        le=WORKERS_MAX,
+        description="worker processes, one per GPU; absent: as many as the layout has, else 1",
+    )
+    parallelism: ParallelismRequest | None = Field(
+        None, description="how the model lies over the workers; absent: dp over all of them"
+    )
+    exclusive: bool = Field(False, description="share the GPUs with nobody")
+    backend: str | None = Field(
+        None,
+        description="train: fsdp, megatron, deepspeed; forward: torch; rollout: torch, vllm",
+    )
+    optimizer: Literal["device", "host"] = Field(
+        "device",
+        description="train: where optimizer state lies; in host memory it stays over a switch",
+    )
+    dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = Field(
+        "float32",
+        description="of a forward or rollout deployment's weights, cast as they are synchronised",
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="train: to compute in; parameters and their steps are float32"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="train: compute activations again in the backward pass, to save memory"
+    )
+    max_sequence_tokens: int = Field(512, strict=True, ge=2, le=1 << 22)
+    max_concurrent_samples: int = Field(256, strict=True, ge=1, le=1 << 16)
+    kv_cache_bytes: int | None = Field(
+        None,
+        strict=True,
+        ge=1,
+        lt=2**63,
+        description="rollout: budget of each worker's cache; absent: the engine's own default",
+    )
+    lora: LoraRequest | None = Field(
+        None, description="train: adapters on a frozen model; rollout: which a trainer has"
+    )
+    node_type: PlainText = Field("", max_length=100, description="of nodes; empty: any")
+    trace: TraceRequest | None = Field(
+        None, description="its demand by the user's word: it is placed by it at once"
+    )
+
+
+class ErrorBody(BaseModel):
+    """What is wrong, where, and how to mend it."""
+
+    code: str
+    message: str
+    details: dict[str, Any] = {}
+
+
+class ErrorResponse(BaseModel):
+    """Every error's body."""
+
+    error: ErrorBody

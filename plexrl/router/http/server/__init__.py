@@ -1,0 +1,1 @@
+"""The HTTP server's connections and their limits."""

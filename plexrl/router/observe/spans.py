@@ -1,0 +1,174 @@
+"""Finished operations as OpenTelemetry spans, sent by OTLP over HTTP (`plexrl[otel]`).
+
+An operation is a trace: a span from its acceptance to its end, and one below it for each phase. Ids
+follow from the operation's own, so that a span which is sent twice, after a crash, is the same span
+again. How far the log has been sent is kept beside the blobs; while nobody takes spans they wait in
+the log, as long as the scheduler remembers them.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.wire.operation_phases import phases
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from plexrl.router.execution.scheduler_link import SchedulerLink
+
+LOG = logging.getLogger(__name__)
+
+POLL_S = 1.0
+RETRY_S = 30.0
+"""After a collector has not taken what it was sent."""
+PAGE = 500
+NS = 1_000_000_000
+ATTRIBUTES = (
+    *("job", "deployment", "tenant", "group", "kind", "operation", "state", "tokens", "seq"),
+    *("payload_bytes", "result_bytes", "internal"),
+)
+Row = Mapping[str, Any]
+
+
+def make_spans(rows: Sequence[Row]) -> "list[ReadableSpan]":
+    """The spans of rows of the operation log."""
+    from opentelemetry import trace
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from opentelemetry.sdk.trace.id_generator import IdGenerator
+
+    class OwnIds(IdGenerator):
+        """Ids that follow from the operation's name."""
+
+        operation = ""
+        spans = 0
+
+        def generate_trace_id(self) -> int:
+            return int.from_bytes(_digest(self.operation)[:16], "big")
+
+        def generate_span_id(self) -> int:
+            self.spans += 1
+            return int.from_bytes(_digest(f"{self.operation}/{self.spans}")[:8], "big")
+
+    ids, kept = OwnIds(), InMemorySpanExporter()
+    resource = Resource({"service.name": "plexrl", "service.version": _version()})
+    provider = TracerProvider(id_generator=ids, resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    tracer = provider.get_tracer("plexrl")
+    for row in rows:
+        ids.operation, ids.spans = str(row["operation"]), 0
+        attributes = {f"plexrl.{name}": row[name] for name in ATTRIBUTES if row[name] is not None}
+        whole = tracer.start_span(
+            f"plexrl.{row['kind']}",
+            context=trace.set_span_in_context(trace.INVALID_SPAN),
+            start_time=round(NS * row["submitted_at"]),
+            attributes=attributes,
+        )
+        if row["error"] is not None:
+            code = str(row["error"]["code"])
+            whole.set_attribute("plexrl.error", code)
+            whole.set_status(trace.Status(trace.StatusCode.ERROR, code))
+        for phase, (start, end) in phases(row):
+            part = tracer.start_span(
+                phase, context=trace.set_span_in_context(whole), start_time=round(NS * start)
+            )
+            part.end(round(NS * end))
+        whole.end(round(NS * row["finished_at"]))
+    return list(kept.get_finished_spans())
+
+
+class SpanSender:
+    """Sends what is new in the operation log, for ever."""
+
+    def __init__(
+        self,
+        scheduler: "SchedulerLink",
+        endpoint: str,
+        place: Path,
+        *,
+        page: int = PAGE,
+        poll_s: float = POLL_S,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        """`place` is the file that says how far it has come.
+
+        Raises:
+            InvalidRequestError: the libraries are not installed.
+        """
+        self._scheduler = scheduler
+        self._place = place
+        self._page, self._poll_s, self._retry_s = page, poll_s, retry_s
+        self._exporter = _exporter(endpoint)
+
+    async def run(self) -> None:
+        """Send until cancelled; what could not be sent is tried again."""
+        after = self._read_place()
+        pause_s = self._poll_s
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = self._poll_s
+            try:
+                while rows := await self._rows(after):
+                    if not await asyncio.to_thread(self._send, rows):
+                        pause_s = self._retry_s
+                        break
+                    after = int(rows[-1]["index"])
+                    self._write_place(after)
+            except (PlexRLError, OSError) as error:
+                LOG.info("no operations to send as spans: %s", error)
+
+    async def _rows(self, after: int) -> list[Row]:
+        wanted = {"tenant": None, "as_operator": True, "after": after, "limit": self._page}
+        found: list[Row] = (await self._scheduler.call("list_operations", wanted))["operations"]
+        return found
+
+    def _send(self, rows: Sequence[Row]) -> bool:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        return self._exporter.export(make_spans(rows)) == SpanExportResult.SUCCESS
+
+    def _read_place(self) -> int:
+        try:
+            return int(json.loads(self._place.read_text())["after"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+
+    def _write_place(self, after: int) -> None:
+        # Several routers may keep their places in one folder.
+        part = self._place.with_suffix(f".{uuid.uuid4().hex[:12]}.part")
+        part.write_text(json.dumps({"after": after}))
+        part.rename(self._place)
+
+
+def _exporter(endpoint: str) -> "SpanExporter":
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"otlp_endpoint is {endpoint!r} and OpenTelemetry is not installed: "
+            "pip install 'plexrl[otel]', or leave the endpoint out"
+        ) from error
+    return OTLPSpanExporter(endpoint=endpoint, timeout=10)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _version() -> str:
+    try:
+        return version("plexrl")
+    except PackageNotFoundError:
+        # Run from a source tree.
+        return "unknown"

@@ -1,0 +1,1 @@
+"""Which waiting deployment gets GPUs next. Pure."""

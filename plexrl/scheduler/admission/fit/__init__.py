@@ -1,0 +1,1 @@
+"""Whether a deployment can fit at all. Pure."""

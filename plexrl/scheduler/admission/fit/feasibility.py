@@ -1,0 +1,249 @@
+"""Whether deployments can have GPUs at the same time: on the whole cluster, or on the nodes that
+are in service now.
+
+Two questions are answered with the same search. Before a deployment is accepted: could the cluster,
+empty and whole, hold it together with the other deployments of its job? The answer errs towards
+yes, for a refusal is final. While a deployment waits: would it get its GPUs if all other jobs ended
+now? Only then may it keep others from free GPUs, so the answer errs towards no.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from plexrl.scheduler.capacity.node_pool import NodeKind
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.state.records import Deployment, Job
+
+if TYPE_CHECKING:
+    from plexrl.ids import NodeId, TenantId
+
+SEARCH_STEPS_MAX = 2000
+"""Choices looked at before needs count as fitting: kinds of nodes are few, and so are needs."""
+
+
+class Need(NamedTuple):
+    """GPUs of one kind that are wanted at the same time as others."""
+
+    workers: int
+    node_type: str
+    gpu_memory_bytes: int
+    """Of each GPU at least."""
+
+
+def fits(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
+    """Whether the free GPUs of each kind hold all `needs` at once; also true where that takes too
+    long to find out."""
+    left = dict(free)
+    order = sorted(needs, reverse=True)
+    wanted = [0] * (len(order) + 1)
+    for at in range(len(order) - 1, -1, -1):
+        wanted[at] = wanted[at + 1] + order[at].workers
+    steps = 0
+
+    def holds(at: int) -> bool:
+        nonlocal steps
+        steps += 1
+        if at == len(order) or steps > SEARCH_STEPS_MAX:
+            return True
+        if wanted[at] > sum(left.values()):
+            return False
+        need = order[at]
+        tried = set()
+        for kind, gpus in left.items():
+            if gpus < need.workers or not _suits(kind, need) or (kind, gpus) in tried:
+                continue
+            tried.add((kind, gpus))
+            left[kind] = gpus - need.workers
+            is_held = holds(at + 1)
+            left[kind] = gpus
+            if is_held:
+                return True
+        return False
+
+    return holds(0)
+
+
+def fits_as_placed(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
+    """Whether `needs` find GPUs one after the other, each of the kind that the pool chooses."""
+    left = dict(free)
+    for need in needs:
+        kinds = [kind for kind in left if left[kind] >= need.workers and _suits(kind, need)]
+        if not kinds:
+            return False
+        left[min(kinds, key=lambda kind: (kind.gpu_memory_bytes, kind.node_type))] -= need.workers
+    return True
+
+
+def least_needs(context: Context, deployments: Sequence[Deployment]) -> list[Need]:
+    """What `deployments` take at least, if all that may share do so wherever they can."""
+    alone = [each for each in deployments if not (each.shares and _anybody_shares(context))]
+    found = [need_of(each) for each in alone]
+    sharing: dict[int, list[Deployment]] = {}
+    for each in deployments:
+        if each.shares and _anybody_shares(context):
+            sharing.setdefault(each.workers, []).append(each)
+    most = context.config.residents_max
+    for workers, members in sorted(sharing.items()):
+        places = 0
+        counts: dict[str, int] = {}
+        for each in members:
+            counts[each.node_type] = counts.get(each.node_type, 0) + 1
+        untyped = counts.pop("", 0)
+        for node_type, count in sorted(counts.items()):
+            groups = -(-count // most)
+            places += groups * most - count
+            found += [Need(workers, node_type, 0)] * groups
+        found += [Need(workers, "", 0)] * -(-max(0, untyped - places) // most)
+    return found
+
+
+def is_possible(context: Context, deployment: Deployment) -> bool:
+    """Whether the nodes in service would give GPUs to a waiting deployment, and to its gang, if all
+    other jobs ended now."""
+    job, inventory = context.job(deployment.job), context.inventory
+    gang = gang_of(context, deployment)
+    if len(job.deployments) == 1:
+        need = need_of(deployment)
+        known = inventory.holds.get(need)
+        if known is None:
+            known = inventory.holds[need] = fits_as_placed(inventory.in_service(), [need])
+        return known
+    free = dict(inventory.in_service())
+    groups = {each.group: None for each in map(context.deployment, job.deployments)}
+    for group in groups:
+        if group is not None:
+            for kind, gpus in inventory.gpus_in_service(context.state.groups[group]).items():
+                free[kind] -= gpus
+    return fit_as_placed(context, free, gang)
+
+
+def why_impossible(context: Context, deployment: Deployment) -> str | None:
+    """Why `is_possible` says no; None where it says yes."""
+    if is_possible(context, deployment):
+        return None
+    return _why(context, context.job(deployment.job), gang_of(context, deployment))
+
+
+def count_impossible(context: Context, tenant: "TenantId | None") -> int:
+    """How many waiting deployments of a tenant, or of all, `is_possible` says no of. It is asked
+    once for all that need the same."""
+    waiting = context.waiting
+    known: dict[object, bool] = {}
+    count = 0
+    for sizes, likeness, line in waiting.lines():
+        if tenant is not None and likeness.owner.tenant != tenant:
+            continue
+        # A backlog may hold as many traces as jobs. Of a single deployment its size alone counts.
+        demand = likeness.demand
+        key = sizes, (demand[0][0] if len(demand) == 1 else demand)
+        is_held = known.get(key)
+        if is_held is None:
+            is_held = known[key] = is_possible(context, context.deployment(line[0][1]))
+        if not is_held:
+            count += len(line) * len(sizes)
+    for name in waiting.in_no_queue():
+        deployment = context.deployment(name)
+        is_asked = tenant in (None, context.job(deployment.job).tenant)
+        count += is_asked and not is_possible(context, deployment)
+    return count
+
+
+def fit_as_placed(
+    context: Context, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
+) -> bool:
+    """Whether `deployments` find GPUs one after the other: GPUs of its own for each, but for those
+    that are sure to be put on one group."""
+    order = sorted(deployments, key=lambda d: (-d.workers, d.created_at, d.deployment))
+    if fits_as_placed(free, [need_of(each) for each in order]):
+        return True
+    if not _may_pack(context, order):
+        return False
+    found: list[Need] = []
+    packed: set[tuple[int, str]] = set()
+    for each in order:
+        key = each.workers, each.node_type
+        if not each.shares or key not in packed:
+            found.append(need_of(each))
+        if each.shares:
+            packed.add(key)
+    return fits_as_placed(free, found)
+
+
+def gang_of(context: Context, deployment: Deployment) -> list[Deployment]:
+    """The waiting deployments that get GPUs together with `deployment`, itself among them."""
+    job = context.job(deployment.job)
+    if not job.gang:
+        return [deployment]
+    return [context.deployment(name) for name in job.deployments if name in context.waiting]
+
+
+def _suits(kind: NodeKind, need: Need) -> bool:
+    return need.node_type in ("", kind.node_type) and kind.gpu_memory_bytes >= need.gpu_memory_bytes
+
+
+def need_of(deployment: Deployment) -> Need:
+    """What a deployment that gets GPUs needs of them."""
+    per_rank = -(-deployment.state_bytes // deployment.workers)
+    return Need(deployment.workers, deployment.node_type, per_rank)
+
+
+def _anybody_shares(context: Context) -> bool:
+    ways = context.policy.ways(has_profile=True, is_patience_over=True, is_scarce=False)
+    return ways != (Way.DEDICATED,)
+
+
+def _may_pack(context: Context, deployments: Sequence[Deployment]) -> bool:
+    """Whether those of the same size among `deployments` are sure to be put on one group each."""
+    if len(deployments) < 2:
+        return False
+    ways = context.policy.ways(has_profile=False, is_patience_over=False, is_scarce=False)
+    if Way.PACKED not in ways:
+        return False
+    sharing = [each for each in deployments if each.shares]
+    config, nodes = context.config, context.state.nodes.values()
+    duties = [context.inventory.duty_when_placed(each) for each in sharing]
+    usable = [node for node in nodes if node.alive and not node.is_draining]
+    tiers = min((node.host_memory_bytes + node.nvme_bytes for node in usable), default=0)
+    memory = min((node.gpu_memory_bytes for node in usable), default=0)
+    return (
+        len(sharing) <= config.residents_max
+        and math.fsum(duties) <= config.load_max
+        and sum(each.state_bytes for each in sharing) <= tiers
+        and all(need_of(each).gpu_memory_bytes <= memory for each in sharing)
+    )
+
+
+def _why(context: Context, job: Job, gang: Sequence[Deployment]) -> str:
+    wanted = sum(each.workers for each in gang)
+    types = sorted({each.node_type for each in gang if each.node_type})
+    of_type = f" of type {' and '.join(map(repr, types))}" if types else ""
+    together = " at once" if len(gang) > 1 else ""
+    others = len(job.deployments) - len(gang)
+    beside = ", beside those its job holds," if others else ""
+    free = context.inventory.in_service()
+    there = sum(gpus for kind, gpus in free.items() if not types or kind.node_type in types)
+    away = _away(context)
+    ending = f": {'; '.join(away)}" if away else ""
+    return (
+        f"{wanted} GPUs{of_type}{together}{beside} are more than the {there} GPUs{of_type} of the "
+        f"nodes in service can give{ending}; it waits until they can, and holds nobody up meanwhile"
+    )
+
+
+def _away(context: Context) -> list[str]:
+    """The nodes that are not in service, a few of them by name."""
+    lost: list[NodeId] = []
+    drained: list[NodeId] = []
+    for node in context.state.nodes.values():
+        if not node.alive:
+            lost.append(node.node)
+        elif node.is_draining:
+            drained.append(node.node)
+    found = []
+    for names, what in ((lost, "lost"), (drained, "being drained")):
+        if names:
+            some = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            found.append(f"{some} {'is' if len(names) == 1 else 'are'} {what}")
+    return found

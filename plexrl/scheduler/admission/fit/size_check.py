@@ -1,0 +1,80 @@
+"""What not even an empty cluster could hold is refused as it is asked for."""
+
+from plexrl.errors import CapacityError, ModelDoesNotFitError, UnavailableError
+from plexrl.scheduler.admission.fit.feasibility import fits, least_needs
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.state.records import Deployment, Job
+
+
+def check_it_can_fit(context: Context, job: Job, deployment: Deployment) -> None:
+    """Refuse a new deployment that not even the empty cluster could hold, by itself or beside the
+    other deployments of its job.
+
+    Raises:
+        UnavailableError: no node is known yet.
+        CapacityError: more GPUs than nodes of the wanted type have together, or there are none.
+        ModelDoesNotFitError: a rank's state is larger than a GPU's memory, or the whole state than
+            the tiers it is offloaded to.
+    """
+    sizes = context.inventory.sizes()
+    if not sizes:
+        raise UnavailableError("no node has joined the cluster yet: try again in a moment")
+    name, wanted = deployment.deployment, deployment.node_type
+    typed = {kind: size for kind, size in sizes.items() if wanted in ("", kind.node_type)}
+    if not typed:
+        there = sorted({kind.node_type for kind in sizes} - {""})
+        raise CapacityError(
+            f"deployment {name!r} asks for nodes of type {wanted!r}; the cluster has "
+            f"{', '.join(there) or 'nodes without a type only'}: name one it has, or none",
+            workers=deployment.workers,
+            gpus=0,
+        )
+    of_type = f" of type {wanted!r}" if wanted else ""
+    per_rank = -(-deployment.state_bytes // deployment.workers)
+    gpus = max(gpus for gpus, _ in typed.values())
+    if deployment.workers > gpus:
+        raise CapacityError(
+            f"deployment {name!r} asks for {deployment.workers} GPUs{of_type}; the cluster has "
+            f"{gpus} of one kind: ask for fewer workers or add nodes",
+            workers=deployment.workers,
+            gpus=gpus,
+        )
+    memory = max(
+        kind.gpu_memory_bytes for kind, (count, _) in typed.items() if count >= deployment.workers
+    )
+    if per_rank > memory:
+        needed = -(-deployment.state_bytes // memory)
+        raise ModelDoesNotFitError(
+            f"deployment {name!r} needs {per_rank} bytes on each of its {deployment.workers} GPUs; "
+            f"a GPU{of_type} has {memory}: ask for at least {needed} workers or a smaller model",
+            bytes_per_gpu=per_rank,
+            gpu_memory_bytes=memory,
+        )
+    tiers = sum(tier_bytes for _, tier_bytes in typed.values())
+    if deployment.shares and deployment.state_bytes > tiers:
+        raise ModelDoesNotFitError(
+            f"deployment {name!r} has {deployment.state_bytes} bytes of state; the host tiers and "
+            f"NVMe tiers hold {tiers}: raise them or ask for an exclusive group",
+            state_bytes=deployment.state_bytes,
+            host_memory_bytes=tiers,
+        )
+    _check_together(context, job, deployment)
+
+
+def _check_together(context: Context, job: Job, deployment: Deployment) -> None:
+    """All deployments of a job keep their GPUs until it ends, in a gang or not."""
+    if not job.deployments:
+        return
+    everything = [*map(context.deployment, job.deployments), deployment]
+    needs = least_needs(context, everything)
+    free = {kind: gpus for kind, (gpus, _) in context.inventory.sizes().items()}
+    if fits(free, needs):
+        return
+    workers, gpus = sum(need.workers for need in needs), sum(free.values())
+    raise CapacityError(
+        f"deployment {deployment.deployment!r} asks for {deployment.workers} GPUs, and so job "
+        f"{job.job!r} for {workers} GPUs at once in {len(needs)} groups; the cluster has {gpus}, "
+        "and each group takes GPUs of one kind: ask for fewer workers or add nodes",
+        workers=workers,
+        gpus=gpus,
+    )

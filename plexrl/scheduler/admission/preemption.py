@@ -1,0 +1,60 @@
+"""Jobs without a controller give their GPUs to jobs that wait for some.
+
+A detached job that has nothing to run holds GPUs for nobody. When another job waits that could use
+GPUs, the detached job is *set aside*: its deployments give their GPUs back and stand in no queue.
+One job is set aside at a time, first the one whose controller has been silent longest. It loses
+nothing: once a controller attaches it, its deployments wait for GPUs like new ones, and go on from
+their state. Operations that were submitted before are carried out first.
+"""
+
+from plexrl.scheduler.admission.deadlocks import is_waited_for, placed_of
+from plexrl.scheduler.admission.fair_shares import begin_to_wait
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.placement.evacuation import displace, may_displace
+from plexrl.scheduler.state.records import Job, WpgState
+
+
+def give_way(context: Context, now: float) -> bool:
+    """Set one detached job aside, if a job that is none of them could use GPUs; whether there was
+    one."""
+    if not context.waiting or not context.detached:
+        return False
+    detached = map(context.job, context.detached)
+    idle = [job for job in detached if _is_idle(context, job)]
+    if not idle or not is_waited_for(context, idle):
+        return False
+    _set_aside(context, min(idle, key=lambda each: (each.seen_at, each.job)), now)
+    return True
+
+
+def come_back(context: Context, job: Job, now: float) -> None:
+    """The job has a controller again: it stands in the queues for GPUs."""
+    if not job.is_set_aside:
+        return
+    job.is_set_aside = False
+    begin_to_wait(context, job.tenant, now)
+    for deployment in map(context.deployment, job.deployments):
+        if deployment.state == WpgState.WAITING:
+            context.wait(deployment)
+            for node in deployment.state_nodes:
+                # It may have been lost meanwhile.
+                context.wake(now, f"node:{node}")
+    context.place_waiting = True
+
+
+def _set_aside(context: Context, job: Job, now: float) -> None:
+    for deployment in placed_of(context, job):
+        displace(context, deployment, "its job has no controller, and others waited", now)
+    job.is_set_aside = True
+    del context.detached[job.job]
+    for name in job.deployments:
+        context.waiting.remove(name)
+    context.place_waiting = True
+
+
+def _is_idle(context: Context, job: Job) -> bool:
+    """Whether it has deployments, and none of them has anything to run."""
+    if not job.deployments:
+        return False
+    waits = any(context.deployment(name).queue for name in job.deployments)
+    return not waits and all(may_displace(context, each) for each in placed_of(context, job))

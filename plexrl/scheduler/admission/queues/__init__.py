@@ -1,0 +1,1 @@
+"""Deployments that wait for GPUs. Pure."""

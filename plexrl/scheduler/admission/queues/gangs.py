@@ -1,0 +1,77 @@
+"""Deployments that get GPUs at once: all of a gang, or a single one."""
+
+from plexrl.ids import DeploymentId
+from plexrl.scheduler.admission.fit.feasibility import gang_of
+from plexrl.scheduler.admission.order import is_partial
+from plexrl.scheduler.admission.scarcity import alike, over_quota
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.placement.placement import leave, place, ways
+from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.state.records import Deployment
+
+Wish = tuple[str, int]
+"""(node type, workers) of a deployment that nobody may pass."""
+
+
+def why_not_yet(context: Context, deployment: Deployment) -> tuple[str, str] | None:
+    """(reason, rule) for which `deployment` may not have GPUs even where some are free."""
+    job = context.job(deployment.job)
+    if job.is_set_aside:
+        return "its job has no controller: it gets GPUs again when one attaches the job", "detached"
+    if job.gang and len(job.deployments) < job.gang:
+        have = len(job.deployments)
+        return f"its gang of {job.gang} has {have} deployments so far", "gang"
+    gpus = sum(each.workers for each in gang_of(context, deployment))
+    reason = over_quota(context, job, gpus)
+    return None if reason is None else (reason, "quota")
+
+
+def place_all(
+    context: Context, gang: list[Deployment], only: dict[DeploymentId, tuple[Way, ...]], now: float
+) -> bool:
+    """Put all of them on groups, or none; `only` names the ways that each may get there."""
+    done: list[Deployment] = []
+    # The largest first: it has the fewest places to go.
+    for deployment in sorted(gang, key=lambda d: (-d.workers, d.created_at, d.deployment)):
+        if place(context, deployment, now, only=only[deployment.deployment]) is None:
+            for each in reversed(done):
+                leave(context, each, now)
+                each.ranks = ()
+                each.nodes = ()
+                each.placement = None
+            return False
+        done.append(deployment)
+    for deployment in gang:
+        context.waiting.remove(deployment.deployment)
+        context.hold(deployment, +1, now)
+    return True
+
+
+def ways_left(
+    context: Context, gang: list[Deployment], ahead: set[Wish], now: float
+) -> dict[DeploymentId, tuple[Way, ...]]:
+    """How each of `gang` may get GPUs behind those `ahead`, whom nobody may pass: none that they
+    may be waiting for, free or in a group of the size they want."""
+    found = {each.deployment: ways(context, each, now) for each in gang}
+    if is_partial(context, context.job(gang[0].job)):
+        return found
+    for each in gang:
+        rivals = [workers for kind, workers in ahead if alike(kind, each.node_type)]
+        if each.workers in rivals:
+            found[each.deployment] = ()
+        elif rivals:
+            left = [way for way in found[each.deployment] if way != Way.DEDICATED]
+            found[each.deployment] = tuple(left)
+    return found
+
+
+def likeness_of(deployment: Deployment, only: tuple[Way, ...]) -> tuple[object, ...]:
+    """What two deployments share that both fit or both do not."""
+    return (
+        deployment.workers,
+        deployment.node_type,
+        deployment.shares,
+        deployment.state_bytes,
+        deployment.trace,
+        only,
+    )

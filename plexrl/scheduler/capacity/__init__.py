@@ -1,0 +1,1 @@
+"""Who is busy when, on which GPUs. Pure."""

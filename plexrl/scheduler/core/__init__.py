@@ -1,0 +1,1 @@
+"""The core's one entry point, its events and its commands. Pure."""

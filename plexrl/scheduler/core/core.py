@@ -1,0 +1,497 @@
+"""The scheduler's one door: `commands = core.handle(event, now)` (design: decide in pure cores).
+
+Synchronous and free of clocks, I/O and chance: the live service and the simulator drive the same
+object, and a journal of (event, now) replayed into a new one gives the same state. An event is
+checked whole before anything changes, so a refused one leaves no trace.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_full
+from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
+from plexrl.scheduler.admission.admission import enqueue_deployment, wake_patient
+from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
+from plexrl.scheduler.config import SchedulerConfig, with_core_settings
+from plexrl.scheduler.core.advance import EVENT, NONE, Fault, has_work, work_off
+from plexrl.scheduler.core.calls import ListOperations
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.core.invariants import check
+from plexrl.scheduler.core.limits import check_numbers, within_limits
+from plexrl.scheduler.core.lookups import (
+    find_deployment,
+    find_job,
+    find_live_job,
+    find_operation,
+    job_named,
+)
+from plexrl.scheduler.core.snapshot import decode, encode
+from plexrl.scheduler.dispatch.switch_cost import state_reported
+from plexrl.scheduler.jobs.controllers import (
+    check_controller,
+    controller_attached,
+    controller_seen,
+    failure_acknowledged,
+    job_finished,
+    seen,
+    take_over,
+)
+from plexrl.scheduler.jobs.cycles import profile_key
+from plexrl.scheduler.jobs.lifecycle import (
+    excuse_silence,
+    has_gpu,
+    restart,
+    restart_when_there_is_room,
+    router_joined,
+    router_lost,
+    worker_ready,
+)
+from plexrl.scheduler.jobs.retention import owner_of
+from plexrl.scheduler.jobs.sharing import sharing_view
+from plexrl.scheduler.jobs.tenants import (
+    api_key_added,
+    api_key_revoked,
+    authenticate,
+    check_budget,
+    check_gpus,
+    check_live_jobs,
+    check_priority,
+    tenant_configured,
+    tenant_created,
+)
+from plexrl.scheduler.operations.backpressure import check_room
+from plexrl.scheduler.operations.cancellation import await_deadline, cancel
+from plexrl.scheduler.operations.failures import check_not_halted, failure_view, job_failure
+from plexrl.scheduler.operations.holding import held_view
+from plexrl.scheduler.operations.operations import enqueue
+from plexrl.scheduler.operations.outcomes import run_failed, run_finished
+from plexrl.scheduler.operations.submission_checks import check_deadline, check_same, check_source
+from plexrl.scheduler.placement.nodes import (
+    node_drain_changed,
+    node_joined,
+    node_lost,
+    state_migrated,
+)
+from plexrl.scheduler.queries.eta import promise
+from plexrl.scheduler.queries.explain_job import explain_job
+from plexrl.scheduler.queries.views import (
+    View,
+    cluster_view,
+    deployment_view,
+    ended_since,
+    group_view,
+    job_view,
+    needless_payloads,
+    node_view,
+    operation_log,
+    operation_view,
+    tenant_view,
+    usage_view,
+)
+from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.commands import Command
+from plexrl.scheduler.state.estimates import Estimates
+from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import Deployment, Job, WpgState
+from plexrl.wire.operations import HALTED, USER_KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class SchedulerCore:
+    """All decisions of a cluster's scheduler."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._begin(Context(config))
+
+    def _begin(self, context: Context) -> None:
+        self._context = context
+        self._handlers: dict[type[ev.Event], Callable[[Any, float], None]] = {
+            ev.SchedulerStarted: self._scheduler_started,
+            ev.NodeJoined: partial(node_joined, context),
+            ev.NodeLost: partial(node_lost, context),
+            ev.RouterJoined: partial(router_joined, context),
+            ev.RouterLost: partial(router_lost, context),
+            ev.TenantCreated: partial(tenant_created, context),
+            ev.ApiKeyAdded: partial(api_key_added, context),
+            ev.ApiKeyRevoked: partial(api_key_revoked, context),
+            ev.TenantConfigured: self._tenant_configured,
+            ev.NodeDrainChanged: partial(node_drain_changed, context),
+            ev.StateMigrated: partial(state_migrated, context),
+            ev.StateReported: partial(state_reported, context),
+            ev.JobSubmitted: self._job_submitted,
+            ev.ControllerSeen: partial(controller_seen, context),
+            ev.ControllerAttached: partial(controller_attached, context),
+            ev.FailureAcknowledged: partial(failure_acknowledged, context),
+            ev.JobFinished: partial(job_finished, context),
+            ev.DeploymentCreated: self._deployment_created,
+            ev.WorkerReady: self._worker_ready,
+            ev.WorkerExited: self._worker_exited,
+            ev.OperationSubmitted: self._operation_submitted,
+            ev.OperationCancelled: self._operation_cancelled,
+            ev.OperationFinished: self._operation_finished,
+            ev.OperationFailed: partial(run_failed, context),
+            ev.TimerFired: self._timer_fired,
+            ev.ServiceResumed: partial(excuse_silence, context),
+        }
+
+    def handle(self, event: ev.Event, now: float, skipped: frozenset[str] = NONE) -> list[Command]:
+        """Take in `event` at `now` (seconds, never less than before); returns what to do.
+
+        `skipped` names steps that failed when the same event was taken in before.
+
+        Raises:
+            PlexRLError: the event is refused, and nothing has changed.
+            Fault: a step failed halfway; the core must not be used any more.
+        """
+        context = self._context
+        try:
+            check_numbers(event)
+            self._handlers[type(event)](event, now)
+        except MemoryError:
+            raise
+        except Exception as error:
+            if isinstance(error, PlexRLError) and not has_work(context):
+                raise
+            raise Fault(EVENT, error) from error
+        work_off(context, now, skipped)
+        commands = context.commands
+        context.commands = []
+        if context.timer_at is None or context.wakes_sooner or context.discards:
+            context.add_own_commands(commands)
+        return commands
+
+    def become(self, other: "SchedulerCore") -> None:
+        """Go on as `other`, which nobody uses any more."""
+        self._begin(other._context)
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """What the core was made with; `SchedulerStarted` may have changed its settings since."""
+        return self._config
+
+    def dump(self) -> bytes:
+        """All that the core knows, for `restore`; to be called between events only."""
+        return encode(self._context)
+
+    @classmethod
+    def restore(cls, config: SchedulerConfig, body: bytes) -> "SchedulerCore":
+        """The core that wrote `body`: it decides as that one would have. The core's settings are
+        those of then, until the next `SchedulerStarted`.
+
+        Raises:
+            StorageError: another version of PlexRL wrote it.
+        """
+        core = cls(config)
+        core._begin(decode(body, config))
+        return core
+
+    def check_invariants(self) -> None:
+        """Assert the laws of `plexrl.scheduler.state.records`."""
+        check(self._context)
+
+    # Events
+
+    def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
+        if event.settings_json:
+            self._take_settings(event.settings_json)
+            wake_patient(self._context)
+        state = self._context.state
+        state.routers.clear()
+        for node in state.nodes.values():
+            node.alive = False
+            self._context.inventory.node_changed(node)
+        self._context.timer_at = None
+        excuse_silence(self._context, event, now)
+
+    def _take_settings(self, settings_json: str) -> None:
+        try:
+            settings = msgspec.json.decode(settings_json, type=dict[str, Any])
+        except ValueError as error:
+            raise InvalidRequestError(f"settings_json is no JSON object: {error}") from error
+        self._context.reconfigure(with_core_settings(self._context.config, settings))
+
+    def _tenant_configured(self, event: ev.TenantConfigured, now: float) -> None:
+        del now
+        tenant_configured(self._context.state, event)
+        self._context.place_waiting = True
+
+    def _job_submitted(self, event: ev.JobSubmitted, now: float) -> None:
+        context = self._context
+        known = context.state.jobs.get(event.job)
+        if known is not None:
+            if (known.tenant, known.name) != (event.tenant, event.name):
+                raise ConflictError(f"job id {event.job!r} is taken: choose another")
+            if event.controller and not known.state.is_final:
+                take_over(context, known, event.controller, now)
+            return
+        check_priority(context.state, event.tenant, event.priority)
+        check_budget(context.state, event.tenant)
+        check_live_jobs(context, event.tenant)
+        context.state.jobs[event.job] = Job(
+            job=event.job,
+            tenant=event.tenant,
+            name=event.name,
+            controller_timeout_s=event.controller_timeout_s,
+            reattach_timeout_s=event.reattach_timeout_s,
+            submitted_at=now,
+            seen_at=now,
+            priority=event.priority,
+            gang=event.gang,
+            expected_s=event.expected_s,
+            controller=event.controller,
+            halts_on_failure=event.halts_on_failure,
+        )
+        context.count_live_job(event.tenant, +1)
+        context.wake(now + event.controller_timeout_s, f"job:{event.job}")
+
+    def _deployment_created(self, event: ev.DeploymentCreated, now: float) -> None:
+        context = self._context
+        job = self._live_job(event.job)
+        check_controller(job, event.controller)
+        known = context.state.deployments.get(event.deployment)
+        if known is not None:
+            same = (known.job, known.kind, known.workers, known.exclusive, known.spec_json)
+            exclusive = event.exclusive or event.kind == "rollout"
+            asked = (event.job, event.kind, event.workers, exclusive, event.spec_json)
+            if (*same, known.node_type) != (*asked, event.node_type):
+                raise ConflictError(
+                    f"deployment {event.deployment!r} exists with other settings: use another name"
+                )
+            return
+        if event.kind not in USER_KINDS:
+            raise InvalidRequestError(
+                f"deployment {event.deployment!r}: use {' or '.join(USER_KINDS)}"
+            )
+        deployment = Deployment(
+            deployment=event.deployment,
+            job=event.job,
+            kind=event.kind,
+            workers=event.workers,
+            state_bytes=event.state_bytes,
+            exclusive=event.exclusive or event.kind == "rollout",
+            spec_json=event.spec_json,
+            created_at=now,
+            past_is_whole=True,
+            estimates=Estimates(event.state_bytes),
+            node_type=event.node_type,
+            trace=event.trace,
+        )
+        check_it_can_fit(context, job, deployment)
+        check_gpus(context, job, event.workers)
+        context.state.deployments[event.deployment] = deployment
+        job.deployments.append(event.deployment)
+        if deployment.trace is None:
+            deployment.trace = context.state.profiles.get(profile_key(context, deployment))
+        seen(context, job, now)
+        enqueue_deployment(context, deployment)
+
+    def _worker_ready(self, event: ev.WorkerReady, now: float) -> None:
+        deployment = self._current(event.deployment, event.incarnation)
+        if deployment is None or not 0 <= event.rank < len(deployment.ranks):
+            return
+        if has_gpu(self._context, deployment.ranks[event.rank]):
+            # Else its node was lost meanwhile: a node that comes back names its workers.
+            worker_ready(self._context, deployment, event.rank, event.address, now)
+
+    def _worker_exited(self, event: ev.WorkerExited, now: float) -> None:
+        deployment = self._current(event.deployment, event.incarnation)
+        if deployment is None:
+            return
+        reason = f"rank {event.rank}: {event.reason}"
+        if is_storage_full(event.code):
+            restart_when_there_is_room(self._context, deployment, reason, now)
+        else:
+            restart(self._context, deployment, reason, now)
+
+    def _current(self, name: DeploymentId, incarnation: int) -> Deployment | None:
+        """The deployment if that incarnation of its workers is the one that is wanted."""
+        deployment = self._context.state.deployments.get(name)
+        if deployment is None or deployment.incarnation != incarnation:
+            return None
+        gone = (WpgState.STOPPED, WpgState.MIGRATING, WpgState.WAITING)
+        # Where a launch waits for room, the processes of before it are stopped.
+        return None if deployment.state in gone or deployment.launch_at is not None else deployment
+
+    def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
+        context = self._context
+        deployment = self._deployment(event.deployment)
+        check_controller(self._job(deployment.job), event.controller)
+        known = context.state.operations.get(event.operation)
+        if known is not None:
+            check_same(known, event)
+            if owner_of(context.state, known) is None:
+                raise ConflictError(
+                    f"operation id {event.operation!r} was used by a former job: choose another"
+                )
+            return
+        job = self._live_job(deployment.job)
+        check_budget(context.state, job.tenant, event.kind)
+        if event.kind not in USER_KINDS[deployment.kind]:
+            raise InvalidRequestError(
+                f"{event.kind.value} is no operation of a {deployment.kind} deployment: "
+                f"{deployment.deployment!r} takes "
+                + ", ".join(sorted(kind.value for kind in USER_KINDS[deployment.kind]))
+            )
+        source = None if event.source is None else self._deployment(event.source)
+        check_source(event, deployment, source)
+        check_deadline(event)
+        if event.kind in HALTED:
+            check_not_halted([deployment] if source is None else [deployment, source])
+        check_room(context, event, deployment, source)
+        seen(context, job, now)
+        operation = enqueue(context, event, deployment, now)
+        promise(context, deployment, operation, now)
+        if event.deadline_s is not None:
+            await_deadline(context, operation)
+
+    def _operation_finished(self, event: ev.OperationFinished, now: float) -> None:
+        run_finished(self._context, within_limits(event), now)
+
+    def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
+        operation = self._operation(event.operation)
+        deployment = self._deployment(operation.deployment)
+        check_controller(self._job(deployment.job), event.controller)
+        cancel(self._context, operation, now)
+
+    def _timer_fired(self, event: ev.TimerFired, now: float) -> None:
+        """Time has passed, as with every event; the wake-up that was asked for is used up."""
+        del event, now
+        self._context.timer_at = None
+
+    # Look-ups
+
+    def _job(self, name: JobId) -> Job:
+        return find_job(self._context.state, name)
+
+    def _live_job(self, name: JobId) -> Job:
+        return find_live_job(self._context.state, name)
+
+    def _deployment(self, name: DeploymentId) -> Deployment:
+        return find_deployment(self._context.state, name)
+
+    def _operation(self, name: OperationId) -> Operation:
+        return find_operation(self._context.state, name)
+
+    def tenant_of_job(self, job: JobId) -> TenantId:
+        """Whose job it is. Raises `UnknownJobError`."""
+        return self._job(job).tenant
+
+    def tenant_of_deployment(self, deployment: DeploymentId) -> TenantId:
+        """Whose deployment it is. Raises `UnknownDeploymentError`."""
+        return self.tenant_of_job(self._deployment(deployment).job)
+
+    def tenant_of_operation(self, operation: OperationId) -> TenantId:
+        """Whose operation it is. Raises `UnknownOperationError`."""
+        return self.tenant_of_deployment(self._operation(operation).deployment)
+
+    # Views
+
+    def operation_view(self, operation: OperationId, now: float) -> View:
+        """One operation, and as `job_failure` the error of what fails for its job's first
+        unacknowledged failure. Raises `UnknownOperationError`."""
+        found = self._operation(operation)
+        job = self._job(self._deployment(found.deployment).job)
+        failure = failure_view(job_failure(self._context.state, job))
+        return {**operation_view(self._context, found, now), "job_failure": failure}
+
+    def check_controller(
+        self,
+        controller: str,
+        tenant: TenantId | None,
+        *,
+        job: JobId | None = None,
+        deployment: DeploymentId | None = None,
+        operation: OperationId | None = None,
+    ) -> None:
+        """Refuse the question of a former controller about its job, or a part of it; what is not
+        known, or another tenant's, is left to whoever answers. Raises `ControllerReplacedError`."""
+        found = job_named(self._context.state, job, deployment, operation)
+        if found is not None and tenant in (None, found.tenant):
+            check_controller(found, controller)
+
+    def is_final(self, operation: OperationId) -> bool:
+        """Whether nothing more comes of it. Raises `UnknownOperationError`."""
+        return self._operation(operation).state.is_final
+
+    def ended_since(self, count: int) -> tuple[int, list[OperationId] | None]:
+        """(operations ended so far, names of those behind the first `count`; None: forgotten)."""
+        return ended_since(self._context.state, count)
+
+    def deployment_view(self, deployment: DeploymentId, now: float) -> View:
+        """One deployment. Raises `UnknownDeploymentError`."""
+        del now
+        return deployment_view(self._context, self._deployment(deployment))
+
+    def job_view(self, job: JobId, now: float) -> View:
+        """One job. Raises `UnknownJobError`."""
+        del now
+        return job_view(self._context, self._job(job))
+
+    def explain_job(self, job: JobId, now: float, *, sees_all: bool = False) -> View:
+        """Why a job waits or runs as it does; an operator `sees_all`. Raises `UnknownJobError`."""
+        return explain_job(self._context, self._job(job), now, sees_all=sees_all)
+
+    def list_jobs(self, tenant: TenantId | None, now: float) -> list[View]:
+        """All jobs of a tenant, or of all tenants, oldest first."""
+        del now
+        jobs = self._context.state.jobs.values()
+        return [job_view(self._context, job) for job in jobs if tenant in (None, job.tenant)]
+
+    def jobs_of(self, tenant: TenantId) -> list[JobId]:
+        """The ids of all jobs of a tenant that are remembered."""
+        return [job.job for job in self._context.state.jobs.values() if job.tenant == tenant]
+
+    def list_nodes(self, tenant: TenantId | None = None) -> list[View]:
+        """All nodes, as a tenant or (None) the operator may see them."""
+        nodes = self._context.state.nodes.values()
+        return [node_view(self._context, node, tenant) for node in nodes]
+
+    def list_groups(self, now: float) -> list[View]:
+        """All node groups."""
+        del now
+        return [group_view(self._context, group) for group in self._context.state.groups.values()]
+
+    def operation_log(
+        self, tenant: TenantId | None, wanted: ListOperations, now: float
+    ) -> list[View]:
+        """Finished operations behind index `wanted.after`, oldest first."""
+        return operation_log(self._context, tenant, wanted, now)
+
+    def status(self, now: float, tenant: TenantId | None = None) -> View:
+        """The cluster in a few numbers, as a tenant or (None) the operator may see them."""
+        return cluster_view(self._context, tenant, now)
+
+    def held_deployments(self) -> list[View]:
+        """Those whose work waits for room, with the reason."""
+        return held_view(self._context, self._context.state.deployments)
+
+    def needless_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
+        """Those of no operation that is yet to end or kept for a recovery."""
+        return needless_payloads(self._context.state, blobs)
+
+    def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:
+        """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""
+        return authenticate(self._context.state, key_digest)
+
+    def usage(self, tenant: TenantId | None) -> list[View]:
+        """What a tenant, or all, used: a row for each job and kind of operation."""
+        return usage_view(self._context, tenant)
+
+    def sharing(self, tenant: TenantId | None, now: float) -> list[View]:
+        """What a tenant, or all, saved by sharing groups: a row for each job that had GPUs."""
+        return sharing_view(self._context.state, tenant, now)
+
+    def list_tenants(self, now: float) -> list[View]:
+        """All tenants with their limits, holdings and use."""
+        tenants = self._context.state.tenants.values()
+        return [tenant_view(self._context, tenant, now) for tenant in tenants]
+
+    def tenants(self) -> list[TenantId]:
+        """All tenants, in the order of their creation."""
+        return list(self._context.state.tenants)

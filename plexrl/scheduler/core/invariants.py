@@ -1,0 +1,112 @@
+"""The laws of `plexrl.scheduler.state.records`, checked whole."""
+
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.state.records import Deployment, Residency, WpgState
+from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
+
+
+def check(context: Context) -> None:
+    """Raises `AssertionError` naming the first law that is broken."""
+    state = context.state
+    context.inventory.check()
+    context.waiting.check()
+    taken: dict[tuple[str, int], str] = {}
+    for group in state.groups.values():
+        assert group.members, f"{group.group} has no members"
+        for gpu in group.gpus:
+            other = taken.setdefault((gpu.node, gpu.gpu), group.group)
+            assert other == group.group, f"{gpu} is in {group.group} and in {other}"
+        for member in group.members:
+            assert state.deployments[member].group == group.group, f"{member} is elsewhere"
+        if group.holder is not None:
+            assert group.holder in group.members, f"{group.group} is held by a stranger"
+        for member in group.members:
+            deployment = state.deployments[member]
+            if member != group.holder:
+                busy = deployment.running or deployment.moving or deployment.replaying
+                assert not busy, f"{member} runs without the lock of {group.group}"
+                assert deployment.residency in (Residency.NONE, Residency.OFFLOADED), member
+    for deployment in state.deployments.values():
+        _check_deployment(context, deployment)
+    _check_in_flight(context)
+
+
+def _check_in_flight(context: Context) -> None:
+    """What bounds are kept by is what there is."""
+    state = context.state
+    counted: dict[str, list[int]] = {}
+    for operation in state.operations.values():
+        if operation.is_counted:
+            deployment = state.deployments[operation.deployment]
+            for name in (f"d:{deployment.deployment}", f"t:{state.jobs[deployment.job].tenant}"):
+                counted.setdefault(name, []).append(operation.payload_bytes)
+    kept = {f"t:{name}": in_flight for name, in_flight in state.in_flight.items()}
+    kept |= {f"d:{name}": each.in_flight for name, each in state.deployments.items()}
+    for name, in_flight in kept.items():
+        sizes = counted.pop(name, [])
+        found = (in_flight.operations, in_flight.payload_bytes)
+        assert found == (len(sizes), sum(sizes)), f"{name} counts {found}, there are {sizes}"
+    assert not counted, f"nothing is kept of {sorted(counted)}"
+
+
+def _check_deployment(context: Context, deployment: Deployment) -> None:
+    state = context.state
+    name = deployment.deployment
+    placed = deployment.state not in (WpgState.WAITING, WpgState.STOPPED)
+    assert placed == (deployment.group is not None), f"{name}: placed and group disagree"
+    assert len(set(deployment.queue)) == len(deployment.queue), f"{name}: queued twice"
+    for queued in deployment.queue:
+        operation = state.operations[queued]
+        assert operation.state == OperationState.PENDING, f"{queued} is queued as {operation.state}"
+        assert queued not in deployment.running, f"{queued} waits and runs"
+    for running, command in deployment.running.items():
+        if not command.replay:
+            assert state.operations[running].state == OperationState.RUNNING, running
+    others = [
+        state.operations[running]
+        for running, command in deployment.running.items()
+        if command.kind != OperationKind.GENERATE
+    ]
+    if len(deployment.running) > 1 and others:
+        kinds = sorted(other.kind.value for other in others)
+        assert len(others) == 1, f"{name} runs {kinds} at once"
+        assert others[0].in_flight, f"{name} runs {kinds} beside generations"
+    halting = [failure for failure in deployment.unacknowledged if failure.halts]
+    if halting:
+        failed_at = halting[0].at
+        for queued in deployment.queue:
+            operation = state.operations[queued]
+            halted = operation.kind in MUTATING and not operation.internal
+            assert not halted or operation.submitted_at <= failed_at, f"{queued} is not halted"
+    assert deployment.durable_seq <= deployment.completed_seq, f"{name}: durable is ahead"
+    seqs = [state.operations[logged].seq for logged in deployment.log]
+    assert seqs == sorted(set(seqs)), f"{name}: the replay log is out of order: {seqs}"
+    assert all(state.operations[logged].kind in MUTATING for logged in deployment.log), name
+    if placed and deployment.completed_seq > deployment.durable_seq:
+        assert seqs, f"{name}: nothing rebuilds {deployment.completed_seq}"
+        assert seqs[-1] == deployment.completed_seq, f"{name}: the log lacks its end"
+    assert all(state.operations[logged].is_logged for logged in deployment.log), name
+    past = [state.operations[each].seq for each in deployment.past]
+    assert past == sorted(set(past)), f"{name}: what led to its version is out of order: {past}"
+    assert all(seq <= deployment.durable_seq for seq in past), f"{name}: {past} is not past"
+    nbytes = sum(state.operations[each].payload_bytes for each in deployment.past)
+    assert deployment.past_payload_bytes == nbytes, f"{name}: {deployment.past_payload_bytes} bytes"
+    previous = deployment.previous_seq
+    if previous:
+        assert previous < deployment.durable_seq, f"{name}: {previous} is no earlier version"
+        behind = [each for each in deployment.past if state.operations[each].seq > previous]
+        first_behind = state.operations[behind[0]] if behind else None
+        # What overwrites all leads on from any version.
+        leads_on = first_behind is not None and (
+            first_behind.seq == previous + 1 or first_behind.kind in SUPERSEDING
+        )
+        assert leads_on, f"{name}: nothing leads on from version {previous}"
+    if past:
+        assert deployment.past_is_whole or previous + 1 == past[0], f"{name}: {past} is of no use"
+        assert past[-1] == deployment.durable_seq, f"{name}: what led to its version lacks its end"
+    elif deployment.durable_seq and deployment.past_is_whole:
+        first = state.operations[deployment.log[0]] if deployment.log else None
+        overwrites = first is not None and first.kind in SUPERSEDING
+        assert overwrites, f"{name}: nothing led to version {deployment.durable_seq}"
+    left = len(deployment.log) - len(deployment.replaying)
+    assert deployment.replaying == deployment.log[left:], f"{name}: replays what is not logged"

@@ -1,0 +1,113 @@
+"""The range of every number that reaches the core from outside.
+
+A request with a number outside its range is refused before anything changes. A report tells of
+something that has already happened, so its measurements are cut to their range instead. The bounds
+lie far above any real cluster, and so low that no sum in the state leaves 64 bits: a snapshot holds
+integers of that size only.
+"""
+
+import math
+from typing import Final
+
+from msgspec.structs import replace
+
+from plexrl.errors import InvalidRequestError
+from plexrl.scheduler.state import events as ev
+
+COUNT_MAX = 1_000_000_000
+GPUS_MAX = 1 << 16
+"""Of one node, and of one deployment."""
+BYTES_MAX = 1 << 50
+"""Of one piece of state, one payload and one tier: 1 PiB."""
+TOKENS_MAX = 1 << 40
+"""Of one operation."""
+SECONDS_MAX = 1e15
+TOTAL_MAX = (1 << 62) - 1
+"""A sum that has reached this stays there."""
+
+_Range = tuple[str, float, float]
+
+_GPUS: Final = (0, GPUS_MAX)
+_BYTES: Final = (0, BYTES_MAX)
+_COUNT: Final = (0, COUNT_MAX)
+_SECONDS: Final = (0.0, SECONDS_MAX)
+_ABOVE_0: Final = math.nextafter(0.0, 1.0)
+
+RANGES: Final[dict[type[ev.Event], tuple[_Range, ...]]] = {
+    ev.NodeJoined: (
+        ("gpus", *_GPUS),
+        ("gpu_memory_bytes", *_BYTES),
+        ("host_memory_bytes", *_BYTES),
+        ("nvme_bytes", *_BYTES),
+    ),
+    ev.TenantConfigured: (
+        ("jobs_max", *_COUNT),
+        ("gpus_max", *_COUNT),
+        ("gpu_seconds_max", *_SECONDS),
+        ("live_jobs_max", *_COUNT),
+        ("checkpoints_max", *_COUNT),
+        ("checkpoint_bytes_max", 0, TOTAL_MAX),
+    ),
+    ev.JobSubmitted: (
+        ("controller_timeout_s", _ABOVE_0, SECONDS_MAX),
+        ("reattach_timeout_s", *_SECONDS),
+        ("gang", *_COUNT),
+        ("expected_s", *_SECONDS),
+    ),
+    ev.DeploymentCreated: (("workers", 1, GPUS_MAX), ("state_bytes", *_BYTES)),
+    ev.OperationSubmitted: (("tokens", 0, TOKENS_MAX), ("payload_bytes", *_BYTES)),
+}
+"""(field, least, most) of the numbers of each event that asks for something. A field that is None
+is not checked."""
+
+
+def check_numbers(event: ev.Event) -> None:
+    """Refuse an event with a number outside its range, or one that is not a number.
+
+    Raises:
+        InvalidRequestError: it has one; nothing has changed.
+    """
+    for name, least, most in RANGES.get(type(event), ()):
+        value = getattr(event, name)
+        # Written so that NaN, which compares as false, is refused too.
+        if value is not None and not least <= value <= most:
+            low = "above 0" if least == _ABOVE_0 else f"at least {least:g}"
+            raise InvalidRequestError(f"{name} is {value}: it must be {low} and at most {most:g}")
+    if isinstance(event, ev.DeploymentCreated) and event.trace is not None:
+        trace = event.trace
+        longest = max(trace.jitter_s, *(each.slack_s for each in trace.segments), 0.0)
+        if longest > trace.period_s * COUNT_MAX or not 0 <= trace.cycles <= COUNT_MAX:
+            raise InvalidRequestError(
+                f"the demand trace has a jitter or a slack of {longest:g} s for a period of "
+                f"{trace.period_s:g} s, or {trace.cycles} cycles: give the cycle as it was measured"
+            )
+
+
+def within_limits(event: ev.OperationFinished) -> ev.OperationFinished:
+    """The report with its measurements cut to their ranges."""
+    moved = event.moved
+    if (
+        0.0 <= event.compute_s <= SECONDS_MAX
+        and 0.0 <= event.transfer_s <= SECONDS_MAX
+        and 0 <= event.result_bytes <= BYTES_MAX
+        and (moved is None or 0 <= moved.bytes_moved <= BYTES_MAX)
+    ):
+        return event
+    return replace(
+        event,
+        compute_s=_seconds(event.compute_s),
+        transfer_s=_seconds(event.transfer_s),
+        result_bytes=bounded_bytes(event.result_bytes),
+        moved=None
+        if moved is None
+        else ev.StateMoved(bytes_moved=bounded_bytes(moved.bytes_moved), tier=moved.tier),
+    )
+
+
+def bounded_bytes(nbytes: int) -> int:
+    """A reported size, cut to its range."""
+    return min(max(0, nbytes), BYTES_MAX)
+
+
+def _seconds(seconds: float) -> float:
+    return min(max(0.0, seconds), SECONDS_MAX) if seconds == seconds else 0.0

@@ -1,0 +1,63 @@
+"""What an event names, found or refused."""
+
+from plexrl.errors import (
+    JobEndedError,
+    UnknownDeploymentError,
+    UnknownJobError,
+    UnknownOperationError,
+)
+from plexrl.ids import DeploymentId, JobId, OperationId
+from plexrl.scheduler.jobs.retention import owner_of
+from plexrl.scheduler.state.job_states import FINAL
+from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import Deployment, Job, State
+
+
+def find_job(state: State, name: JobId) -> Job:
+    """Raises `UnknownJobError`."""
+    job = state.jobs.get(name)
+    if job is None:
+        raise UnknownJobError(f"there is no job {name!r}")
+    return job
+
+
+def find_live_job(state: State, name: JobId) -> Job:
+    """Raises `UnknownJobError`, and `JobEndedError` where it has ended."""
+    job = find_job(state, name)
+    if job.state in FINAL:
+        raise JobEndedError(
+            f"job {name!r} has ended ({job.state.value.lower()}): submit a new one",
+            reason=job.reason,
+        )
+    return job
+
+
+def find_deployment(state: State, name: DeploymentId) -> Deployment:
+    """Raises `UnknownDeploymentError`."""
+    deployment = state.deployments.get(name)
+    if deployment is None:
+        raise UnknownDeploymentError(f"there is no deployment {name!r}")
+    return deployment
+
+
+def find_operation(state: State, name: OperationId) -> Operation:
+    """Raises `UnknownOperationError`, also for one that has left the history."""
+    operation = state.operations.get(name)
+    is_known = operation is not None and owner_of(state, operation) is not None
+    if operation is None or operation.is_forgotten or not is_known:
+        raise UnknownOperationError(f"there is no operation {name!r}, or not any more")
+    return operation
+
+
+def job_named(
+    state: State,
+    job: JobId | None,
+    deployment: DeploymentId | None,
+    operation: OperationId | None,
+) -> Job | None:
+    """The job that is named, or that a named part belongs to; None: it is not known."""
+    if operation is not None and operation in state.operations:
+        deployment = state.operations[operation].deployment
+    if deployment is not None and deployment in state.deployments:
+        job = state.deployments[deployment].job
+    return None if job is None else state.jobs.get(job)

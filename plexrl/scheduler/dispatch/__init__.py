@@ -1,0 +1,1 @@
+"""What a node group runs next, and when it switches. Pure."""

@@ -1,0 +1,468 @@
+"""The next step of a node group: who has the lock, what runs, when to switch (PlexRL §4.4, §5.2.2).
+
+A group is looked at after every event that touched it. Its holder's burst goes on while the holder
+has something to run; a burst that has paused is waited for a moment, since the next operation of a
+cycle usually follows at once; then the member of highest response ratio gets the lock, under a new
+fencing token, by an offload of the holder and a load of its own state.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from plexrl.ids import DeploymentId, OperationId
+from plexrl.scheduler.capacity.overlaps import owns_time
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.dispatch.hrrs import Candidate
+from plexrl.scheduler.dispatch.ordering import first
+from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
+from plexrl.scheduler.dispatch.switch_cost import round_trip_s, switch_cost
+from plexrl.scheduler.jobs.lifecycle import launch
+from plexrl.scheduler.operations.holding import renew_token
+from plexrl.scheduler.operations.latency_breakdown import switch_began
+from plexrl.scheduler.operations.operations import start, start_move
+from plexrl.scheduler.placement.rebuilding import may_replay
+from plexrl.scheduler.placement.relocation import finish as finish_relocation
+from plexrl.scheduler.placement.relocation import is_due, stops
+from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import Deployment, Group, Residency, WpgState
+from plexrl.wire.operations import OperationKind, OperationState
+
+_READY: Final = WpgState.READY
+_MOVING: Final = Residency.MOVING
+_FINISHED: Final = OperationState.FINISHED
+_LOAD: Final = OperationKind.LOAD
+_OFFLOAD: Final = OperationKind.OFFLOAD
+_GENERATE: Final = OperationKind.GENERATE
+
+GAP_MARGIN = 4.0
+"""The holder's next operation is waited for up to this many times the usual gap in its bursts."""
+
+OVERDUE = 2.0
+"""A member is expected until this many times its usual pause between bursts have passed."""
+
+LOOK_AHEAD = 32
+"""Waiting operations of a member that are looked at to say how long its burst will be."""
+
+
+def advance(context: Context, group: Group, now: float) -> None:
+    """Decide everything about `group` that can be decided now."""
+    if context.relocating and _move_out(context, group, now):
+        return
+    if group.holder is None:
+        waiting = _waiting(context, group, now)
+        chosen = _first_not_held_back(context, group, waiting, now)
+        if chosen is not None:
+            _grant(context, group, chosen, now)
+        return
+    holder = context.state.deployments[group.holder]
+    if holder.moving is not None or holder.state is not _READY:
+        return
+    if holder.replaying:
+        held = now < holder.held_back_until
+        if not holder.running and not held and may_replay(context, holder):
+            _replay_next(context, group, holder, now)
+        return
+    if holder.relocation is not None and stops(context, holder):
+        return
+    if holder.kind == "forward" and _leans_on_its_source(holder, now):
+        _snapshot(context, group, holder, now)
+        return
+    if not holder.running and not _goes_on(context, holder, now):
+        waiting = _waiting(context, group, now, besides=holder)
+        if waiting and _may_be_relieved(context, group, holder, waiting, now):
+            chosen = _first_not_held_back(context, group, waiting, now)
+            if chosen is not None:
+                _switch(context, group, holder, chosen, now)
+                return
+            if not holder.queue:
+                # All who wait keep out of a critical segment, and the holder has had its moment.
+                end_burst(holder, now)
+                _anticipate(context, group, holder, now, held_back=True)
+                return
+        if not waiting and not holder.queue:
+            _anticipate(context, group, holder, now)
+            return
+    if holder.queue:
+        _dispatch(context, group, holder, now)
+    if holder.running and context.inventory.spills(group):
+        _look_ahead(context, group, holder, now)
+
+
+def next_operation(context: Context, deployment: Deployment) -> Operation | None:
+    """The head of the queue if it could run now, were its WPG on the device."""
+    if not deployment.queue:
+        return None
+    head = context.state.operations[deployment.queue[0]]
+    return head if head.after is None or _is_over(context, head.after) else None
+
+
+def _is_over(context: Context, name: OperationId) -> bool:
+    dependency = context.state.operations.get(name)
+    return dependency is None or dependency.state is _FINISHED
+
+
+def wants_the_group(context: Context, deployment: Deployment, now: float) -> bool:
+    """It has something to run, processes to run it, and no back-off to sit out."""
+    queue = deployment.queue
+    if not queue or deployment.state is not _READY or now < deployment.held_back_until:
+        return False
+    if deployment.relocation is not None and stops(context, deployment):
+        return False
+    after = context.state.operations[queue[0]].after
+    return after is None or _is_over(context, after)
+
+
+def candidate(context: Context, group: Group, deployment: Deployment) -> Candidate:
+    """The burst that `deployment` has waiting, as the ordering rules see it."""
+    estimates = deployment.estimates
+    queue = deployment.queue
+    head_s = queued_s = burst_s = arrived_at = cycle_s = 0.0
+    if queue:
+        operations = context.state.operations
+        head = operations[queue[0]]
+        # The queue is in order of submission; what a fault put back in front is older still.
+        arrived_at = head.submitted_at
+        head_s = queued_s = estimates.operation_s(head.kind, head.tokens)
+        for name in queue[1:LOOK_AHEAD]:
+            operation = operations[name]
+            queued_s += estimates.operation_s(operation.kind, operation.tokens)
+        burst_s = estimates.burst_s(head.tokens)
+        if deployment.burst_ended_at is not None:
+            cycle_s = max(0.0, arrived_at - deployment.burst_ended_at) + max(queued_s, burst_s)
+    return Candidate(
+        name=deployment.deployment,
+        arrived_at=arrived_at,
+        service_s=max(queued_s, burst_s),
+        setup_s=switch_cost(context, group, deployment),
+        head_s=head_s,
+        cycle_s=cycle_s,
+        served_at=deployment.served_at,
+        turns_away=_turns_away(group, deployment),
+        priority=context.state.jobs[deployment.job].priority,
+    )
+
+
+def _turns_away(group: Group, deployment: Deployment) -> int:
+    """Places behind the holder in the fixed cycle of members; the holder itself is last."""
+    members, holder = group.members, group.holder
+    if holder is None or holder == deployment.deployment:
+        return len(members)
+    return (members.index(deployment.deployment) - members.index(holder)) % len(members)
+
+
+def _waiting(
+    context: Context, group: Group, now: float, besides: Deployment | None = None
+) -> list[Deployment]:
+    """All members but one that want the group."""
+    deployments = context.state.deployments
+    found = []
+    for name in group.members:
+        member = deployments[name]
+        if member.queue and member is not besides and wants_the_group(context, member, now):
+            found.append(member)
+    return found
+
+
+def _first(context: Context, group: Group, waiting: Sequence[Deployment], now: float) -> Deployment:
+    """The one of `waiting`, of which there is at least one, that the ordering rule puts first."""
+    if len(waiting) == 1:
+        return waiting[0]
+    candidates = [candidate(context, group, each) for each in waiting]
+    best = first(context.ordering, candidates, now, context.config.starvation_bound_s)
+    assert best is not None, f"{group.group}: nobody is first"
+    return context.deployment(DeploymentId(best.name))
+
+
+def _first_not_held_back(
+    context: Context, group: Group, waiting: Sequence[Deployment], now: float
+) -> Deployment | None:
+    """The first of `waiting` that need not keep out of a critical segment."""
+    if not context.policy.guards_slack:
+        return _first(context, group, waiting, now) if waiting else None
+    left = list(waiting)
+    while left:
+        chosen = _first(context, group, left, now)
+        if not _held_back(context, group, chosen, now):
+            return chosen
+        left.remove(chosen)
+    return None
+
+
+def _held_back(context: Context, group: Group, chosen: Deployment, now: float) -> bool:
+    """Whether the burst that is next in order must keep out of a critical segment; looks again."""
+    if owns_time(chosen):
+        return False
+    wait_s = holds_back(context, group, chosen, candidate(context, group, chosen), now)
+    if wait_s is None:
+        return False
+    context.wake(now + wait_s, f"group:{group.group}")
+    return True
+
+
+def _move_out(context: Context, group: Group, now: float) -> bool:
+    """Carry on the moves of members that are between operations; True where the group waits."""
+    for name in list(group.members):
+        member = context.deployment(name)
+        if not is_due(context, member):
+            continue
+        if member.residency == Residency.DEVICE and group.holder == name:
+            _offload(context, group, member, now)
+            return True
+        if member.residency != Residency.DEVICE and finish_relocation(context, member, now):
+            if member.state == WpgState.RECOVERING:
+                launch(context, member)
+            context.touch(member.group)
+    return group.group not in context.state.groups
+
+
+def _goes_on(context: Context, holder: Deployment, now: float) -> bool:
+    """Whether the holder's burst goes on, whoever waits."""
+    if not holder.queue or not context.ordering.holds_bursts:
+        return False
+    if not wants_the_group(context, holder, now):
+        return False
+    started_at = holder.burst_started_at if holder.burst_started_at is not None else now
+    return now - started_at < context.config.burst_max_s
+
+
+def _may_be_relieved(
+    context: Context, group: Group, holder: Deployment, waiting: Sequence[Deployment], now: float
+) -> bool:
+    """Whether one of those `waiting` may take the lock from a `holder` that runs nothing."""
+    ordering = context.ordering
+    if wants_the_group(context, holder, now):
+        if _first(context, group, [holder, *waiting], now) is not holder:
+            return True
+        if ordering.holds_bursts:
+            holder.burst_started_at = now
+        return False
+    if holder.idle_since is None or not ordering.holds_bursts:
+        return True
+    hold_s = _hold_s(context, holder)
+    if now >= holder.idle_since + hold_s:
+        return True
+    context.wake(holder.idle_since + hold_s, f"group:{group.group}")
+    return False
+
+
+def _hold_s(context: Context, holder: Deployment) -> float:
+    """How long the next operation of a burst is worth waiting for: not longer than it would take to
+    switch away and back."""
+    usual_s = GAP_MARGIN * (holder.estimates.gap_seconds or 0.0)
+    return min(max(context.config.burst_hold_s, usual_s), round_trip_s(context, holder))
+
+
+def _anticipate(
+    context: Context, group: Group, holder: Deployment, now: float, *, held_back: bool = False
+) -> None:
+    """Switch a group that nobody waits for to the member whose next burst is expected first.
+
+    Only once the holder's own burst is known to be over. A wrong guess costs little: whoever comes
+    instead needs a switch either way, and one that comes during the offload is handed the group.
+    Where members wait but are held back, it is for one with time of its own, and only such a one is
+    switched to.
+    """
+    if (
+        not context.anticipates
+        or holder.burst_started_at is not None
+        or holder.burst_ended_at is None
+    ):
+        return
+    expected = _expected_next(context, group, now, critical=held_back)
+    if expected is not None and expected is not holder:
+        _switch(context, group, holder, expected, now)
+
+
+def _expected_next(
+    context: Context, group: Group, now: float, *, critical: bool = False
+) -> Deployment | None:
+    """The member whose next burst is due first, by when its last one ended and its usual pause.
+
+    `critical`: of those with time of their own that have not asked yet.
+    """
+    deployments = context.state.deployments
+    first_due: Deployment | None = None
+    due_at = 0.0
+    for name in group.members:
+        member = deployments[name]
+        ended_at = member.burst_ended_at
+        if ended_at is None or member.state is not _READY:
+            continue
+        think_s = member.estimates.think_seconds
+        # One that is late by more than it usually takes may have stopped for good.
+        if think_s is None or now > ended_at + OVERDUE * think_s or now < member.held_back_until:
+            continue
+        if critical and (member.queue or not owns_time(member)):
+            continue
+        at = ended_at + think_s
+        if first_due is None or at < due_at or (at == due_at and name < first_due.deployment):
+            first_due, due_at = member, at
+    return first_due
+
+
+def _look_ahead(context: Context, group: Group, holder: Deployment, now: float) -> None:
+    """While the holder works, have the state of whoever is next brought into host memory."""
+    waiting = _waiting(context, group, now, besides=holder)
+    if waiting:
+        prefetch(context, group, _first(context, group, waiting, now), now)
+        return
+    expected = _expected_next(context, group, now)
+    if expected is not None and expected is not holder:
+        prefetch(context, group, expected, now)
+
+
+def successor(context: Context, group: Group, now: float) -> Deployment | None:
+    """Who gets the lock that the holder has just given back.
+
+    The member that the switch was begun for, unless it was only expected and another waits by now.
+    """
+    if group.incoming is None:
+        return None
+    incoming = context.state.deployments[group.incoming]
+    if incoming.state is not _READY:
+        return None
+    if not wants_the_group(context, incoming, now):
+        waiting = _waiting(context, group, now)
+        if waiting:
+            return _first_not_held_back(context, group, waiting, now) or incoming
+    return incoming
+
+
+def _grant(context: Context, group: Group, deployment: Deployment, now: float) -> None:
+    """Give the free lock to `deployment` and bring its state onto the GPUs."""
+    context.state.fence(group)
+    group.holder = deployment.deployment
+    group.incoming = None
+    load(context, group, deployment, now)
+
+
+def load(context: Context, group: Group, deployment: Deployment, now: float) -> None:
+    """Start the load of the holder's last complete version."""
+    switch_began(deployment, now)
+    deployment.residency = _MOVING
+    if group.prefetched == deployment.deployment:
+        # Once it has left the GPUs again, its state may lie on NVMe again.
+        group.prefetched = None
+    start_move(context, group, deployment, _LOAD, deployment.durable_seq, now)
+
+
+def _switch(
+    context: Context, group: Group, holder: Deployment, rival: Deployment, now: float
+) -> None:
+    """Offload the holder; its completion hands the lock to `rival`."""
+    group.incoming = rival.deployment
+    switch_began(rival, now)
+    _offload(context, group, holder, now)
+
+
+def _offload(context: Context, group: Group, holder: Deployment, now: float) -> None:
+    """Take the holder's state off the GPUs; no operation of the old token runs any more."""
+    end_burst(holder, now)
+    context.state.fence(group)
+    holder.residency = _MOVING
+    start_move(context, group, holder, _OFFLOAD, holder.completed_seq, now)
+
+
+def end_burst(holder: Deployment, now: float) -> None:
+    """Close the books on the holder's burst; one that ran nothing is none."""
+    started_at = holder.burst_started_at
+    if started_at is not None and started_at <= holder.served_at:
+        ended_at = holder.idle_since if holder.idle_since is not None else now
+        holder.estimates.observe_burst(max(0.0, ended_at - started_at), holder.burst_tokens)
+        holder.burst_ended_at = ended_at
+    holder.burst_started_at = None
+    holder.burst_tokens = 0
+
+
+def _dispatch(context: Context, group: Group, holder: Deployment, now: float) -> None:
+    """Start what the holder's order allows: one operation, or generates side by side, and beside
+    those one sync that is to be in flight; what follows it waits for it."""
+    while True:
+        head = next_operation(context, holder)
+        if head is None or now < holder.held_back_until:
+            return
+        if holder.running:
+            if head.token == group.token:
+                # It was held, and is sent again under another token once these have ended.
+                return
+            if head.kind != _GENERATE and not head.in_flight:
+                return
+            if any(each.kind != _GENERATE for each in holder.running.values()):
+                return
+        elif now >= holder.no_snapshot_until and _has_much_to_replay(context, holder):
+            _snapshot(context, group, holder, now)
+            return
+        _go_on_with_burst(context, holder, head, now)
+        renew_token(context, group, head)
+        holder.queue.pop(0)
+        start(context, group, holder, head, now)
+        if head.kind != _GENERATE:
+            return
+
+
+def _has_much_to_replay(context: Context, holder: Deployment) -> bool:
+    """Whether a recovery would repeat as many mutations, or as much computing, as it may."""
+    log, config = holder.log, context.config
+    if len(log) >= config.snapshot_operations:
+        return True
+    operations = context.state.operations
+    work_s = sum(operations[name].compute_s or 0.0 for name in log)
+    return work_s >= config.snapshot_work_s
+
+
+def _leans_on_its_source(holder: Deployment, now: float) -> bool:
+    """Whether a recovery of a forward deployment would replay a sync or load of weights: it keeps
+    them for long after its trainer's are published no more, so it is to be stored before that."""
+    return not holder.running and now >= holder.no_snapshot_until and bool(holder.log)
+
+
+def _snapshot(context: Context, group: Group, holder: Deployment, now: float) -> None:
+    holder.idle_since = None
+    start_move(context, group, holder, OperationKind.SNAPSHOT, holder.completed_seq, now)
+
+
+def _go_on_with_burst(context: Context, holder: Deployment, head: Operation, now: float) -> None:
+    """Count `head` to the holder's burst, or to a new one if the holder was idle for too long."""
+    idle_since = holder.idle_since
+    if holder.burst_started_at is not None and idle_since is not None and now > idle_since:
+        if now - idle_since > _gap_s_max(context, holder):
+            end_burst(holder, now)
+        elif head.submitted_at > idle_since:
+            # One that was there already says nothing of how long its controller takes.
+            holder.estimates.observe_gap(now - idle_since)
+    if holder.burst_started_at is None:
+        holder.burst_started_at = now
+    if holder.burst_tokens == 0:
+        holder.burst_tokens = head.tokens
+    _observe_pause(context, holder, head)
+    holder.idle_since = None
+    holder.served_at = now
+
+
+def _observe_pause(context: Context, holder: Deployment, head: Operation) -> None:
+    """Learn from the pause before `head`, if it is the first operation of a burst.
+
+    A pause no longer than a switch away and back was one inside a burst, which was broken up for
+    want of knowing how long this controller takes.
+    """
+    ended_at = holder.burst_ended_at
+    if ended_at is None or holder.served_at > ended_at or head.submitted_at <= ended_at:
+        return
+    pause_s = head.submitted_at - ended_at
+    if pause_s <= _gap_s_max(context, holder):
+        holder.estimates.observe_gap(pause_s)
+    else:
+        holder.estimates.observe_think(pause_s)
+
+
+def _gap_s_max(context: Context, deployment: Deployment) -> float:
+    """A longer pause lies between two bursts."""
+    hold_s = context.config.burst_hold_s
+    switch_s = round_trip_s(context, deployment)
+    return switch_s if switch_s > hold_s else hold_s
+
+
+def _replay_next(context: Context, group: Group, holder: Deployment, now: float) -> None:
+    operation = context.state.operations[holder.replaying[0]]
+    renew_token(context, group, operation)
+    start(context, group, holder, operation, now, replay=True)

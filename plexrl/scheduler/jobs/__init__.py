@@ -1,0 +1,1 @@
+"""Jobs, their controllers and tenants, their profiles and their usage. Pure."""

@@ -1,0 +1,131 @@
+"""The controllers of jobs: who may act for a job, and what it has been told.
+
+A controller names itself by a token of its own choice. The last one that submitted or attached a
+job is its controller; a call with any other token is refused, so a controller that was taken for
+dead learns that it has been replaced. Calls without a token are an operator's, or of a controller
+that does without fencing.
+"""
+
+from typing import TYPE_CHECKING
+
+from plexrl.errors import ControllerReplacedError, InvalidRequestError
+from plexrl.scheduler.admission.preemption import come_back
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.core.lookups import find_deployment, find_job, find_live_job, find_operation
+from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach_or_cancel, end_job
+from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_error, root_of
+from plexrl.scheduler.operations.gradients import gradients_to_come
+from plexrl.scheduler.operations.operations import enqueue_zero_grad
+from plexrl.scheduler.state.events import (
+    ControllerAttached,
+    ControllerSeen,
+    FailureAcknowledged,
+    JobFinished,
+)
+from plexrl.scheduler.state.records import Job
+
+if TYPE_CHECKING:
+    from plexrl.ids import OperationId
+
+DETACHED = "detached"
+"""What a controller says that leaves its job to another one."""
+
+
+def check_controller(job: Job, controller: str) -> None:
+    """Refuse a token that is not that of the job's present controller.
+
+    Raises:
+        ControllerReplacedError: it is of a former one.
+    """
+    if controller and controller != job.controller:
+        raise ControllerReplacedError(
+            f"another controller has attached job {job.job!r}: this one may not act for it any "
+            "more; end this process, or attach the job again to replace the other one",
+            job=job.job,
+        )
+
+
+def seen(context: Context, job: Job, now: float) -> None:
+    """The job's controller has shown that it lives."""
+    job.seen_at = now
+    if not job.attached:
+        job.attached = True
+        context.detached.pop(job.job, None)
+        come_back(context, job, now)
+        context.wake(now + job.controller_timeout_s, f"job:{job.job}")
+
+
+def controller_seen(context: Context, event: ControllerSeen, now: float) -> None:
+    """Take in a heartbeat."""
+    job = find_live_job(context.state, event.job)
+    check_controller(job, event.controller)
+    seen(context, job, now)
+
+
+def controller_attached(context: Context, event: ControllerAttached, now: float) -> None:
+    """Take in that a process became a job's controller."""
+    if not event.controller:
+        raise InvalidRequestError("a controller that attaches a job names its token")
+    job = find_live_job(context.state, event.job)
+    take_over(context, job, event.controller, now, keep_gradients=event.keep_gradients)
+    seen(context, job, now)
+
+
+def take_over(
+    context: Context, job: Job, controller: str, now: float, *, keep_gradients: bool = False
+) -> None:
+    """Make the controller with this token the job's only one; asked again, it changes nothing.
+
+    It may not know of gradients that wait for a step, and would have them added to its own: they
+    are dropped unless it wants to keep them.
+    """
+    if job.controller == controller:
+        return
+    job.controller = controller
+    if not keep_gradients:
+        for name in job.deployments:
+            deployment = context.deployment(name)
+            if gradients_to_come(context, deployment):
+                enqueue_zero_grad(context, deployment, now)
+
+
+def failure_acknowledged(context: Context, event: FailureAcknowledged, now: float) -> None:
+    """Take in that the controller knows of a failure; of one that is past it changes nothing."""
+    del now
+    state = context.state
+    failed: list[OperationId] = []
+    if event.operation is not None:
+        operation = find_operation(state, event.operation)
+        deployment = find_deployment(state, operation.deployment)
+        failed.append(root_of(operation))
+    elif event.deployment is not None:
+        deployment = find_deployment(state, event.deployment)
+        failed += [failure.operation for failure in deployment.unacknowledged]
+    else:
+        raise InvalidRequestError("name the operation that failed, or the deployment it halts")
+    job = find_job(state, deployment.job)
+    check_controller(job, event.controller)
+    acknowledge(state, job, failed)
+
+
+def job_finished(context: Context, event: JobFinished, now: float) -> None:
+    """End a job as its controller says; with a failure that it took no note of, as failed. One that
+    is only to be detached lives on, as if its controller had been silent for its timeout."""
+    job = find_job(context.state, event.job)
+    if event.outcome not in (*ENDINGS, DETACHED):
+        known = ", ".join(sorted((*ENDINGS, DETACHED)))
+        raise InvalidRequestError(f"outcome {event.outcome!r} is unknown: use {known}")
+    if job.state.is_final:
+        return
+    check_controller(job, event.controller)
+    if event.outcome == DETACHED:
+        job.seen_at = now - job.controller_timeout_s
+        detach_or_cancel(context, job, now)
+        return
+    outcome, reason = event.outcome, event.reason
+    failure = job_failure(context.state, job)
+    if failure is not None and outcome == "completed":
+        outcome = "failed"
+        message = read_error(failure.error_json).message
+        reason = f"its controller took no note that {failure.operation} failed: {message}"
+    end_job(context, job, ENDINGS[outcome], reason, now)

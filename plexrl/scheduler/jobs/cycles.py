@@ -1,0 +1,77 @@
+"""What follows from a cycle that is over: profile, plan, service level, repacking."""
+
+from plexrl.scheduler.capacity.overlaps import lay_anew
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.jobs.profiler import refresh
+from plexrl.scheduler.placement.contention import PHASE_TOLERANCE
+from plexrl.scheduler.placement.placement import shares
+from plexrl.scheduler.placement.relocation import (
+    consider_relief,
+    consider_repacking,
+    holds_up_others,
+)
+from plexrl.scheduler.state.job_states import JobState, JobTrigger, next_state
+from plexrl.scheduler.state.records import Deployment
+
+
+def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
+    """Take in the deployment's newest cycle."""
+    if deployment.group is None or not shares(deployment):
+        return
+    if refresh(deployment, context.profiler):
+        remember(context, deployment)
+        if context.policy.repacks:
+            # Only these policies plan by time; the others count members.
+            _follow(context, deployment)
+        if context.policy.plans_by_profile:
+            # Its group may take others now.
+            context.place_waiting = context.place_waiting or bool(context.waiting)
+        job = context.job(deployment.job)
+        if job.state == JobState.PROFILING:
+            job.state = next_state(job.state, JobTrigger.CYCLE_ENDED)
+        consider_repacking(context, deployment, now)
+    else:
+        if context.policy.repacks:
+            if _is_beside_plan(context, deployment):
+                _follow(context, deployment)
+            if holds_up_others(context, deployment):
+                consider_repacking(context, deployment, now)
+    consider_relief(context, deployment, now)
+
+
+def remember(context: Context, deployment: Deployment) -> None:
+    """Keep the profile for the next job of the same tenant and name (warm start)."""
+    assert deployment.trace is not None
+    profiles = context.state.profiles
+    key = profile_key(context, deployment)
+    profiles.pop(key, None)
+    profiles[key] = deployment.trace
+    # More than one where the setting has been lowered.
+    while len(profiles) > context.config.profiles:
+        del profiles[next(iter(profiles))]
+
+
+def profile_key(context: Context, deployment: Deployment) -> str:
+    """What a later deployment must have in common with this one to begin with its profile."""
+    job = context.job(deployment.job)
+    name = deployment.deployment.rsplit("/", 1)[-1]
+    parts = (job.tenant, job.name, name, str(deployment.workers), str(deployment.state_bytes))
+    return "/".join(parts)
+
+
+def _follow(context: Context, deployment: Deployment) -> None:
+    """Lay the reservation where the job really runs."""
+    cycle = deployment.cycle
+    started_at = cycle.started_at if cycle is not None else deployment.cycles[-1].started_at
+    lay_anew(context, deployment, started_at % context.config.horizon_slots)
+
+
+def _is_beside_plan(context: Context, deployment: Deployment) -> bool:
+    reservation, cycle = deployment.reservation, deployment.cycle
+    if reservation is None or reservation.trace is None or cycle is None:
+        return False
+    assert deployment.group is not None, f"{deployment.deployment} has a plan and no group"
+    footprint = context.inventory.index.footprint(deployment.group, deployment.deployment)
+    period = footprint.period
+    beside = (cycle.started_at % context.config.horizon_slots - reservation.shift) % period
+    return min(beside, period - beside) > PHASE_TOLERANCE * period

@@ -1,0 +1,344 @@
+"""Jobs, WPGs and nodes from start to end."""
+
+from typing import Final
+
+from plexrl.errors import OperationCancelledError, StorageFullError
+from plexrl.scheduler.admission.admission import admit
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
+from plexrl.scheduler.jobs.retention import last_incarnation
+from plexrl.scheduler.jobs.sharing import note_wait
+from plexrl.scheduler.jobs.usage import meter
+from plexrl.scheduler.operations.cancellation import abort, early_end, is_over
+from plexrl.scheduler.operations.holding import hold_over, note_condition
+from plexrl.scheduler.operations.operations import drop_log, drop_past, fail
+from plexrl.scheduler.placement.placement import leave
+from plexrl.scheduler.placement.relocation import drain, settle
+from plexrl.scheduler.state.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
+from plexrl.scheduler.state.events import Event, RouterJoined, RouterLost
+from plexrl.scheduler.state.job_states import JobState, JobTrigger, next_state
+from plexrl.scheduler.state.records import Deployment, Job, Residency, WpgState
+from plexrl.wire.operations import OperationState
+
+_PROFILING: Final = JobState.PROFILING
+
+NO_ROOM_PAUSE_S = 2.0
+"""Between two starts of processes that find no room on a disk."""
+
+ENDINGS = {
+    "completed": JobTrigger.COMPLETED,
+    "failed": JobTrigger.FAILED,
+    "cancelled": JobTrigger.CANCELLED,
+}
+
+
+def job_event(job: Job, trigger: JobTrigger) -> None:
+    """Move the job along its table."""
+    job.state = next_state(job.state, trigger)
+
+
+def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: float) -> None:
+    """End a job and give back everything it held."""
+    job_event(job, trigger)
+    job.reason = reason
+    job.ended_at = now
+    context.state.ended[job.job] = None
+    context.count_live_job(job.tenant, -1)
+    job.attached = False
+    context.detached.pop(job.job, None)
+    for name in job.deployments:
+        group = context.group_of(context.deployment(name))
+        if group is not None and context.deployment(name).queue:
+            note_wait(context.state, group, context.deployment(name), now)
+    for name in job.deployments:
+        _end_deployment(context, context.deployment(name), job, now)
+    context.place_waiting = True
+
+
+def _end_deployment(context: Context, deployment: Deployment, job: Job, now: float) -> None:
+    meter(context.state, deployment, now)
+    why = f": {job.reason}" if job.reason else ""
+    error = OperationCancelledError(
+        f"the job {job.job!r} ended ({job.state.lower()}) before this operation did{why}",
+        job=job.job,
+    )
+    unfinished = [*deployment.running, *deployment.queue]
+    if deployment.moving is not None:
+        unfinished.append(deployment.moving.operation)
+    deployment.running.clear()
+    deployment.queue.clear()
+    deployment.moving = None
+    for name in unfinished:
+        operation = context.state.operations[name]
+        if not operation.state.is_final:
+            fail(context, operation, error, now)
+    drop_log(context, deployment)
+    drop_past(context, deployment)
+    nodes = deployment.nodes
+    if deployment.incarnation:
+        context.emit(
+            StopWorkers(
+                deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=nodes
+            )
+        )
+        kept = tuple(sorted({*nodes, *deployment.state_nodes}))
+        context.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
+    _leave_group(context, deployment, now)
+    deployment.relocation = None
+    context.relocating.pop(deployment.deployment, None)
+    deployment.state = WpgState.STOPPED
+    deployment.residency = Residency.NONE
+    deployment.addresses.clear()
+    # What nobody asks for any more would be written into every snapshot.
+    forget_open_cycle(deployment)
+    deployment.waiting_part = waiting_part(deployment.cycles)
+    deployment.cycles.clear()
+
+
+def _leave_group(context: Context, deployment: Deployment, now: float) -> None:
+    context.waiting.remove(deployment.deployment)
+    if deployment.group is None:
+        return
+    context.hold(deployment, -1, now)
+    release_lock(context, deployment)
+    leave(context, deployment, now)
+
+
+def release_lock(context: Context, deployment: Deployment) -> None:
+    """Whatever part `deployment` had in its group's lock, it has no more."""
+    group = context.group_of(deployment)
+    if group is None:
+        return
+    if group.holder == deployment.deployment:
+        group.holder = None
+        group.incoming = None
+    elif group.incoming == deployment.deployment:
+        # The offload under way goes on; when it is done the lock is free for whoever wants it.
+        group.incoming = None
+    context.touch(group.group)
+
+
+def place_waiting(context: Context, now: float) -> None:
+    """Give GPUs to every deployment whose turn it is, and start its workers."""
+    for deployment in admit(context, now):
+        context.touch(deployment.group)
+        job = context.job(deployment.job)
+        if deployment.incarnation:
+            # It had GPUs before, and lost them with their node.
+            settle(context, deployment)
+        else:
+            deployment.state = WpgState.LAUNCHING
+        if deployment.state != WpgState.MIGRATING:
+            launch(context, deployment)
+        if all(context.deployment(name).group is not None for name in job.deployments):
+            job_event(job, JobTrigger.PLACED)
+
+    for node in sorted(context.inventory.draining):
+        drain(context, node, now)
+
+
+def launch(context: Context, deployment: Deployment) -> None:
+    """Start the next incarnation of the WPG's processes, where all its nodes are there."""
+    before = deployment.incarnation or last_incarnation(context.state, deployment.deployment)
+    deployment.incarnation = before + 1
+    deployment.launch_at = None
+    deployment.addresses.clear()
+    send_launch(context, deployment)
+
+
+def has_gpu(context: Context, rank: RankPlacement) -> bool:
+    """Whether the rank's node is there, and still has that GPU."""
+    node = context.state.nodes[rank.node]
+    return node.alive and rank.gpu < node.gpus
+
+
+def send_launch(context: Context, deployment: Deployment) -> None:
+    """Issue (or issue again) the launch of the current incarnation. One that waits for room is
+    stopped, and another follows it."""
+    if deployment.launch_at is not None:
+        return
+    if not all(has_gpu(context, rank) for rank in deployment.ranks):
+        return
+    assert deployment.group is not None, f"{deployment.deployment} launches without GPUs"
+    context.emit(
+        LaunchWorkers(
+            deployment=deployment.deployment,
+            tenant=context.job(deployment.job).tenant,
+            kind=deployment.kind,
+            incarnation=deployment.incarnation,
+            group=deployment.group,
+            ranks=deployment.ranks,
+            spec_json=deployment.spec_json,
+        )
+    )
+
+
+def restart(
+    context: Context, deployment: Deployment, reason: str, now: float, *, counts: bool = True
+) -> None:
+    """Start the WPG over from its last complete version; its group goes to others meanwhile."""
+    if stop(context, deployment, reason, now, counts=counts):
+        launch(context, deployment)
+
+
+def restart_when_there_is_room(
+    context: Context, deployment: Deployment, reason: str, now: float
+) -> None:
+    """As `restart`, for processes that ended because a file system was full: that is no failure of
+    theirs, and they are tried again for as long as it lasts."""
+    if stop(context, deployment, reason, now, counts=False):
+        note_condition(deployment, StorageFullError.code, reason, now)
+        deployment.launch_at = now + NO_ROOM_PAUSE_S
+        context.wake(deployment.launch_at, f"launch:{deployment.deployment}")
+
+
+def launch_if_due(context: Context, deployment: Deployment, now: float) -> None:
+    """Start the processes that waited for room."""
+    at = deployment.launch_at
+    if at is not None and now >= at and deployment.state == WpgState.RECOVERING:
+        launch(context, deployment)
+
+
+def stop(
+    context: Context, deployment: Deployment, reason: str, now: float, *, counts: bool = True
+) -> bool:
+    """Give the WPG's processes up; what ran is queued again. False: that was once too often, and
+    the job has ended. `counts`: as one more failure of the WPG."""
+    job = context.job(deployment.job)
+    deployment.failures += counts
+    interrupted = [name for name, command in deployment.running.items() if not command.replay]
+    deployment.running.clear()
+    for name in interrupted:
+        operation = context.state.operations[name]
+        operation.state = OperationState.PENDING
+        operation.started_at = None
+        # What a fault made void is nobody's use.
+        operation.gpu_seconds = 0.0
+    # Nobody wants these run again, and the timer of a deadline that has passed is used up.
+    over = [name for name in interrupted if is_over(context.state.operations[name], now)]
+    for name in over:
+        operation = context.state.operations[name]
+        fail(context, operation, early_end(operation, now), now)
+    deployment.queue[:0] = [name for name in interrupted if name not in over]
+    if deployment.moving is not None:
+        # It is made anew when it is needed again, under a name of its own.
+        del context.state.operations[deployment.moving.operation]
+        deployment.moving = None
+    if deployment.failures > context.config.launch_attempts:
+        end_job(
+            context,
+            job,
+            JobTrigger.FAILED,
+            f"the workers of {deployment.deployment!r} were lost {deployment.failures} times "
+            f"without completing an operation; the last time: {reason}",
+            now,
+        )
+        return False
+    deployment.replaying.clear()
+    forget_open_cycle(deployment)
+    if deployment.queue:
+        deployment.wants_since = now
+    deployment.residency = Residency.NONE
+    deployment.burst_started_at = None
+    deployment.idle_since = None
+    release_lock(context, deployment)
+    context.emit(
+        StopWorkers(
+            deployment=deployment.deployment,
+            incarnation=deployment.incarnation,
+            nodes=deployment.nodes,
+        )
+    )
+    deployment.state = WpgState.RECOVERING
+    return True
+
+
+def worker_ready(
+    context: Context, deployment: Deployment, rank: int, address: str, now: float
+) -> None:
+    """A rank of the current incarnation listens."""
+    deployment.addresses[rank] = address
+    if len(deployment.addresses) < deployment.workers:
+        return
+    deployment.endpoints = tuple(address for _, address in sorted(deployment.addresses.items()))
+    if not deployment.is_ready:
+        deployment.state = WpgState.READY
+        deployment.ready_at = now
+        context.touch(deployment.group)
+        if not deployment.queue and not deployment.log:
+            hold_over(deployment)
+        if now < deployment.held_back_until:
+            # The group that was to be looked at then may have been another.
+            context.wake(deployment.held_back_until, f"group:{deployment.group}")
+
+
+def router_joined(context: Context, event: RouterJoined, now: float) -> None:
+    """A router is there to carry out what is in flight."""
+    del now
+    if event.router not in context.state.routers:
+        context.state.routers.append(event.router)
+    issue_again(context)
+
+
+def router_lost(context: Context, event: RouterLost, now: float) -> None:
+    """A router is gone; another carries out what is in flight."""
+    del now
+    if event.router in context.state.routers:
+        context.state.routers.remove(event.router)
+        if context.state.routers:
+            issue_again(context)
+
+
+def excuse_silence(context: Context, event: Event, now: float) -> None:
+    """Silence while the scheduler was away is not the controllers' doing."""
+    del event
+    for job in context.state.jobs.values():
+        if not job.state.is_final:
+            job.seen_at = now
+
+
+def detach(context: Context, job: Job) -> None:
+    """The job has no controller: it gives its GPUs to jobs that wait."""
+    job.attached = False
+    if not job.is_set_aside:
+        context.detached[job.job] = None
+    context.place_waiting = context.place_waiting or bool(context.waiting)
+
+
+def detach_or_cancel(context: Context, job: Job, now: float) -> None:
+    """Look at how long the job's controller has been silent."""
+    if job.state.is_final:
+        return
+    gone_at = job.seen_at + job.controller_timeout_s
+    if now < gone_at:
+        context.wake(gone_at, f"job:{job.job}")
+        return
+    detach(context, job)
+    cancelled_at = gone_at + job.reattach_timeout_s
+    if now < cancelled_at:
+        context.wake(cancelled_at, f"job:{job.job}")
+        return
+    end_job(
+        context,
+        job,
+        JobTrigger.CANCELLED,
+        f"its controller was silent for {now - job.seen_at:.0f} s and did not come back",
+        now,
+    )
+
+
+def cycle_ended(job: Job) -> None:
+    """The job's first full training cycle is over."""
+    if job.state is _PROFILING:
+        job_event(job, JobTrigger.CYCLE_ENDED)
+
+
+def issue_again(context: Context) -> None:
+    """Send every run in flight once more: the router that had it may be gone."""
+    for deployment in context.state.deployments.values():
+        if deployment.moving is not None:
+            context.emit(deployment.moving)
+        for command in deployment.running.values():
+            context.emit(command)
+            if context.state.operations[command.operation].is_aborted:
+                abort(context, command)

@@ -1,0 +1,254 @@
+"""From a deployment's own runs to its demand trace (PlexRL §4.3.2, §5.2.1).
+
+A cycle runs from the first operation behind one publish (or, in jobs that publish nothing, behind
+one optimizer step; of a forward deployment, behind one `forward`) to the next. What the deployment
+waited for the group in between is taken out of its clock, so that a trace says what the job would
+do alone, whoever it shares with. The trace is the median of several cycles, warm-up dropped; the
+median of cycles that agree on the number of segments is left alone by a straggler, a checkpoint, an
+evaluation.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from plexrl.scheduler.state.cycle import BusySpan, Cycle, OpenCycle
+from plexrl.scheduler.state.demand import (
+    PERIOD_S_MAX,
+    PERIOD_S_MIN,
+    SEGMENTS_MAX,
+    DemandTrace,
+    Segment,
+)
+from plexrl.scheduler.state.records import Deployment
+from plexrl.wire.operations import OperationKind
+
+WARM_UP_CYCLES = 1
+"""Of a new process: the first runs compile, allocate and fill caches."""
+
+CYCLES_KEPT = 8
+"""Newest cycles that a profile and the service level look at."""
+
+MERGE_PART = 0.02
+"""Segments nearer than this part of the period are one: the controller's own short steps."""
+
+MAD_TO_DEVIATION = 1.4826
+"""Median absolute deviation to standard deviation, for a normal law."""
+
+DRIFT_CYCLES = 3
+"""In a row that a profile must miss before it is made anew: one slow step is no drift."""
+
+SAME_SPAN_S = 1e-3
+"""A shorter pause between two runs is none."""
+
+SPANS_MAX = 1024
+"""Spans of one cycle that are kept; a cycle that has more is no cycle that a plan could use."""
+
+
+_PUBLISH: Final = OperationKind.PUBLISH
+_FORWARD: Final = OperationKind.FORWARD
+_OPTIM_STEP: Final = OperationKind.OPTIM_STEP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilerConfig:
+    """When a profile is complete, and when it is out of date."""
+
+    cycles: int
+    """Clean cycles that make a profile."""
+    drift_tolerance: float
+    """Relative change of period or busy time that counts as drift."""
+
+
+def run_began(deployment: Deployment, now: float) -> None:
+    """An operation starts on the group: note what it waited, and a new cycle's beginning."""
+    since = deployment.wants_since if deployment.wants_since is not None else now
+    deployment.wants_since = None
+    cycle = deployment.cycle
+    if cycle is None:
+        cycle = deployment.cycle = OpenCycle(since)
+    if now > since:
+        cycle.waited_s += now - since
+
+
+def run_ended(
+    deployment: Deployment, kind: OperationKind, began_at: float, now: float, *, overlapped: bool
+) -> None:
+    """An operation has left the group. `overlapped`: a rollout of the job was under way by then, so
+    that what follows may not have waited for this operation."""
+    cycle = deployment.cycle
+    if cycle is None:
+        return
+    offset_s = began_at - cycle.started_at - cycle.waited_s
+    if offset_s < 0.0:
+        offset_s = 0.0
+    spans = cycle.spans
+    last = spans[-1] if spans else None
+    if last is not None and offset_s - last.offset_s - last.duration_s <= SAME_SPAN_S:
+        last.duration_s = max(last.duration_s, offset_s + now - began_at - last.offset_s)
+        last.overlapped = overlapped
+    elif len(spans) < SPANS_MAX:
+        spans.append(BusySpan(offset_s, now - began_at, overlapped))
+    if not cycle.ends:
+        cycle.ends = _is_end(deployment, kind)
+
+
+def next_began(deployment: Deployment, now: float) -> bool:
+    """An operation is about to start: if a cycle's end has passed, the next one began when this
+    operation could first have run. True where a cycle is over."""
+    cycle = deployment.cycle
+    if cycle is None or not cycle.ends:
+        return False
+    since = deployment.wants_since if deployment.wants_since is not None else now
+    deployment.cycle = OpenCycle(since)
+    deployment.cycles_seen += 1
+    if deployment.cycles_seen > WARM_UP_CYCLES:
+        length_s = max(1e-6, since - cycle.started_at)
+        busy_s = 0.0
+        for span in cycle.spans:
+            busy_s += span.duration_s
+        waited_s = min(cycle.waited_s, length_s)
+        cycles = deployment.cycles
+        cycles.append(Cycle(cycle.started_at, length_s, waited_s, busy_s, tuple(cycle.spans)))
+        if len(cycles) > CYCLES_KEPT:
+            del cycles[:-CYCLES_KEPT]
+    return True
+
+
+def forget_open_cycle(deployment: Deployment) -> None:
+    """Workers were lost or moved: the cycle at hand is no measure of anything."""
+    deployment.cycle = None
+    deployment.wants_since = None
+    deployment.cycles_seen = 0
+
+
+def profile(cycles: Sequence[Cycle]) -> DemandTrace | None:
+    """The demand trace that these cycles agree on; None where there is nothing to see."""
+    periods = [cycle.length_s - cycle.waited_s for cycle in cycles]
+    if not periods:
+        return None
+    period_s = median(periods)
+    if not PERIOD_S_MIN <= period_s <= PERIOD_S_MAX:
+        return None
+    merged = [_merge(cycle.spans, MERGE_PART * period_s) for cycle in cycles]
+    counts = Counter(len(each) for each in merged if each)
+    if not counts:
+        return None
+    # The commonest number of segments; of equally common ones the smaller.
+    usual = min(counts, key=lambda count: (-counts[count], count))
+    if usual > SEGMENTS_MAX:
+        return None
+    agreeing = [each for each in merged if len(each) == usual]
+    segments: list[Segment] = []
+    end_s = 0.0
+    for index in range(usual):
+        offset_s = max(end_s, median(each[index].offset_s for each in agreeing))
+        duration_s = median(each[index].duration_s for each in agreeing)
+        duration_s = min(duration_s, period_s - offset_s)
+        if duration_s <= 0:
+            break
+        free = sum(each[index].overlapped for each in agreeing) * 2 > len(agreeing)
+        segments.append(Segment(offset_s=offset_s, duration_s=duration_s, slack_s=float(free)))
+        end_s = offset_s + duration_s
+    if not segments:
+        return None
+    return DemandTrace(
+        period_s=period_s,
+        segments=_with_slack(segments, period_s),
+        jitter_s=MAD_TO_DEVIATION * median(abs(each - period_s) for each in periods),
+        cycles=len(cycles),
+    )
+
+
+def refresh(deployment: Deployment, config: ProfilerConfig) -> bool:
+    """Make or renew the deployment's trace where its cycles call for it; True where it changed."""
+    cycles = deployment.cycles
+    trace = deployment.trace
+    if trace is None or not trace.cycles:
+        if len(cycles) < config.cycles:
+            return False
+        deployment.trace = profile(cycles) or trace
+        return deployment.trace is not trace
+    if len(cycles) < DRIFT_CYCLES or _fits(trace, cycles[-1], config.drift_tolerance):
+        # As nearly always: the others need not be looked at.
+        return False
+    if not has_drifted(trace, cycles[-DRIFT_CYCLES:], config.drift_tolerance):
+        return False
+    renewed = profile(cycles[-DRIFT_CYCLES:])
+    if renewed is None:
+        return False
+    deployment.trace = renewed
+    return True
+
+
+def has_drifted(trace: DemandTrace, cycles: Sequence[Cycle], tolerance: float) -> bool:
+    """Whether each of the newest cycles misses the trace, all in the same direction."""
+    if len(cycles) < DRIFT_CYCLES:
+        return False
+    period_s, busy_s = trace.period_s, trace.busy_s
+    periods = [(cycle.length_s - cycle.waited_s) / period_s - 1.0 for cycle in cycles]
+    if min(periods) > tolerance or max(periods) < -tolerance:
+        return True
+    busies = [cycle.busy_s / busy_s - 1.0 for cycle in cycles]
+    return min(busies) > tolerance or max(busies) < -tolerance
+
+
+def _fits(trace: DemandTrace, cycle: Cycle, tolerance: float) -> bool:
+    """Whether a cycle is as the trace has it, so that no drift can end with it."""
+    if abs((cycle.length_s - cycle.waited_s) / trace.period_s - 1.0) > tolerance:
+        return False
+    return abs(cycle.busy_s / trace.busy_s - 1.0) <= tolerance
+
+
+def waiting_part(cycles: Sequence[Cycle]) -> float | None:
+    """waiting / (waiting + running) over these cycles (PlexRL §7.2); None where there are none."""
+    total_s = waited_s = 0.0
+    for cycle in cycles:
+        total_s += cycle.length_s
+        waited_s += cycle.waited_s
+    return waited_s / total_s if total_s > 0 else None
+
+
+def _is_end(deployment: Deployment, kind: OperationKind) -> bool:
+    if kind == _PUBLISH:
+        deployment.publishes = True
+        return True
+    if deployment.kind == "forward":
+        # It has no steps: what it is asked once a step of its job is the nearest thing to one.
+        return kind == _FORWARD
+    return kind == _OPTIM_STEP and not deployment.publishes
+
+
+def _merge(spans: Sequence[BusySpan], gap_s: float) -> list[BusySpan]:
+    found: list[BusySpan] = []
+    for span in sorted(spans, key=lambda each: each.offset_s):
+        if found and span.offset_s - (found[-1].offset_s + found[-1].duration_s) <= gap_s:
+            last = found[-1]
+            end_s = max(last.offset_s + last.duration_s, span.offset_s + span.duration_s)
+            found[-1] = BusySpan(
+                offset_s=last.offset_s,
+                duration_s=end_s - last.offset_s,
+                overlapped=span.overlapped,
+            )
+        else:
+            found.append(span)
+    return found
+
+
+def _with_slack(segments: list[Segment], period_s: float) -> tuple[Segment, ...]:
+    """`slack_s` of 1 stands for *has some*: it is the time to the next segment."""
+    found = []
+    for index, segment in enumerate(segments):
+        wraps = index + 1 == len(segments)
+        next_s = segments[0].offset_s + period_s if wraps else segments[index + 1].offset_s
+        slack_s = next_s - (segment.offset_s + segment.duration_s) if segment.slack_s else 0.0
+        found.append(
+            Segment(
+                offset_s=segment.offset_s,
+                duration_s=segment.duration_s,
+                slack_s=max(0.0, slack_s),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,140 @@
+"""What sharing groups saved, by job: GPU time of groups of their own, less that of the shared ones.
+
+    reserved = sum over the job's deployments of workers * time on a group
+    waited   = the job's GPUs * time that a deployment of it waited for other members of its group
+    isolated = reserved - waited
+    held     = sum over its deployments of workers * integral of dt / members of the group then
+    saved    = isolated - held
+
+`isolated` is what the job would have reserved, had each of its deployments had a group of its own:
+nobody would have waited for others, and the job would have ended earlier by that, with all its
+GPUs, those of its rollouts too. A job that does something else meanwhile is not prolonged by the
+whole wait, so `saved` is rather too low than too high. Of each group's time every member is given
+an equal part, so the sum of `held` over all jobs is the GPU time of the groups that there were. A
+job that shares with nobody waits for nobody, and saves 0. One whose waits and switches cost more
+than the sharing won has saved less than 0, and says so.
+
+Groups are settled when a member comes or goes, waits when they end. `sharing_view` adds what has
+passed since.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from plexrl.ids import JobId, TenantId
+from plexrl.scheduler.state.records import Deployment, Group, Job, Residency, State, WpgState
+
+View = dict[str, Any]
+
+
+def settle_group(state: State, group: Group, now: float) -> None:
+    """Count the group's time since the last call; to be called before its members change."""
+    for job, reserved, held in _parts_since(state, group, now):
+        sharing = state.jobs[job].sharing
+        sharing.reserved_gpu_seconds += reserved
+        sharing.held_gpu_seconds += held
+    group.settled_at = now
+
+
+def note_wait(state: State, group: Group, deployment: Deployment, now: float) -> None:
+    """Count the wait of `deployment`, a member of `group`, up to now: it begins to run, or leaves.
+    A wait that is counted twice, or beside another one of the job, counts once."""
+    span = _wait(group, deployment, now)
+    if span is None:
+        return
+    job = state.jobs[deployment.job]
+    sharing = job.sharing
+    sharing.waited_gpu_seconds += _fresh_s(job, span) * _gpus(state, job)
+    if span.since < sharing.wait_until:
+        sharing.wait_since = min(span.since, sharing.wait_since)
+        sharing.wait_until = max(span.until, sharing.wait_until)
+    else:
+        sharing.wait_since, sharing.wait_until = span.since, span.until
+
+
+def sharing_view(state: State, tenant: TenantId | None, now: float) -> list[View]:
+    """One row for each job that has had GPUs, of a tenant or of all, oldest job first."""
+    open_parts: dict[JobId, tuple[float, float]] = {}
+    open_waits: dict[JobId, float] = {}
+    for group in state.groups.values():
+        for name, reserved, held in _parts_since(state, group, now):
+            before = open_parts.get(name, (0.0, 0.0))
+            open_parts[name] = before[0] + reserved, before[1] + held
+        for member in group.members:
+            deployment = state.deployments[member]
+            span = _wait(group, deployment, now) if deployment.queue else None
+            if span is not None:
+                job = state.jobs[deployment.job]
+                waited = _fresh_s(job, span) * _gpus(state, job)
+                # Waits that are under way end now, all of them: the longest one covers the others.
+                open_waits[job.job] = max(open_waits.get(job.job, 0.0), waited)
+    rows: list[View] = []
+    for job in state.jobs.values():
+        if tenant not in (None, job.tenant):
+            continue
+        more_reserved, more_held = open_parts.get(job.job, (0.0, 0.0))
+        reserved = job.sharing.reserved_gpu_seconds + more_reserved
+        held = job.sharing.held_gpu_seconds + more_held
+        if reserved > 0.0:
+            waited = job.sharing.waited_gpu_seconds + open_waits.get(job.job, 0.0)
+            rows.append(_row(job, reserved, waited, held))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    since: float
+    until: float
+
+
+def _row(job: Job, reserved: float, waited: float, held: float) -> View:
+    isolated = reserved - waited
+    return {
+        "tenant": job.tenant,
+        "job": job.job,
+        "name": job.name,
+        "reserved_gpu_seconds": reserved,
+        "waited_gpu_seconds": waited,
+        "isolated_gpu_seconds": isolated,
+        "held_gpu_seconds": held,
+        "saved_gpu_seconds": isolated - held,
+    }
+
+
+def _parts_since(state: State, group: Group, now: float) -> list[tuple[JobId, float, float]]:
+    """(job, reserved, held) of each member for the time since the group was settled."""
+    since = group.settled_at
+    if since is None or now <= since:
+        return []
+    gpu_seconds = (now - since) * len(group.gpus)
+    part = gpu_seconds / max(1, len(group.members))
+    return [(state.deployments[name].job, gpu_seconds, part) for name in group.members]
+
+
+def _wait(group: Group, deployment: Deployment, now: float) -> _Span | None:
+    """Since when `deployment` has waited for other members, and until when there were any."""
+    since = deployment.wants_since
+    if since is None or now <= since or deployment.state != WpgState.READY:
+        return None
+    switched_at = deployment.switch_ended_at
+    if deployment.residency == Residency.DEVICE and (switched_at is None or switched_at <= since):
+        # It had the group all the time: what it waited for was its own.
+        return None
+    since = max(since, deployment.ready_at)
+    until = now if len(group.members) > 1 else group.alone_since
+    return _Span(since, until) if until > since else None
+
+
+def _fresh_s(job: Job, span: _Span) -> float:
+    """Seconds of `span` that are not counted yet."""
+    sharing = job.sharing
+    if span.since >= sharing.wait_until:
+        return span.until - span.since
+    after_s = max(0.0, span.until - sharing.wait_until)
+    return after_s + max(0.0, min(span.until, sharing.wait_since) - span.since)
+
+
+def _gpus(state: State, job: Job) -> int:
+    """GPUs of the job's deployments that have some."""
+    deployments = [state.deployments[name] for name in job.deployments]
+    return sum([each.workers for each in deployments if each.group is not None])

@@ -1,0 +1,230 @@
+"""Tenants: their keys, weights, quotas, budgets and priorities."""
+
+from plexrl.errors import (
+    AuthenticationError,
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    QuotaExceededError,
+)
+from plexrl.ids import TenantId
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.state.events import (
+    ApiKeyAdded,
+    ApiKeyRevoked,
+    TenantConfigured,
+    TenantCreated,
+)
+from plexrl.scheduler.state.records import Job, State
+from plexrl.scheduler.state.tenant import Tenant
+from plexrl.wire.operations import OperationKind
+
+WEIGHT_MAX = 1e6
+PRIORITY_MAX = 100
+KEY_ID_CHARACTERS = 12
+KEYS_MAX = 16
+"""Valid keys of one tenant."""
+REVOKED_MAX = 100
+"""Revoked keys of one tenant that are remembered."""
+PAST_BUDGET = frozenset({OperationKind.SAVE_CHECKPOINT})
+"""Operations that a tenant may submit although its GPU-seconds are used up: those that save what
+the others have computed. They are billed like any other."""
+
+
+def tenant_created(context: Context, event: TenantCreated, now: float) -> None:
+    """Know a tenant from now on.
+
+    Raises:
+        ConflictError: the name is another key's.
+    """
+    known = context.state.tenants.get(event.tenant)
+    if known is not None and event.key_digest not in known.keys:
+        raise ConflictError(f"tenant {event.tenant!r} exists already: choose another name")
+    if known is None:
+        context.state.tenants[event.tenant] = Tenant(
+            tenant=event.tenant, is_operator=event.is_operator, keys={event.key_digest: now}
+        )
+
+
+def key_id(digest: str) -> str:
+    """By what a key is named: enough of its digest to tell a tenant's keys apart."""
+    return digest[:KEY_ID_CHARACTERS]
+
+
+def api_key_added(context: Context, event: ApiKeyAdded, now: float) -> None:
+    """Take one more key of a tenant.
+
+    Raises:
+        NotFoundError: there is no such tenant.
+        ConflictError: the tenant has too many keys, or the key is another tenant's or was revoked.
+    """
+    tenant = _tenant(context.state, event.tenant)
+    if event.key_digest in tenant.keys:
+        return
+    if len(tenant.keys) >= KEYS_MAX:
+        raise ConflictError(
+            f"tenant {event.tenant!r} has {KEYS_MAX} API keys, which is the most: revoke one first"
+        )
+    for each in context.state.tenants.values():
+        for digest in (*each.keys, *each.revoked):
+            if key_id(digest) == key_id(event.key_digest):
+                raise ConflictError(
+                    f"API key {key_id(digest)} is in use or was revoked: make another key"
+                )
+    tenant.keys[event.key_digest] = now
+
+
+def api_key_revoked(context: Context, event: ApiKeyRevoked, now: float) -> None:
+    """Take a key of a tenant for valid no longer; one that was revoked before stays so.
+
+    Raises:
+        NotFoundError: the tenant has no such key.
+        ConflictError: it is the last key of an operator.
+    """
+    del now
+    tenant = _tenant(context.state, event.tenant)
+    if any(key_id(digest) == event.key for digest in tenant.revoked):
+        return
+    digest = next((each for each in tenant.keys if key_id(each) == event.key), None)
+    if digest is None:
+        raise NotFoundError(
+            f"tenant {event.tenant!r} has no API key {event.key!r}: list its keys for their ids"
+        )
+    if tenant.is_operator and len(tenant.keys) == 1:
+        raise ConflictError(
+            f"API key {event.key!r} is the operator's last: without it nobody could operate the "
+            "cluster; rotate it first"
+        )
+    del tenant.keys[digest]
+    tenant.revoked = [*tenant.revoked, digest][-REVOKED_MAX:]
+
+
+def tenant_configured(state: State, event: TenantConfigured) -> None:
+    """Set a tenant's weight, quotas and highest priority.
+
+    Raises:
+        NotFoundError: there is no such tenant.
+        InvalidRequestError: a number makes no sense; nothing changed.
+    """
+    tenant = _tenant(state, event.tenant)
+    if not 0 < event.weight <= WEIGHT_MAX:
+        raise InvalidRequestError(
+            f"tenant {event.tenant!r}: the weight is above 0 and at most {WEIGHT_MAX:.0f}"
+        )
+    if not -PRIORITY_MAX <= event.priority_max <= PRIORITY_MAX:
+        raise InvalidRequestError(
+            f"tenant {event.tenant!r}: priority_max is between -{PRIORITY_MAX} and {PRIORITY_MAX}"
+        )
+    tenant.weight = event.weight
+    tenant.jobs_max = event.jobs_max
+    tenant.gpus_max = event.gpus_max
+    tenant.gpu_seconds_max = event.gpu_seconds_max
+    tenant.priority_max = event.priority_max
+    tenant.live_jobs_max = event.live_jobs_max
+    tenant.checkpoints_max = event.checkpoints_max
+    tenant.checkpoint_bytes_max = event.checkpoint_bytes_max
+
+
+def check_budget(state: State, name: TenantId, kind: OperationKind | None = None) -> None:
+    """Refuse new work of a tenant that has used up its GPU-seconds: a job, or an operation of a
+    `kind` that is not in `PAST_BUDGET`.
+
+    Raises:
+        QuotaExceededError: it has.
+    """
+    tenant = state.tenants.get(name)
+    if tenant is None or tenant.gpu_seconds_max is None or kind in PAST_BUDGET:
+        return
+    if tenant.gpu_seconds >= tenant.gpu_seconds_max:
+        raise QuotaExceededError(
+            f"tenant {name!r} has used {tenant.gpu_seconds:.0f} of its "
+            f"{tenant.gpu_seconds_max:.0f} GPU-seconds: ask an operator for more; checkpoints can "
+            "still be saved",
+            used=tenant.gpu_seconds,
+            quota=tenant.gpu_seconds_max,
+        )
+
+
+def check_priority(state: State, name: TenantId, priority: int) -> None:
+    """Refuse a priority class that the tenant may not put its jobs in; an operator's may be any.
+
+    Raises:
+        InvalidRequestError: there is no such class.
+        QuotaExceededError: it is above the tenant's highest.
+    """
+    if not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
+        raise InvalidRequestError(f"priority is between -{PRIORITY_MAX} and {PRIORITY_MAX}")
+    tenant = state.tenants.get(name)
+    if tenant is None or tenant.is_operator or priority <= tenant.priority_max:
+        return
+    raise QuotaExceededError(
+        f"priority {priority} is above the highest that tenant {name!r} may use, "
+        f"{tenant.priority_max}: ask for that or less, or an operator for a higher priority_max",
+        priority=priority,
+        quota=tenant.priority_max,
+    )
+
+
+def check_live_jobs(context: Context, name: TenantId) -> None:
+    """Refuse one more job of a tenant that has as many as it may have at a time.
+
+    Raises:
+        QuotaExceededError: it has.
+    """
+    tenant = context.state.tenants.get(name)
+    bound = None if tenant is None else live_jobs_bound(context, tenant)
+    live = context.live_jobs.get(name, 0)
+    if bound is not None and live >= bound:
+        raise QuotaExceededError(
+            f"tenant {name!r} has {live} jobs that have not ended, and {bound} are the most: "
+            "finish or cancel some, or ask an operator for a larger live_jobs_max",
+            used=live,
+            quota=bound,
+        )
+
+
+def live_jobs_bound(context: Context, tenant: Tenant) -> int | None:
+    """How many of its jobs may be live; None: any number."""
+    if tenant.is_operator:
+        return None
+    if tenant.live_jobs_max is not None:
+        return tenant.live_jobs_max
+    return context.config.tenant_live_jobs_max
+
+
+def check_gpus(context: Context, job: Job, workers: int) -> None:
+    """Refuse a deployment of that size which its tenant's quota could never hold beside the other
+    deployments of its job.
+
+    Raises:
+        QuotaExceededError: it asks for more GPUs than the tenant may hold at all.
+    """
+    tenant = context.state.tenants.get(job.tenant)
+    workers += sum(context.deployment(name).workers for name in job.deployments)
+    if tenant is None or tenant.gpus_max is None or workers <= tenant.gpus_max:
+        return
+    raise QuotaExceededError(
+        f"{workers} GPUs at once are more than tenant {job.tenant!r} may hold, {tenant.gpus_max}: "
+        "ask for fewer workers, or an operator for a larger quota",
+        workers=workers,
+        quota=tenant.gpus_max,
+    )
+
+
+def authenticate(state: State, key_digest: str) -> tuple[TenantId, bool]:
+    """(tenant, is operator) of an API key's digest.
+
+    Raises:
+        AuthenticationError: nobody has this key.
+    """
+    for tenant in state.tenants.values():
+        if key_digest in tenant.keys:
+            return tenant.tenant, tenant.is_operator
+    raise AuthenticationError("the API key is unknown or was revoked: check PLEXRL_API_KEY")
+
+
+def _tenant(state: State, name: TenantId) -> Tenant:
+    tenant = state.tenants.get(name)
+    if tenant is None:
+        raise NotFoundError(f"there is no tenant {name!r}: create it first")
+    return tenant

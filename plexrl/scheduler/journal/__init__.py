@@ -1,0 +1,1 @@
+"""Accepted events on disk: journal, snapshots, leadership. I/O."""

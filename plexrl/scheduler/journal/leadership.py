@@ -1,0 +1,279 @@
+"""One scheduler leads, others stand by: take the lease, keep it, and stop at once when it is lost.
+
+The lease alone makes nothing safe: a scheduler that was suspended for a minute believes in its own
+when it wakes. What makes it safe is that every write to the journal checks the lease's epoch, and
+that nothing is done before it is written. So all that is decided here is how soon another takes
+over, and that a scheduler that knows it has lost says nothing more to anybody.
+
+A lease is lost when another scheduler has taken it, which raises its epoch, and not when it could
+not be renewed in time: under load, or while the database is away, that happens without a rival.
+A lease that expired and that nobody took is renewed under its old epoch.
+"""
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from plexrl.errors import (
+    JournalFullError,
+    JournalUnavailableError,
+    LeaseHeldError,
+    LeaseLostError,
+    StorageError,
+)
+from plexrl.process.garbage_collection import spare_living
+from plexrl.scheduler.config import SchedulerConfig
+from plexrl.scheduler.journal.journal import Journal
+from plexrl.scheduler.journal.recovery import restore
+from plexrl.scheduler.journal.sql_journal import SqlJournal
+from plexrl.scheduler.service.held_door import HeldDoor
+from plexrl.scheduler.service.service import Service
+from plexrl.scheduler.service.shell import Clock, Shell
+
+LOG = logging.getLogger(__name__)
+
+RENEWALS = 3
+"""Tries to renew in the time of one lease."""
+
+POLL_S_MAX = 1.0
+"""Between two looks of a standby at the lease."""
+
+
+HELD = (JournalFullError, JournalUnavailableError)
+"""Errors of the journal that may pass by themselves, or once an operator makes room."""
+
+
+async def run_scheduler(
+    config: SchedulerConfig, ready: Callable[[], None], stop: asyncio.Event
+) -> None:
+    """Stand by until this scheduler leads, then serve until `stop`; `ready` is called in between.
+
+    While the journal has no room or does not answer, the scheduler holds: it is ready, and answers
+    every call with the reason.
+
+    Raises:
+        LeaseLostError: another leads. The caller must end the process at once: a write of before
+            may still be under way in a thread, which the journal will refuse.
+        StorageError: the journal cannot be used.
+    """
+    listening = _Listening(config.listen, ready)
+    door = HeldDoor(config.listen, listening.begun)
+    try:
+        journal = await _take_lead(config, door, stop)
+        if journal is None:
+            return
+        # Kept while the journal is replayed as well: that may take longer than a lease lasts.
+        keeping = asyncio.create_task(keep_lead(journal, config.lease_s, listening.is_replaced))
+        serving = asyncio.create_task(_serve(config, journal, door, listening.begun, stop))
+        await asyncio.wait({keeping, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if keeping.done():
+            keeping.result()
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        try:
+            serving.result()
+        except LeaseLostError:
+            raise
+        except BaseException:
+            await asyncio.to_thread(_give_up, journal)
+            raise
+        await asyncio.to_thread(_give_up, journal)
+    finally:
+        await door.close()
+
+
+def holder_of(config: SchedulerConfig) -> str:
+    """The name under which this scheduler leads."""
+    return config.holder or f"{socket.gethostname()}:{Path(config.listen).absolute()}"
+
+
+async def keep_lead(
+    journal: Journal, ttl_s: float, is_replaced: Callable[[], bool] = lambda: False
+) -> NoReturn:
+    """Renew a lease of `ttl_s` seconds until it is lost, from a thread of its own: neither the
+    event loop nor the threads that it shares are waited for. `is_replaced` says whether another
+    scheduler is found where this one was, which is asked while the journal does not answer.
+
+    Raises:
+        LeaseLostError: another scheduler took it.
+    """
+    loop = asyncio.get_running_loop()
+    lost: asyncio.Future[NoReturn] = loop.create_future()
+    ended = threading.Event()
+
+    def tell(error: BaseException) -> None:
+        if not lost.done():
+            lost.set_exception(error)
+
+    def renew() -> None:
+        try:
+            _renew_until(journal, ttl_s, is_replaced, ended)
+        except BaseException as error:
+            if not ended.is_set():
+                loop.call_soon_threadsafe(tell, error)
+
+    threading.Thread(target=renew, name="lease", daemon=True).start()
+    try:
+        await lost
+    finally:
+        ended.set()
+    raise AssertionError("a lease that is not lost is renewed")
+
+
+def _renew_until(
+    journal: Journal, ttl_s: float, is_replaced: Callable[[], bool], ended: threading.Event
+) -> None:
+    renewed_at = time.monotonic()
+    has_warned = False
+    while not ended.wait(ttl_s / RENEWALS):
+        began_at = time.monotonic()
+        try:
+            journal.renew()
+        except LeaseLostError as error:
+            silence_s = time.monotonic() - renewed_at
+            raise LeaseLostError(
+                f"{error.message}; it was last renewed {silence_s:.1f} s ago and lasts {ttl_s:g} s",
+                **error.details,
+            ) from error
+        except JournalFullError:
+            # The lease was still ours in this very transaction; nobody else can write either.
+            failure = None
+        except StorageError as error:
+            failure = error
+        else:
+            failure = None
+        now = time.monotonic()
+        overdue_s = now - renewed_at - ttl_s
+        if failure is None:
+            if overdue_s > 0:
+                LOG.warning(
+                    "the lease of %g s had expired %.1f s ago and nobody had taken it; it is ours "
+                    "again (this process did not try for %.1f s, the journal took %.1f s)",
+                    *(ttl_s, overdue_s, began_at - renewed_at, now - began_at),
+                )
+            renewed_at, has_warned = began_at, False
+        elif is_replaced():
+            raise LeaseLostError(
+                f"the lease could not be renewed for {now - renewed_at:.1f} s ({failure}), and "
+                "another scheduler listens in this one's place: it leads"
+            )
+        elif overdue_s > 0 and not has_warned:
+            LOG.warning(
+                "the lease of %g s has expired: it could not be renewed (%s). Nothing is written "
+                "unless it is still ours; trying again",
+                *(ttl_s, failure),
+            )
+            has_warned = True
+
+
+class _Listening:
+    """Whether this scheduler is still found where it listens."""
+
+    def __init__(self, path: str, ready: Callable[[], None]) -> None:
+        self._path = Path(path)
+        self._ready: Callable[[], None] | None = ready
+        self._identity: tuple[int, int] | None = None
+
+    def begun(self) -> None:
+        """It listens; the first time, whoever started it is told."""
+        self._identity = self._look()
+        if self._ready is not None:
+            self._ready()
+            self._ready = None
+
+    def is_replaced(self) -> bool:
+        """Another process listens there now."""
+        found = self._look()
+        return self._identity is not None and found is not None and found != self._identity
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
+async def _take_lead(
+    config: SchedulerConfig, door: HeldDoor, stop: asyncio.Event
+) -> SqlJournal | None:
+    """Open the journal and wait for its lease; None where `stop` came first."""
+    poll_s = min(config.lease_s / RENEWALS, POLL_S_MAX)
+    holder, journal, standing_by = holder_of(config), None, False
+    while not stop.is_set():
+        try:
+            if journal is None:
+                journal = await asyncio.to_thread(
+                    SqlJournal, config.journal, config.journal_bytes_max
+                )
+            epoch = await asyncio.to_thread(journal.acquire, holder, config.lease_s)
+        except LeaseHeldError as error:
+            await door.close()
+            if not standing_by:
+                LOG.info("standing by: %s", error)
+            standing_by = True
+        except StorageError as error:
+            if isinstance(error, HELD):
+                await door.hold(error)
+            elif standing_by:
+                LOG.warning("standing by: %s", error)
+            else:
+                raise
+        else:
+            LOG.info("%s leads, epoch %d", holder, epoch)
+            return journal
+        await _pause(poll_s, stop)
+    if journal is not None:
+        await asyncio.to_thread(journal.close)
+    return None
+
+
+async def _pause(seconds: float, stop: asyncio.Event) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await stop.wait()
+    except TimeoutError:
+        return
+
+
+async def _serve(
+    config: SchedulerConfig,
+    journal: Journal,
+    door: HeldDoor,
+    ready: Callable[[], None],
+    stop: asyncio.Event,
+) -> None:
+    while True:
+        try:
+            restored = await asyncio.to_thread(restore, config, journal)
+            break
+        except HELD as error:
+            await door.hold(error)
+        await _pause(POLL_S_MAX, stop)
+        if stop.is_set():
+            return
+    shell = Shell(
+        restored.core,
+        journal,
+        Clock(restored.at),
+        position=restored.position,
+        snapshot_position=restored.snapshot_position,
+        snapshot_events=config.snapshot_events,
+        aside=restored.aside,
+    )
+    spare_living()
+    await Service(config, shell).run(ready, stop, door)
+    await shell.save()
+
+
+def _give_up(journal: Journal) -> None:
+    try:
+        journal.release()
+    except StorageError as error:
+        LOG.warning("the lease was not released and will expire: %s", error)
+    journal.close()

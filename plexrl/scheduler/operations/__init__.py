@@ -1,0 +1,1 @@
+"""One operation, from submission to history. Pure."""

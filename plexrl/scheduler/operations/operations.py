@@ -1,0 +1,492 @@
+"""One operation's way through the core: into a queue, onto its WPG, into the history."""
+
+from typing import Final
+
+import msgspec
+
+from plexrl.errors import (
+    OperationCancelledError,
+    PlexRLError,
+)
+from plexrl.ids import DeploymentId, OperationId
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.dispatch.next_use import next_use_s
+from plexrl.scheduler.jobs.profiler import next_began, run_began, run_ended
+from plexrl.scheduler.jobs.retention import forget_oldest
+from plexrl.scheduler.jobs.sharing import note_wait
+from plexrl.scheduler.jobs.usage import bill, count_failure, meter
+from plexrl.scheduler.operations.backpressure import ended, taken_in
+from plexrl.scheduler.operations.failures import earlier_failure, failure_of, read_error
+from plexrl.scheduler.operations.gradients import gradients_after
+from plexrl.scheduler.operations.holding import hold_over
+from plexrl.scheduler.operations.latency_breakdown import note_start
+from plexrl.scheduler.state.commands import RunOperation
+from plexrl.scheduler.state.events import OperationFinished, OperationSubmitted
+from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import Deployment, Group
+from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
+
+OWN_MARK = "#"
+"""In the name of every operation that the scheduler makes for itself, and of no other."""
+
+MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT})
+"""Operations that the scheduler makes for itself: no part of a job's demand."""
+
+_PUBLISH: Final = OperationKind.PUBLISH
+_OFFLOAD: Final = OperationKind.OFFLOAD
+_RUNNING: Final = OperationState.RUNNING
+_FINISHED: Final = OperationState.FINISHED
+_FAILED: Final = OperationState.FAILED
+_MISSED: Final = MUTATING | {OperationKind.SAVE_CHECKPOINT}
+"""Kinds whose failure the controller is to acknowledge."""
+
+_OPENINGS: dict[OperationKind, str] = {
+    kind: f"{OWN_MARK}{kind}." for kind in OperationKind if kind in MOVES
+}
+"""Of the names of moves, behind the deployment's."""
+
+
+def enqueue(
+    context: Context, event: OperationSubmitted, deployment: Deployment, now: float
+) -> Operation:
+    """Take in a checked submission; a sync brings the publish it depends on with it."""
+    after: OperationId | None = None
+    if event.source is not None:
+        after = publish_name(context, event.operation)
+        enqueue_publish(context, context.deployment(event.source), after, event.operation, now)
+    operation = Operation(event.operation, event.deployment, event.kind, now, internal=False)
+    operation.params_json = event.params_json
+    operation.payload = event.payload
+    operation.tokens = event.tokens
+    operation.source = event.source
+    if event.deadline_s is not None:
+        operation.deadline_at = now + event.deadline_s
+    operation.payload_bytes = event.payload_bytes
+    operation.payload_digest = event.payload_digest
+    operation.after = after
+    operation.in_flight = event.in_flight
+    operation.ends_burst = event.ends_burst
+    context.state.operations[event.operation] = operation
+    taken_in(context.state, deployment, operation)
+    _queue(context, deployment, event.operation, now)
+    return operation
+
+
+def publish_name(context: Context, sync: OperationId, attempt: str = "") -> OperationId:
+    """A name for the publish that a sync needs. The sync's id may have been used before, by one
+    that is forgotten and whose publish is not."""
+    name = OperationId(f"{sync}{OWN_MARK}publish{attempt}")
+    while name in context.state.operations:
+        name = OperationId(f"{name}'")
+    return name
+
+
+def enqueue_publish(
+    context: Context, source: Deployment, name: OperationId, serves: OperationId, now: float
+) -> None:
+    """Have a trainer publish its weights for the sync `serves`."""
+    operation = Operation(name, source.deployment, _PUBLISH, now, internal=True)
+    operation.serves = serves
+    context.state.operations[name] = operation
+    _queue(context, source, name, now)
+
+
+def enqueue_zero_grad(context: Context, deployment: Deployment, now: float) -> None:
+    """Have a trainer drop the gradients that will wait once what it has accepted is done."""
+    name = OperationId(f"{deployment.deployment}{OWN_MARK}zero_grad.{context.state.moves_made}")
+    context.state.moves_made += 1
+    operation = Operation(name, deployment.deployment, OperationKind.ZERO_GRAD, now, internal=True)
+    context.state.operations[name] = operation
+    _queue(context, deployment, name, now)
+
+
+def _queue(context: Context, deployment: Deployment, operation: OperationId, now: float) -> None:
+    if not deployment.running and (deployment.wants_since is None or not deployment.queue):
+        deployment.wants_since = now
+    deployment.queue.append(operation)
+    if len(deployment.queue) == 1:
+        # Behind another one it changes nothing about who goes next now.
+        context.touch(deployment.group)
+
+
+def start(
+    context: Context,
+    group: Group,
+    deployment: Deployment,
+    operation: Operation,
+    now: float,
+    *,
+    replay: bool = False,
+) -> None:
+    """Send `operation`, which is no move, to its WPG under the group's present token."""
+    state = context.state
+    if deployment.running or deployment.moving is not None:
+        meter(state, deployment, now)
+    else:
+        deployment.metered_at = now
+    if not replay:
+        seq = deployment.completed_seq
+        operation.seq = seq + 1 if operation.kind in MUTATING else seq
+        operation.state = _RUNNING
+        operation.started_at = now
+        note_start(deployment, operation, now)
+        if deployment.kind != "rollout":
+            if next_began(deployment, now):
+                context.cycles_over[deployment.deployment] = None
+            note_wait(state, group, deployment, now)
+            run_began(deployment, now)
+        if operation.expected_at is not None:
+            _compare(context, operation, now)
+    operation.token = group.token
+    operation.group = group.group
+    source = operation.source
+    command = RunOperation(
+        operation.operation,
+        deployment.deployment,
+        deployment.job,
+        operation.kind,
+        group.group,
+        group.token,
+        operation.seq,
+        replay,
+        operation.params_json,
+        operation.payload,
+        deployment.endpoints,
+        () if source is None else _statemanagers(context, source),
+        source,
+        operation.source_seq,
+        deployment.durable_seq,
+        None,
+        deployment.previous_seq,
+        deployment.trainer_step if source is None else operation.source_step,
+    )
+    deployment.running[operation.operation] = command
+    if state.routers:
+        context.commands.append(command)
+
+
+def start_move(
+    context: Context,
+    group: Group,
+    deployment: Deployment,
+    kind: OperationKind,
+    seq: int,
+    now: float,
+) -> None:
+    """Send the WPG an internal operation that moves its whole state. Nothing runs beside it."""
+    state = context.state
+    token = group.token
+    number = f"{token}.{state.moves_made}"
+    name = OperationId(deployment.deployment + _OPENINGS[kind] + number)
+    state.moves_made += 1
+    operation = Operation(name, deployment.deployment, kind, now, internal=True)
+    operation.state = _RUNNING
+    operation.seq = seq
+    operation.token = token
+    operation.group = group.group
+    operation.started_at = now
+    # Nobody asked for it, so nobody has waited.
+    operation.queue_s = 0.0
+    due_s: float | None = None
+    if kind == _OFFLOAD:
+        due_s = next_use_s(deployment, now)
+        if group.incoming is not None:
+            operation.caused_by = group.incoming
+            operation.paid_by = state.jobs[state.deployments[group.incoming].job].tenant
+    state.operations[name] = operation
+    deployment.metered_at = now
+    command = RunOperation(
+        name,
+        deployment.deployment,
+        deployment.job,
+        kind,
+        group.group,
+        token,
+        seq,
+        False,
+        "{}",
+        None,
+        deployment.endpoints,
+        (),
+        None,
+        0,
+        deployment.durable_seq,
+        due_s,
+        # A new version makes the former one the earlier one, unless the bounds reach back further.
+        deployment.previous_seq,
+    )
+    deployment.moving = command
+    if state.routers:
+        context.commands.append(command)
+
+
+def _statemanagers(context: Context, trainer: DeploymentId) -> tuple[str, ...]:
+    """Of the nodes that the trainer is on."""
+    nodes = context.state.nodes
+    return tuple(nodes[node].statemanager for node in context.deployment(trainer).nodes)
+
+
+def _compare(context: Context, operation: Operation, now: float) -> None:
+    """Count how far the estimate of an operation's start was off."""
+    assert operation.expected_at is not None
+    errors = context.state.eta_errors
+    late_s = now - operation.expected_at
+    errors.count += 1
+    errors.absolute_s += abs(late_s)
+    errors.late_s += max(0.0, late_s)
+    said_s = operation.expected_at - operation.submitted_at
+    errors.slipped += late_s > max(1.0, said_s)
+    # One that is held or interrupted starts again, and the estimate was of its first start.
+    operation.expected_at = None
+
+
+def complete(
+    context: Context,
+    deployment: Deployment,
+    operation: Operation,
+    event: OperationFinished,
+    now: float,
+) -> None:
+    """Record that a user operation or publish was carried out, and keep what a recovery would need.
+    A step that dropped its gradients was carried out and has failed."""
+    if deployment.kind != "rollout":
+        _note_run(context, deployment, operation, now)
+    operation.result = event.result
+    operation.result_bytes = event.result_bytes
+    kind = operation.kind
+    if kind in MUTATING:
+        deployment.completed_seq = operation.seq
+        deployment.waiting_gradients = gradients_after(kind, deployment.waiting_gradients)
+        if kind in SUPERSEDING:
+            drop_log(context, deployment)
+            drop_past(context, deployment)
+            deployment.past_is_whole = True
+        deployment.log.append(operation.operation)
+        operation.is_logged = True
+    elif operation.payload is not None:
+        context.discards.append(operation.payload)
+    if kind == _PUBLISH:
+        dependent = _served(context, operation)
+        if dependent is not None:
+            dependent.source_seq = operation.seq
+            dependent.source_step = deployment.trainer_step
+    finish(context, deployment, operation, event, now)
+    if operation.state is _FAILED:
+        _halt(context, deployment, operation, read_error(event.error_json), now)
+
+
+def _note_run(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
+    began_at = operation.started_at if operation.started_at is not None else now
+    overlapped = False
+    names = context.state.jobs[deployment.job].deployments
+    if len(names) > 1:
+        deployments = context.state.deployments
+        for name in names:
+            other = deployments[name]
+            if other.kind == "rollout" and other.running:
+                overlapped = True
+    run_ended(deployment, operation.kind, began_at, now, overlapped=overlapped)
+    if deployment.queue:
+        deployment.wants_since = now
+
+
+def fail(
+    context: Context, operation: Operation, error: PlexRLError, now: float, *, place: int = 0
+) -> None:
+    """Record a failure; whoever depends on the operation fails with it.
+
+    `place` is where in its deployment's queue it stood; absent: before all of it.
+    """
+    operation.state = (
+        OperationState.CANCELLED
+        if isinstance(error, OperationCancelledError)
+        else OperationState.FAILED
+    )
+    operation.error_json = msgspec.json.encode(error.to_wire()).decode()
+    context.discard(operation.payload)
+    own = context.deployment(operation.deployment)
+    _into_history(context, own, operation, now)
+    if not own.queue and not own.running and not own.replaying:
+        hold_over(own)
+    if operation.state is _FAILED and operation.kind in _MISSED:
+        _halt(context, own, operation, error, now, place)
+    dependent = _served(context, operation)
+    if dependent is None:
+        return
+    # One that is final is a sync that is to be repeated: it tries again without this publish.
+    context.touch(context.deployment(dependent.deployment).group)
+    if dependent.state == OperationState.PENDING:
+        fail_queued(context, dependent, error, now)
+
+
+def fail_queued(context: Context, operation: Operation, error: PlexRLError, now: float) -> None:
+    """Have an operation fail that is still in its queue."""
+    deployment = context.deployment(operation.deployment)
+    place = deployment.queue.index(operation.operation)
+    del deployment.queue[place]
+    fail(context, operation, error, now, place=place)
+    context.touch(deployment.group)
+
+
+def _halt(
+    context: Context,
+    deployment: Deployment,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
+    place: int = 0,
+) -> None:
+    """Nothing that builds on a failed operation runs before the controller knows of the failure.
+    Whatever is before `place` in the queue was submitted earlier, and does not."""
+    if not context.job(deployment.job).halts_on_failure:
+        return
+    failure = failure_of(operation, error, now)
+    if any(each.operation == failure.operation for each in deployment.unacknowledged):
+        # This one is among those that fail because of it.
+        return
+    deployment.unacknowledged.append(failure)
+    if not failure.halts:
+        return
+    for name in deployment.queue[place:]:
+        if _is_halted(context, name):
+            fail_queued(context, context.state.operations[name], earlier_failure(failure), now)
+    context.touch(deployment.group)
+
+
+def _is_halted(context: Context, name: OperationId) -> bool:
+    """Whether a queued operation builds on its deployment's state. A publish for a sync that is
+    repeated after a fault does not: it hands on a state that the controller has been given."""
+    operation = context.state.operations[name]
+    if operation.kind == _PUBLISH:
+        dependent = _served(context, operation)
+        return dependent is not None and dependent.state == OperationState.PENDING
+    return operation.kind in HALTED and not operation.internal
+
+
+def _served(context: Context, operation: Operation) -> Operation | None:
+    """The operation that waits for this publish, while it is known."""
+    if operation.serves is None:
+        return None
+    served = context.state.operations.get(operation.serves)
+    if served is None or served.after != operation.operation:
+        # Its id may have been used again, for a sync that waits for another publish.
+        return None
+    return served
+
+
+def drop_log(context: Context, deployment: Deployment) -> None:
+    """Nothing in the replay log is needed any more."""
+    if deployment.log:
+        _forget(context, deployment.log)
+    deployment.replaying.clear()
+
+
+def drop_past(context: Context, deployment: Deployment) -> None:
+    """What led to the durable version is not needed any more, or too much."""
+    if deployment.past:
+        _forget(context, deployment.past)
+    deployment.past_payload_bytes = 0
+    deployment.past_is_whole = False
+    deployment.previous_seq = 0
+
+
+def retire_log(context: Context, deployment: Deployment, former_seq: int) -> None:
+    """The durable version includes the replay log: the log is needed only should that version be
+    damaged or lost, and is kept for this as far as the bounds allow.
+
+    `former_seq` is the durable version before. Where the bounds do not reach back further, it is
+    the earlier version from which the newest can be computed anew.
+    """
+    past, log = deployment.past, deployment.log
+    log_bytes = payload_bytes(context, log)
+    deployment.past_payload_bytes += log_bytes
+    if not _is_kept(context, len(past) + len(log), deployment.past_payload_bytes):
+        drop_past(context, deployment)
+        if not former_seq or not _is_kept(context, len(log), log_bytes):
+            drop_log(context, deployment)
+            return
+        deployment.past_payload_bytes = log_bytes
+        deployment.previous_seq = former_seq
+    elif deployment.past_is_whole:
+        deployment.previous_seq = deployment.previous_seq or former_seq
+    elif not deployment.previous_seq:
+        # Nothing that leads to `former_seq` is kept, so `past` begins there.
+        if not former_seq:
+            drop_past(context, deployment)
+            drop_log(context, deployment)
+            return
+        deployment.previous_seq = former_seq
+    past += log
+    log.clear()
+    deployment.replaying.clear()
+
+
+def forget_previous(context: Context, deployment: Deployment) -> None:
+    """The StateManagers that hold the durable version do not have the earlier one."""
+    if not deployment.past_is_whole:
+        drop_past(context, deployment)
+    deployment.previous_seq = 0
+
+
+def payload_bytes(context: Context, names: list[OperationId]) -> int:
+    """Of these operations together."""
+    operations = context.state.operations
+    return sum([operations[name].payload_bytes for name in names])
+
+
+def _is_kept(context: Context, count: int, nbytes: int) -> bool:
+    """Whether so many operations with so large payloads are kept to compute a version anew."""
+    config = context.config
+    return count <= config.rebuild_operations and nbytes <= config.rebuild_payload_bytes_max
+
+
+def _forget(context: Context, names: list[OperationId]) -> None:
+    operations = context.state.operations
+    for name in names:
+        operation = operations[name]
+        if operation.payload is not None:
+            context.discards.append(operation.payload)
+        operation.is_logged = False
+        if operation.is_forgotten:
+            del operations[name]
+    names.clear()
+
+
+def finish(
+    context: Context,
+    deployment: Deployment,
+    operation: Operation,
+    event: OperationFinished,
+    now: float,
+) -> None:
+    """Record that an operation was carried out, and what was measured of it."""
+    operation.state = _FAILED if event.error_json else _FINISHED
+    if event.error_json:
+        error = read_error(event.error_json)
+        operation.error_json = msgspec.json.encode(error.to_wire()).decode()
+    else:
+        operation.error_json = None
+    operation.result_json = event.result_json
+    operation.compute_s = event.compute_s
+    operation.transfer_s = event.transfer_s
+    _into_history(context, deployment, operation, now)
+
+
+def _into_history(
+    context: Context, deployment: Deployment, operation: Operation, now: float
+) -> None:
+    state = context.state
+    operation.finished_at = now
+    if operation.is_counted:
+        ended(state, deployment, operation, now)
+    if operation.source is not None:
+        # A move of the trainer may have waited for it.
+        context.touch(context.deployment(operation.source).group)
+    if operation.started_at is not None:
+        bill(state, deployment, operation)
+    elif operation.state is _FAILED:
+        count_failure(state, deployment, operation)
+    index = state.finished_count + 1
+    state.finished_count = operation.index = index
+    state.finished[index] = operation.operation
+    forget_oldest(context)

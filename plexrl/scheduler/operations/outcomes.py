@@ -1,0 +1,302 @@
+"""What follows from a finished or failed run."""
+
+from typing import Final
+
+from plexrl.errors import (
+    InvalidRequestError,
+    NonFiniteWeightsError,
+    is_storage_full,
+)
+from plexrl.ids import FencingToken
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.dispatch.group_step import end_burst, load, successor
+from plexrl.scheduler.dispatch.switch_cost import HOST, observe_move, state_lies
+from plexrl.scheduler.jobs.lifecycle import (
+    cycle_ended,
+    end_job,
+    job_event,
+    restart,
+    restart_when_there_is_room,
+)
+from plexrl.scheduler.jobs.retention import owner_of
+from plexrl.scheduler.jobs.usage import meter_run
+from plexrl.scheduler.operations.cancellation import early_end, is_over
+from plexrl.scheduler.operations.failures import read_error
+from plexrl.scheduler.operations.holding import hold, hold_over, is_held
+from plexrl.scheduler.operations.latency_breakdown import switch_ended
+from plexrl.scheduler.operations.operations import complete, fail, finish, retire_log
+from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, is_republished
+from plexrl.scheduler.placement.relocation import call_off
+from plexrl.scheduler.state.events import OperationFailed, OperationFinished
+from plexrl.scheduler.state.job_states import JobTrigger
+from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import Deployment, Group, Residency, State
+from plexrl.wire.operations import OperationKind, OperationState
+
+BACK_OFF_S = 2.0
+"""Before a switch that failed is tried again."""
+
+SNAPSHOT_BACK_OFF_S = 30.0
+"""Before a snapshot that found no room is tried again; training goes on meanwhile."""
+
+_LOAD: Final = OperationKind.LOAD
+_OFFLOAD: Final = OperationKind.OFFLOAD
+_PUBLISH: Final = OperationKind.PUBLISH
+_DEVICE: Final = Residency.DEVICE
+_OFFLOADED: Final = Residency.OFFLOADED
+_SUSPENDS: Final = JobTrigger.OFFLOADED
+_GRANTED: Final = JobTrigger.GRANTED
+
+
+def run_finished(context: Context, event: OperationFinished, now: float) -> None:
+    """A run completed; a report of any but the run in flight is of the past and changes nothing."""
+    state, name = context.state, event.operation
+    operation = state.operations.get(name)
+    deployment = None if operation is None else _at_work(state, operation, event.token)
+    if operation is None or deployment is None:
+        return
+    meter_run(state, deployment, operation, now)
+    if event.trainer_step is not None:
+        deployment.trainer_step = event.trainer_step
+    command = deployment.running.pop(name, None)
+    if command is None:
+        _move_finished(context, deployment, operation, event, now)
+    else:
+        deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
+        hold_over(deployment)
+        if command.replay:
+            deployment.replaying.remove(name)
+            if deployment.no_snapshot_until:
+                # The newest snapshot found no room: new work is done before the next one is tried.
+                deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
+        else:
+            # Only new work counts as progress: an operation that kills its worker would else be
+            # tried for ever, since every recovery loads and replays without harm.
+            deployment.failures = 0
+            complete(context, deployment, operation, event, now)
+        if not deployment.running:
+            deployment.idle_since = now
+        if operation.kind == _PUBLISH:
+            _published(context, deployment, operation, now)
+        elif operation.ends_burst and not command.replay:
+            _burst_over(context, deployment, now)
+    group = deployment.group
+    if group is not None:
+        context.dirty[group] = None
+
+
+def run_failed(context: Context, event: OperationFailed, now: float) -> None:
+    """A run ended without completing."""
+    state = context.state
+    operation = state.operations.get(event.operation)
+    deployment = None if operation is None else _at_work(state, operation, event.token)
+    if operation is None or deployment is None:
+        return
+    meter_run(state, deployment, operation, now)
+    error = read_error(event.error_json)
+    if is_storage_full(error.code) and not event.state_intact:
+        # Some ranks have done it, or a part of it. It is done again by all, from the state before.
+        if deployment.moving is not None and operation.kind == OperationKind.SNAPSHOT:
+            deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
+        restart_when_there_is_room(context, deployment, error.message, now)
+        return
+    if deployment.moving is not None and deployment.moving.operation == event.operation:
+        if error.code in LOST_CODES and operation.kind == OperationKind.LOAD:
+            if fall_back(context, deployment):
+                restart(context, deployment, error.message, now, counts=False)
+                return
+            job = context.job(deployment.job)
+            reason = (
+                f"the state of {deployment.deployment!r} cannot be had, nor computed anew from "
+                f"what was kept: {error.message}"
+            )
+            end_job(context, job, JobTrigger.FAILED, reason, now)
+        elif operation.kind == OperationKind.LOAD and isinstance(error, InvalidRequestError):
+            # A model or a layout that cannot be, or a library that is not installed.
+            job = context.job(deployment.job)
+            reason = f"{deployment.deployment!r} cannot be built: {error.message}"
+            end_job(context, job, JobTrigger.FAILED, reason, now)
+        elif event.state_intact:
+            _move_called_off(context, deployment, operation, now, error.message)
+        else:
+            restart(context, deployment, error.message, now)
+        return
+    command = deployment.running[event.operation]
+    if command.replay:
+        if is_republished(context, deployment, operation, error, now):
+            context.touch(deployment.group)
+            return
+        if is_held(error, state_intact=event.state_intact):
+            del deployment.running[event.operation]
+            hold(context, deployment, operation, error, now)
+            return
+        restart(context, deployment, f"replaying {event.operation!r}: {error.message}", now)
+        return
+    del deployment.running[event.operation]
+    if is_held(error, state_intact=event.state_intact):
+        if not is_over(operation, now):
+            hold(context, deployment, operation, error, now)
+            return
+        error = early_end(operation, now)
+    else:
+        hold_over(deployment)
+    fail(context, operation, error, now)
+    if event.state_intact:
+        deployment.failures = 0
+        if not deployment.running:
+            deployment.idle_since = now
+        context.touch(deployment.group)
+    else:
+        # Workers that say so are sound: only what they hold is not.
+        counts = not isinstance(error, NonFiniteWeightsError)
+        restart(context, deployment, error.message, now, counts=counts)
+
+
+def _at_work(state: State, operation: Operation, token: FencingToken) -> Deployment | None:
+    """Whose run in flight it is; None: nobody's, or not under this token."""
+    if operation.token != token:
+        return None
+    deployment = owner_of(state, operation)
+    if deployment is None:
+        return None
+    name, moving = operation.operation, deployment.moving
+    if moving is None:
+        if name not in deployment.running:
+            return None
+    elif moving.operation != name and name not in deployment.running:
+        return None
+    assert deployment.group is not None, f"{name} is in flight without a group"
+    return deployment
+
+
+def _group_of(context: Context, deployment: Deployment) -> Group:
+    assert deployment.group is not None, f"{deployment.deployment} moves without a group"
+    return context.state.groups[deployment.group]
+
+
+def _move_finished(
+    context: Context,
+    deployment: Deployment,
+    operation: Operation,
+    event: OperationFinished,
+    now: float,
+) -> None:
+    deployment.moving = None
+    began_at = operation.started_at if operation.started_at is not None else now
+    finish(context, deployment, operation, event, now)
+    kind = operation.kind
+    if kind == _LOAD:
+        observe_move(context, deployment, operation, event)
+        deployment.residency = _DEVICE
+        switch_ended(deployment, now)
+        deployment.replaying = deployment.log.copy()
+        # Without anything to run the load was made in anticipation: no burst has begun.
+        begins = bool(deployment.queue or deployment.replaying)
+        deployment.burst_started_at = deployment.idle_since = now if begins else None
+        group = _group_of(context, deployment)
+        if group.switched:
+            group.switch_seconds += now - began_at
+            group.switched = False
+        _granted(context, deployment)
+    elif kind == _OFFLOAD:
+        observe_move(context, deployment, operation, event)
+        _version_made(context, deployment, event)
+        deployment.residency = _OFFLOADED
+        group = _group_of(context, deployment)
+        group.switches += 1
+        group.switch_seconds += now - began_at
+        group.switched = True
+        if deployment.kind == "train":
+            job_event(context.state.jobs[deployment.job], _SUSPENDS)
+        _hand_over(context, group, now)
+    else:
+        deployment.estimates.observe(kind, operation.tokens, event.compute_s)
+        _version_made(context, deployment, event)
+        deployment.no_snapshot_until = 0.0
+        deployment.idle_since = now
+
+
+def _version_made(context: Context, deployment: Deployment, event: OperationFinished) -> None:
+    former_seq = deployment.durable_seq
+    deployment.durable_seq = deployment.completed_seq
+    deployment.state_nodes[:] = deployment.nodes
+    moved = event.moved
+    state_lies(deployment, HOST if moved is None else moved.tier)
+    if former_seq < deployment.durable_seq:
+        retire_log(context, deployment, former_seq)
+
+
+def _hand_over(context: Context, group: Group, now: float) -> None:
+    """The holder is off the GPUs: the lock goes to the incoming member, if it is still there."""
+    incoming = successor(context, group, now)
+    group.incoming = None
+    group.holder = None
+    if incoming is not None:
+        group.holder = incoming.deployment
+        load(context, group, incoming, now)
+
+
+def _move_called_off(
+    context: Context,
+    deployment: Deployment,
+    operation: Operation,
+    now: float,
+    reason: str,
+) -> None:
+    """Nothing has moved: the state lies where it lay. Whoever wanted the move waits a while."""
+    group = _group_of(context, deployment)
+    deployment.moving = None
+    operation.state = OperationState.FAILED
+    del context.state.operations[operation.operation]
+    held_back = deployment
+    if operation.kind == OperationKind.LOAD:
+        switch_ended(deployment, now)
+        deployment.residency = Residency.OFFLOADED if deployment.durable_seq else Residency.NONE
+        group.holder = None
+    else:
+        deployment.residency = Residency.DEVICE
+        deployment.idle_since = now
+        if operation.kind == OperationKind.OFFLOAD and group.incoming is not None:
+            held_back = context.deployment(group.incoming)
+            switch_ended(held_back, now)
+        group.incoming = None
+    context.touch(group.group)
+    if operation.kind == OperationKind.SNAPSHOT:
+        deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
+        return
+    if deployment.relocation is not None:
+        call_off(context, deployment, now)
+        if operation.kind == OperationKind.OFFLOAD and held_back is deployment:
+            # Nobody waits for the group: it goes on with its own work.
+            return
+    held_back.held_back_until = now + BACK_OFF_S
+    held_back.held_back_reason = reason
+    context.wake(held_back.held_back_until, f"group:{group.group}")
+
+
+def _granted(context: Context, deployment: Deployment) -> None:
+    job = context.state.jobs[deployment.job]
+    if deployment.kind == "train" or all(
+        context.deployment(name).kind != "train" for name in job.deployments
+    ):
+        job_event(job, _GRANTED)
+        if deployment.trace is not None:
+            cycle_ended(job)
+
+
+def _published(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
+    """The last step of a training cycle: wake the sync that waits, and end the burst."""
+    deployment.published_seq = operation.seq
+    for name in context.job(deployment.job).deployments:
+        context.touch(context.deployment(name).group)
+    _burst_over(context, deployment, now)
+
+
+def _burst_over(context: Context, deployment: Deployment, now: float) -> None:
+    """A cycle's last step was made: unless more waits already, the group is free for others."""
+    if not deployment.queue:
+        end_burst(deployment, now)
+        deployment.idle_since = None
+        job = context.job(deployment.job)
+        if not context.policy.repacks or deployment.trace is not None:
+            cycle_ended(job)

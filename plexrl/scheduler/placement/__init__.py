@@ -1,0 +1,1 @@
+"""Which GPUs a deployment gets, and when it moves. Pure."""

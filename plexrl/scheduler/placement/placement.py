@@ -1,0 +1,418 @@
+"""Putting deployments on groups and taking them off again (PlexRL §4.3.2).
+
+A placement changes the state, the capacity index and the pool of free GPUs in one go, or nothing.
+Every choice is a function of the state alone (ties end in the group's number), so a scheduler
+restored from a snapshot goes on as the one that wrote it would have.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plexrl.errors import CapacityError
+from plexrl.ids import GroupId
+from plexrl.scheduler.admission.scarcity import is_scarce
+from plexrl.scheduler.capacity.index import Shape, ShapeTable
+from plexrl.scheduler.capacity.overlaps import give_time_back
+from plexrl.scheduler.capacity.shift_search import Fit, ShiftSearch
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.dispatch.switch_cost import load_s, moves_at_best_s
+from plexrl.scheduler.jobs.sharing import settle_group
+from plexrl.scheduler.placement.co_execution import added_stretch
+from plexrl.scheduler.placement.contention import Contention, Resident, TurnRule, predict
+from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.state.commands import RankPlacement
+from plexrl.scheduler.state.demand import DemandTrace, project
+from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation
+
+CANDIDATES_PER_PASS = 256
+"""Groups fitted at a time, the least loaded first; the first pass with a fit ends the search. As
+with the share of nodes that kube-scheduler scores, the cost of a decision is bounded so; the groups
+left out are fuller than all that were looked at."""
+
+PREDICTIONS_MAX = 2
+"""Best-fitting groups of a search whose contention is predicted: each costs milliseconds."""
+
+PREDICTIONS_KEPT = 1024
+"""Before all are forgotten."""
+
+SPILL_BYTES_PER_S = 1e9
+"""Of a move to or from NVMe where host memory is full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A group to join, and when in its time."""
+
+    group: GroupId
+    way: Way
+    shift_slots: int = 0
+    overlap_s: float = 0.0
+    interference_s: float = 0.0
+    cost: float = 0.0
+    contention: float | None = None
+    """Predicted for the group with the newcomer; absent where it was not."""
+
+
+def place(
+    context: Context, deployment: Deployment, now: float, only: tuple[Way, ...] | None = None
+) -> Group | None:
+    """Put `deployment` on a group, making one if need be; None where it must wait.
+
+    `only` names the ways to try; absent, the policy does.
+    """
+    for way in ways(context, deployment, now) if only is None else only:
+        if way == Way.DEDICATED:
+            group = _new_group(context, deployment)
+            if group is None:
+                continue
+            choice = Choice(group=group.group, way=way, contention=0.0)
+        else:
+            found = find(context, deployment, way, now)
+            if found is None:
+                continue
+            choice, group = found, context.state.groups[found.group]
+        join(context, group, deployment, choice, now)
+        return group
+    return None
+
+
+def join(
+    context: Context, group: Group, deployment: Deployment, choice: Choice, now: float
+) -> None:
+    """Make `deployment` a member of `group`, by a choice made now.
+
+    Raises:
+        CapacityError: the choice was strict and does not hold any more; nothing changed.
+    """
+    settle_group(context.state, group, now)
+    group.members.append(deployment.deployment)
+    deployment.group = group.group
+    deployment.ranks = group.gpus
+    deployment.nodes = context.inventory.nodes(group)
+    trace = deployment.trace if shares(deployment) else None
+    start_slot = int(now) % context.config.horizon_slots
+    deployment.reservation = Reservation(
+        shift=float(start_slot + choice.shift_slots), trace=trace, overlap_s=choice.overlap_s
+    )
+    try:
+        context.inventory.reserve(deployment, strict=choice.way == Way.STRICT)
+    except CapacityError:
+        group.members.remove(deployment.deployment)
+        deployment.group = deployment.reservation = None
+        deployment.ranks = ()
+        deployment.nodes = ()
+        raise
+    deployment.placement = PlacementRecord(
+        at=now,
+        way=choice.way.value,
+        group=group.group,
+        members=len(group.members),
+        shift_s=float(choice.shift_slots),
+        setup_s=load_s(context, deployment),
+        overlap_s=choice.overlap_s,
+        interference_s=choice.interference_s,
+        contention=choice.contention,
+    )
+
+
+def ways(context: Context, deployment: Deployment, now: float) -> tuple[Way, ...]:
+    """How `deployment` may get GPUs, best first."""
+    if not shares(deployment):
+        return (Way.DEDICATED,)
+    has_profile = deployment.trace is not None
+    return context.policy.ways(
+        has_profile=has_profile,
+        is_patience_over=now >= patience_ends_at(context, deployment),
+        is_scarce=has_profile and context.policy.repacks and is_scarce(context, deployment),
+    )
+
+
+def patience_ends_at(context: Context, deployment: Deployment) -> float:
+    """Until when a job without a profile waits for a group of its own."""
+    return deployment.created_at + context.config.cold_start_patience_s
+
+
+def shares(deployment: Deployment) -> bool:
+    """Whether it may be one of several on a group."""
+    return deployment.shares
+
+
+def leave(context: Context, deployment: Deployment, now: float) -> None:
+    """Take `deployment` off its group; a group without members gives its GPUs back."""
+    group = context.state.groups[_placed(deployment)]
+    settle_group(context.state, group, now)
+    group.members.remove(deployment.deployment)
+    if len(group.members) == 1:
+        group.alone_since = now
+    context.inventory.release(deployment)
+    deployment.group = None
+    deployment.reservation = None
+    give_time_back(context, group)
+    if not group.members:
+        context.inventory.remove_group(group)
+        context.state.former_switches += group.switches
+        del context.state.groups[group.group]
+        context.dirty.pop(group.group, None)
+
+
+def find(context: Context, deployment: Deployment, way: Way, now: float) -> Choice | None:
+    """The group that this way leads to; changes nothing."""
+    match way:
+        case Way.STRICT | Way.OVERLAP:
+            found = nearest(context, deployment, now, strict=way == Way.STRICT, count=1)
+            return found[0] if found else None
+        case Way.PACKED | Way.EMPTIEST:
+            return _by_room(context, deployment, way)
+        case Way.CO_EXECUTED:
+            return _by_round(context, deployment)
+        case _:
+            raise AssertionError(f"{way} joins no group")
+
+
+def nearest(
+    context: Context, deployment: Deployment, now: float, *, strict: bool, count: int
+) -> list[Choice]:
+    """The `count` groups in whose time the deployment's trace fits best, best first.
+
+    A group where a member, the newcomer among them, would wait for more than its service level
+    allows is none of them (PlexRL §7.2). Of those that fit, only the best few are looked at so.
+    """
+    found: list[Choice] = []
+    most = max(count, PREDICTIONS_MAX)
+    for choice in fitting(context, deployment, now, strict=strict, count=most):
+        expected = contention_with(context, deployment, choice)
+        if expected is None:
+            found.append(choice)
+        elif expected.worst <= context.config.waiting_part_max:
+            found.append(replace(choice, contention=expected.group))
+        if len(found) == count:
+            break
+    return found
+
+
+def contention_with(context: Context, deployment: Deployment, choice: Choice) -> Contention | None:
+    """What the members of the chosen group would wait for, with `deployment` among them; None where
+    somebody's demand is not known."""
+    if deployment.trace is None:
+        return None
+    gpus = context.state.groups[choice.group].gpus
+    residents = [_resident(context, deployment, deployment.trace, gpus)]
+    for name in context.state.groups[choice.group].members:
+        member = context.deployment(name)
+        if member.reservation is None or member.reservation.trace is None:
+            return None
+        residents.append(_resident(context, member, member.reservation.trace, gpus))
+    key = tuple(residents)
+    known = context.contentions.get(key)
+    if known is None:
+        rule = TurnRule(
+            anticipates=context.anticipates,
+            guards_slack=context.policy.guards_slack,
+            starvation_ratio=context.config.starvation_ratio,
+            starvation_bound_s=context.config.starvation_bound_s,
+            horizon_slots=context.config.horizon_slots,
+            period_tolerance=context.config.period_tolerance,
+            profile_cycles=context.config.profile_cycles,
+        )
+        if len(context.contentions) >= PREDICTIONS_KEPT:
+            context.contentions.clear()
+        known = context.contentions[key] = predict(residents, rule)
+    return known
+
+
+def _resident(
+    context: Context,
+    deployment: Deployment,
+    trace: DemandTrace,
+    ranks: tuple[RankPlacement, ...] | None = None,
+) -> Resident:
+    # To two digits: with every move measured they change in the last ones, and what is predicted
+    # of the same residents would have to be predicted anew.
+    load, offload = moves_at_best_s(context, deployment, ranks)
+    return Resident(trace=trace, load_s=float(f"{load:.2g}"), offload_s=float(f"{offload:.2g}"))
+
+
+def fitting(
+    context: Context,
+    deployment: Deployment,
+    now: float,
+    *,
+    strict: bool,
+    count: int | None = None,
+) -> list[Choice]:
+    """The groups found in whose time the deployment's trace fits, best first; `count` at most."""
+    trace = deployment.trace
+    if trace is None:
+        return []
+    config, index = context.config, context.inventory.index
+    tables: list[tuple[ShapeTable, NDArray[np.intp]]] = []
+    for shape in _shapes(context, deployment):
+        table = index.table(shape)
+        room = has_room(context, table, deployment, trace.duty)
+        _leave_out_own(context, shape, deployment, room)
+        rows = np.flatnonzero(room)
+        if rows.size:
+            tables.append((table, rows))
+    if not tables:
+        return []
+    footprint = project(trace, config.horizon_slots, config.period_tolerance)
+    longest = max(math.ceil(duration) for _, duration, _ in footprint.segments)
+    if strict and not index.gang_feasible(deployment.node_type, deployment.workers, longest):
+        return []
+    wanted = ShiftSearch(
+        footprint=footprint,
+        start_slot=int(now) % config.horizon_slots,
+        margin_slots=math.ceil(trace.jitter_s),
+        interference_weight=config.interference_weight,
+        strict=strict,
+    )
+    bound = 0.0 if strict else config.overlap_max * trace.busy_s
+    found: list[tuple[float, int, GroupId, Fit]] = []
+    for table, rows in tables:
+        for some in _in_order_of(table, rows, table.load):
+            fits = table.search(some, wanted)
+            for fit in fits:
+                if fit.overlap_s <= bound:
+                    group = table.groups[fit.row]
+                    assert group is not None, "a free row was searched"
+                    cost = fit.cost + _spill_s(table, fit.row, deployment)
+                    found.append((cost, int(table.serial[fit.row]), group, fit))
+            if fits:
+                break
+    found.sort()
+    return [
+        Choice(
+            group=group,
+            way=Way.STRICT if fit.overlap_s == 0 else Way.OVERLAP,
+            shift_slots=fit.shift_slots,
+            overlap_s=fit.overlap_s,
+            interference_s=fit.interference_s,
+            cost=cost,
+        )
+        for cost, _, group, fit in found[:count]
+    ]
+
+
+def has_room(
+    context: Context, table: ShapeTable, deployment: Deployment, duty: float
+) -> NDArray[np.bool_]:
+    """Rows whose group could take one more member of this size: [rows] bool."""
+    return (
+        table.is_open
+        & (table.members < context.config.residents_max)
+        & (table.state_bytes_free >= deployment.state_bytes)
+        & (table.load + duty <= context.config.load_bound)
+    )
+
+
+def _by_room(context: Context, deployment: Deployment, way: Way) -> Choice | None:
+    duty = context.inventory.duty(deployment)
+    if deployment.trace is not None:
+        duty = deployment.trace.duty
+    best: tuple[tuple[float, ...], Choice] | None = None
+    for shape in _shapes(context, deployment):
+        table = context.inventory.index.table(shape)
+        room = has_room(context, table, deployment, duty)
+        _leave_out_own(context, shape, deployment, room)
+        rows = np.flatnonzero(room)
+        if not rows.size:
+            continue
+        load, members, serial = table.load[rows], table.members[rows], table.serial[rows]
+        sign = -1 if way == Way.PACKED else 1
+        at = np.lexsort((serial, sign * load, sign * members))[0]
+        key = (sign * float(members[at]), sign * float(load[at]), float(serial[at]))
+        group = table.groups[rows[at]]
+        assert group is not None, "a free row was chosen"
+        if best is None or key < best[0]:
+            best = key, Choice(group=group, way=way)
+    return None if best is None else best[1]
+
+
+def _by_round(context: Context, deployment: Deployment) -> Choice | None:
+    """The group whose round takes the deployment at the least cost; of equal ones the fullest."""
+    if deployment.trace is None:
+        return None
+    best: tuple[tuple[float, ...], Choice] | None = None
+    for shape in _shapes(context, deployment):
+        table = context.inventory.index.table(shape)
+        room = has_room(context, table, deployment, deployment.trace.duty)
+        room &= table.host_bytes_free >= deployment.state_bytes
+        _leave_out_own(context, shape, deployment, room)
+        for row in np.flatnonzero(room).tolist():
+            group = table.groups[row]
+            assert group is not None, "a free row was chosen"
+            cost = added_stretch(context, context.state.groups[group], deployment)
+            if cost is None:
+                continue
+            key = (cost, -float(table.load[row]), float(table.serial[row]))
+            if best is None or key < best[0]:
+                best = key, Choice(group=group, way=Way.CO_EXECUTED, cost=cost)
+    return None if best is None else best[1]
+
+
+def _leave_out_own(
+    context: Context, shape: Shape, deployment: Deployment, room: NDArray[np.bool_]
+) -> None:
+    """Nobody moves to the group it is on."""
+    if deployment.group is not None:
+        row = context.inventory.index.row(deployment.group, shape)
+        if row is not None:
+            room[row] = False
+
+
+def _in_order_of(
+    table: ShapeTable, rows: NDArray[np.intp], key: NDArray[np.float64]
+) -> "list[NDArray[np.intp]]":
+    """`rows` by key and group number, cut into passes; only the first few passes' worth is sorted
+    where there are many."""
+    most = 8 * CANDIDATES_PER_PASS
+    if rows.size > most:
+        bound = np.partition(key[rows], most)[most]
+        rows = rows[key[rows] <= bound]
+    ordered = rows[np.lexsort((table.serial[rows], key[rows]))][:most]
+    return [
+        ordered[begin : begin + CANDIDATES_PER_PASS]
+        for begin in range(0, ordered.size, CANDIDATES_PER_PASS)
+    ]
+
+
+def _shapes(context: Context, deployment: Deployment) -> list[Shape]:
+    per_rank = -(-deployment.state_bytes // deployment.workers)
+    return [
+        shape
+        for shape in context.inventory.index.shapes(deployment.workers, deployment.node_type)
+        if shape.gpu_memory_bytes >= per_rank
+    ]
+
+
+def _spill_s(table: ShapeTable, row: int, deployment: Deployment) -> float:
+    over = deployment.state_bytes - max(0, int(table.host_bytes_free[row]))
+    return max(0, over) / SPILL_BYTES_PER_S
+
+
+def _new_group(context: Context, deployment: Deployment) -> Group | None:
+    gpus = context.inventory.find_gpus(deployment)
+    if gpus is None:
+        return None
+    state = context.state
+    state.groups_made += 1
+    node = state.nodes[gpus[0].node]
+    group = Group(
+        group=GroupId(f"g{state.groups_made}"),
+        serial=state.groups_made,
+        gpus=gpus,
+        shared=shares(deployment),
+        node_type=node.node_type,
+        gpu_memory_bytes=node.gpu_memory_bytes,
+    )
+    state.groups[group.group] = group
+    context.inventory.add_group(group)
+    return group
+
+
+def _placed(deployment: Deployment) -> GroupId:
+    assert deployment.group is not None, f"{deployment.deployment} is on no group"
+    return deployment.group

@@ -1,0 +1,403 @@
+"""Moving a WPG to other GPUs: repacking, drains, and relief of a job that waits too much.
+
+A move is decided by `consider_repacking`, `consider_relief` or `drain`, then waits for an operation
+boundary, has the state made durable, and ends in `finish`: the old processes stop, the WPG leaves
+its group and joins another, its state follows where the nodes differ, new processes start. No
+accepted operation is lost on the way: they wait in the queue as for any switch.
+
+Moves cost; a job is moved only where the gain within `REPACK_WINDOW_S` exceeds the cost by
+`HYSTERESIS`, and each move doubles the time before the next one, so no sequence of profiles makes a
+job wander.
+"""
+
+import math
+from collections.abc import Callable
+from typing import assert_never
+
+from plexrl.ids import NodeId
+from plexrl.scheduler.admission.scarcity import is_scarce
+from plexrl.scheduler.capacity.overlaps import overlap_s
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.dispatch.switch_cost import HOST, round_trip_s, state_lies
+from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
+from plexrl.scheduler.jobs.sharing import note_wait
+from plexrl.scheduler.operations.operations import forget_previous
+from plexrl.scheduler.placement.placement import (
+    Choice,
+    find,
+    join,
+    leave,
+    nearest,
+    place,
+    shares,
+    ways,
+)
+from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.state.commands import MigrateState, ReleaseState, StopWorkers
+from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
+from plexrl.scheduler.state.records import Deployment, MoveCause, Relocation, Residency, WpgState
+
+REPACK_WINDOW_S = 3600.0
+"""Over which a move must pay."""
+
+HYSTERESIS = 1.25
+"""Gain over cost that a move needs."""
+
+FREE_GROUP_VALUE = 0.25
+"""Worth of a GPU-second freed while nobody waits for GPUs; 1 while somebody does."""
+
+LAUNCH_S = 30.0
+"""Of new processes, where nothing is known: imports, a process group, the model's build."""
+
+CYCLES_MIN = 3
+"""Measured cycles before the service level says anything."""
+
+BACK_OFF_S = 30.0
+"""Before a move that found no room is thought of again."""
+
+REOPEN_PART = 0.8
+"""Of the bound on waiting, below which all members must be for a group to take members again."""
+
+
+def holds_up_others(context: Context, deployment: Deployment) -> bool:
+    """Whether it has a group to itself that others wait for."""
+    return (
+        bool(context.waiting)
+        and deployment.group is not None
+        and len(context.state.groups[deployment.group].members) == 1
+        and is_scarce(context, deployment)
+    )
+
+
+def consider_repacking(context: Context, deployment: Deployment, now: float) -> None:
+    """A profile is new, or others wait for its GPUs: would the job pay to run in another's gaps?"""
+    if not context.policy.repacks or not may_move(context, deployment, now):
+        return
+    choice = _destination(context, deployment, MoveCause.REPACK, now)
+    if choice is not None:
+        reason = f"repacked into the gaps of {choice.group}"
+        _begin(context, deployment, MoveCause.REPACK, reason, now)
+
+
+def consider_relief(context: Context, deployment: Deployment, now: float) -> None:
+    """A cycle is over: close the group where a member waits too much, and move the worst hit."""
+    if deployment.group is None or not shares(deployment):
+        return
+    group = context.state.groups[deployment.group]
+    if len(group.members) == 1 and not group.is_closed:
+        return
+    bound = context.config.waiting_part_max
+    if not group.is_closed and _waiting(deployment) <= bound:
+        # The others have been looked at when their own cycles ended.
+        return
+    parts = {name: _waiting(context.deployment(name)) for name in group.members}
+    worst = max(parts.values())
+    if group.is_closed and worst < REOPEN_PART * bound:
+        group.is_closed = False
+        context.inventory.refresh(group)
+        context.place_waiting = True
+    elif not group.is_closed and worst > bound and len(group.members) > 1:
+        group.is_closed = True
+        context.inventory.refresh(group)
+    if worst <= bound or len(group.members) < 2 or parts[deployment.deployment] < worst:
+        return
+    record = deployment.placement
+    if record is None or now - record.at < context.config.relief_after_s:
+        return
+    if not may_move(context, deployment, now):
+        return
+    if _destination(context, deployment, MoveCause.RELIEF, now) is not None:
+        part = f"{parts[deployment.deployment]:.0%}"
+        reason = f"waited {part} of its time, the bound is {bound:.0%}"
+        _begin(context, deployment, MoveCause.RELIEF, reason, now)
+
+
+def drain(context: Context, node: NodeId, now: float) -> None:
+    """Move whatever can be moved off a node that is to be empty; asked again as room appears."""
+    for name in context.inventory.groups_on(node):
+        for member in list(context.state.groups[name].members):
+            deployment = context.deployment(member)
+            if deployment.relocation is not None or now < deployment.no_move_until:
+                continue
+            if _destination(context, deployment, MoveCause.DRAIN, now) is not None:
+                reason = f"node {node!r} is drained"
+                _begin(context, deployment, MoveCause.DRAIN, reason, now)
+
+
+def may_move(context: Context, deployment: Deployment, now: float) -> bool:
+    """Whether enough time has passed since the last move, twice as much for each there was."""
+    if deployment.relocation is not None or deployment.state != WpgState.READY:
+        return False
+    if now < deployment.no_move_until:
+        return False
+    if deployment.moved_at is None:
+        return True
+    rest_s = context.config.repack_interval_s * 2.0 ** min(deployment.moves, 10)
+    return now - deployment.moved_at >= rest_s
+
+
+def gain_s(context: Context, deployment: Deployment, choice: Choice) -> float:
+    """What a move is worth, in seconds of the deployment's group over `REPACK_WINDOW_S`."""
+    assert deployment.group is not None
+    assert deployment.trace is not None
+    group = context.state.groups[deployment.group]
+    frees = 0.0
+    if len(group.members) == 1:
+        frees = 1.0 if context.waiting else FREE_GROUP_VALUE
+    relief = (overlap_s(context, deployment) - choice.overlap_s) / deployment.trace.period_s
+    return REPACK_WINDOW_S * (frees + relief)
+
+
+def cost_s(context: Context, deployment: Deployment) -> float:
+    """What a move costs: the state off, over and on again, and new processes."""
+    over_s = deployment.state_bytes / MOVE_BYTES_PER_S
+    return LAUNCH_S + round_trip_s(context, deployment) + over_s
+
+
+def is_due(context: Context, deployment: Deployment) -> bool:
+    """A move is wanted, the WPG is between operations, and its state is whole: on the device, and
+    where a rollout is yet to pull what was published of it."""
+    return (
+        deployment.relocation is not None
+        and deployment.state == WpgState.READY
+        and not deployment.running
+        and not deployment.replaying
+        and deployment.moving is None
+        and not _is_pulled(context, deployment)
+    )
+
+
+def stops(context: Context, deployment: Deployment) -> bool:
+    """It starts nothing more, so that its move comes due. While others pull its weights it works on
+    where it is: what they wait for may be its own work."""
+    return deployment.relocation is not None and not _is_pulled(context, deployment)
+
+
+def call_off(context: Context, deployment: Deployment, now: float) -> None:
+    """The move wanted room that is not there: the WPG stays where it is for a while."""
+    deployment.relocation = None
+    context.relocating.pop(deployment.deployment, None)
+    deployment.no_move_until = now + BACK_OFF_S
+    for node in deployment.nodes:
+        context.wake(deployment.no_move_until, f"node:{node}")
+
+
+def finish(context: Context, deployment: Deployment, now: float) -> bool:
+    """The state is off the GPUs: go, if there still is somewhere to go. False: it stays."""
+    relocation = deployment.relocation
+    assert relocation is not None, f"{deployment.deployment} is not on the move"
+    deployment.relocation = None
+    context.relocating.pop(deployment.deployment, None)
+    choice = _destination(context, deployment, relocation.cause, now)
+    if choice is None or deployment.group is None:
+        return False
+    old_group = context.state.groups[deployment.group]
+    old_nodes = deployment.nodes
+    note_wait(context.state, old_group, deployment, now)
+    context.emit(
+        StopWorkers(
+            deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=old_nodes
+        )
+    )
+    deployment.addresses.clear()
+    deployment.replaying.clear()
+    deployment.residency = Residency.NONE
+    forget_open_cycle(deployment)
+    if deployment.queue:
+        deployment.wants_since = now
+    if old_group.holder == deployment.deployment:
+        old_group.holder = None
+    if old_group.incoming == deployment.deployment:
+        old_group.incoming = None
+    context.touch(old_group.group)
+    leave(context, deployment, now)
+    if choice.way == Way.DEDICATED:
+        joined = place(context, deployment, now, only=(Way.DEDICATED,))
+        assert joined is not None, "free GPUs were found a moment ago"
+    else:
+        join(context, context.state.groups[choice.group], deployment, choice, now)
+    deployment.moves += 1
+    deployment.moved_at = now
+    deployment.moved_because = relocation.reason
+    context.place_waiting = True
+    settle(context, deployment)
+    return True
+
+
+def settle(context: Context, deployment: Deployment) -> None:
+    """It has other GPUs: its state is to follow (`MIGRATING`), or its workers can be launched."""
+    deployment.state = WpgState.RECOVERING
+    # Each of several nodes has the parts of its own ranks only: the ranks lie otherwise now.
+    held = set(deployment.state_nodes) if len(deployment.state_nodes) == 1 else set()
+    missing = sorted(set(deployment.nodes) - held)
+    if deployment.durable_seq and missing:
+        deployment.state = WpgState.MIGRATING
+        deployment.awaited_nodes = missing
+        send_migration(context, deployment)
+    else:
+        _release_left_nodes(context, deployment)
+
+
+def send_migration(context: Context, deployment: Deployment) -> None:
+    """Issue (or issue again) the copy of the durable version to the nodes that lack it."""
+    nodes = context.state.nodes
+    alive = tuple(node for node in deployment.awaited_nodes if nodes[node].alive)
+    sources = tuple(nodes[node].statemanager for node in deployment.state_nodes)
+    if alive:
+        context.emit(
+            MigrateState(
+                deployment=deployment.deployment,
+                seq=deployment.durable_seq,
+                sources=sources,
+                nodes=alive,
+            )
+        )
+
+
+def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
+    """A node has the durable version; True once all have, and the workers can be launched."""
+    if deployment.state != WpgState.MIGRATING or node not in deployment.awaited_nodes:
+        return False
+    deployment.awaited_nodes.remove(node)
+    if deployment.awaited_nodes:
+        return False
+    _release_left_nodes(context, deployment)
+    deployment.state_nodes = list(deployment.nodes)
+    # Only the durable version was copied.
+    forget_previous(context, deployment)
+    state_lies(deployment, HOST)
+    deployment.state = WpgState.RECOVERING
+    return True
+
+
+def _begin(
+    context: Context, deployment: Deployment, cause: MoveCause, reason: str, now: float
+) -> None:
+    deployment.relocation = Relocation(reason=reason, asked_at=now, cause=cause)
+    context.relocating[deployment.deployment] = None
+    context.touch(deployment.group)
+
+
+def _release_left_nodes(context: Context, deployment: Deployment) -> None:
+    """Have the nodes that the deployment is on no more drop what they keep of it."""
+    here = deployment.nodes
+    gone = tuple(each for each in deployment.state_nodes if each not in here)
+    if gone:
+        context.emit(ReleaseState(deployment=deployment.deployment, nodes=gone))
+        deployment.state_nodes = [each for each in deployment.state_nodes if each in here]
+
+
+def _is_pulled(context: Context, deployment: Deployment) -> bool:
+    """Whether a sync has still to finish whose weights the deployment has published. One that has
+    no GPUs to finish on may take for ever, and is not waited for."""
+    operations = context.state.operations
+    for name in context.job(deployment.job).deployments:
+        other = context.deployment(name)
+        if other.group is None:
+            continue
+        for each in (*other.running, *other.queue):
+            operation = operations[each]
+            if operation.source != deployment.deployment or operation.after is None:
+                continue
+            publish = operations.get(operation.after)
+            if publish is None or publish.state.is_final:
+                return True
+    return False
+
+
+def _destination(
+    context: Context, deployment: Deployment, cause: MoveCause, now: float
+) -> Choice | None:
+    """Where a move for this cause would lead now; None: nowhere, or it is not worth it."""
+    match cause:
+        case MoveCause.REPACK:
+            near = nearest(context, deployment, now, strict=True, count=4)
+            if not near and holds_up_others(context, deployment):
+                near = nearest(context, deployment, now, strict=False, count=4)
+            found = _reachable(context, deployment, near)
+            if found and gain_s(context, deployment, found[0]) > HYSTERESIS * cost_s(
+                context, deployment
+            ):
+                return found[0]
+            return None
+        case MoveCause.RELIEF:
+            return _elsewhere(
+                context, deployment, now, lambda choice: _relieves(context, deployment, choice)
+            )
+        case MoveCause.DRAIN:
+            return _elsewhere(context, deployment, now, lambda _: True)
+        case _:
+            assert_never(cause)
+
+
+def _relieves(context: Context, deployment: Deployment, choice: Choice) -> bool:
+    """Whether less is to be waited for there than here."""
+    assert deployment.group is not None
+    rivals = len(context.state.groups[deployment.group].members) - 1
+    match choice.way:
+        case Way.DEDICATED:
+            return rivals > 0
+        case Way.STRICT:
+            return True
+        case Way.OVERLAP:
+            return choice.overlap_s < overlap_s(context, deployment)
+        case _:
+            return len(context.state.groups[choice.group].members) < rivals
+
+
+def _elsewhere(
+    context: Context, deployment: Deployment, now: float, suits: Callable[[Choice], bool]
+) -> Choice | None:
+    """Where the deployment could go, other than where it is."""
+    for way in ways(context, deployment, now):
+        match way:
+            case Way.DEDICATED:
+                gpus = context.inventory.find_gpus(deployment)
+                reach = context.config.migrates or gpus is None or not _has_state(deployment)
+                if gpus is not None and (
+                    reach or {gpu.node for gpu in gpus} <= set(deployment.state_nodes)
+                ):
+                    assert deployment.group is not None
+                    own = Choice(group=deployment.group, way=way)
+                    if suits(own):
+                        return own
+            case Way.STRICT | Way.OVERLAP:
+                strict = way == Way.STRICT
+                found = nearest(context, deployment, now, strict=strict, count=4)
+                for choice in _reachable(context, deployment, found):
+                    if suits(choice):
+                        return choice
+            case _:
+                joined = find(context, deployment, way, now)
+                if joined is None or not _reachable(context, deployment, [joined]):
+                    continue
+                if suits(joined):
+                    return joined
+    return None
+
+
+def _reachable(context: Context, deployment: Deployment, choices: list[Choice]) -> list[Choice]:
+    if context.config.migrates or not _has_state(deployment):
+        return choices
+    there = set(deployment.state_nodes)
+    return [
+        choice
+        for choice in choices
+        if {gpu.node for gpu in context.state.groups[choice.group].gpus} <= there
+    ]
+
+
+def _has_state(deployment: Deployment) -> bool:
+    return deployment.durable_seq > 0 or deployment.residency == Residency.DEVICE
+
+
+def _waiting(deployment: Deployment) -> float:
+    """The part of its time that a member waits, in the cycles since it came to its group."""
+    record = deployment.placement
+    since = -math.inf if record is None else record.at
+    cycles = deployment.cycles
+    if cycles and cycles[0].started_at < since:
+        cycles = [cycle for cycle in cycles if cycle.started_at >= since]
+    if len(cycles) < CYCLES_MIN:
+        return 0.0
+    return waiting_part(cycles) or 0.0

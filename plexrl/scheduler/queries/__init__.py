@@ -1,0 +1,1 @@
+"""Answers to questions; they change nothing. Pure."""

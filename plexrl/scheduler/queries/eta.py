@@ -1,0 +1,104 @@
+"""When a waiting deployment will have its group, and how good such promises have been.
+
+For some of the bursts that have to wait the estimate is made on arrival and compared with what
+came of it: an estimate that nobody checks soon is one that nobody believes.
+"""
+
+from plexrl.ids import OperationId
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.dispatch.group_step import candidate, wants_the_group
+from plexrl.scheduler.dispatch.hrrs import Candidate
+from plexrl.scheduler.dispatch.ordering import rank
+from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
+from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import Deployment, Group
+from plexrl.wire.operations import OperationKind
+
+PROMISED_EACH = 8
+"""One in so many waits is estimated on arrival: enough to know the error, at an eighth of the cost.
+Whoever asks is answered at any time."""
+
+
+def group_free_s(context: Context, group: Group, now: float) -> float:
+    """Estimated seconds until the holder's burst is over; 0 without a holder."""
+    if group.holder is None:
+        return 0.0
+    holder = context.deployment(group.holder)
+    if holder.deployment == group.incoming:
+        return 0.0
+    estimates = holder.estimates
+    queued_s = sum(
+        estimates.operation_s(operation.kind, operation.tokens)
+        for operation in (context.state.operations[name] for name in holder.queue)
+    )
+    running_s = max((_left_s(context, name, holder, now) for name in holder.running), default=0.0)
+    if holder.moving is not None:
+        moving = context.state.operations[holder.moving.operation]
+        running_s = _left_s(context, moving.operation, holder, now)
+    burst_s = 0.0
+    if holder.burst_started_at is not None:
+        elapsed_s = now - holder.burst_started_at
+        burst_s = max(0.0, estimates.burst_s(holder.burst_tokens) - elapsed_s)
+    return max(running_s + queued_s, burst_s)
+
+
+def goes_before(
+    context: Context, group: Group, deployment: Deployment, now: float
+) -> list[Candidate]:
+    """Waiting members that the rule puts before `deployment`, in their order."""
+    own = rank(context.ordering, candidate(context, group, deployment), now, _bound(context))
+    found = []
+    for name in group.members:
+        if name in (deployment.deployment, group.holder):
+            continue
+        rival = context.deployment(name)
+        if not rival.queue or not wants_the_group(context, rival, now):
+            continue
+        burst = candidate(context, group, rival)
+        if rank(context.ordering, burst, now, _bound(context)) < own:
+            found.append(burst)
+    return sorted(found, key=lambda each: rank(context.ordering, each, now, _bound(context)))
+
+
+def start_s(context: Context, group: Group, deployment: Deployment, now: float) -> float:
+    """Estimated seconds until the head of `deployment`'s queue starts on its group."""
+    if group.holder == deployment.deployment:
+        return group_free_s(context, group, now) if deployment.moving is not None else 0.0
+    own = candidate(context, group, deployment)
+    if group.incoming == deployment.deployment:
+        holder = group.holder
+        left_s = group_free_s(context, group, now) if holder is not None else 0.0
+        return left_s + load_s(context, deployment)
+    ahead_s = sum(
+        each.service_s + each.setup_s for each in goes_before(context, group, deployment, now)
+    )
+    return group_free_s(context, group, now) + ahead_s + own.setup_s
+
+
+def promise(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
+    """Note when an operation that has to wait for its group is expected to start."""
+    group = context.group_of(deployment)
+    if group is None or group.holder == deployment.deployment or len(deployment.queue) > 1:
+        return
+    if len(group.members) == 1 or not deployment.is_ready:
+        return
+    errors = context.state.eta_errors
+    errors.waits += 1
+    if errors.waits % PROMISED_EACH == 1:
+        operation.expected_at = now + start_s(context, group, deployment, now)
+
+
+def _bound(context: Context) -> float:
+    return context.config.starvation_bound_s
+
+
+def _left_s(context: Context, name: OperationId, deployment: Deployment, now: float) -> float:
+    operation = context.state.operations[name]
+    began_at = operation.started_at if operation.started_at is not None else now
+    if operation.kind == OperationKind.LOAD:
+        whole_s = load_s(context, deployment)
+    elif operation.kind == OperationKind.OFFLOAD:
+        whole_s = offload_s(context, deployment)
+    else:
+        whole_s = deployment.estimates.operation_s(operation.kind, operation.tokens)
+    return max(0.0, whole_s - (now - began_at))

@@ -1,0 +1,115 @@
+"""A job's whole story: what it waits for and until when, where it is and why there."""
+
+from typing import Any
+
+import msgspec
+
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.jobs.profiler import waiting_part
+from plexrl.scheduler.operations.failures import earlier_failure, job_failure
+from plexrl.scheduler.placement.placement import shares
+from plexrl.scheduler.queries.explain_holders import holders
+from plexrl.scheduler.queries.explain_operation import explain
+from plexrl.scheduler.queries.explain_placement import attempts, near_groups, why_no_gpus
+from plexrl.scheduler.state.records import Deployment, Job, WpgState
+
+View = dict[str, Any]
+
+OPERATIONS_MAX = 20
+"""Unfinished operations of one deployment that are explained, the next ones first."""
+
+
+def explain_job(context: Context, job: Job, now: float, *, sees_all: bool) -> View:
+    """Everything that is known of why `job` waits or runs as it does; `sees_all`: to an operator,
+    who may know which other tenants' jobs have the GPUs."""
+    deployments = [context.deployment(name) for name in job.deployments]
+    errors = context.state.eta_errors
+    return {
+        "job": job.job,
+        "tenant": job.tenant,
+        "name": job.name,
+        "state": job.state.value,
+        "summary": _summary(context, job, deployments, now),
+        "deployments": [_deployment(context, each, now) for each in deployments],
+        "operations": [row for each in deployments for row in _operations(context, each, now)],
+        "holders": holders(context, job, now, sees_all=sees_all),
+        "eta_quality": {
+            "estimates": errors.count,
+            "mean_error_s": errors.absolute_s / errors.count if errors.count else None,
+            "mean_late_s": errors.late_s / errors.count if errors.count else None,
+            "slipped": errors.slipped,
+        },
+    }
+
+
+def _summary(context: Context, job: Job, deployments: list[Deployment], now: float) -> str:
+    if job.state.is_final:
+        return f"it has ended: {job.reason}" if job.reason else "it has ended"
+    if not deployments:
+        return "it has no deployments yet"
+    failure = job_failure(context.state, job)
+    if failure is not None:
+        return f"its controller has taken no note of a failure: {earlier_failure(failure).message}"
+    for deployment in deployments:
+        if deployment.state == WpgState.WAITING:
+            reason, _, _ = why_no_gpus(context, deployment, now)
+            return f"{deployment.deployment} waits for GPUs: {reason}"
+    for deployment in deployments:
+        for row in _operations(context, deployment, now, most=1):
+            if row["rule"] != "running":
+                return f"{row['operation']} waits: {row['reason']}"
+    if any(each.running for each in deployments):
+        return "it runs"
+    return "it waits for its controller's next operation"
+
+
+def _deployment(context: Context, deployment: Deployment, now: float) -> View:
+    record = deployment.placement
+    trace, kept_part = deployment.trace, deployment.waiting_part
+    view: View = {
+        "deployment": deployment.deployment,
+        "state": deployment.state.value,
+        "group": deployment.group,
+        "nodes": list(deployment.nodes),
+        "placement": None if record is None else msgspec.to_builtins(record),
+        "moves": deployment.moves,
+        "moved_because": deployment.moved_because,
+        "waiting_part": waiting_part(deployment.cycles) if deployment.cycles else kept_part,
+        "profile": None,
+        "attempts": [],
+        "near": [],
+    }
+    if trace is not None:
+        view["profile"] = {
+            "period_s": trace.period_s,
+            "busy_s": trace.busy_s,
+            "duty": trace.duty,
+            "jitter_s": trace.jitter_s,
+            "segments": msgspec.to_builtins(trace.segments),
+            "cycles": trace.cycles,
+        }
+    if deployment.state == WpgState.WAITING:
+        view["attempts"] = attempts(context, deployment, now, searches=True)
+    if shares(deployment) and trace is not None and deployment.state != WpgState.STOPPED:
+        view["near"] = near_groups(context, deployment, now)
+    return view
+
+
+def _operations(
+    context: Context, deployment: Deployment, now: float, most: int = OPERATIONS_MAX
+) -> list[View]:
+    rows = []
+    for name in [*deployment.running, *deployment.queue][:most]:
+        operation = context.state.operations[name]
+        found = explain(context, operation, now)
+        if found is not None:
+            rows.append(
+                {
+                    "operation": name,
+                    "deployment": deployment.deployment,
+                    "kind": operation.kind.value,
+                    "waited_s": now - operation.submitted_at,
+                    **msgspec.to_builtins(found),
+                }
+            )
+    return rows

@@ -1,0 +1,136 @@
+"""Why an operation waits, and until when by estimate: the answer every poll carries."""
+
+from dataclasses import dataclass
+
+from plexrl.ids import DeploymentId
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.dispatch.group_step import candidate
+from plexrl.scheduler.dispatch.slack_guard import holds_back
+from plexrl.scheduler.placement.evacuation import awaited
+from plexrl.scheduler.placement.relocation import stops
+from plexrl.scheduler.queries.eta import goes_before, start_s
+from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
+from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import Deployment, Group, WpgState
+from plexrl.wire.operations import OperationState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """One waiting operation's reason."""
+
+    reason: str
+    rule: str
+    """`order`, `burst`, `slack`, `launching`, `recovering`, `migrating`, `relocation`, `capacity`,
+    `quota`, `gang`, `impossible`, `turn`, `dependency`, `backoff`, `held`, `no room`, `switch`,
+    `router`, `running`,
+    or the name of the ordering rule."""
+    holder: str | None
+    """Who has the group's lock; of another tenant's deployment only that it is one."""
+    eta_s: float | None
+    """Estimated seconds until it starts; absent where nothing is known."""
+    position: int
+    """Operations of the same deployment that come first."""
+
+
+def explain(context: Context, operation: Operation, now: float) -> Explanation | None:
+    """The explanation of an unfinished operation; None for a finished one."""
+    if operation.state.is_final:
+        return None
+    deployment = context.deployment(operation.deployment)
+    group = context.group_of(deployment)
+    holder = None
+    if group is not None and group.holder is not None:
+        holder = name_for(context, group.holder, deployment)
+    reason, rule, eta_s = _reason(context, operation, deployment, group, now)
+    queue = deployment.queue
+    position = queue.index(operation.operation) if operation.operation in queue else 0
+    return Explanation(reason=reason, rule=rule, holder=holder, eta_s=eta_s, position=position)
+
+
+def _reason(
+    context: Context,
+    operation: Operation,
+    deployment: Deployment,
+    group: Group | None,
+    now: float,
+) -> tuple[str, str, float | None]:
+    estimates = deployment.estimates
+    if operation.state == OperationState.RUNNING:
+        if not context.state.routers:
+            return "no router is connected; it is sent again when one is", "router", None
+        began_at = operation.started_at if operation.started_at is not None else now
+        left = estimates.operation_s(operation.kind, operation.tokens) - (now - began_at)
+        return "it is running", "running", max(0.0, left)
+    if deployment.state == WpgState.WAITING or group is None:
+        return why_no_gpus(context, deployment, now)
+    if deployment.state == WpgState.LAUNCHING:
+        return "its workers are starting", "launching", None
+    if deployment.state in (WpgState.RECOVERING, WpgState.MIGRATING):
+        nodes = ", ".join(awaited(context, deployment))
+        if nodes:
+            return f"it waits for {nodes} to be back with its GPUs and state", "recovering", None
+    if deployment.launch_at is not None:
+        why = deployment.held_back_reason
+        return f"its workers found no room to start, and are started again: {why}", "no room", None
+    if deployment.state == WpgState.RECOVERING:
+        why = f"moved ({deployment.moved_because})" if deployment.moved_because else "lost"
+        return f"its workers were {why} and are starting again", "recovering", None
+    if deployment.state == WpgState.MIGRATING:
+        nodes = ", ".join(deployment.awaited_nodes)
+        return f"its state is on the way to {nodes}", "migrating", None
+    if deployment.relocation is not None and stops(context, deployment):
+        return f"it is about to be moved: {deployment.relocation.reason}", "relocation", None
+    ahead = _seconds_ahead(context, operation, deployment)
+    if operation.after is not None:
+        dependency = context.state.operations.get(operation.after)
+        if dependency is not None and not dependency.state.is_final:
+            found = explain(context, dependency, now)
+            eta_s = None if found is None else found.eta_s
+            why = "" if found is None else f": {found.reason}"
+            return f"the weights it pulls are not published yet{why}", "dependency", eta_s
+    if now < deployment.held_back_until:
+        wait_s = deployment.held_back_until - now
+        if deployment.held_code:
+            why = f"it is held and will be tried again: {deployment.held_back_reason}"
+            return why, "held", wait_s + ahead
+        return f"a switch to it failed ({deployment.held_back_reason})", "backoff", wait_s + ahead
+    if group.holder == deployment.deployment:
+        if deployment.moving is not None or deployment.replaying:
+            return "its model's state is being moved", "switch", ahead
+        return "operations of its deployment that were submitted before it", "order", ahead
+    return _why_another_holds(context, deployment, group, now, ahead)
+
+
+def _why_another_holds(
+    context: Context, deployment: Deployment, group: Group, now: float, ahead: float
+) -> tuple[str, str, float | None]:
+    eta_s = start_s(context, group, deployment, now) + ahead
+    if group.incoming == deployment.deployment:
+        return "the group is being handed to it", "switch", eta_s
+    rule = context.config.ordering
+    if group.holder is None:
+        own = candidate(context, group, deployment)
+        wait_s = holds_back(context, group, deployment, own, now)
+        if wait_s is not None:
+            return "a job with time of its own is expected first", "slack", eta_s + wait_s
+        return "the group's lock is about to be given out", rule, eta_s
+    holder = context.deployment(group.holder)
+    if holder.moving is not None:
+        return "a switch of the group is under way", "switch", eta_s
+    before = goes_before(context, group, deployment, now)
+    if before:
+        names = [name_for(context, DeploymentId(each.name), deployment) for each in before]
+        return f"{', '.join(names)} goes first by the rule {rule}", rule, eta_s
+    who = name_for(context, holder.deployment, deployment)
+    return f"{who} is in the middle of its burst", "burst", eta_s
+
+
+def _seconds_ahead(context: Context, operation: Operation, deployment: Deployment) -> float:
+    total = 0.0
+    for name in deployment.queue:
+        if name == operation.operation:
+            break
+        before = context.state.operations[name]
+        total += deployment.estimates.operation_s(before.kind, before.tokens)
+    return total

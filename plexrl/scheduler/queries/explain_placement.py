@@ -1,0 +1,181 @@
+"""Why a deployment is where it is, or nowhere: which groups were full, which windows failed."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from plexrl.ids import DeploymentId
+from plexrl.scheduler.admission.fit.feasibility import why_impossible
+from plexrl.scheduler.admission.queues.gangs import why_not_yet
+from plexrl.scheduler.capacity.index import Shape
+from plexrl.scheduler.capacity.node_pool import NodeKind
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.placement.placement import fitting, nearest, ways
+from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.state.records import Deployment
+
+NEAR_MAX = 3
+"""Groups named as the nearest ones."""
+
+View = dict[str, Any]
+
+
+def why_no_gpus(
+    context: Context, deployment: Deployment, now: float
+) -> tuple[str, str, float | None]:
+    """(reason, rule, ETA) of a deployment that has no GPUs."""
+    held = why_not_yet(context, deployment)
+    if held is not None:
+        return *held, None
+    why_never = why_impossible(context, deployment)
+    if why_never is not None:
+        return why_never, "impossible", None
+    eta_s = _capacity_eta_s(context, deployment, now)
+    what = f"{deployment.workers} GPUs"
+    if deployment.node_type:
+        what += f" of type {deployment.node_type!r}"
+    rows = attempts(context, deployment, now, searches=False)
+    tried = "; ".join(f"{row['way']}: {row['why']}" for row in rows)
+    ahead, others = context.waiting.counts.standing(deployment.deployment)
+    turn = f"{ahead} of the {others} others that wait have a higher priority or have waited longer"
+    return f"{what} are not free yet; {turn}; {tried}", "turn" if ahead else "capacity", eta_s
+
+
+def attempts(context: Context, deployment: Deployment, now: float, *, searches: bool) -> list[View]:
+    """What each way of getting GPUs would meet now, in the order in which they are tried.
+
+    `searches`: the time of the groups with room is searched, too, which costs milliseconds. A poll
+    does without.
+    """
+    return [
+        _attempt(context, deployment, way, now, searches=searches)
+        for way in ways(context, deployment, now)
+    ]
+
+
+def name_for(context: Context, name: DeploymentId, reader: Deployment) -> str:
+    """A deployment's name as the owner of `reader` may see it."""
+    owner = context.job(context.deployment(name).job).tenant
+    return name if owner == context.job(reader.job).tenant else "another tenant's job"
+
+
+def near_groups(context: Context, deployment: Deployment, now: float) -> list[View]:
+    """The groups, other than its own, in whose time the deployment's trace fits best."""
+    return [
+        {
+            "group": choice.group,
+            "members": [
+                name_for(context, member, deployment)
+                for member in context.state.groups[choice.group].members
+            ],
+            "shift_s": float(choice.shift_slots),
+            "overlap_s": choice.overlap_s,
+            "interference_s": choice.interference_s,
+            "contention": choice.contention,
+            "load": context.inventory.index.load(choice.group),
+        }
+        for choice in nearest(context, deployment, now, strict=False, count=NEAR_MAX)
+    ]
+
+
+def _attempt(
+    context: Context, deployment: Deployment, way: Way, now: float, *, searches: bool
+) -> View:
+    if way == Way.DEDICATED:
+        free = context.inventory.pool.free_gpus(deployment.node_type)
+        why = f"{free} GPUs are in no group, {deployment.workers} of one kind are wanted"
+        if context.inventory.draining:
+            why += f"; {len(context.inventory.draining)} nodes are being drained"
+        return {"way": way.value, "free_gpus": free, "why": why}
+    counts = _census(context, deployment)
+    row: View = {"way": way.value, **counts}
+    refused = [
+        f"{counts[name]} {words}"
+        for name, words in (
+            ("closed", "take no members now"),
+            ("full", "have all the members they may"),
+            ("without_memory", "lack memory for its state"),
+            ("loaded", "are too busy"),
+        )
+        if counts[name]
+    ]
+    open_count = counts["open"]
+    if open_count and not searches:
+        refused.append(f"{open_count} have room by load and memory")
+    elif open_count and way in (Way.STRICT, Way.OVERLAP) and deployment.trace is not None:
+        longest = math.ceil(max(s.duration_s for s in deployment.trace.segments))
+        strict = way == Way.STRICT
+        fits = fitting(context, deployment, now, strict=strict)
+        if not fits:
+            kind = "free at any shift" if strict else "near enough to free"
+            refused.append(f"{open_count} have no window of {longest} s {kind}")
+        elif not nearest(context, deployment, now, strict=strict, count=1):
+            bound = f"{context.config.waiting_part_max:.0%}"
+            refused.append(
+                f"in the nearest of the {len(fits)} where it fits, a member would wait for more "
+                f"than {bound} of its time"
+            )
+    elif open_count and way == Way.CO_EXECUTED:
+        refused.append(
+            f"{open_count} have no turn left in their round, or not in host memory for its state"
+        )
+    groups = f"{counts['groups']} groups of {deployment.workers} GPUs"
+    row["why"] = groups + (": " + ", ".join(refused) if refused else "")
+    return row
+
+
+def _census(context: Context, deployment: Deployment) -> dict[str, int]:
+    counts = dict.fromkeys(("groups", "closed", "full", "without_memory", "loaded", "open"), 0)
+    duty = context.inventory.duty(deployment)
+    if deployment.trace is not None:
+        duty = deployment.trace.duty
+    index = context.inventory.index
+    for shape in index.shapes(deployment.workers, deployment.node_type):
+        for name, count in _census_of(context, deployment, shape, duty).items():
+            counts[name] += count
+    return counts
+
+
+def _census_of(
+    context: Context, deployment: Deployment, shape: Shape, duty: float
+) -> dict[str, int]:
+    """Each group of a shape is counted once, under the first reason against it."""
+    table = context.inventory.index.table(shape)
+    left = np.array([group is not None for group in table.groups])
+    counts = {"groups": int(left.sum())}
+    for name, against in (
+        ("closed", ~table.is_open),
+        ("full", table.members >= context.config.residents_max),
+        ("without_memory", table.state_bytes_free < deployment.state_bytes),
+        ("loaded", table.load + duty > context.config.load_bound),
+    ):
+        counts[name] = int((left & against).sum())
+        left &= ~against
+    counts["open"] = int(left.sum())
+    return counts
+
+
+def _capacity_eta_s(context: Context, deployment: Deployment, now: float) -> float | None:
+    """Seconds until jobs whose users said how long they take have given back enough GPUs of a kind
+    that suits, whoever is before it; None where too few say so."""
+    free = {
+        kind: context.inventory.pool.free_gpus(kind.node_type)
+        for kind in context.inventory.sizes()
+        if deployment.node_type in ("", kind.node_type)
+    }
+    ends = []
+    for group in context.state.groups.values():
+        if len(group.members) != 1:
+            continue
+        job = context.job(context.deployment(group.members[0]).job)
+        if job.expected_s and job.job != deployment.job:
+            end_s = max(0.0, job.submitted_at + job.expected_s - now)
+            kind = NodeKind(group.node_type, group.gpu_memory_bytes)
+            ends.append((end_s, kind, len(group.gpus)))
+    for end_s, kind, gpus in sorted(ends):
+        if kind in free:
+            free[kind] += gpus
+            if free[kind] >= deployment.workers:
+                return end_s
+    return None

@@ -1,0 +1,314 @@
+"""What the core shows of itself: plain values for the wire."""
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import msgspec
+
+from plexrl.ids import BlobRef, DeploymentId, OperationId, TenantId
+from plexrl.scheduler.admission.admission import quota_of
+from plexrl.scheduler.admission.fair_shares import tenant_share
+from plexrl.scheduler.admission.fit.feasibility import count_impossible
+from plexrl.scheduler.core.calls import ListOperations
+from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
+from plexrl.scheduler.jobs.retention import owner_of
+from plexrl.scheduler.jobs.tenants import key_id, live_jobs_bound
+from plexrl.scheduler.operations.failures import failure_view, halting_failure, job_failure
+from plexrl.scheduler.operations.holding import held_view
+from plexrl.scheduler.queries.explain_operation import explain
+from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
+from plexrl.scheduler.state.tenant import Tenant
+
+View = dict[str, Any]
+
+
+def operation_view(context: Context, operation: Operation, now: float) -> View:
+    """One operation, with the reason it waits for while it does."""
+    deployment = context.deployment(operation.deployment)
+    explanation = explain(context, operation, now)
+    return {
+        "operation": operation.operation,
+        "deployment": operation.deployment,
+        "job": deployment.job,
+        "tenant": context.job(deployment.job).tenant,
+        "kind": operation.kind.value,
+        "state": operation.state.value,
+        "seq": operation.seq,
+        "submitted_at": operation.submitted_at,
+        "started_at": operation.started_at,
+        "finished_at": operation.finished_at,
+        "deadline_at": operation.deadline_at,
+        "compute_s": operation.compute_s,
+        "payload": operation.payload,
+        "result": operation.result,
+        "result_json": operation.result_json,
+        "error": None
+        if operation.error_json is None
+        else msgspec.json.decode(operation.error_json),
+        "explanation": None if explanation is None else msgspec.to_builtins(explanation),
+    }
+
+
+def log_view(context: Context, operation: Operation, now: float) -> View:
+    """One row of the operation log."""
+    return {
+        **operation_view(context, operation, now),
+        "index": operation.index,
+        "queue_s": operation.queue_s,
+        "switch_s": operation.switch_s,
+        "transfer_s": operation.transfer_s,
+        "payload_bytes": operation.payload_bytes,
+        "result_bytes": operation.result_bytes,
+        "tokens": operation.tokens,
+        "group": operation.group,
+        "token": operation.token,
+        "internal": operation.internal,
+    }
+
+
+def deployment_view(context: Context, deployment: Deployment) -> View:
+    """One deployment and its WPG."""
+    return {
+        "deployment": deployment.deployment,
+        "job": deployment.job,
+        "kind": deployment.kind,
+        "workers": deployment.workers,
+        "exclusive": deployment.exclusive,
+        "state": deployment.state.value,
+        "residency": deployment.residency.value,
+        "group": deployment.group,
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "node": rank.node,
+                "gpu": rank.gpu,
+                "address": deployment.addresses.get(rank.rank),
+            }
+            for rank in deployment.ranks
+        ],
+        "incarnation": deployment.incarnation,
+        "applied_seq": deployment.completed_seq,
+        "waiting_gradients": deployment.waiting_gradients,
+        "trainer_step": deployment.trainer_step,
+        "failure": failure_view(halting_failure(deployment)),
+        "durable_seq": deployment.durable_seq,
+        "state_bytes": deployment.state_bytes,
+        "nvme_bytes": deployment.nvme_bytes,
+        "load_s": load_s(context, deployment),
+        "offload_s": offload_s(context, deployment),
+        "pending": len(deployment.queue),
+        "running": [command.kind.value for command in deployment.running.values()],
+        "spec_json": deployment.spec_json,
+    }
+
+
+def job_view(context: Context, job: Job) -> View:
+    """One job with its deployments."""
+    return {
+        "job": job.job,
+        "tenant": job.tenant,
+        "name": job.name,
+        "state": job.state.value,
+        "attached": job.attached,
+        "reason": job.reason,
+        "failure": failure_view(job_failure(context.state, job)),
+        "priority": job.priority,
+        "gpu_seconds": sum(row.gpu_seconds for row in job.usage.values()),
+        "submitted_at": job.submitted_at,
+        "ended_at": job.ended_at,
+        "deployments": [
+            deployment_view(context, context.deployment(name)) for name in job.deployments
+        ],
+    }
+
+
+def group_view(context: Context, group: Group) -> View:
+    """One node group and who has its lock."""
+    return {
+        "group": group.group,
+        "gpus": [{"node": gpu.node, "gpu": gpu.gpu} for gpu in group.gpus],
+        "members": list(group.members),
+        "shared": group.shared,
+        "node_type": group.node_type,
+        "is_closed": group.is_closed,
+        "load": context.inventory.index.load(group.group),
+        "holder": group.holder,
+        "token": group.token,
+        "phase": _phase(context, group),
+        "switches": group.switches,
+        "switch_seconds": group.switch_seconds,
+    }
+
+
+def node_view(context: Context, node: Node, tenant: TenantId | None = None) -> View:
+    """One node; for a tenant without what only the operator has business with: where its
+    StateManager listens, and the groups on it, which are mostly others'."""
+    reserved = sum(
+        gpu.node == node.node
+        for name in context.inventory.groups_on(node.node)
+        for gpu in context.state.groups[name].gpus
+    )
+    view: View = {
+        "node": node.node,
+        "gpus": node.gpus,
+        "gpus_reserved": reserved,
+        "gpu_memory_bytes": node.gpu_memory_bytes,
+        "host_memory_bytes": node.host_memory_bytes,
+        "nvme_bytes": node.nvme_bytes,
+        "node_type": node.node_type,
+        "block": node.block,
+        "is_draining": node.is_draining,
+        "alive": node.alive,
+    }
+    if tenant is None:
+        view["groups"] = context.inventory.groups_on(node.node)
+        view["statemanager"] = node.statemanager
+    return view
+
+
+def operation_log(
+    context: Context, tenant: TenantId | None, wanted: ListOperations, now: float
+) -> list[View]:
+    """Finished operations behind index `wanted.after`, oldest first, at most `wanted.limit`."""
+    state = context.state
+    rows: list[View] = []
+    names = _deployments_asked_for(state, tenant, wanted)
+    oldest = state.finished_count - len(state.finished) + 1
+    # Most operations are another's: they are told by the name alone, for the history is long.
+    for index in range(max(wanted.after + 1, oldest), state.finished_count + 1):
+        operation = state.operations[state.finished[index]]
+        if (
+            operation.deployment in names
+            and wanted.kind in (None, operation.kind.value)
+            and owner_of(state, operation) is not None
+        ):
+            rows.append(log_view(context, operation, now))
+            if len(rows) == wanted.limit:
+                break
+    return rows
+
+
+def _deployments_asked_for(
+    state: State, tenant: TenantId | None, wanted: ListOperations
+) -> Container[DeploymentId]:
+    names: Iterable[DeploymentId]
+    if wanted.deployment is not None:
+        names = [wanted.deployment] if wanted.deployment in state.deployments else []
+    elif wanted.job is not None:
+        names = state.jobs[wanted.job].deployments if wanted.job in state.jobs else []
+    elif tenant is None:
+        return state.deployments
+    else:
+        owned = (job for job in state.jobs.values() if job.tenant == tenant)
+        names = [name for job in owned for name in job.deployments]
+    owners = ((name, state.jobs[state.deployments[name].job]) for name in names)
+    return {
+        name
+        for name, job in owners
+        if tenant in (None, job.tenant) and wanted.job in (None, job.job)
+    }
+
+
+def ended_since(state: State, count: int) -> tuple[int, list[OperationId] | None]:
+    """(operations ended so far, names of those behind the first `count` in their order); no names
+    where some of them have left the history."""
+    ended = state.finished_count
+    if ended - count > len(state.finished):
+        return ended, None
+    return ended, [state.finished[index] for index in range(count + 1, ended + 1)]
+
+
+def needless_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRef]:
+    """Those of no operation that is yet to end or kept for a recovery."""
+    operations = state.operations.values()
+    needed = {each.payload for each in operations if each.is_logged or not each.state.is_final}
+    return [blob for blob in blobs if blob not in needed]
+
+
+def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
+    """The cluster in a few numbers; for a tenant its machines, and of the rest the tenant's own."""
+    state = context.state
+    nodes = [node for node in state.nodes.values() if node.alive]
+    view: View = {
+        "now": now,
+        "nodes": len(nodes),
+        "gpus": sum(node.gpus for node in nodes),
+        "gpus_reserved": sum(len(group.gpus) for group in state.groups.values()),
+        "routers": len(state.routers),
+    }
+    jobs = [job for job in state.jobs.values() if tenant in (None, job.tenant)]
+    if tenant is None:
+        view["tenants"] = len(state.tenants)
+        view["operations_finished"] = state.finished_count
+        switches = sum(group.switches for group in state.groups.values())
+        view["context_switches"] = state.former_switches + switches
+    else:
+        # Those that ran: what was called off before has no row of use.
+        rows = (row for job in jobs for row in job.usage.values())
+        view["operations_finished"] = sum(row.operations for row in rows)
+    view["operations_finished"] += sum(
+        each.operations for name, each in state.forgotten.items() if tenant == name
+    )
+    live = [job for job in jobs if not job.state.is_final]
+    names = [name for job in live for name in job.deployments]
+    by_tenant = context.waiting.by_tenant
+    waiting = len(context.waiting) if tenant is None else by_tenant.get(tenant, 0)
+    return {
+        **view,
+        "jobs_live": len(live),
+        "jobs_total": len(jobs)
+        + sum(each.jobs for name, each in state.forgotten.items() if tenant in (None, name)),
+        "deployments_waiting": waiting,
+        "deployments_impossible": count_impossible(context, tenant),
+        "operations_pending": sum(len(state.deployments[name].queue) for name in names),
+        "held": held_view(context, names),
+    }
+
+
+def usage_view(context: Context, tenant: TenantId | None) -> list[View]:
+    """What was used, a row for each job and kind of operation, oldest job first."""
+    return [
+        {
+            "tenant": job.tenant,
+            "job": job.job,
+            "name": job.name,
+            "kind": kind.value,
+            "operations": row.operations,
+            "failed": row.failed,
+            "tokens": row.tokens,
+            "gpu_seconds": row.gpu_seconds,
+        }
+        for job in context.state.jobs.values()
+        if tenant in (None, job.tenant)
+        for kind, row in sorted(job.usage.items())
+    ]
+
+
+def tenant_view(context: Context, tenant: Tenant, now: float) -> View:
+    """One tenant: its limits, what it holds, what it used."""
+    gpus, jobs = context.holdings(tenant.tenant)
+    return {
+        "tenant": tenant.tenant,
+        "is_operator": tenant.is_operator,
+        "keys": [
+            {"key": key_id(each), "created_at": at or None} for each, at in tenant.keys.items()
+        ],
+        **quota_of(tenant),
+        "gpus_held": gpus,
+        "jobs_running": jobs,
+        "live_jobs": context.live_jobs.get(tenant.tenant, 0),
+        "live_jobs_bound": live_jobs_bound(context, tenant),
+        "gpu_seconds": tenant.gpu_seconds,
+        "share": tenant_share(context, tenant.tenant, now),
+    }
+
+
+def _phase(context: Context, group: Group) -> str:
+    if group.holder is None:
+        return "idle"
+    holder = context.deployment(group.holder)
+    if holder.moving is not None:
+        return holder.moving.kind.value
+    return "run" if holder.running else "hold"

@@ -1,0 +1,1 @@
+"""The scheduler process: sockets, clock, commands. I/O."""

@@ -1,0 +1,185 @@
+"""The scheduler's life: from the journal's replay to the end of its last connection."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from plexrl.errors import AuthenticationError, ConflictError
+from plexrl.ids import NodeId, RouterId, TenantId
+from plexrl.process.startup import remove_socket
+from plexrl.scheduler.config import SchedulerConfig, core_settings
+from plexrl.scheduler.service.connection import Connection
+from plexrl.scheduler.service.held_door import HeldDoor
+from plexrl.scheduler.service.shell import Shell
+from plexrl.scheduler.state import events as ev
+from plexrl.wire.rpc import Peer
+
+LOG = logging.getLogger(__name__)
+
+OPERATOR = TenantId("operator")
+HELD_LOOK_S = 0.2
+"""Between two looks whether the journal takes the first events."""
+
+
+class Service:
+    """Serves routers and agents over one Unix socket."""
+
+    def __init__(self, config: SchedulerConfig, shell: Shell) -> None:
+        self._config = config
+        self.shell = shell
+        self._core = shell.core
+        self._background: set[asyncio.Task[None]] = set()
+        self._graces: dict[NodeId, asyncio.Task[None]] = {}
+
+    async def run(
+        self, ready: Callable[[], None], stop: asyncio.Event, door: HeldDoor | None = None
+    ) -> None:
+        """Serve until `stop`; `ready` is called once the socket listens.
+
+        A journal that does not take even the first events is no reason not to serve: what is known
+        is shown, and what is asked for is told to come again. `door` is open until then.
+
+        Raises:
+            LeaseLostError: another scheduler leads; nothing was tidied up.
+        """
+        runner = asyncio.create_task(self.shell.run())
+        stopping = asyncio.create_task(stop.wait())
+        beginning = asyncio.create_task(self._begin())
+        try:
+            await self._begun_or_held(beginning, runner, stopping, door)
+            if stopping.done():
+                return
+            if door is not None:
+                await door.close()
+            remove_socket(self._config.listen)
+            server = await asyncio.start_unix_server(
+                self._connected, self._config.listen, backlog=1024
+            )
+            self._expect_nodes()
+            ready()
+            await asyncio.wait({runner, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if beginning.done():
+                beginning.result()
+            if runner.done():
+                # By a lost lease, after which nobody must be told anything; or by a bug of ours.
+                runner.result()
+            server.close()
+            for task in list(self._background):
+                task.cancel()
+            await asyncio.gather(*self._background, return_exceptions=True)
+            remove_socket(self._config.listen)
+        finally:
+            beginning.cancel()
+            stopping.cancel()
+            runner.cancel()
+            await asyncio.gather(runner, stopping, beginning, return_exceptions=True)
+
+    async def _begun_or_held(
+        self,
+        beginning: asyncio.Task[None],
+        runner: asyncio.Task[None],
+        stopping: asyncio.Task[Any],
+        door: HeldDoor | None,
+    ) -> None:
+        """Return when the first events are accepted, or wait and the operator is known already."""
+        while True:
+            awaited: set[asyncio.Task[Any]] = {beginning, runner, stopping}
+            await asyncio.wait(
+                awaited,
+                timeout=HELD_LOOK_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if runner.done():
+                runner.result()
+            if beginning.done():
+                beginning.result()
+                return
+            if stopping.done():
+                return
+            held = self.shell.hold.error
+            if held is None:
+                continue
+            if OPERATOR in self._core.tenants():
+                return
+            if door is not None:
+                await door.hold(held)
+
+    async def _begin(self) -> None:
+        settings = msgspec.json.encode(core_settings(self._config)).decode()
+        await self.shell.report(ev.SchedulerStarted(settings_json=settings))
+        known = set(self._core.tenants())
+        created = [(OPERATOR, self._config.operator_key_digest, True)] + [
+            (TenantId(name), digest, False) for name, digest in self._config.tenants
+        ]
+        for tenant, digest, is_operator in created:
+            if tenant not in known:
+                await self.shell.report(
+                    ev.TenantCreated(tenant=tenant, key_digest=digest, is_operator=is_operator)
+                )
+            elif tenant == OPERATOR:
+                await self._take_operator_key(digest)
+
+    async def _take_operator_key(self, digest: str) -> None:
+        """The configuration's key is the operator's, unless it was revoked."""
+        try:
+            self._core.authenticate(digest)
+            return
+        except AuthenticationError:
+            LOG.info("the configuration names another key of the operator's")
+        try:
+            await self.shell.request(ev.ApiKeyAdded(tenant=OPERATOR, key_digest=digest))
+        except ConflictError as error:
+            LOG.warning(
+                "the operator's key of the configuration is not valid (%s): remove operator.key "
+                "from the data directory and start again, which makes a new key",
+                error,
+            )
+
+    def _expect_nodes(self) -> None:
+        """Nodes of before the restart have the usual grace to come back."""
+        for view in self._core.list_nodes():
+            self.node_went(NodeId(view["node"]))
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(self, self.shell)
+        peer = Peer(reader, writer, connection.handlers())
+        task = asyncio.current_task()
+        assert task is not None
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        try:
+            await peer.run()
+        finally:
+            connection.ended(peer)
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` in the background, no longer than the service lives."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    def node_came(self, node: NodeId) -> None:
+        """A node's agent said hello: its grace is over, and the next one begins anew."""
+        grace = self._graces.pop(node, None)
+        if grace is not None:
+            grace.cancel()
+
+    def node_went(self, node: NodeId) -> None:
+        """A node's agent is not connected: the node is lost unless it is back in time."""
+        self.node_came(node)
+        self._graces[node] = self.keep(self._lose_after_grace(node))
+
+    def router_went(self, router: RouterId) -> None:
+        """The last connection of a router ended."""
+        self.keep(self.shell.report(ev.RouterLost(router=router)))
+
+    async def _lose_after_grace(self, node: NodeId) -> None:
+        await asyncio.sleep(self._config.node_grace_s)
+        if self.shell.agents.is_connected(node):
+            # It came while the nodes of before a restart were being counted.
+            return
+        await self.shell.report(ev.NodeLost(node=node))

@@ -1,0 +1,130 @@
+"""What routers ask about tenants: who holds a key, limits, and the life of API keys."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from plexrl.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+)
+from plexrl.ids import TenantId
+from plexrl.scheduler.core import calls
+from plexrl.scheduler.core.calls import Ask, Plain, Report, Scope
+from plexrl.scheduler.jobs.tenants import key_id
+from plexrl.scheduler.service.shell import Shell
+from plexrl.scheduler.state import events as ev
+
+SETTINGS = (
+    *("weight", "jobs_max", "gpus_max", "gpu_seconds_max", "priority_max"),
+    *("live_jobs_max", "checkpoints_max", "checkpoint_bytes_max"),
+)
+"""What an operator sets of a tenant."""
+
+Keep = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+"""Runs work in the background, no longer than the service lives."""
+
+
+class TenantCalls:
+    """Calls about tenants and their API keys. All but `authenticate` are the operator's."""
+
+    def __init__(self, shell: Shell, keep: Keep) -> None:
+        self._shell = shell
+        self._core = shell.core
+        self._keep = keep
+
+    def asks(self) -> dict[str, Ask]:
+        """Calls made for the operator."""
+        return {
+            "create_tenant": (calls.CreateTenant, self._create),
+            "configure_tenant": (calls.ConfigureTenant, self._configure),
+            "list_tenants": (calls.Nothing, self._list),
+            "list_keys": (calls.OneTenant, self._list_keys),
+            "add_key": (calls.AddKey, self._add_key),
+            "revoke_key": (calls.RevokeKey, self._revoke_key),
+        }
+
+    def reports(self) -> dict[str, Report]:
+        """Calls of the router itself."""
+        return {
+            "authenticate": (calls.Authenticate, self._authenticate),
+            "checkpoint_owner": (calls.CheckpointOwner, self._checkpoint_owner),
+        }
+
+    async def _authenticate(self, call: calls.Authenticate) -> Plain:
+        tenant, is_operator = self._core.authenticate(call.key_digest)
+        self._shell.keys_used_at[key_id(call.key_digest)] = self._now()
+        return {"tenant": tenant, "is_operator": is_operator}
+
+    async def _checkpoint_owner(self, call: calls.CheckpointOwner) -> Plain:
+        """Whose checkpoints count together, and how many there may be."""
+        name = call.tenant
+        if call.job is not None:
+            name = TenantId(self._core.job_view(call.job, self._now())["tenant"])
+        if name is None:
+            raise InvalidRequestError("name a job, or a tenant")
+        view = self._tenant(name)
+        wanted = ("tenant", "is_operator", "checkpoints_max", "checkpoint_bytes_max")
+        return {**{key: view[key] for key in wanted}, "jobs": self._core.jobs_of(name)}
+
+    async def _create(self, scope: Scope, call: calls.CreateTenant) -> Plain:
+        check_operator(scope)
+        if call.name in self._core.tenants():
+            raise ConflictError(f"tenant {call.name!r} exists already: choose another name")
+        await self._shell.request(ev.TenantCreated(tenant=call.name, key_digest=call.key_digest))
+        return {}
+
+    async def _list(self, scope: Scope, _: calls.Nothing) -> Plain:
+        check_operator(scope)
+        return {"tenants": self._core.list_tenants(self._now())}
+
+    async def _configure(self, scope: Scope, call: calls.ConfigureTenant) -> Plain:
+        check_operator(scope)
+        view = self._tenant(call.name)
+        wanted = {
+            name: view[name] if getattr(call, name) is msgspec.UNSET else getattr(call, name)
+            for name in SETTINGS
+        }
+        await self._shell.request(ev.TenantConfigured(tenant=call.name, **wanted))
+        return self._tenant(call.name)
+
+    async def _list_keys(self, scope: Scope, call: calls.OneTenant) -> Plain:
+        check_operator(scope)
+        used_at = self._shell.keys_used_at
+        keys = self._tenant(call.name)["keys"]
+        return {"keys": [{**each, "last_used_at": used_at.get(each["key"])} for each in keys]}
+
+    async def _add_key(self, scope: Scope, call: calls.AddKey) -> Plain:
+        check_operator(scope)
+        await self._shell.request(ev.ApiKeyAdded(tenant=call.name, key_digest=call.key_digest))
+        return {"key": key_id(call.key_digest)}
+
+    async def _revoke_key(self, scope: Scope, call: calls.RevokeKey) -> Plain:
+        """Answers once no router takes the key any more."""
+        check_operator(scope)
+        # A caller that goes away must not leave routers that were not told.
+        await asyncio.shield(self._keep(self._revoke(call)))
+        return {}
+
+    async def _revoke(self, call: calls.RevokeKey) -> None:
+        await self._shell.request(ev.ApiKeyRevoked(tenant=call.name, key=call.key))
+        await self._shell.routers.forget_callers()
+
+    def _tenant(self, name: TenantId) -> Plain:
+        for view in self._core.list_tenants(self._now()):
+            if view["tenant"] == name:
+                return view
+        raise NotFoundError(f"there is no tenant {name!r}: create it first")
+
+    def _now(self) -> float:
+        return self._shell.clock.now()
+
+
+def check_operator(scope: Scope) -> None:
+    """Refuse a call that is made for a tenant. Raises `PermissionDeniedError`."""
+    if scope is not None:
+        raise PermissionDeniedError("this is the operator's alone")

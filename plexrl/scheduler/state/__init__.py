@@ -1,0 +1,1 @@
+"""What the core knows: records and state machines. Pure."""

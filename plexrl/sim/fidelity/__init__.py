@@ -1,0 +1,1 @@
+"""A live cluster's history, predicted by the simulator."""

@@ -1,0 +1,338 @@
+"""How near simulated cycles come to those of a live cluster on the same jobs. Pure.
+
+Two predictions, neither of which is told how long a shared cycle took:
+
+- *by replay*: each recorded cycle's own seconds (`plexrl.sim.fidelity.recording`) are fed to the
+  simulator, cycle by cycle; what it adds is the waiting. Compared cycle by cycle.
+- *by law*: the recorder's rows of the run (a profile with its scatter, waiting taken out) are
+  simulated as any trace is, with drawn cycles. Compared by each job's median cycle.
+
+Both have their moves by a law of bytes fitted to the recorded ones. Beside each stands what
+predicting no waiting at all would give.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+from plexrl.errors import InvalidRequestError
+from plexrl.scheduler.dispatch.switch_cost import HOST
+from plexrl.sim.engine.simulate import simulate
+from plexrl.sim.fidelity.recording import RecordedJob
+from plexrl.sim.state.move_costs import MoveCosts
+from plexrl.sim.workload.cycles import CycleLaw, DrawnCycle, Laws
+from plexrl.sim.workload.scenario import Behaviour, Detail, NodeType, Pool, Scenario
+from plexrl.traces import TraceJob
+
+WARM_UP_CYCLES = 3
+"""Of each job, that are replayed and not compared: the live scheduler still makes their profile."""
+
+Seconds = Mapping[str, Sequence[float]]
+"""Cycle times by job, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CycleError:
+    """One cycle."""
+
+    job: str
+    number: int
+    measured_s: float
+    predicted_s: float
+    alone_s: float
+    """Without any waiting."""
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to what was measured."""
+        return abs(self.predicted_s / self.measured_s - 1.0)
+
+    @property
+    def alone_error(self) -> float:
+        """Of predicting no waiting."""
+        return abs(self.alone_s / self.measured_s - 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobError:
+    """One job's median cycle."""
+
+    job: str
+    cycles: int
+    measured_s: float
+    predicted_s: float
+    alone_s: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to what was measured; above 0 it is too long."""
+        return self.predicted_s / self.measured_s - 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Relative errors over some cycles."""
+
+    median: float
+    mean: float
+    p95: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Predicted beside measured cycles of one run."""
+
+    cycles: tuple[CycleError, ...]
+    jobs: tuple[JobError, ...]
+
+    @property
+    def errors(self) -> Errors:
+        """Over all cycles."""
+        return errors_of([cycle.error for cycle in self.cycles])
+
+    @property
+    def alone_errors(self) -> Errors:
+        """The same of predicting no waiting."""
+        return errors_of([cycle.alone_error for cycle in self.cycles])
+
+
+def errors_of(found: Sequence[float]) -> Errors:
+    """Their median, mean and 95th percentile."""
+    return Errors(median=median(found), mean=fmean(found), p95=p95_of(found))
+
+
+def p95_of(values: Sequence[float]) -> float:
+    """The 95th percentile (nearest rank)."""
+    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
+
+
+def compare(
+    measured: Seconds, predicted: Seconds, alone: Seconds, *, warm_up: int = WARM_UP_CYCLES
+) -> Comparison:
+    """Cycle by cycle, after the first `warm_up` of each job.
+
+    Raises:
+        InvalidRequestError: they are not of the same cycles, or none is left.
+    """
+    counts = [{job: len(each) for job, each in found.items()} for found in (predicted, alone)]
+    wanted = {job: len(each) for job, each in measured.items()}
+    if any(each != wanted for each in counts):
+        raise InvalidRequestError(
+            f"these are not predictions of the measured cycles: {wanted} were measured, "
+            f"{counts[0]} predicted"
+        )
+    if short := [job for job, count in wanted.items() if count <= warm_up]:
+        raise InvalidRequestError(
+            f"{', '.join(short)} did no more than the {warm_up} cycles of warm-up: run it longer"
+        )
+    cycles = tuple(
+        CycleError(
+            job=job,
+            number=number,
+            measured_s=measured[job][number],
+            predicted_s=predicted[job][number],
+            alone_s=alone[job][number],
+        )
+        for job in sorted(measured)
+        for number in range(warm_up, wanted[job])
+    )
+    jobs = tuple(
+        JobError(
+            job=job,
+            cycles=wanted[job] - warm_up,
+            measured_s=median(measured[job][warm_up:]),
+            predicted_s=median(predicted[job][warm_up:]),
+            alone_s=median(alone[job][warm_up:]),
+        )
+        for job in sorted(measured)
+    )
+    return Comparison(cycles=cycles, jobs=jobs)
+
+
+def compare_replay(
+    jobs: Sequence[RecordedJob], policy: str, *, warm_up: int = WARM_UP_CYCLES
+) -> Comparison:
+    """Replay a recorded run under the policy that it ran under, and compare."""
+    return compare(
+        {job.name: [cycle.took_s for cycle in job.cycles] for job in jobs},
+        replay(jobs, policy),
+        {job.name: [cycle.alone_s for cycle in job.cycles] for job in jobs},
+        warm_up=warm_up,
+    )
+
+
+def compare_law(
+    recorded: Sequence[TraceJob],
+    jobs: Sequence[RecordedJob],
+    policy: str,
+    seeds: Sequence[int],
+    *,
+    names: Mapping[str, str],
+    warm_up: int = WARM_UP_CYCLES,
+) -> tuple[JobError, ...]:
+    """Simulate the recorder's rows of a run, with drawn cycles, and compare median cycles; of the
+    prediction the median over `seeds`. `names` are the jobs', by their ids in the rows."""
+    rows = [replace(row, job_id=names[row.job_id]) for row in recorded]
+    predicted: dict[str, list[float]] = {job.name: [] for job in jobs}
+    for seed in seeds:
+        trace = [replace(row, submit_s=0.0, duration_s=None) for row in rows]
+        took = _simulated(trace, jobs, policy, seed=seed)
+        for name, each in took.items():
+            predicted[name].append(median(each))
+    periods = {row.job_id: row.period_s or 0.0 for row in rows}
+    return tuple(
+        JobError(
+            job=job.name,
+            cycles=len(job.cycles) - warm_up,
+            measured_s=median(cycle.took_s for cycle in job.cycles[warm_up:]),
+            predicted_s=median(predicted[job.name]),
+            alone_s=periods[job.name],
+        )
+        for job in jobs
+    )
+
+
+def replay(jobs: Sequence[RecordedJob], policy: str) -> dict[str, list[float]]:
+    """The simulator's cycle times for the recorded cycles' own seconds."""
+    began_at = min(job.began_at for job in jobs)
+    laws = {job.name: RecordedLaw(job) for job in jobs}
+
+    def law_of(job: TraceJob, behaviour: Behaviour, seed: int, *, detail: Detail) -> RecordedLaw:
+        del behaviour, seed, detail
+        return laws[job.job_id]
+
+    trace = [
+        TraceJob(
+            job_id=job.name,
+            submit_s=job.began_at - began_at,
+            gpus=job.gpus,
+            state_bytes=job.state_bytes,
+            cycles=len(job.cycles),
+            period_s=max(1e-3, median(cycle.alone_s for cycle in job.cycles)),
+        )
+        for job in sorted(jobs, key=lambda job: (job.began_at, job.name))
+    ]
+    return _simulated(trace, jobs, policy, laws=law_of)
+
+
+class RecordedLaw:
+    """Gives a recorded job's cycles as they were.
+
+    Operations that were always there before their forerunner's answer came are one: between them
+    nobody else could have had the group.
+    """
+
+    __slots__ = ("_cycles", "functions")
+
+    def __init__(self, job: RecordedJob) -> None:
+        gaps = range(len(job.kinds) - 1)
+        queued = [all(cycle.gaps_s[gap] == 0.0 for cycle in job.cycles) for gap in gaps]
+        starts = [0, *(gap + 1 for gap in gaps if not queued[gap])]
+        parts = [slice(start, end) for start, end in zip(starts, [*starts[1:], None], strict=True)]
+        self.functions = tuple(_function(job.kinds[part]) for part in parts)
+        self._cycles = [
+            DrawnCycle(
+                cycle.rollout_s,
+                tuple(math.fsum(cycle.segments_s[part]) for part in parts),
+                tuple(cycle.gaps_s[start - 1] for start in starts[1:]),
+                max(1, cycle.tokens),
+            )
+            for cycle in job.cycles
+        ]
+
+    def draw(self, number: int) -> DrawnCycle:
+        """The `number`-th cycle of the record."""
+        return self._cycles[number]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveLine:
+    """Seconds of a move by the bytes on each GPU."""
+
+    fixed_s: float
+    byte_s: float
+
+    def seconds(self, nbytes: float) -> float:
+        """Of a move of so many bytes."""
+        return self.fixed_s + nbytes * self.byte_s
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> MoveLine:
+    """The least squares line through (bytes, seconds), of which no part is below 0."""
+    size, took = fmean(x for x, _ in points), fmean(y for _, y in points)
+    spread = sum((x - size) ** 2 for x, _ in points)
+    slope = sum((x - size) * (y - took) for x, y in points) / spread if spread else 0.0
+    # A line that would start below 0 is laid through 0 and the mean.
+    slope = min(max(0.0, slope), took / size if size else 0.0)
+    return MoveLine(fixed_s=max(0.0, took - slope * size), byte_s=slope)
+
+
+class RecordedMoves(MoveCosts):
+    """Moves as the recorded ones went, by their bytes; loads and offloads each for themselves."""
+
+    def __init__(self, pools: Sequence[Pool], jobs: Sequence[RecordedJob]) -> None:
+        super().__init__(pools)
+        self._load = fitted([(job.state_bytes / job.gpus, job.load_s) for job in jobs])
+        self._offload = fitted([(job.state_bytes / job.gpus, job.offload_s) for job in jobs])
+
+    def load_s(self, node_type: str, state_bytes: int, gpus: int, tier: str = HOST) -> float:
+        """From any tier: live clusters of this size have all states in host memory."""
+        del node_type, tier
+        return self._load.seconds(state_bytes / gpus)
+
+    def offload_s(self, node_type: str, state_bytes: int, gpus: int, tier: str = HOST) -> float:
+        """Likewise."""
+        del node_type, tier
+        return self._offload.seconds(state_bytes / gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Jobs at hand."""
+
+    rows: tuple[TraceJob, ...]
+
+    def jobs(self) -> Iterator[TraceJob]:
+        return iter(self.rows)
+
+
+def _simulated(
+    trace: Sequence[TraceJob],
+    jobs: Sequence[RecordedJob],
+    policy: str,
+    *,
+    seed: int = 0,
+    laws: Laws = CycleLaw,
+) -> dict[str, list[float]]:
+    """Cycle times by job on one shared group, as large as the recorded one; the scheduler is told
+    nothing beforehand."""
+    gpus = {job.gpus for job in jobs}
+    if len(gpus) != 1:
+        raise InvalidRequestError(
+            f"the jobs have {sorted(gpus)} GPUs: only jobs that shared one group can be replayed"
+        )
+    pools = (Pool(nodes=1, node_type=NodeType(name="recorded", gpus=gpus.pop())),)
+    took: dict[str, list[float]] = {job.job_id: [] for job in trace}
+    scenario = Scenario(
+        source=_Rows(tuple(trace)),
+        pools=pools,
+        policy=policy,
+        seed=seed,
+        behaviour=Behaviour(controller_s=0.0),
+        detail="operation",
+        control_s=median(job.control_s for job in jobs),
+        warm=False,
+        launch_s=0.0,
+    )
+
+    def on_cycle(job: str, seconds: float) -> None:
+        took[job].append(seconds)
+
+    simulate(scenario, laws=laws, costs=RecordedMoves(pools, jobs), on_cycle=on_cycle)
+    return took
+
+
+def _function(kinds: Sequence[str]) -> str:
+    """Of the segment that these operations are, as the simulator tells kinds apart."""
+    return "update" if "forward_backward" in kinds else "+".join(kinds)

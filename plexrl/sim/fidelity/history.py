@@ -1,0 +1,185 @@
+"""A recorded history, group by group: which of its jobs can be predicted, and how well. Pure.
+
+Jobs that shared one group are predicted together (`plexrl.sim.fidelity.fidelity`). A job is left
+out, by its reason, where it has not one training deployment, moved between groups, or did unequal
+or too few cycles; what others waited for it is then not predicted either.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from plexrl.errors import InvalidRequestError
+from plexrl.sim.fidelity.fidelity import Comparison, JobError, compare_law, compare_replay
+from plexrl.sim.fidelity.recording import (
+    BETWEEN_CYCLES,
+    Overheads,
+    RecordedJob,
+    overheads,
+    recorded_run,
+)
+from plexrl.traces.convert.history import History
+from plexrl.traces.convert.recorder import record
+
+Plain = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFidelity:
+    """The jobs of one group, predicted."""
+
+    group: str
+    replay: Comparison
+    law: tuple[JobError, ...]
+    """Empty where the recorder found no profile of some job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A job that is not predicted."""
+
+    job: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryFidelity:
+    """All of a history."""
+
+    groups: tuple[GroupFidelity, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sharers:
+    """Jobs of one group."""
+
+    jobs: list[RecordedJob] = field(default_factory=list)
+    views: list[Plain] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    """By id."""
+
+
+def fidelity_of(
+    history: History,
+    policy: str,
+    *,
+    alone: History | None = None,
+    seeds: Sequence[int],
+    warm_up: int,
+) -> HistoryFidelity:
+    """Predict a recorded history under the simulated policy that is as the cluster's was.
+
+    `alone`: a recording of the jobs, known by their names, one after the other on a group that
+    nobody shares: what the control plane adds to their operations is taken from it. Otherwise it is
+    taken from the history itself, where a busy machine may have made it longer. `seeds`: of the
+    predictions by law. `warm_up`: first cycles of each job that are not compared.
+
+    Raises:
+        InvalidRequestError: no job can be predicted; or there is no such policy.
+    """
+    rows = _by_deployment(history)
+    beyond = {} if alone is None else _overheads(alone)
+    groups: dict[tuple[str, int], _Sharers] = {}
+    left_out: list[LeftOut] = []
+    for view in _plain(history)["jobs"]:
+        name, training = _name(view, history), _training(view)
+        own = [row for each in training for row in rows.get(each["deployment"], ())]
+        visited = sorted({row["group"] for row in own if _is_work(row)})
+        if len(training) == 1 and len(visited) == 1:
+            added = beyond.get(view["name"]) or overheads(own)
+            try:
+                (job,) = recorded_run([{**view, "name": name}], own, {name: added})
+            except InvalidRequestError as error:
+                left_out.append(LeftOut(job=name, reason=error.message))
+                continue
+            if len(job.cycles) > warm_up:
+                sharers = groups.setdefault((visited[0], job.gpus), _Sharers())
+                sharers.jobs.append(job)
+                sharers.views.append(view)
+                sharers.names[view["job"]] = name
+                continue
+            reason = f"of its {len(job.cycles)} whole cycles the first {warm_up} are warm-up"
+        elif len(training) != 1:
+            reason = f"it has {len(training)} training deployments"
+        elif not visited:
+            reason = "it ran nothing that is remembered"
+        else:
+            reason = f"it moved between the groups {', '.join(visited)}"
+        left_out.append(LeftOut(job=name, reason=reason))
+    if not groups:
+        said = "; ".join(f"{each.job}: {each.reason}" for each in left_out) or "it has none"
+        raise InvalidRequestError(f"none of the recording's jobs can be predicted: {said}")
+    return HistoryFidelity(
+        groups=tuple(
+            GroupFidelity(
+                group=group,
+                replay=compare_replay(sharers.jobs, policy, warm_up=warm_up),
+                law=_by_law(sharers, rows, history.now, policy, seeds, warm_up),
+            )
+            for (group, _), sharers in sorted(groups.items())
+        ),
+        left_out=tuple(left_out),
+    )
+
+
+def _by_law(
+    sharers: _Sharers,
+    rows: Mapping[str, Sequence[Plain]],
+    now: float,
+    policy: str,
+    seeds: Sequence[int],
+    warm_up: int,
+) -> tuple[JobError, ...]:
+    own = [
+        row
+        for view in sharers.views
+        for each in view["deployments"]
+        for row in rows.get(each["deployment"], ())
+    ]
+    recorded = record(sharers.views, own, now)
+    if not all(job.cycles and job.segments for job in recorded):
+        return ()
+    names = sharers.names
+    return compare_law(recorded, sharers.jobs, policy, seeds, names=names, warm_up=warm_up)
+
+
+def _overheads(alone: History) -> dict[str, Overheads]:
+    """Of each job's training operations, by the job's name."""
+    rows = _by_deployment(alone)
+    return {
+        view["name"]: overheads(
+            row for each in _training(view) for row in rows.get(each["deployment"], ())
+        )
+        for view in _plain(alone)["jobs"]
+    }
+
+
+def _by_deployment(history: History) -> dict[str, list[Plain]]:
+    found: dict[str, list[Plain]] = {}
+    for row in _plain(history)["operations"]:
+        # Whoever did not count it, computed in no time.
+        row["compute_s"] = row["compute_s"] or 0.0
+        found.setdefault(row["deployment"], []).append(row)
+    return found
+
+
+def _plain(history: History) -> Plain:
+    plain: Plain = msgspec.to_builtins(history)
+    return plain
+
+
+def _name(view: Plain, history: History) -> str:
+    """The job's own, and its id where another has the same."""
+    alike = sum(job.name == view["name"] for job in history.jobs)
+    return view["name"] if alike == 1 else f"{view['name']} ({view['job']})"
+
+
+def _training(view: Plain) -> list[Plain]:
+    return [each for each in view["deployments"] if each["kind"] == "train"]
+
+
+def _is_work(row: Plain) -> bool:
+    return row["started_at"] is not None and row["kind"] not in BETWEEN_CYCLES

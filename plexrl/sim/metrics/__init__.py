@@ -1,0 +1,1 @@
+"""Measures of a run, taken while it runs, in bounded memory."""

@@ -1,0 +1,313 @@
+"""Measures of one run, taken while it goes on, in memory that does not grow with it. Pure.
+
+Whoever carries the run out tells what happens; a job is known from `job_submitted` to `job_ended`,
+and of everything else only sums, sketches and bounded series are kept. The order of telling decides
+nothing but the last digits, so that equal runs have equal results.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from plexrl.sim.metrics.held_nodes import HeldNodes
+from plexrl.sim.metrics.job_rows import JobRows
+from plexrl.sim.metrics.sketch import Sketch
+from plexrl.sim.metrics.tenant_table import HOUR_S, TenantSums, TenantTable
+from plexrl.sim.metrics.utilisation import Series
+from plexrl.sim.results.bill import bill
+from plexrl.sim.results.bounds import DrainBound
+from plexrl.sim.results.result import SimResult, Span, Speed
+from plexrl.sim.workload.scenario import Scenario
+from plexrl.traces import TraceJob
+
+SPANS_MAX = 5000
+
+COMPLETED = "completed"
+
+RunKind = Literal["run", "load", "offload"]
+
+
+@dataclass(slots=True, kw_only=True)
+class _LiveJob:
+    """A job that has not ended."""
+
+    job: TraceJob
+    submitted_at: float
+    tenant: TenantSums
+    placed_at: float | None = None
+    busy_gpu_s: float = 0.0
+
+
+class Collector:
+    """What a run is to be told of: the calls are named for what has happened, `now` in seconds."""
+
+    def __init__(self, scenario: Scenario, rows: JobRows | None = None) -> None:
+        self._scenario = scenario
+        self._rows = rows
+        """Is told of each job by itself, where anybody asks for that."""
+        self._jobs: dict[str, _LiveJob] = {}
+        self._tenants = TenantTable()
+        self._bound = DrainBound(_gpus_by_type(scenario))
+        self._prices = {pool.node_type.name: pool.node_type.price for pool in scenario.pools}
+        speeds = [pool.node_type.speed for pool in scenario.pools]
+        self._quickest = min(speeds) / max(speeds)
+        """Part of any job's seconds that it can do with at best, whatever nodes it had: for the
+        bounds of a cluster of several types of nodes."""
+        self._wait = Sketch()
+        self._normalized_wait = Sketch()
+        self._job_slowdown = Sketch()
+        self._completion = Sketch()
+        self._cycle_slowdown = Sketch()
+        self._cycles = 0
+        self._ended = 0
+        self._failed_jobs = 0
+        self._drain_s = 0.0
+        self._busy_gpu_s = 0.0
+        self._switch_gpu_s = 0.0
+        self._rollout_gpu_s = 0.0
+        self._rollout_gpus = 0
+        """Of the jobs that run now."""
+        self._rollout_gpus_peak = 0
+        self._rollout_cost = 0.0
+        self._groups: dict[str, tuple[int, float]] = {}
+        """GPUs and since when."""
+        self._grouped_gpu_s = 0.0
+        """Of groups that are gone."""
+        self._held_nodes = HeldNodes()
+        self._grouped = Series()
+        self._trains = Series()
+        self._unbilled: dict[str, tuple[TenantSums, float]] = {}
+        """By group: GPU-seconds of its last offload and whose it was, until it is known for whom
+        it was."""
+        self._window = scenario.window_s
+        self._spans: list[Span] = []
+        self._spans_left_out = 0
+        self._failures = 0
+
+    def job_submitted(self, job: TraceJob, now: float) -> None:
+        """A job came."""
+        tenant = self._tenants.of(job.tenant)
+        tenant.live += 1
+        self._jobs[job.job_id] = _LiveJob(job=job, submitted_at=now, tenant=tenant)
+        if self._rows is not None:
+            self._rows.submitted(job, now)
+
+    def job_placed(self, job_id: str, now: float) -> None:
+        """It got GPUs; only the first time counts."""
+        job = self._jobs[job_id]
+        if job.placed_at is None:
+            job.placed_at = now
+            self._rollout_gpus += job.job.rollout_gpus
+            self._rollout_gpus_peak = max(self._rollout_gpus_peak, self._rollout_gpus)
+            if self._rows is not None:
+                self._rows.placed(job_id, now)
+
+    def job_ended(
+        self,
+        job_id: str,
+        now: float,
+        cycles: int,
+        outcome: str,
+        alone_s: float,
+        busy_gpu_s: float | None = None,
+    ) -> None:
+        """It is over. Only jobs whose `outcome` is `completed` are in the distributions and the
+        bounds. `alone_s`: of its drawn cycles on GPUs of its own; `busy_gpu_s`: training work of
+        these cycles; absent: what it ran, repetitions after failures included."""
+        del cycles
+        live = self._jobs.pop(job_id)
+        if self._rows is not None:
+            self._rows.ended(job_id, now, outcome, alone_s)
+        job, tenant = live.job, live.tenant
+        tenant.live -= 1
+        tenant.ended += 1
+        self._ended += 1
+        self._drain_s = max(self._drain_s, now)
+        if live.placed_at is not None and job.rollout_gpus:
+            self._rollout_gpus -= job.rollout_gpus
+            rollout_gpu_s = job.rollout_gpus * (now - live.placed_at)
+            tenant.rollout_gpu_s += rollout_gpu_s
+            self._rollout_gpu_s += rollout_gpu_s
+            self._rollout_cost += self._rollout_price(job) * rollout_gpu_s / HOUR_S
+        if outcome != COMPLETED:
+            self._failed_jobs += 1
+            return
+        assert live.placed_at is not None, f"{job_id} completed without having been placed"
+        work = live.busy_gpu_s if busy_gpu_s is None else busy_gpu_s
+        quickest = 1.0 if job.node_type in self._prices else self._quickest
+        self._bound.add(live.submitted_at, alone_s * quickest, work * quickest, job.node_type)
+        wait_s = live.placed_at - live.submitted_at
+        tenant.completed += 1
+        tenant.wait_s += wait_s
+        self._wait.add(wait_s)
+        if alone_s > 0:
+            completion = (now - live.submitted_at) / alone_s
+            tenant.slowdown += completion
+            self._normalized_wait.add(wait_s / alone_s)
+            self._job_slowdown.add((now - live.placed_at) / alone_s - 1)
+            self._completion.add(completion)
+
+    def cycle_ended(self, job_id: str, now: float, took_s: float, alone_s: float) -> None:
+        """A cycle is over; `alone_s`, above 0: of the same drawn cycle on a group of its own."""
+        del now
+        slowdown = took_s / alone_s - 1
+        self._cycles += 1
+        self._cycle_slowdown.add(slowdown)
+        if self._rows is not None:
+            self._rows.cycle_ended(job_id, slowdown)
+
+    def switched(self, job_id: str) -> None:
+        """A job's state was moved off the GPUs for another's."""
+        if self._rows is not None:
+            self._rows.switched(job_id)
+
+    def ran(
+        self, group: str, job_id: str, gpus: int, kind: RunKind, start_s: float, end_s: float
+    ) -> None:
+        """A job held a group; told when that is over, whether or not it got to its end.
+
+        An offload is billed to the job that the group is loaded with next, as the scheduler does,
+        and without one to the job itself. What is told of a job that has ended is billed to nobody.
+        """
+        held = gpus * (end_s - start_s)
+        if self._rows is not None:
+            self._rows.ran(job_id, group, held, is_move=kind != "run")
+        job = self._jobs.get(job_id)
+        if kind == "run":
+            self._busy_gpu_s += held
+            self._trains.add(start_s, end_s, gpus)
+            if group in self._unbilled:
+                # Its state has stayed: that was a snapshot.
+                self._bill_itself(group)
+            if job is not None:
+                job.busy_gpu_s += held
+                job.tenant.gpu_s += held
+        else:
+            self._switch_gpu_s += held
+            self._bill_move(group, job, kind, held)
+        window = self._window
+        if window is not None and start_s < window[1] and end_s > window[0]:
+            if len(self._spans) < SPANS_MAX:
+                self._spans.append(
+                    Span(group=group, job=job_id, kind=kind, start_s=start_s, end_s=end_s)
+                )
+            else:
+                self._spans_left_out += 1
+
+    def group_made(self, group: str, gpus: int, now: float) -> None:
+        """A group has these GPUs from now on."""
+        self._groups[group] = gpus, now
+
+    def nodes_taken(self, group: str, nodes: Sequence[str], now: float) -> None:
+        """These are the nodes of its GPUs, each named once."""
+        self._held_nodes.take(group, nodes, now)
+
+    def group_gone(self, group: str, gpus: int, now: float) -> None:
+        """It gave all of its GPUs back."""
+        made_with, since = self._groups.pop(group)
+        assert gpus == made_with, f"{group} had {made_with} GPUs and gives {gpus} back"
+        self._bill_itself(group)
+        self._held_nodes.give(group, now)
+        self._grouped_gpu_s += gpus * (now - since)
+        self._grouped.add(since, now, gpus)
+
+    def failed(self, now: float) -> None:
+        """A node or a worker was lost."""
+        del now
+        self._failures += 1
+
+    def result(
+        self, now: float, events: int, switches: int, failures: int, speed: Speed
+    ) -> SimResult:
+        """Of the run so far; nothing may be told after it."""
+        assert failures == self._failures, f"told of {self._failures} failures, not {failures}"
+        for group, (gpus, _) in list(self._groups.items()):
+            self.group_gone(group, gpus, now)
+        grouped_hours = self._grouped_gpu_s / HOUR_S
+        rollout_hours = self._rollout_gpu_s / HOUR_S
+        rollout_cost = self._rollout_cost
+        if self._scenario.prices.rollout is not None:
+            rollout_cost = rollout_hours * self._scenario.prices.rollout
+        nodes_held = self._held_nodes.hours()
+        billed = bill(
+            self._scenario,
+            drain_s=self._drain_s,
+            nodes_held=nodes_held,
+            rollout_cost=rollout_cost,
+        )
+        per_cycle = (grouped_hours + rollout_hours) / self._cycles if self._cycles else 0.0
+        return SimResult(
+            policy=self._scenario.policy,
+            gpus=self._scenario.gpus,
+            jobs=self._ended,
+            failed_jobs=self._failed_jobs,
+            cycles=self._cycles,
+            events=events,
+            switches=switches,
+            drain_s=self._drain_s,
+            bounds=self._bound.bounds(),
+            wait=self._wait.distribution(),
+            normalized_wait=self._normalized_wait.distribution(),
+            job_slowdown=self._job_slowdown.distribution(),
+            completion=self._completion.distribution(),
+            cycle_slowdown=self._cycle_slowdown.distribution(),
+            training_gpu_hours=grouped_hours,
+            busy_gpu_hours=self._busy_gpu_s / HOUR_S,
+            switch_gpu_hours=self._switch_gpu_s / HOUR_S,
+            rollout_gpu_hours=rollout_hours,
+            rollout_gpus_peak=self._rollout_gpus_peak,
+            cost=billed.cost,
+            rollout_cost=billed.rollout_cost,
+            on_demand_cost=billed.on_demand_cost,
+            reserved_nodes=billed.reserved_nodes,
+            paid_s=billed.paid_s,
+            nodes_held=nodes_held,
+            gpu_hours_per_cycle=per_cycle,
+            utilisation=self._utilisation(now),
+            tenants=self._tenants.results(),
+            fairness=self._tenants.fairness(),
+            spans=tuple(self._spans),
+            spans_left_out=self._spans_left_out,
+            failures=failures,
+            speed=speed,
+        )
+
+    def _bill_move(self, group: str, job: _LiveJob | None, kind: RunKind, held: float) -> None:
+        if kind == "offload":
+            if group in self._unbilled:
+                self._bill_itself(group)
+            if job is not None:
+                self._unbilled[group] = job.tenant, held
+        elif job is not None:
+            _, offload = self._unbilled.pop(group, (job.tenant, 0.0))
+            job.tenant.gpu_s += held + offload
+
+    def _bill_itself(self, group: str) -> None:
+        if group in self._unbilled:
+            tenant, held = self._unbilled.pop(group)
+            tenant.gpu_s += held
+
+    def _utilisation(self, now: float) -> tuple[tuple[float, float, float], ...]:
+        grouped, trains = self._grouped, self._trains
+        for series, other in ((grouped, trains), (trains, grouped)):
+            series.reach(max(now, other.end_s))
+        gpus = self._scenario.gpus
+        return tuple(
+            (start_s, held / gpus, training / gpus)
+            for (start_s, held), (_, training) in zip(
+                grouped.levels(now), trains.levels(now), strict=True
+            )
+        )
+
+    def _rollout_price(self, job: TraceJob) -> float:
+        """Of a GPU-hour: as of the job's own type of node, else of the cluster's first."""
+        first = self._scenario.pools[0].node_type.price
+        return self._prices.get(job.node_type, first)
+
+
+def _gpus_by_type(scenario: Scenario) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    for pool in scenario.pools:
+        name = pool.node_type.name
+        found[name] = found.get(name, 0) + pool.nodes * pool.node_type.gpus
+    return found

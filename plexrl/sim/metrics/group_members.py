@@ -1,0 +1,30 @@
+"""Which jobs are on which group, for the measures: a group comes with its first member, and goes
+with its last. Pure."""
+
+from plexrl.sim.engine.job_run import JobRun
+from plexrl.sim.metrics.collector import Collector
+
+
+class GroupMembers:
+    """Of all groups that there are."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._counts: dict[str, int] = {}
+
+    def put(self, run: JobRun, group: str, now: float) -> None:
+        """The job is on that group, and no more on any other; empty: on none."""
+        if run.group == group:
+            return
+        if run.group:
+            self._counts[run.group] -= 1
+            if not self._counts[run.group]:
+                del self._counts[run.group]
+                self._collector.group_gone(run.group, run.gpus, now)
+        run.group = group
+        if not group:
+            return
+        if group not in self._counts:
+            self._counts[group] = 0
+            self._collector.group_made(group, run.gpus, now)
+        self._counts[group] += 1

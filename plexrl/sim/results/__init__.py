@@ -1,0 +1,1 @@
+"""What a run comes to: figures, bounds, costs, comparisons."""

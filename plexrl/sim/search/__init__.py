@@ -1,0 +1,1 @@
+"""Many runs: sweeps, what-ifs and the smallest cluster for given objectives."""

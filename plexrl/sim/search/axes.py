@@ -1,0 +1,199 @@
+"""Sweeps: one scenario into many, along axes such as `nodes=64:256:64`. Pure.
+
+The order is fixed: the first axis turns slowest.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from plexrl.errors import InvalidRequestError
+from plexrl.sim.workload.policies import SIM_POLICIES, sim_policy
+from plexrl.sim.workload.scenario import (
+    JITTER_MAX,
+    NODES_MAX,
+    STALENESS_MAX,
+    SWITCH_S_MAX,
+    Scenario,
+)
+
+PAPER = ("isolated", "pack", "spread", "spread+backfill")
+"""PlexRL §6.3."""
+RUNS_MAX = 10_000
+"""Of one sweep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """What differs from run to run, and its values as they were written."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+def policies_named(given: str) -> tuple[str, ...]:
+    """Names of policies: `all`, `paper`, or names with commas between, each once.
+
+    Raises:
+        InvalidRequestError: one is unknown, or comes twice.
+    """
+    if given == "all":
+        return tuple(SIM_POLICIES)
+    if given == "paper":
+        return PAPER
+    names = tuple(part.strip() for part in given.split(",") if part.strip())
+    _check_once("policy", names)
+    if not names:
+        raise InvalidRequestError(
+            f"name a policy: all, paper, or some of {', '.join(SIM_POLICIES)}"
+        )
+    for name in names:
+        sim_policy(name)
+    return names
+
+
+def axis(given: str) -> Axis:
+    """The axis that `NAME=A,B,…` or `NAME=FIRST:LAST:STEP` says.
+
+    Raises:
+        InvalidRequestError: it has no such form, or nothing can be swept by that name.
+    """
+    name, equals, text = given.partition("=")
+    if not equals or not text:
+        raise InvalidRequestError(
+            f"sweep {given!r}: write NAME=FIRST:LAST:STEP or NAME=A,B,…, as nodes=64:256:64"
+        )
+    if name == "policy":
+        return Axis(name=name, values=policies_named(text))
+    if name not in _APPLIED:
+        raise InvalidRequestError(
+            f"sweep {given!r}: only {', '.join(AXES)} can be swept, not {name!r}"
+        )
+    values = _range(given, text) if ":" in text else tuple(text.split(","))
+    found = Axis(name=name, values=tuple(value.strip() for value in values))
+    _check_once(f"sweep {given!r}", found.values)
+    return found
+
+
+def scenarios_along(base: Scenario, axes: Sequence[Axis]) -> tuple[Scenario, ...]:
+    """`base` with every combination of the axes' values.
+
+    Raises:
+        InvalidRequestError: an axis comes twice, a value cannot be, or there are too many runs.
+    """
+    names = [each.name for each in axes]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidRequestError(f"{name} is swept twice: give all its values in one --sweep")
+    runs = 1
+    for each in axes:
+        runs *= len(each.values)
+    if runs > RUNS_MAX:
+        raise InvalidRequestError(f"this sweep has {runs} runs; {RUNS_MAX} is the most: step wider")
+    found = []
+    for values in product(*(each.values for each in axes)):
+        scenario = base
+        for name, value in zip(names, values, strict=True):
+            scenario = _with(scenario, name, value)
+        found.append(scenario)
+    return tuple(found)
+
+
+def with_nodes(scenario: Scenario, nodes: int) -> Scenario:
+    """The scenario on a cluster of so many nodes.
+
+    Raises:
+        InvalidRequestError: it has several pools, so that nobody knows which is meant.
+    """
+    if len(scenario.pools) != 1:
+        raise InvalidRequestError(
+            "the number of nodes can vary on a cluster of one pool only: use --nodes and "
+            "--node-type instead of --pool"
+        )
+    return replace(scenario, pools=(replace(scenario.pools[0], nodes=nodes),))
+
+
+def _with(scenario: Scenario, name: str, value: str) -> Scenario:
+    if name == "policy":
+        return replace(scenario, policy=sim_policy(value).name)
+    try:
+        return _APPLIED[name](scenario, value)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"sweep {name}: {value!r} is no number for it{_AS.get(name, '')}"
+        ) from error
+
+
+def _seed(scenario: Scenario, value: str) -> Scenario:
+    return replace(scenario, seed=int(value))
+
+
+def _nodes(scenario: Scenario, value: str) -> Scenario:
+    nodes = int(value)
+    if not 1 <= nodes <= NODES_MAX:
+        raise ValueError(value)
+    return with_nodes(scenario, nodes)
+
+
+def _up_to(most: float, value: str) -> float:
+    number = float(value)
+    if not 0 <= number <= most:
+        raise ValueError(value)
+    return number
+
+
+def _jitter(scenario: Scenario, value: str) -> Scenario:
+    behaviour = replace(scenario.behaviour, jitter=_up_to(JITTER_MAX, value))
+    return replace(scenario, behaviour=behaviour)
+
+
+def _staleness(scenario: Scenario, value: str) -> Scenario:
+    steps = int(value)
+    if not 0 <= steps <= STALENESS_MAX:
+        raise ValueError(value)
+    return replace(scenario, behaviour=replace(scenario.behaviour, staleness=steps))
+
+
+def _switch_s(scenario: Scenario, value: str) -> Scenario:
+    return replace(scenario, switch_s=_up_to(SWITCH_S_MAX, value))
+
+
+_AS = {
+    "nodes": f": there is at least 1 node, and at most {NODES_MAX}",
+    "jitter": f": write 0.15 for 15 %; at most {JITTER_MAX:g}",
+    "staleness": f": it is 0 to {STALENESS_MAX} steps",
+    "switch-s": f": it is 0 to {SWITCH_S_MAX:g} s",
+}
+"""What a value would be."""
+
+_APPLIED: dict[str, Callable[[Scenario, str], Scenario]] = {
+    "nodes": _nodes,
+    "seed": _seed,
+    "jitter": _jitter,
+    "staleness": _staleness,
+    "switch-s": _switch_s,
+}
+AXES = ("policy", *_APPLIED)
+"""What can be swept."""
+
+
+def _check_once(what: str, values: Sequence[str]) -> None:
+    for value in values:
+        if values.count(value) > 1:
+            raise InvalidRequestError(f"{what}: {value!r} comes twice; each is run once")
+
+
+def _range(given: str, text: str) -> tuple[str, ...]:
+    parts = text.split(":")
+    try:
+        first, last = float(parts[0]), float(parts[1])
+        step = float(parts[2]) if len(parts) > 2 else 1.0
+        count = int((last - first) / step + 1e-9) + 1 if step > 0 else 0
+    except (ValueError, IndexError, OverflowError) as error:
+        raise InvalidRequestError(f"sweep {given!r}: a range is FIRST:LAST:STEP") from error
+    if len(parts) > 3 or not 0 < count <= RUNS_MAX:
+        raise InvalidRequestError(
+            f"sweep {given!r}: a range is FIRST:LAST:STEP, with LAST not below FIRST, STEP above "
+            f"0 and at most {RUNS_MAX} values"
+        )
+    return tuple(f"{first + index * step:.12g}" for index in range(count))

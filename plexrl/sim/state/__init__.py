@@ -1,0 +1,1 @@
+"""StateManagers and nodes of the simulated cluster."""

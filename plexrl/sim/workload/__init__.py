@@ -1,0 +1,1 @@
+"""What is simulated: scenarios, traces, cycles, policies."""

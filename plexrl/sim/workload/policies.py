@@ -1,0 +1,101 @@
+"""Policies by name: what a simulated scheduler is configured with. No rule stands here; all are the
+scheduler's own (`plexrl.scheduler.placement.policies`, `plexrl.scheduler.dispatch.ordering`). Pure.
+
+The four of PlexRL §6.3 take turns by the default rule. The comparison policies are what other
+systems do: where one says only who goes next, and not where jobs are placed, it gets `pack`, which
+needs no more than its users' labels do. `fcfs` and `sjf` differ from `spread+backfill` in the order
+alone, so a group is switched ahead of time for them too.
+
+`isolated` stops backfilling past a job that has waited for `starvation_bound_s`, so free GPUs stay
+idle in front of a large job. `isolated+backfill` never stops, and is the fair baseline of a cluster
+without sharing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plexrl.errors import InvalidRequestError
+
+BACKFILL_S = 1e9
+"""A wait that no job reaches: the longest that the scheduler takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimPolicy:
+    """A placement policy and a rule for taking turns."""
+
+    name: str
+    settings: Mapping[str, Any]
+    """Of `SchedulerConfig`."""
+    source: str
+    """Whose it is."""
+
+
+SIM_POLICIES: dict[str, SimPolicy] = {
+    policy.name: policy
+    for policy in (
+        SimPolicy(name="isolated", settings={"policy": "isolated"}, source="PlexRL §6.3"),
+        SimPolicy(
+            name="isolated+backfill",
+            settings={"policy": "isolated", "starvation_bound_s": BACKFILL_S},
+            source="a cluster without sharing whose queue is always backfilled",
+        ),
+        SimPolicy(name="pack", settings={"policy": "pack"}, source="PlexRL §6.3"),
+        SimPolicy(name="spread", settings={"policy": "spread"}, source="PlexRL §6.3"),
+        SimPolicy(
+            name="spread+backfill", settings={"policy": "spread+backfill"}, source="PlexRL §6.3"
+        ),
+        SimPolicy(
+            name="rollmux",
+            settings={"policy": "co-execution", "ordering": "round-robin"},
+            source="RollMux, arXiv 2512.11306: co-execution groups, states in host memory",
+        ),
+        SimPolicy(
+            name="fifo-lock",
+            settings={"policy": "pack", "ordering": "fifo-bursts"},
+            source="llm-d RL time-slicing: a first-in-first-out lock for each group",
+        ),
+        SimPolicy(
+            name="least-recently-served",
+            settings={"policy": "pack", "ordering": "least-recently-served"},
+            source="OpenRL, pull request 143",
+        ),
+        SimPolicy(
+            name="fcfs",
+            settings={
+                "policy": "spread+backfill",
+                "ordering": "fifo-bursts",
+                "anticipation": True,
+            },
+            source="first come, first served in place of HRRS",
+        ),
+        SimPolicy(
+            name="sjf",
+            settings={
+                "policy": "spread+backfill",
+                "ordering": "shortest-first",
+                "anticipation": True,
+            },
+            source="shortest job first in place of HRRS",
+        ),
+        SimPolicy(
+            name="hrrs-literal",
+            settings={"policy": "spread+backfill", "ordering": "hrrs-operations"},
+            source="PlexRL §4.4 read by the letter: every operation competes",
+        ),
+    )
+}
+
+
+def sim_policy(name: str) -> SimPolicy:
+    """The policy of that name.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    if name not in SIM_POLICIES:
+        raise InvalidRequestError(
+            f"policy {name!r} is unknown: use one of {', '.join(SIM_POLICIES)}"
+        )
+    return SIM_POLICIES[name]

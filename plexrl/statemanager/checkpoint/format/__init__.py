@@ -1,0 +1,1 @@
+"""What a checkpoint's files hold. Pure."""

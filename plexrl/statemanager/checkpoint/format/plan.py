@@ -1,0 +1,177 @@
+"""Which files a checkpoint has and which tensors they hold, before a byte is read. Pure.
+
+    config.json, tokenizer.json, …                      given by whoever asks
+    model.safetensors                                    or shards of it, and their index;
+                                                         adapters: adapter_model.safetensors
+    training/optimizer.safetensors                       likewise
+    training/parameter.safetensors                       only where the model's are of another dtype
+    checkpoint.json                                      the manifest (`record.py`)
+
+The parameters that `transformers` loads are those that training resumes from, so they are written
+once.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from plexrl.errors import InvalidRequestError
+from plexrl.model.lora import are_adapters
+from plexrl.statemanager.checkpoint.format.safetensors import encode_head
+from plexrl.statemanager.checkpoint.format.tensors import WholeTensor
+from plexrl.statemanager.layout.keys import DTYPE_BYTES, StatePart
+
+SHARD_BYTES_MAX = 5_000_000_000
+"""What `transformers` cuts its own checkpoints into."""
+TRAINING_DIR = "training"
+INDEX = "model.safetensors.index.json"
+CASTS = frozenset({("F32", "BF16"), ("F32", "F16"), ("BF16", "F32"), ("F16", "F32")})
+"""Dtypes that can be turned into each other on the way."""
+
+_MODEL_PARTS = (StatePart.PARAMETER, StatePart.BUFFER)
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+class CheckpointFormat(StrEnum):
+    """What a checkpoint is for."""
+
+    HF = "hf"
+    """To be loaded by `transformers`."""
+    TRAINING = "training"
+    """To be resumed from, by any number of ranks."""
+    BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTensor:
+    """A tensor on its way into a file."""
+
+    source: WholeTensor
+    dtype: str
+    """In the file."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes // DTYPE_BYTES[self.source.dtype] * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFile:
+    """A safetensors file."""
+
+    path: str
+    """Below the checkpoint."""
+    tensors: tuple[PlannedTensor, ...]
+    """In file order."""
+
+    @property
+    def head(self) -> bytes:
+        """What stands in front of the tensors."""
+        named = [(t.source.key.name, t.dtype, t.source.shape) for t in self.tensors]
+        return encode_head(named, {"format": "pt"})
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.head) + sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A checkpoint's files."""
+
+    files: tuple[PlannedFile, ...]
+    texts: tuple[tuple[str, str], ...]
+    """Small files with their contents: the index."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all safetensors files."""
+        return sum(file.nbytes for file in self.files)
+
+
+def plan_checkpoint(
+    tensors: Iterable[WholeTensor],
+    checkpoint_format: CheckpointFormat,
+    *,
+    model_dtype: str | None = None,
+    shard_bytes_max: int = SHARD_BYTES_MAX,
+) -> Plan:
+    """The files of a checkpoint. `model_dtype` absent: the model's floats are stored as they are.
+
+    Gradients that wait for a step are in no checkpoint.
+
+    Raises:
+        InvalidRequestError: there are no parameters, or a dtype cannot be cast to `model_dtype`.
+    """
+    found = list(tensors)
+    model = [
+        PlannedTensor(source=tensor, dtype=_model_dtype(tensor, model_dtype))
+        for tensor in found
+        if tensor.key.part in _MODEL_PARTS
+    ]
+    if not model:
+        raise InvalidRequestError("there are no parameters to make a checkpoint of")
+    files: list[PlannedFile] = []
+    texts: tuple[tuple[str, str], ...] = ()
+    if checkpoint_format != CheckpointFormat.TRAINING:
+        # By these names `transformers` and PEFT find them.
+        stem = "adapter_model" if are_adapters(t.source.key.name for t in model) else "model"
+        files = _cut(stem, model, shard_bytes_max)
+        texts = _index(files)
+    if checkpoint_format != CheckpointFormat.HF:
+        is_written = bool(files) and all(t.dtype == t.source.dtype for t in model)
+        for part in (*(() if is_written else _MODEL_PARTS), StatePart.OPTIMIZER):
+            own = [
+                PlannedTensor(source=tensor, dtype=tensor.dtype)
+                for tensor in found
+                if tensor.key.part == part
+            ]
+            if own:
+                files += _cut(f"{TRAINING_DIR}/{part.value}", own, shard_bytes_max)
+    return Plan(files=tuple(files), texts=texts)
+
+
+def _model_dtype(tensor: WholeTensor, wanted: str | None) -> str:
+    if wanted is None or tensor.dtype == wanted or tensor.dtype not in _FLOATS:
+        return tensor.dtype
+    if (tensor.dtype, wanted) not in CASTS:
+        raise InvalidRequestError(
+            f"{tensor.key.name} is {tensor.dtype}, which cannot be written as {wanted}: use one of "
+            f"{sorted(to for source, to in CASTS if source == tensor.dtype)}"
+        )
+    return wanted
+
+
+def _cut(stem: str, tensors: Sequence[PlannedTensor], shard_bytes_max: int) -> list[PlannedFile]:
+    """Files of at most `shard_bytes_max` bytes of tensors, a larger tensor in one of its own."""
+    shards: list[list[PlannedTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and filled + tensor.nbytes > shard_bytes_max:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.nbytes
+    count = len(shards)
+    return [
+        PlannedFile(
+            path=f"{stem}.safetensors"
+            if count == 1
+            else f"{stem}-{index:05d}-of-{count:05d}.safetensors",
+            tensors=tuple(shard),
+        )
+        for index, shard in enumerate(shards, start=1)
+    ]
+
+
+def _index(files: Sequence[PlannedFile]) -> tuple[tuple[str, str], ...]:
+    if len(files) == 1:
+        return ()
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for file in files for t in file.tensors)},
+        "weight_map": {t.source.key.name: file.path for file in files for t in file.tensors},
+    }
+    text = msgspec.json.format(msgspec.json.encode(index, order="sorted"), indent=2).decode()
+    return ((INDEX, text + "\n"),)

@@ -1,0 +1,101 @@
+"""The head of a safetensors file, which can be made before any tensor is at hand. Pure.
+
+    u64 bytes of JSON | JSON, padded with spaces | tensors, end to end
+
+The library's own writer takes whole tensors, so it would need a file's bytes in memory at once.
+"""
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from plexrl.errors import CorruptStateError
+from plexrl.statemanager.layout.keys import DTYPE_BYTES
+
+HEADER_BYTES_MAX = 100_000_000
+"""What the library takes."""
+ALIGNMENT = 8
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTensor:
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Bytes from the start of the file."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def encode_head(
+    tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]
+) -> bytes:
+    """Everything in front of the tensors `(name, dtype, shape)`, which follow in that order."""
+    head: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + math.prod(shape) * DTYPE_BYTES[dtype]
+        head[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = msgspec.json.encode(head)
+    text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
+    return _LENGTH.pack(len(text)) + text
+
+
+def head_bytes(start: bytes) -> int:
+    """Length of the head of a file that begins with `start` (8 bytes are enough).
+
+    Raises:
+        CorruptStateError: no safetensors file begins so.
+    """
+    if len(start) < _LENGTH.size:
+        raise CorruptStateError(f"it has {len(start)} bytes: no safetensors file is so short")
+    length: int = _LENGTH.unpack_from(start)[0]
+    if length > HEADER_BYTES_MAX:
+        raise CorruptStateError(f"its header claims {length} bytes: it is no safetensors file")
+    return _LENGTH.size + length
+
+
+def decode_head(head: bytes) -> tuple[FileTensor, ...]:
+    """The tensors that a file with this head has.
+
+    Raises:
+        CorruptStateError: it is no head of a safetensors file.
+    """
+    if len(head) < head_bytes(head):
+        raise CorruptStateError("its header is cut short")
+    try:
+        plain = msgspec.json.decode(head[_LENGTH.size :], type=dict[str, dict[str, object]])
+        plain.pop("__metadata__", None)
+        found = []
+        for name, entry in plain.items():
+            record = msgspec.convert(entry, _Entry)
+            tensor = FileTensor(
+                name=name,
+                dtype=record.dtype,
+                shape=record.shape,
+                start=len(head) + record.data_offsets[0],
+            )
+            if tensor.nbytes != record.data_offsets[1] - record.data_offsets[0]:
+                raise CorruptStateError(f"the header gives {name!r} another size than its shape's")
+            found.append(tensor)
+        return tuple(found)
+    except KeyError as error:
+        raise CorruptStateError(f"the header names an unknown dtype {error}") from error
+    except msgspec.MsgspecError as error:
+        raise CorruptStateError(f"the header is damaged ({error})") from error
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]

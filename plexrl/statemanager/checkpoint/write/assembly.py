@@ -1,0 +1,126 @@
+"""Blocks of whole tensors, put together from the slices of ranks' versions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from plexrl.errors import CorruptStateError
+from plexrl.statemanager.checkpoint.format.tensors import WholeTensor, run_of
+from plexrl.statemanager.checkpoint.write.source import VersionReader
+from plexrl.statemanager.layout.boxes import Box, difference, intersection
+from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateSlice
+
+_BF16_NAN = np.uint16(0x7FC0)
+
+
+class Assembler:
+    """Reads blocks of up to `block_bytes` bytes; holds two of them, whatever the tensors' size."""
+
+    def __init__(self, readers: Sequence[VersionReader], block_bytes: int) -> None:
+        self._readers = readers
+        self._scratch = memoryview(bytearray(block_bytes))
+
+    def read(self, tensor: WholeTensor, block: Box, target: memoryview) -> None:
+        """Fill `target` with a block; replicas must agree bit for bit.
+
+        Raises:
+            CorruptStateError: bytes are missing, or two ranks differ.
+        """
+        itemsize = DTYPE_BYTES[tensor.dtype]
+        whole = _array(target, itemsize, block.shape)
+        missing = [block]
+        for piece in tensor.pieces:
+            run = run_of(block, piece.box, itemsize)
+            if run is None:
+                continue
+            reader = self._readers[piece.reader]
+            if run.box == block and missing == [block]:
+                reader.read_data(piece.data_offset + run.start, target)
+                missing = []
+                continue
+            part = self._scratch[: run.box.size * itemsize]
+            reader.read_data(piece.data_offset + run.start, part)
+            values = _array(part, itemsize, run.box.shape)
+            missing = self._take(tensor, block, whole, run.box, values, missing)
+
+    def _take(
+        self,
+        tensor: WholeTensor,
+        block: Box,
+        whole: npt.NDArray[Any],
+        box: Box,
+        values: npt.NDArray[Any],
+        missing: Sequence[Box],
+    ) -> list[Box]:
+        """Copy what is missing from `values`, which are those of `box`; compare the rest."""
+        left: list[Box] = []
+        fresh: list[Box] = []
+        for hole in missing:
+            common = intersection(hole, box)
+            if common is None:
+                left.append(hole)
+                continue
+            left += difference(hole, common)
+            fresh.append(common)
+        replicated = [box]
+        for common in fresh:
+            _window(whole, block, common)[...] = _window(values, box, common)
+            replicated = [rest for part in replicated for rest in _without(part, common)]
+        for common in replicated:
+            if not np.array_equal(_window(whole, block, common), _window(values, box, common)):
+                raise CorruptStateError(
+                    f"two ranks hold different values of {tensor.key.name} at {list(common.offset)}"
+                    ": the deployment's state is not one; load an earlier checkpoint",
+                    key=tensor.key.name,
+                )
+        return left
+
+
+def copy_common(want: StateSlice, memory: memoryview, block: Box, data: memoryview) -> None:
+    """Copy what a block, with the bytes `data`, has of a wanted slice into the slice's memory."""
+    held = Box(offset=want.offset, shape=want.shape)
+    common = intersection(block, held)
+    if common is None:
+        return
+    itemsize = DTYPE_BYTES[want.dtype]
+    target = _array(memory, itemsize, want.shape)
+    _window(target, held, common)[...] = _window(_array(data, itemsize, block.shape), block, common)
+
+
+def cast(source: memoryview, source_dtype: str, target: memoryview, dtype: str) -> None:
+    """The values of `source` in another float dtype (`plan.CASTS`), rounded to nearest even."""
+    if source_dtype == "BF16":
+        wide = np.frombuffer(source, dtype="<u2").astype("<u4") << np.uint32(16)
+        np.frombuffer(target, dtype="<u4")[...] = wide
+    elif dtype == "BF16":
+        bits = np.frombuffer(source, dtype="<u4")
+        half = np.uint32(16)
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> half) & np.uint32(1))) >> half
+        is_nan = np.isnan(np.frombuffer(source, dtype="<f4"))
+        np.frombuffer(target, dtype="<u2")[...] = np.where(is_nan, _BF16_NAN, rounded)
+    else:
+        dtypes = {"F32": "<f4", "F16": "<f2"}
+        with np.errstate(over="ignore"):
+            values = np.frombuffer(source, dtype=dtypes[source_dtype]).astype(dtypes[dtype])
+        np.frombuffer(target, dtype=dtypes[dtype])[...] = values
+
+
+def _array(memory: memoryview, itemsize: int, shape: Sequence[int]) -> npt.NDArray[Any]:
+    # Elements are only moved, so an unsigned integer of their size stands for any dtype.
+    return np.frombuffer(memory, dtype=f"u{itemsize}").reshape(shape)
+
+
+def _window(array: npt.NDArray[Any], origin: Box, box: Box) -> npt.NDArray[Any]:
+    window: list[Any] = [
+        slice(start - base, start - base + extent)
+        for start, base, extent in zip(box.offset, origin.offset, box.shape, strict=True)
+    ]
+    # Without the ellipsis an array of no dimensions would become a value, not a view.
+    return array[(..., *window)]
+
+
+def _without(part: Box, inner: Box) -> list[Box]:
+    common = intersection(part, inner)
+    return [part] if common is None else difference(part, common)

@@ -1,0 +1,1 @@
+"""The StateManager as a worker sees it."""

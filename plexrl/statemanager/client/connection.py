@@ -1,0 +1,109 @@
+"""Blocking requests of a client, over as many connections as it takes to reach the daemon."""
+
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from plexrl.errors import ConnectionLostError, PermissionDeniedError, UnavailableError, from_wire
+from plexrl.statemanager.protocol.channel import Channel, Kind, close_all
+from plexrl.statemanager.protocol.messages import Answer, Hello, Request
+
+RECONNECT_S = 0.05
+
+AnyT = TypeVar("AnyT")
+
+_CREDENTIALS = struct.Struct("3i")
+
+_REQUEST, _RESULT = Kind.REQUEST, Kind.RESULT
+_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def until_reached(path: str, timeout_s: float, attempt: Callable[[], AnyT]) -> AnyT:
+    """What `attempt` returns, made again for as long as it meets no daemon at `path`.
+
+    Raises:
+        UnavailableError: the daemon did not come back in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return attempt()
+        except (ConnectionLostError, OSError) as error:
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"the StateManager at {path} cannot be reached ({error}): see its log",
+                    statemanager=path,
+                ) from error
+            time.sleep(RECONNECT_S)
+
+
+def connect(path: str, timeout_s: float, ticket: bytes, *, of_user: int | None = None) -> Channel:
+    """A connection to the daemon at `path`, as the ticket's holder; `timeout_s` bounds each wait.
+
+    With `of_user` the ticket is shown to that user's process only: whoever is shown it can use it.
+
+    Raises:
+        PermissionDeniedError: somebody else listens there.
+        AuthenticationError: the daemon does not take the ticket.
+        PlexRLError: what else it refused the connection for.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+        if of_user is not None:
+            _check_owner(connection, path, of_user)
+        channel = Channel(connection, send_timeout_s=timeout_s, receive_timeout_s=timeout_s)
+        exchange(channel, Hello(ticket=ticket))
+    except BaseException:
+        connection.close()
+        raise
+    return channel
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Whose process is at the other end of a Unix socket, by the kernel's word."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(raw)
+    assert isinstance(uid, int)
+    return uid
+
+
+def _check_owner(connection: socket.socket, path: str, user: int) -> None:
+    uid = peer_uid(connection)
+    if uid != user:
+        raise PermissionDeniedError(
+            f"{path} is served by user {uid}, not by user {user}: name a StateManager's socket"
+        )
+
+
+def exchange(
+    channel: Channel, request: Request, fds: Sequence[int] = ()
+) -> tuple[Answer, list[int]]:
+    """The answer to a request, and its descriptors, which the caller must close.
+
+    Raises:
+        PlexRLError: what the daemon raised.
+        ConnectionLostError: the daemon closed.
+    """
+    try:  # noqa: SIM105  # `suppress` would take its microsecond
+        channel.send(_REQUEST, request, fds)
+    except (BrokenPipeError, ConnectionResetError):
+        # A daemon that refuses a connection says why and closes it, maybe before anything is sent.
+        pass
+    kind, body, received = (
+        channel.receive_plain() if request.is_answered_plainly else channel.receive()
+    )
+    try:
+        answer = _decode_answer(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        close_all(received)
+        raise ConnectionLostError(f"the StateManager's answer is malformed: {error}") from error
+    if kind == _RESULT:
+        return answer, received
+    close_all(received)
+    raise from_wire(answer)

@@ -1,0 +1,270 @@
+"""A rank's connection to its StateManager, and the memory that its arena borrows over it.
+
+A connection that is lost is made again, and whoever is on its other end is told of the arena: a
+daemon that was restarted is handed the segments that the arena still has, to be adopted.
+"""
+
+from collections.abc import Callable, Sequence
+
+from msgspec import structs
+
+from plexrl.errors import ConflictError, ConnectionLostError, PlexRLError
+from plexrl.statemanager.client.connection import connect, exchange, until_reached
+from plexrl.statemanager.client.host_arena import Borrowed, HostArena
+from plexrl.statemanager.device.backend import Segment, WorkerArena
+from plexrl.statemanager.protocol.channel import Channel, close_all
+from plexrl.statemanager.protocol.host_requests import BorrowHost, Returned, ReturnHost
+from plexrl.statemanager.protocol.messages import (
+    Answer,
+    Attach,
+    BaseIsWhole,
+    BorrowBase,
+    Detach,
+    Load,
+    Publish,
+    Register,
+    Request,
+    ReturnBase,
+    Save,
+)
+
+_Received = tuple[Answer, list[int]]
+_WITH_TOKEN = (Save, Load, Publish, Attach, BorrowBase)
+
+
+class RankLink:
+    """Not for use by several threads at once."""
+
+    def __init__(self, path: str, timeout_s: float, ticket: bytes) -> None:
+        """`timeout_s` bounds each call, the wait for a restarting daemon included."""
+        self._path = path
+        self._timeout_s = timeout_s
+        self._ticket = ticket
+        self._channel: Channel | None = None
+        self._registration: Register | None = None
+        self._is_registered = False
+        self._lent_here: WorkerArena | None = None
+        """The arena whose memory the daemon at the other end of this very connection lent."""
+        self.arena: WorkerArena | None = None
+        """Absent before the first registration."""
+        self.host: HostArena | None = None
+        """Absent where all state is on the device."""
+        self._base: WorkerArena | None = None
+        """Has a base behind it that others may read too."""
+
+    @property
+    def token(self) -> int:
+        """Of the newest grant that this rank was given."""
+        assert self._registration is not None, "only a registered rank asks"
+        return self._registration.token
+
+    def register(
+        self, arena: WorkerArena, registration: Register, host: HostArena | None = None
+    ) -> None:
+        """Make the arena the rank's. One that is new here gets memory, and keeps what was written
+        to it before; another is attached when it is next needed.
+
+        Raises:
+            PlexRLError: refused; no arena is registered.
+        """
+        is_new = arena is not self.arena
+        self.arena, self._registration, self._is_registered = arena, registration, False
+        self.host = host
+        try:
+            self._exchange(None)
+            if is_new:
+                self.attach()
+        except PlexRLError:
+            # A registration that was refused must not be repeated on every new connection.
+            self.arena = self._registration = self.host = None
+            self.close()
+            raise
+
+    def attach(self) -> None:
+        """Have memory behind the arena, if there is one; contents stay.
+
+        Raises:
+            DeviceMemoryFullError: others have too much of it.
+        """
+        if self._registration is not None and self.arena is not None:
+            if self.arena.is_attached:
+                return
+            self.borrow(Attach(token=self._registration.token), keep_contents=True)
+
+    def borrow(self, request: Attach | Load, *, keep_contents: bool) -> Answer:
+        """The answer to a request that may bring the arena memory, which is attached."""
+        answer, received = self._exchange(request)
+        sizes = answer.get("segment_bytes", ())
+        fds = received[: len(sizes)]
+        if self.host is not None and isinstance(request, Load):
+            self._attach_host(self.host, received[len(sizes) :])
+        if "segment_bytes" not in answer:
+            return answer
+        assert self.arena is not None, "only a registered arena is lent memory"
+        if len(sizes) != len(fds):
+            close_all(fds)
+            raise ConnectionLostError(f"{len(fds)} segments came; {len(sizes)} were announced")
+        try:
+            segments = [Segment(fd=fd, nbytes=n) for fd, n in zip(fds, sizes, strict=True)]
+            self.arena.attach(segments, keep_contents=keep_contents)
+        except BaseException:
+            self._return_memory()
+            raise
+        self._lent_here = self.arena
+        return answer
+
+    def borrow_host(self) -> Borrowed:
+        """Memory for the host arena.
+
+        Raises:
+            StateTierFullError: the host tier has no room.
+            QuotaExceededError: the tenant has as much there as it may.
+        """
+        answer, fds = self._exchange(BorrowHost(token=self.token))
+        if len(fds) != 2:
+            close_all(fds)
+            raise ConnectionLostError(f"{len(fds)} descriptors of host memory came, not 2")
+        return Borrowed(reader=fds[0], writer=fds[1], holds=answer["holds"])
+
+    def borrow_base(self, base: WorkerArena, request: BorrowBase, fill: Callable[[], None]) -> int:
+        """Put a base behind `base`, made by `fill` if the daemon has none; returns the bytes that
+        were filled. With a failure nothing is behind it.
+
+        Raises:
+            DeviceMemoryFullError: others have too much of the device.
+        """
+        filled_bytes = 0
+        self._base = base
+        try:
+            while True:
+                answer, fds = self._exchange(request)
+                sizes, whole = answer["segment_bytes"], bool(answer["is_whole"])
+                segments = [Segment(fd=fd, nbytes=n) for fd, n in zip(fds, sizes, strict=True)]
+                base.attach(segments, keep_contents=False, read_only=whole)
+                if whole:
+                    return filled_bytes
+                fill()
+                self._exchange(BaseIsWhole(content=request.content, nbytes=request.nbytes))
+                filled_bytes = request.nbytes
+                # It is others' too from now on, so this rank maps it again, to read.
+                base.detach()
+        except BaseException:
+            self._return_base()
+            raise
+
+    def give_back(self) -> None:
+        """Unmap the arena's memory and let others have it; a base too."""
+        self._return_base()
+        if self.host is not None:
+            self.host.detach()
+        if self.arena is not None:
+            self.arena.detach()
+        self._return_memory()
+
+    def call(self, request: Request, fds: Sequence[int] = ()) -> Answer:
+        """The answer to a request, over as many connections as it takes.
+
+        Raises:
+            PlexRLError: what the daemon raised.
+            UnavailableError: the daemon did not come back in time.
+        """
+        answer, received = self._exchange(request, fds)
+        if received:
+            close_all(received)
+        return answer
+
+    def close(self) -> None:
+        """End the connection; the daemon forgets the arena, not the versions."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._is_registered = False
+        self._lent_here = None
+
+    def _exchange(self, request: Request | None, fds: Sequence[int] = ()) -> _Received:
+        if self._registration is not None and isinstance(request, _WITH_TOKEN):
+            # A later connection registers under the newest grant this rank was given.
+            token = max(request.token, self._registration.token)
+            self._registration = structs.replace(self._registration, token=token)
+
+        if self._channel is not None and self._is_registered and request is not None:
+            # The usual case, without the cost of a closure and of a clock.
+            try:
+                return exchange(self._channel, request, fds)
+            except (ConnectionLostError, OSError):
+                self.close()
+
+        def attempt() -> _Received:
+            try:
+                channel = self._connected()
+                return ({}, []) if request is None else exchange(channel, request, fds)
+            except (ConnectionLostError, OSError):
+                self.close()
+                raise
+
+        return until_reached(self._path, self._timeout_s, attempt)
+
+    def _connected(self) -> Channel:
+        """The connection, with the rank registered on it."""
+        if self._channel is None:
+            self._channel = connect(self._path, self._timeout_s, self._ticket)
+        if self._registration is not None and self.arena is not None and not self._is_registered:
+            try:
+                self._register_on(self._channel, self._registration, self.arena)
+            except PlexRLError:
+                self.close()
+                raise
+            self._is_registered = True
+        return self._channel
+
+    def _register_on(self, channel: Channel, registration: Register, arena: WorkerArena) -> None:
+        held = arena.segments
+        if held and self._lent_here is arena:
+            try:
+                exchange(channel, structs.replace(registration, keeps_memory=True))
+                return
+            except ConflictError:
+                # Another process had the rank meanwhile, so the daemon let go of this memory.
+                self._lent_here = None
+        fds = tuple(segment.fd for segment in held)
+        sizes = tuple(segment.nbytes for segment in held)
+        host = self.host
+        reader = () if host is None or host.reader is None else (host.reader,)
+        whole = structs.replace(registration, segment_bytes=sizes, host_held=len(reader))
+        answer, _ = exchange(channel, whole, (*fds, *reader))
+        if host is not None and not all(answer["host_known"]):
+            host.forget_lent()
+        self._lent_here = arena if held else None
+
+    def _attach_host(self, host: HostArena, fds: list[int]) -> None:
+        if len(fds) not in (1, 2):
+            close_all(fds)
+            raise ConnectionLostError(f"{len(fds)} descriptors of host memory came, not 1 or 2")
+        host.attach(fds[0], fds[1] if len(fds) == 2 else None)
+
+    def _return_base(self) -> None:
+        """As `_return_memory`, of a base."""
+        if self._base is None:
+            return
+        self._base.detach()
+        self._base = None
+        if self._channel is not None and self._is_registered:
+            try:
+                exchange(self._channel, ReturnBase())
+            except (ConnectionLostError, OSError):
+                self.close()
+
+    def _return_memory(self) -> None:
+        """Tell the daemon that the memory is unmapped. One that cannot be told knows of no loan: it
+        let go of it when the connection, or the registration, ended."""
+        self._lent_here = None
+        if self._channel is None or not self._is_registered:
+            return
+        try:
+            if self.host is not None and self.host.reader is None:
+                exchange(self._channel, ReturnHost(what=Returned.ALL))
+            exchange(self._channel, Detach())
+        except ConflictError:
+            return
+        except (ConnectionLostError, OSError):
+            self.close()

@@ -1,0 +1,1 @@
+"""The StateManager process: sessions and request handlers."""

@@ -1,0 +1,90 @@
+"""Who holds how much."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import msgspec
+
+from plexrl.statemanager.daemon.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles
+from plexrl.statemanager.eviction.policy import TierName
+from plexrl.statemanager.protocol.messages import Answer, Ping, Usage, Where
+from plexrl.statemanager.protocol.tickets import Role
+
+_NOTHING = Reply({})
+
+
+def _ping(_: Caller, __: Ping, ___: Sequence[int]) -> Reply:
+    return _NOTHING
+
+
+def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
+    config, store = caller.services.config, caller.services.store
+    claims = caller.claims
+    # A worker learns nothing of other deployments, nor how full they make the tiers.
+    own = None if claims.role == Role.AGENT else claims.deployment
+    deployments: dict[str, Answer] = {}
+    tenants = set[str]()
+
+    def entry(deployment: str) -> Answer:
+        return deployments.setdefault(deployment, {"versions": [], "arena_bytes": {}})
+
+    for version in store.find(lambda m: own in (None, m.deployment)):
+        manifest = version.manifest
+        entry(manifest.deployment)["versions"].append(
+            {
+                "rank": manifest.rank,
+                "seq": manifest.seq,
+                "kind": manifest.kind.value,
+                "nbytes": manifest.nbytes,
+                "world_size": manifest.world_size,
+                "stamp": manifest.stamp,
+                "token": manifest.token,
+                "tier": version.tier.value,
+                "tenant": manifest.tenant,
+            }
+        )
+        tenants.add(manifest.tenant)
+    for (deployment, rank), nbytes in caller.services.registry.resident_bytes().items():
+        if own not in (None, deployment):
+            continue
+        entry(deployment)["arena_bytes"][str(rank)] = nbytes
+    if own is not None:
+        return Reply({"node": config.node, "deployments": deployments})
+    return Reply(
+        {
+            "node": config.node,
+            "host_bytes": store.used_bytes(TierName.HOST),
+            "host_bytes_max": config.host_bytes,
+            "nvme_bytes": store.used_bytes(TierName.NVME),
+            "nvme_bytes_max": config.nvme_bytes,
+            "device": asdict(caller.services.devices.usage(0)),
+            "deployments": deployments,
+            "checkpoints": msgspec.to_builtins(caller.services.checkpoints.reports()),
+            "tenants": {
+                tenant: {
+                    tier.value: nbytes for tier, nbytes in store.quotas.used_by(tenant).items()
+                }
+                for tenant in sorted(tenants)
+            },
+            "moves": [
+                {"kind": move.kind, "who": move.who, "seconds": time.monotonic() - move.began}
+                for move in caller.services.line.running()
+            ],
+            "moves_waiting": caller.services.line.waiting(),
+        }
+    )
+
+
+def _where(caller: Caller, request: Where, _: Sequence[int]) -> Reply:
+    services = caller.services
+    since = request.since if request.life == services.life else 0
+    serial, states = services.store.whereabouts(since)
+    return Reply({"life": services.life, "serial": serial, "states": msgspec.to_builtins(states)})
+
+
+ENTRIES = (
+    handles(Ping, _ping, TICKETS),
+    handles(Usage, _usage, TICKETS),
+    handles(Where, _where, AGENTS),
+)

@@ -1,0 +1,164 @@
+"""Versions that others read, or that come from another node."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import msgspec
+
+from plexrl.errors import InvalidRequestError, StateLostError
+from plexrl.statemanager.daemon.handlers.caller import (
+    AGENTS,
+    TICKETS,
+    Caller,
+    Reply,
+    handles,
+    move_report,
+)
+from plexrl.statemanager.daemon.registry import check_slices
+from plexrl.statemanager.layout.layout import check_layout
+from plexrl.statemanager.protocol.messages import (
+    Adopt,
+    AmaxPublished,
+    Confirm,
+    OpenPublished,
+    OpenState,
+    Prefetch,
+    PrefetchPublished,
+    PublishedShard,
+    StoredShard,
+    regions_of,
+)
+from plexrl.statemanager.store.versions.published import hold_published, hold_stamp
+from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
+from plexrl.statemanager.transfer.copy.file_memory import version_memory
+from plexrl.statemanager.transfer.copy.mapped_memory import Region
+
+
+def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) -> Reply:
+    caller.claims.check_may_pull(request.source)
+    caller.count_open()
+    files = _Files()
+    shards = [
+        PublishedShard(**held.description(request.known), regions=files.add(held.regions))
+        for held in hold_published(caller.services.store, caller.leases, request)
+    ]
+    return Reply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
+
+
+def _amax_published(caller: Caller, request: AmaxPublished, _: Sequence[int]) -> Reply:
+    caller.claims.check_may_pull(request.source)
+    services = caller.services
+    with ExitStack() as leases:
+        shard = (request.source, request.rank)
+        held = hold_stamp(services.store, leases, shard, request.stamp)
+        if held is None:
+            raise StateLostError(
+                f"what rank {request.rank} of {request.source!r} published as {request.stamp!r} "
+                "is gone: pull again"
+            )
+        return Reply({"amax": services.amaxes.of(held, request.tensors)})
+
+
+def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
+    store = caller.services.store
+    found = store.find(
+        lambda m: (
+            m.kind == VersionKind.STATE
+            and m.deployment == request.deployment
+            and m.seq == request.seq
+            and request.rank in (None, m.rank)
+        )
+    )
+    if not found:
+        raise StateLostError(
+            f"version {request.seq} of {request.deployment!r} is not on this node: restore a "
+            "checkpoint",
+            deployment=request.deployment,
+            seq=request.seq,
+        )
+    shards: list[StoredShard] = []
+    files = _Files()
+    for version in found:
+        manifest = version.manifest
+        lease = caller.leases.enter_context(store.lease(manifest.name, manifest.description))
+        manifest = replace(lease.manifest, digest=lease.digest())
+        shards.append(StoredShard(manifest=manifest, regions=files.add(lease.regions)))
+    return Reply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
+
+
+def _adopt(caller: Caller, request: Adopt, fds: Sequence[int]) -> Reply:
+    started = time.perf_counter()
+    manifest = request.manifest
+    check_adoptable(manifest)
+    store = caller.services.store
+    for stored in store.find(lambda m: m.name == manifest.name):
+        if stored.manifest.stamp == manifest.stamp:
+            return Reply(move_report(0, time.perf_counter() - started, stored.tier))
+    memory = version_memory(regions_of(request.regions, fds), manifest.description)
+    stored = store.adopt(manifest, memory)
+    return Reply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
+
+
+def _confirm(_: Caller, __: Confirm, ___: Sequence[int]) -> Reply:
+    return Reply({})
+
+
+def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
+    if request.next_use_s is not None:
+        caller.services.store.expect_in(request.deployment, request.next_use_s)
+    caller.services.prefetcher.hint(request.deployment, request.seq)
+    return Reply({})
+
+
+def _prefetch_published(caller: Caller, request: PrefetchPublished, _: Sequence[int]) -> Reply:
+    caller.claims.check_may_pull(request.source)
+    caller.services.prefetcher.hint(request.source, request.seq, VersionKind.PUBLISHED)
+    return Reply({})
+
+
+ENTRIES = (
+    handles(OpenPublished, _open_published, TICKETS, is_move=True),
+    handles(AmaxPublished, _amax_published, TICKETS, is_move=True),
+    handles(OpenState, _open_state, AGENTS, is_move=True),
+    handles(Confirm, _confirm, TICKETS),
+    handles(Adopt, _adopt, AGENTS, is_move=True),
+    handles(Prefetch, _prefetch, AGENTS),
+    handles(PrefetchPublished, _prefetch_published, TICKETS),
+)
+
+
+def check_adoptable(manifest: Manifest) -> None:
+    """Refuse a version that comes from elsewhere and is not laid out as one of ours would be.
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
+    what = manifest.description
+    if manifest.kind != VersionKind.STATE:
+        raise InvalidRequestError(f"{what} cannot be adopted: publish it again instead")
+    if not manifest.stamp or not 0 <= manifest.rank < manifest.world_size:
+        raise InvalidRequestError(f"{what} has no stamp, or no rank of {manifest.world_size}")
+    check_slices(manifest.slices, sys.maxsize)
+    check_layout(manifest)
+
+
+class _Files:
+    """Files that a reply speaks of, each once."""
+
+    def __init__(self) -> None:
+        self._fds: dict[int, int] = {}
+
+    def add(self, regions: Sequence[Region]) -> tuple[Region, ...]:
+        """The regions as they go over the wire."""
+        return tuple(
+            replace(region, fd=self._fds.setdefault(region.fd, len(self._fds)))
+            for region in regions
+        )
+
+    def duplicates(self) -> list[int]:
+        """Descriptors in the order of their indices, for whoever sends them to close."""
+        return [os.dup(fd) for fd in self._fds]

@@ -1,0 +1,228 @@
+"""The StateManager's socket: one thread a connection, blocking, so that a call costs a few µs."""
+
+import logging
+import os
+import select
+import socket
+import threading
+import uuid
+from functools import partial
+from pathlib import Path
+
+from plexrl.errors import (
+    ConnectionLostError,
+    OverloadedError,
+    PermissionDeniedError,
+    PlexRLError,
+)
+from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
+from plexrl.statemanager.client.connection import peer_uid
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.daemon.fencing import Fencing
+from plexrl.statemanager.daemon.handlers.caller import Services
+from plexrl.statemanager.daemon.incarnations import Incarnations
+from plexrl.statemanager.daemon.registry import Registry
+from plexrl.statemanager.daemon.session import Session
+from plexrl.statemanager.device.backend import DeviceBackend
+from plexrl.statemanager.device.shared_bases import SharedBases
+from plexrl.statemanager.eviction.drain import Drainer
+from plexrl.statemanager.eviction.prefetch import Prefetcher
+from plexrl.statemanager.observe.counters import Tally
+from plexrl.statemanager.protocol.channel import Channel, Kind, close_all
+from plexrl.statemanager.protocol.ticket_key import make_ticket_key
+from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.versions.earlier_versions import EarlierVersions
+from plexrl.statemanager.transfer.amax import Amaxes
+from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
+from plexrl.statemanager.transfer.relay import Relays
+from plexrl.statemanager.transfer.relayout_load import Relayouter
+
+LOG = logging.getLogger(__name__)
+
+BACKLOG = 128
+SEND_TIMEOUT_S = 30
+"""A client that takes no answer for so long is cut off."""
+REFUSAL_TIMEOUT_S = 1
+"""Refusals are sent by the thread that accepts."""
+DRAIN_TIMEOUT_S = 60.0
+"""Moves under way when the server closes have so long to finish."""
+ACCEPT_AGAIN_S = 0.1
+"""Until connections are accepted again where the system refused one, as for want of descriptors."""
+CHECKPOINTS_TIMEOUT_S = 60.0
+"""Checkpoints taken in before the server closes have so long to be written."""
+
+_REQUEST, _RESULT = Kind.REQUEST, Kind.RESULT
+
+
+class Server:
+    """Listens from its construction on; answers workers from `serve` until `close`."""
+
+    def __init__(self, config: StateManagerConfig, store: Store, devices: DeviceBackend) -> None:
+        self._config = config
+        key = make_ticket_key(config.ticket_key_path)
+        self.services = Services(
+            config=config,
+            store=store,
+            registry=Registry(),
+            fencing=Fencing(Path(config.host_dir) / "fencing.json"),
+            relayouter=Relayouter(store, key),
+            prefetcher=Prefetcher(store),
+            checkpoints=CheckpointJobs(config),
+            devices=devices,
+            key=key,
+            incarnations=Incarnations(Path(config.host_dir) / "incarnations.json"),
+            line=MoveLine(config.moves_max, config.moves_waiting_max),
+            tally=Tally(),
+            life=uuid.uuid4().hex,
+            amaxes=Amaxes(),
+            bases=SharedBases(devices),
+            earlier=EarlierVersions(store),
+            relays=Relays(store, key, config.published_versions),
+        )
+        self._drainer = Drainer(store, config.host_bytes) if config.drain else None
+        self._lock = threading.Lock()
+        self._served: dict[socket.socket, threading.Thread] = {}
+        self._closing = threading.Event()
+        users = {*config.served_uids, *config.tenant_uids.values()}
+        self._served_uids = frozenset({0, os.getuid(), *users})
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(config.listen)
+        if users:
+            # Whoever is not among them is refused by the kernel's word.
+            Path(config.listen).chmod(0o666)
+        self._socket.listen(BACKLOG)
+
+    def serve(self) -> None:
+        """Accept connections until `close`."""
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                # Either `close` shut the socket down, or this passes: clients may use up what
+                # descriptors there are, but not end the service by it.
+                if self._closing.wait(ACCEPT_AGAIN_S):
+                    return
+                LOG.warning("no connection can be accepted: %s", error)
+                continue
+            try:
+                self._admit(connection)
+            except PlexRLError as error:
+                LOG.warning("a connection was refused: %s", error)
+                self.services.tally.refused(error.code)
+                _refuse(connection, error)
+
+    def connections(self) -> int:
+        """How many clients are connected."""
+        with self._lock:
+            return len(self._served)
+
+    def close(self) -> None:
+        """Accept no more; let moves that are under way finish, then end every connection."""
+        self._closing.set()
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with self._lock:
+            served = dict(self._served)
+        for connection in served:
+            try:
+                connection.shutdown(socket.SHUT_RD)
+            except OSError as error:
+                LOG.debug("a client left first: %s", error)
+        for thread in served.values():
+            thread.join(DRAIN_TIMEOUT_S)
+        self.services.prefetcher.close()
+        self.services.earlier.close()
+        self.services.checkpoints.close(CHECKPOINTS_TIMEOUT_S)
+        if self._drainer is not None:
+            self._drainer.close()
+        self.services.devices.close()
+
+    def _admit(self, connection: socket.socket) -> None:
+        uid = check_peer(connection, self._served_uids)
+        thread = threading.Thread(target=self._serve_one, args=(connection, uid), daemon=True)
+        with self._lock:
+            if len(self._served) >= self._config.connections_max:
+                raise OverloadedError(
+                    f"the StateManager of {self._config.node!r} serves "
+                    f"{self._config.connections_max} connections already: try again, or raise "
+                    "connections_max",
+                    retry_after_s=1.0,
+                )
+            self._served[connection] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._lock:
+                del self._served[connection]
+            raise OverloadedError(
+                f"the StateManager of {self._config.node!r} can start no thread ({error}): raise "
+                "the limit of its user's processes",
+                retry_after_s=1.0,
+            ) from error
+
+    def _serve_one(self, connection: socket.socket, uid: int) -> None:
+        session = Session(self.services, uid, partial(_is_there, connection))
+        try:
+            channel = Channel(connection, send_timeout_s=SEND_TIMEOUT_S)
+            while True:
+                kind, body, fds = channel.receive()
+                if kind != _REQUEST:
+                    close_all(fds)
+                    raise ConnectionLostError(f"a client sent a message of kind {kind}")
+                _answer(channel, session, body, fds)
+        except ConnectionLostError as error:
+            LOG.debug("a client left: %s", error)
+        except (OSError, PlexRLError) as error:
+            # The stream is no longer in step, so there is nothing to answer on.
+            LOG.warning("a connection broke: %s", error)
+        finally:
+            session.close()
+            with self._lock:
+                del self._served[connection]
+            connection.close()
+
+
+def _answer(channel: Channel, session: Session, body: memoryview, fds: list[int]) -> None:
+    try:
+        answer, sent = session.answer(body, fds)
+        try:
+            channel.send(_RESULT, answer, sent)
+        finally:
+            if sent:
+                close_all(sent)
+    except PlexRLError as error:
+        channel.send(Kind.ERROR, error.to_wire())
+
+
+def _is_there(connection: socket.socket) -> bool:
+    """Whether the client's end is still open. Not asked by reading, since we may have shut that
+    side down ourselves, to end, and still owe an answer."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return not poll.poll(0)
+
+
+def check_peer(connection: socket.socket, served_uids: frozenset[int]) -> int:
+    """The client's user, by the kernel's word.
+
+    Raises:
+        PermissionDeniedError: it is another user's.
+    """
+    uid = peer_uid(connection)
+    if uid not in served_uids:
+        raise PermissionDeniedError(
+            f"user {uid} is not the one this StateManager serves: run workers as its user, or "
+            "name theirs in served_uids",
+            uid=uid,
+        )
+    return uid
+
+
+def _refuse(connection: socket.socket, error: PlexRLError) -> None:
+    """Tell a client why before it is cut off; it reads this as the answer to its first request."""
+    try:
+        channel = Channel(connection, send_timeout_s=REFUSAL_TIMEOUT_S)
+        channel.send(Kind.ERROR, error.to_wire())
+    except OSError as lost:
+        LOG.debug("a refused client left first: %s", lost)
+    connection.close()

@@ -1,0 +1,1 @@
+"""GPUs, by CUDA's virtual memory management."""

@@ -1,0 +1,113 @@
+"""A worker's arena on a GPU."""
+
+import os
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.device.backend import DeviceKind, Segment
+from plexrl.statemanager.device.cuda.driver import CudaDriver
+
+
+class CudaArena:
+    """As `WorkerArena`. While nothing is attached, touching it is an error of the device's."""
+
+    kind = DeviceKind.CUDA
+
+    def __init__(self, driver: CudaDriver, nbytes: int, *, device: int = 0) -> None:
+        """A range of at least `nbytes`."""
+        driver.enter(device)
+        unit = driver.granularity(device)
+        self.device = device
+        self.nbytes = max(1, -(-nbytes // unit)) * unit
+        self.address = driver.reserve(self.nbytes)
+        self.segments: tuple[Segment, ...] = ()
+        self._driver = driver
+        self._mapped = ExitStack()
+        # A view holds the arena, so the range ends with the last of them.
+        ending = weakref.finalize(self, _end, driver, self._mapped, self.address, self.nbytes)
+        ending.atexit = False
+
+    @property
+    def is_attached(self) -> bool:
+        """As `WorkerArena.is_attached`."""
+        return bool(self.segments)
+
+    def attach(
+        self,
+        segments: Sequence[Segment],
+        *,
+        keep_contents: bool,  # noqa: ARG002
+        read_only: bool = False,  # noqa: ARG002
+    ) -> None:
+        """As `WorkerArena.attach`; nothing can have been written before, so nothing is kept."""
+        taken = tuple(segments)
+        try:
+            if self.segments or sum(s.nbytes for s in taken) != self.nbytes:
+                raise InvalidRequestError(
+                    f"segments of {[s.nbytes for s in taken]} bytes do not fit an arena of "
+                    f"{self.nbytes} that has {len(self.segments)} attached"
+                )
+            self._driver.enter(self.device)
+            with ExitStack() as undo:
+                address = self.address
+                for segment in taken:
+                    handle = self._driver.import_fd(segment.fd)
+                    try:
+                        self._driver.map(address, segment.nbytes, handle)
+                        undo.callback(self._driver.unmap, address, segment.nbytes)
+                    finally:
+                        # The mapping keeps the memory.
+                        self._driver.release(handle)
+                    address += segment.nbytes
+                self._driver.allow_access(self.device, self.address, self.nbytes)
+                self._mapped.push(undo.pop_all())
+        except BaseException:
+            _close(taken)
+            raise
+        self.segments = taken
+
+    def detach(self) -> None:
+        """As `WorkerArena.detach`."""
+        if self.segments:
+            self._driver.enter(self.device)
+            # A kernel that still runs would fault on what is taken away.
+            self._driver.synchronize()
+            self._mapped.close()
+            _close(self.segments)
+            self.segments = ()
+
+    def resident_bytes(self) -> int:
+        """As `WorkerArena.resident_bytes`."""
+        return sum(segment.nbytes for segment in self.segments)
+
+    def close(self) -> None:
+        """As `WorkerArena.close`."""
+        self.detach()
+
+
+class ArenaBytes:
+    """The arena's bytes for libraries that take `__cuda_array_interface__` (version 3): torch, CuPy
+    and Numba make views of it that keep it, and so the addresses, alive."""
+
+    def __init__(self, arena: CudaArena) -> None:
+        self.arena = arena
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (arena.nbytes,),
+            "typestr": "|u1",
+            "data": (arena.address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _end(driver: CudaDriver, mapped: ExitStack, address: int, nbytes: int) -> None:
+    mapped.close()
+    driver.unreserve(address, nbytes)
+
+
+def _close(segments: Sequence[Segment]) -> None:
+    for segment in segments:
+        os.close(segment.fd)

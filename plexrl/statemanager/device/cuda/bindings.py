@@ -1,0 +1,159 @@
+"""The CUDA driver, by NVIDIA's `cuda-bindings` (the extra `cuda`)."""
+
+import threading
+from typing import Any
+
+from plexrl.errors import DeviceUnavailableError
+from plexrl.statemanager.device.cuda.driver import driver_error
+
+
+def load_bindings() -> Any:
+    """The driver's functions.
+
+    Raises:
+        DeviceUnavailableError: the extra or the driver is not installed.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DeviceUnavailableError(
+            f"cuda-bindings cannot be imported ({error}): install plexrl[cuda]"
+        ) from error
+    return driver
+
+
+class BoundDriver:
+    """As `CudaDriver`, and documented there. Keeps each entered device's context to the end."""
+
+    def __init__(self) -> None:
+        self._api = load_bindings()
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Any] = {}
+        self._initialised = False
+
+    def enter(self, device: int) -> None:
+        self._call("cuCtxSetCurrent", self._context(device))
+
+    def device_count(self) -> int:
+        self._initialise()
+        return int(self._call("cuDeviceGetCount"))
+
+    def memory_info(self) -> tuple[int, int]:
+        free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
+
+    def granularity(self, device: int) -> int:
+        self._initialise()
+        options = self._api.CUmemAllocationGranularity_flags
+        smallest = options.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return int(self._call("cuMemGetAllocationGranularity", self._props(device), smallest))
+
+    def create(self, device: int, nbytes: int) -> int:
+        return int(self._call("cuMemCreate", nbytes, self._props(device), 0))
+
+    def release(self, handle: int) -> None:
+        self._call("cuMemRelease", handle)
+
+    def device_of(self, handle: int) -> int:
+        return int(self._call("cuMemGetAllocationPropertiesFromHandle", handle).location.id)
+
+    def export_fd(self, handle: int) -> int:
+        return int(self._call("cuMemExportToShareableHandle", handle, self._fd_type, 0))
+
+    def import_fd(self, fd: int) -> int:
+        return int(self._call("cuMemImportFromShareableHandle", fd, self._fd_type))
+
+    def reserve(self, nbytes: int) -> int:
+        return int(self._call("cuMemAddressReserve", nbytes, 0, 0, 0))
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        self._call("cuMemAddressFree", address, nbytes)
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        self._call("cuMemMap", address, nbytes, 0, handle, 0)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self._call("cuMemUnmap", address, nbytes)
+
+    def allow_access(self, device: int, address: int, nbytes: int) -> None:
+        access = self._api.CUmemAccessDesc()
+        access.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = device
+        access.flags = self._api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._call("cuMemSetAccess", address, nbytes, [access], 1)
+
+    def create_stream(self) -> int:
+        flags = self._api.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return int(self._call("cuStreamCreate", flags.value))
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cuStreamDestroy", stream)
+
+    def copy_to_host(self, host: int, address: int, nbytes: int, stream: int) -> None:
+        self._call("cuMemcpyDtoHAsync", host, address, nbytes, stream)
+
+    def copy_to_device(self, address: int, host: int, nbytes: int, stream: int) -> None:
+        self._call("cuMemcpyHtoDAsync", address, host, nbytes, stream)
+
+    def set_zero(self, address: int, nbytes: int, stream: int) -> None:
+        self._call("cuMemsetD8Async", address, 0, nbytes, stream)
+
+    def synchronize_stream(self, stream: int) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def synchronize(self) -> None:
+        self._call("cuCtxSynchronize")
+
+    def register_host(self, address: int, nbytes: int) -> None:
+        self._call("cuMemHostRegister", address, nbytes, self._api.CU_MEMHOSTREGISTER_PORTABLE)
+
+    def unregister_host(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    @property
+    def _fd_type(self) -> Any:
+        types = self._api.CUmemAllocationHandleType
+        return types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _initialise(self) -> None:
+        with self._lock:
+            if not self._initialised:
+                self._call("cuInit", 0)
+                self._initialised = True
+
+    def _context(self, device: int) -> Any:
+        self._initialise()
+        with self._lock:
+            if device not in self._contexts:
+                # The device's handle is not its index by contract, though it is in practice.
+                handle = self._call("cuDeviceGet", device)
+                self._contexts[device] = self._call("cuDevicePrimaryCtxRetain", handle)
+            return self._contexts[device]
+
+    def _props(self, device: int) -> Any:
+        """Of memory on the device that can be exported as a descriptor."""
+        props = self._api.CUmemAllocationProp()
+        props.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        props.requestedHandleTypes = self._fd_type
+        props.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        props.location.id = device
+        return props
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """What the driver's function returns: nothing, one value, or a tuple of them.
+
+        Raises:
+            DeviceError: it returned another code than success.
+        """
+        try:
+            result, *values = getattr(self._api, name)(*arguments)
+        except RuntimeError as error:
+            # The bindings raise where the driver's library, or this function of it, is missing.
+            raise DeviceUnavailableError(
+                f"{name}: no usable NVIDIA driver ({error}): install or update it", call=name
+            ) from error
+        if result != self._api.CUresult.CUDA_SUCCESS:
+            raise driver_error(name, result.name)
+        if not values:
+            return None
+        return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,336 @@
+"""GPUs, by CUDA's virtual memory management: physical memory is made, exported as descriptors and
+mapped apart from the addresses it has.
+
+The daemon owns the memory. A worker imports it, so the worker's death takes a mapping away and
+nothing else; the daemon's death leaves the memory to the worker, whose descriptors a restarted
+daemon imports. The driver has the memory back once the last handle, mapping and descriptor is gone,
+so offloading ends all of them, on both sides, and nothing idle is kept.
+
+Copies go over streams of the daemon's own, one for each direction, and have ended when the call
+returns. No kernel runs in the daemon.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+from plexrl.errors import (
+    DeviceError,
+    DeviceMemoryFullError,
+    DeviceUnavailableError,
+    InvalidRequestError,
+    StateLostError,
+)
+from plexrl.statemanager.device.backend import DeviceKind, DeviceUsage, Loan
+from plexrl.statemanager.device.cuda.driver import CudaDriver
+from plexrl.statemanager.device.cuda.host_pinning import HostPinning
+from plexrl.statemanager.device.memory import Run
+
+CUDA_SEGMENT_BYTES_MAX = 1 << 30
+"""Of one allocation, so that an arena has few descriptors and no allocation is unusually large."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Streams:
+    to_host: int
+    to_device: int
+
+
+class _Copy(Protocol):
+    def __call__(self, run: Run, done: int, host: int, nbytes: int, stream: int) -> None: ...
+
+
+class CudaLoan:
+    """As `Loan`. Must not be used by one thread while another ends it."""
+
+    is_clean = False
+    """New memory's contents are undefined."""
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        pinning: HostPinning,
+        streams: _Streams,
+        *,
+        device: int,
+        address: int,
+        handles: Sequence[int],
+        segment_bytes: Sequence[int],
+        teardown: ExitStack,
+    ) -> None:
+        self._driver = driver
+        self._pinning = pinning
+        self._streams = streams
+        self._device = device
+        self._address = address
+        self._handles = tuple(handles)
+        self._teardown = teardown
+        self.segment_bytes = tuple(segment_bytes)
+        self.nbytes = sum(segment_bytes)
+
+    @property
+    def device(self) -> int:
+        """Index of the device that it lies on."""
+        return self._device
+
+    def read(self, runs: Sequence[Run]) -> None:
+        """As `DeviceMemory.read`."""
+
+        def copy(run: Run, done: int, host: int, nbytes: int, stream: int) -> None:
+            source = self._address + run.offset + done
+            self._driver.copy_to_host(host, source, nbytes, stream)
+
+        self._copy(runs, self._streams.to_host, copy)
+
+    def write(self, runs: Sequence[Run]) -> None:
+        """As `DeviceMemory.write`."""
+
+        def copy(run: Run, done: int, host: int, nbytes: int, stream: int) -> None:
+            target = self._address + run.offset + done
+            self._driver.copy_to_device(target, host, nbytes, stream)
+
+        self._copy(runs, self._streams.to_device, copy)
+
+    def clear(self, offset: int, nbytes: int) -> None:
+        """As `Loan.clear`."""
+        self._check(offset, nbytes)
+        stream = self._streams.to_device
+
+        def begin() -> None:
+            self._driver.set_zero(self._address + offset, nbytes, stream)
+
+        if nbytes:
+            self._carry_out(begin, stream)
+
+    def descriptors(self, *, read_only: bool = False) -> list[int]:  # noqa: ARG002
+        """As `Loan.descriptors`; to the driver all are alike."""
+        self._check(0, 0)
+        self._driver.enter(self._device)
+        found: list[int] = []
+        try:
+            # What came before a failure is in the list, and closed below.
+            found.extend(self._driver.export_fd(handle) for handle in self._handles)
+        except BaseException:
+            for fd in found:
+                os.close(fd)
+            raise
+        return found
+
+    def end(self) -> None:
+        """Unmap it and give it back to the driver. For its device."""
+        self._check(0, 0)
+        self._handles = ()
+        self._driver.enter(self._device)
+        self._teardown.close()
+
+    def _copy(self, runs: Sequence[Run], stream: int, copy: _Copy) -> None:
+        for run in runs:
+            self._check(run.offset, run.nbytes)
+
+        def begin() -> None:
+            for run in runs:
+                for host, nbytes in self._pinning.split(run.address, run.nbytes):
+                    copy(run, host - run.address, host, nbytes, stream)
+
+        self._carry_out(begin, stream)
+
+    def _carry_out(self, begin: Callable[[], None], stream: int) -> None:
+        """Begin something on a stream and wait for it, also where not all of it could begin: host
+        memory must not be reused under a copy."""
+        try:
+            self._driver.enter(self._device)
+            try:
+                begin()
+            finally:
+                self._driver.synchronize_stream(stream)
+        except DeviceError as error:
+            raise StateLostError(
+                f"device {self._device} failed in a copy ({error}): restart the worker and load "
+                "its last version",
+                device=self._device,
+            ) from error
+
+    def _check(self, offset: int, nbytes: int) -> None:
+        if not self._handles:
+            raise StateLostError("the worker has given this memory back: load its state first")
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise InvalidRequestError(
+                f"bytes {offset} to {offset + nbytes} are not in an arena of {self.nbytes}"
+            )
+
+
+class CudaDevices:
+    """As `DeviceBackend`: all GPUs of the node, each begun when it is first named."""
+
+    kind = DeviceKind.CUDA
+
+    def __init__(self, driver: CudaDriver, *, bytes_max: int | None = None) -> None:
+        """`bytes_max` bounds what is lent of each device; absent: the driver does."""
+        self._driver = driver
+        self._bytes_max = bytes_max
+        self._pinning = HostPinning(driver)
+        self._lock = threading.Lock()
+        self._streams: dict[int, _Streams] = {}
+        self._lent_bytes: dict[int, int] = {}
+
+    def allocate(self, nbytes: int, *, device: int, uid: int) -> CudaLoan:  # noqa: ARG002
+        """As `DeviceBackend.allocate`; nothing is kept idle, so no user matters."""
+        streams = self._enter(device)
+        unit = self._driver.granularity(device)
+        sizes = cuda_segment_sizes(nbytes, unit)
+        self._count_lent(device, sum(sizes))
+        try:
+            with ExitStack() as undo:
+                handles = []
+                for size in sizes:
+                    handles.append(self._driver.create(device, size))
+                    undo.callback(self._driver.release, handles[-1])
+                return self._map(device, handles, sizes, streams, undo)
+        except BaseException:
+            self._count_returned(device, sum(sizes))
+            raise
+
+    def adopt(
+        self,
+        fds: Sequence[int],
+        segment_bytes: Sequence[int],
+        *,
+        device: int,
+        uid: int,  # noqa: ARG002
+    ) -> CudaLoan:
+        """As `DeviceBackend.adopt`."""
+        if not fds or len(fds) != len(segment_bytes):
+            raise InvalidRequestError(f"{len(fds)} segments came; {len(segment_bytes)} are named")
+        streams = self._enter(device)
+        unit = self._driver.granularity(device)
+        if any(nbytes <= 0 or nbytes % unit for nbytes in segment_bytes):
+            raise InvalidRequestError(f"segments are multiples of {unit} bytes on this device")
+        self._count_lent(device, sum(segment_bytes))
+        try:
+            with ExitStack() as undo:
+                handles = []
+                for fd in fds:
+                    handles.append(self._driver.import_fd(fd))
+                    undo.callback(self._driver.release, handles[-1])
+                    if self._driver.device_of(handles[-1]) != device:
+                        raise InvalidRequestError(f"a segment does not lie on device {device}")
+                return self._map(device, handles, segment_bytes, streams, undo)
+        except (DeviceMemoryFullError, DeviceUnavailableError, InvalidRequestError):
+            self._count_returned(device, sum(segment_bytes))
+            raise
+        except DeviceError as error:
+            self._count_returned(device, sum(segment_bytes))
+            raise InvalidRequestError(f"a segment is not what the daemon sent ({error})") from error
+
+    def recycle(self, loan: Loan) -> None:
+        """As `DeviceBackend.recycle`; the memory goes back to the driver."""
+        self.free(loan)
+
+    def free(self, loan: Loan) -> None:
+        """As `DeviceBackend.free`; the driver has it back once its borrower is gone too."""
+        assert isinstance(loan, CudaLoan)
+        try:
+            loan.end()
+        finally:
+            self._count_returned(loan.device, loan.nbytes)
+
+    def usage(self, device: int) -> DeviceUsage:
+        """As `DeviceBackend.usage`."""
+        self._enter(device)
+        free_bytes, _ = self._driver.memory_info()
+        with self._lock:
+            lent_bytes = self._lent_bytes.get(device, 0)
+        return DeviceUsage(lent_bytes=lent_bytes, idle_bytes=0, free_bytes=free_bytes)
+
+    def register_host(self, address: int, nbytes: int) -> None:
+        """As `DeviceBackend.register_host`."""
+        self._driver.enter(0)
+        self._pinning.add(address, nbytes)
+
+    def unregister_host(self, address: int, nbytes: int) -> None:  # noqa: ARG002
+        """As `DeviceBackend.unregister_host`."""
+        self._driver.enter(0)
+        self._pinning.remove(address)
+
+    def check_health(self) -> None:
+        """As `DeviceBackend.check_health`."""
+        with self._lock:
+            devices = sorted(self._streams)
+        for device in devices:
+            self._driver.enter(device)
+            self._driver.memory_info()
+
+    def close(self) -> None:
+        """As `DeviceBackend.close`."""
+        with self._lock:
+            streams, self._streams = self._streams, {}
+        for device, pair in sorted(streams.items()):
+            self._driver.enter(device)
+            self._driver.destroy_stream(pair.to_host)
+            self._driver.destroy_stream(pair.to_device)
+        if streams:
+            self._pinning.close()
+
+    def _enter(self, device: int) -> _Streams:
+        self._driver.enter(device)
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = _Streams(
+                    self._driver.create_stream(), self._driver.create_stream()
+                )
+            return self._streams[device]
+
+    def _map(
+        self,
+        device: int,
+        handles: Sequence[int],
+        sizes: Sequence[int],
+        streams: _Streams,
+        undo: ExitStack,
+    ) -> CudaLoan:
+        total = sum(sizes)
+        address = self._driver.reserve(total)
+        undo.callback(self._driver.unreserve, address, total)
+        at = address
+        for handle, size in zip(handles, sizes, strict=True):
+            self._driver.map(at, size, handle)
+            undo.callback(self._driver.unmap, at, size)
+            at += size
+        self._driver.allow_access(device, address, total)
+        return CudaLoan(
+            self._driver,
+            self._pinning,
+            streams,
+            device=device,
+            address=address,
+            handles=handles,
+            segment_bytes=sizes,
+            teardown=undo.pop_all(),
+        )
+
+    def _count_lent(self, device: int, nbytes: int) -> None:
+        with self._lock:
+            lent_bytes = self._lent_bytes.get(device, 0)
+            if self._bytes_max is not None and lent_bytes + nbytes > self._bytes_max:
+                raise DeviceMemoryFullError(
+                    f"an arena of {nbytes} bytes does not fit on device {device}: {lent_bytes} of "
+                    f"{self._bytes_max} are lent: offload another job, or raise device_bytes",
+                    needed_bytes=nbytes,
+                    lent_bytes=lent_bytes,
+                    bytes_max=self._bytes_max,
+                )
+            self._lent_bytes[device] = lent_bytes + nbytes
+
+    def _count_returned(self, device: int, nbytes: int) -> None:
+        with self._lock:
+            self._lent_bytes[device] -= nbytes
+
+
+def cuda_segment_sizes(nbytes: int, unit: int) -> tuple[int, ...]:
+    """Multiples of `unit` that come to at least `nbytes`, with less than one unit to spare."""
+    largest = CUDA_SEGMENT_BYTES_MAX // unit * unit
+    whole, rest = divmod(max(1, -(-nbytes // unit)) * unit, largest)
+    return (largest,) * whole + ((rest,) if rest else ())

@@ -1,0 +1,1 @@
+"""Room in a tier: what is evicted, promoted, prefetched or refused."""

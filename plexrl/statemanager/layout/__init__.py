@@ -1,0 +1,1 @@
+"""Which bytes of which tensor lie where. Pure."""

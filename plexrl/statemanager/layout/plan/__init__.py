@@ -1,0 +1,1 @@
+"""Who sends which bytes of which tensor to whom. Pure."""

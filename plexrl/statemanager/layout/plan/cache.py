@@ -1,0 +1,42 @@
+"""Plans by the layouts that they join: made once, replayed at every sync. Pure."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.layout.plan.balance import Source
+from plexrl.statemanager.layout.plan.columns import Layout
+from plexrl.statemanager.layout.plan.plan import Plan, make_plan
+
+_Key = tuple[tuple[tuple[str, str, str, float, float, float], ...], tuple[str, ...]]
+
+
+class PlanCache:
+    """The most recently used plans. Not for use by several threads at once."""
+
+    def __init__(self, plans_max: int = 16) -> None:
+        """`plans_max`: a plan of 100 000 transfers takes about 20 MB."""
+        if plans_max < 1:
+            raise InvalidRequestError("plans_max must be at least 1")
+        self._plans_max = plans_max
+        self._plans: OrderedDict[_Key, Plan] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def plan(self, sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
+        """As `make_plan`; in microseconds where the same layouts were planned lately."""
+        key = (
+            tuple(
+                (s.id, s.link, s.layout.digest, s.bytes_per_s, s.request_s, s.accumulated_s)
+                for s in sources
+            ),
+            tuple(layout.digest for layout in targets),
+        )
+        found = self._plans.get(key)
+        if found is None:
+            found = self._plans[key] = make_plan(sources, targets)
+            if len(self._plans) > self._plans_max:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return found

@@ -1,0 +1,243 @@
+"""Which box of which held slice can fill which box of a wanted one. Pure, and linear in slices.
+
+Tensors whose held boxes differ in one dimension only (any one) are matched all together, by binary
+search along it, whatever the wanted boxes look like. What is left (grids of expert and tensor
+parallel shards, shards that overlap) is cut at the edges of all held boxes into cells that each
+lie within a box or outside of it, tensor by tensor.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from plexrl.statemanager.layout.plan.columns import Ints, row_major_strides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boxes:
+    """Non-empty boxes, a row each, in order of `keys` where they are held ones."""
+
+    keys: Ints
+    """[row] number of the tensor, from 0 on."""
+    offsets: Ints
+    shapes: Ints
+    """[row, dim], as the offsets."""
+    rows: Ints
+    """[row] where the caller has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matches:
+    """Boxes that together cover every wanted element once, each with those who hold all of it."""
+
+    wants: Ints
+    """[match] row of the wanted slice, as the caller has it."""
+    offsets: Ints
+    shapes: Ints
+    """[match, dim]"""
+    first: Ints
+    count: Ints
+    """[match] The holders are `holders[first : first + count]`."""
+    holders: Ints
+    """Rows of held slices, as the caller has them."""
+    missing: dict[int, int]
+    """Wanted row → elements of it that nobody holds."""
+
+
+def match(held: Boxes, wants: Boxes, global_shapes: Ints) -> Matches:
+    """Match wanted boxes with held ones; `global_shapes` is [tensor, dim].
+
+    A tensor's held boxes are looked at once each, so the time is linear in boxes and matches.
+    """
+    starts = (held.offsets * row_major_strides(global_shapes)[held.keys]).sum(axis=1)
+    # Python's sort of almost sorted runs: every rank lists its tensors in about the same order.
+    order = np.lexsort((starts, held.keys))
+    held = Boxes(
+        keys=held.keys[order],
+        offsets=held.offsets[order],
+        shapes=held.shapes[order],
+        rows=held.rows[order],
+    )
+    starts = starts[order]
+    is_new = np.ones(len(order), dtype=np.bool_)
+    is_new[1:] = (
+        (held.keys[1:] != held.keys[:-1])
+        | (starts[1:] != starts[:-1])
+        | (held.shapes[1:] != held.shapes[:-1]).any(axis=1)
+    )
+    first = np.flatnonzero(is_new)
+    replicas = np.diff(np.append(first, len(order)))
+    distinct = Boxes(
+        keys=held.keys[first], offsets=held.offsets[first], shapes=held.shapes[first], rows=first
+    )
+    cut_dims, is_simple = _cut_dims(distinct, global_shapes)
+    simple = is_simple[wants.keys]
+    in_line = is_simple[distinct.keys]
+    along = _along_one_dim(
+        _chosen(distinct, in_line), replicas[in_line], _chosen(wants, simple), cut_dims
+    )
+    if simple.all():
+        return _joined([along], held.rows)
+    return _joined([along, _by_cells(held, _chosen(wants, ~simple))], held.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """As `Matches`, the holders given by index into the sorted held boxes."""
+
+    wants: Ints
+    offsets: Ints
+    shapes: Ints
+    count: Ints
+    holders: Ints
+    missing: dict[int, int]
+
+
+def _cut_dims(distinct: Boxes, global_shapes: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """[tensor] the dimension along which its boxes differ, and whether they differ in no other and
+    do not overlap."""
+    is_cut = np.zeros(global_shapes.shape, dtype=np.bool_)
+    cut_rows, cut_dims = np.nonzero(distinct.shapes != global_shapes[distinct.keys])
+    is_cut[distinct.keys[cut_rows], cut_dims] = True
+    dims = is_cut.argmax(axis=1)
+    is_simple = is_cut.sum(axis=1) <= 1
+    at, end = _interval(distinct, dims)
+    same = distinct.keys[1:] == distinct.keys[:-1]
+    overlaps = same & (end[:-1] > at[1:])
+    is_simple[distinct.keys[1:][overlaps]] = False
+    return dims, is_simple
+
+
+def _interval(boxes: Boxes, dims: Ints) -> tuple[Ints, Ints]:
+    rows = np.arange(len(boxes.keys))
+    at = boxes.offsets[rows, dims[boxes.keys]]
+    return at, at + boxes.shapes[rows, dims[boxes.keys]]
+
+
+def _along_one_dim(distinct: Boxes, replicas: Ints, wants: Boxes, cut_dims: Ints) -> _Part:
+    held_at, held_end = _interval(distinct, cut_dims)
+    want_at, want_end = _interval(wants, cut_dims)
+    # Positions of all tensors on one line, one stretch after the other.
+    stretch = int(max(held_end.max(initial=0), want_end.max(initial=0))) + 1
+    low = np.searchsorted(
+        distinct.keys * stretch + held_end, wants.keys * stretch + want_at, "right"
+    )
+    high = np.searchsorted(
+        distinct.keys * stretch + held_at, wants.keys * stretch + want_end, "left"
+    )
+    # A stretch ends beyond the last box, so neither bound leaves the tensor's own boxes.
+    counts = np.maximum(high - low, 0)
+    of_want = np.repeat(np.arange(len(counts)), counts)
+    found = ranges(low, counts)
+    at = np.maximum(held_at[found], want_at[of_want])
+    extent = np.minimum(held_end[found], want_end[of_want]) - at
+    covered = np.bincount(of_want, weights=extent, minlength=len(counts)).astype(np.int64)
+    dims = cut_dims[wants.keys]
+    offsets, shapes = wants.offsets[of_want], wants.shapes[of_want]
+    places = np.arange(len(of_want))
+    offsets[places, dims[of_want]] = at
+    shapes[places, dims[of_want]] = extent
+    missing = {}
+    for row in np.flatnonzero(covered < want_end - want_at):
+        size = int(wants.shapes[row].prod())
+        whole = int(want_end[row] - want_at[row])
+        missing[int(wants.rows[row])] = size // whole * (whole - int(covered[row]))
+    return _Part(
+        wants=wants.rows[of_want],
+        offsets=offsets,
+        shapes=shapes,
+        count=replicas[found],
+        holders=ranges(distinct.rows[found], replicas[found]),
+        missing=missing,
+    )
+
+
+def _by_cells(held: Boxes, wants: Boxes) -> _Part:
+    rows: list[Ints] = []
+    offsets: list[Ints] = []
+    shapes: list[Ints] = []
+    counts: list[Ints] = []
+    holders: list[Ints] = []
+    missing: dict[int, int] = {}
+    for at, extent, key, row in zip(
+        wants.offsets, wants.shapes, wants.keys, wants.rows, strict=True
+    ):
+        first, last = np.searchsorted(held.keys, [key, key + 1])
+        low, high = _cells(held.offsets[first:last], held.shapes[first:last], at, extent)
+        ends = held.offsets[first:last] + held.shapes[first:last]
+        covers = (held.offsets[None, first:last] <= low[:, None]).all(axis=2)
+        covers &= (ends[None] >= high[:, None]).all(axis=2)
+        count = covers.sum(axis=1)
+        if not count.all():
+            missing[int(row)] = int((high - low)[count == 0].prod(axis=1).sum())
+            continue
+        rows.append(np.full(len(low), row))
+        offsets.append(low)
+        shapes.append(high - low)
+        counts.append(count)
+        holders.append(first + np.nonzero(covers)[1])
+    width = wants.offsets.shape[1]
+    nothing = np.zeros((0, width), dtype=np.int64)
+    return _Part(
+        wants=np.concatenate([nothing[:, 0], *rows]),
+        offsets=np.concatenate([nothing, *offsets]),
+        shapes=np.concatenate([nothing, *shapes]),
+        count=np.concatenate([nothing[:, 0], *counts]),
+        holders=np.concatenate([nothing[:, 0], *holders]),
+        missing=missing,
+    )
+
+
+def _cells(held_at: Ints, held_shape: Ints, at: Ints, extent: Ints) -> tuple[Ints, Ints]:
+    """Lower and upper corners of the cells that a wanted box falls into: the box itself where
+    somebody holds it whole."""
+    end = at + extent
+    held_end = held_at + held_shape
+    if ((held_at <= at) & (held_end >= end)).all(axis=1).any():
+        return at[None], end[None]
+    touching = ((held_at < end) & (held_end > at)).all(axis=1)
+    lows, highs = [], []
+    for dim in range(len(at)):
+        edges = np.concatenate(
+            [held_at[touching, dim], held_end[touching, dim], at[dim : dim + 1], end[dim : dim + 1]]
+        )
+        cuts = np.unique(np.clip(edges, at[dim], end[dim]))
+        lows.append(cuts[:-1])
+        highs.append(cuts[1:])
+    grid = (-1, len(at))
+    return (
+        np.stack(np.meshgrid(*lows, indexing="ij"), axis=-1).reshape(grid),
+        np.stack(np.meshgrid(*highs, indexing="ij"), axis=-1).reshape(grid),
+    )
+
+
+def _chosen(boxes: Boxes, mask: npt.NDArray[np.bool_]) -> Boxes:
+    if mask.all():
+        return boxes
+    return Boxes(
+        keys=boxes.keys[mask],
+        offsets=boxes.offsets[mask],
+        shapes=boxes.shapes[mask],
+        rows=boxes.rows[mask],
+    )
+
+
+def _joined(parts: list[_Part], rows: Ints) -> Matches:
+    count = np.concatenate([part.count for part in parts])
+    return Matches(
+        wants=np.concatenate([part.wants for part in parts]),
+        offsets=np.concatenate([part.offsets for part in parts]),
+        shapes=np.concatenate([part.shapes for part in parts]),
+        first=np.cumsum(count) - count,
+        count=count,
+        holders=rows[np.concatenate([part.holders for part in parts])],
+        missing={row: size for part in parts for row, size in part.missing.items()},
+    )
+
+
+def ranges(first: Ints, count: Ints) -> Ints:
+    """`first[i]`, `first[i] + 1`, … `count[i]` of them, for every i."""
+    ends = np.cumsum(count)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) - np.repeat(ends - count, count) + np.repeat(first, count)

@@ -1,0 +1,348 @@
+"""Who sends which bytes of which tensor to whom: one plan for load, weight sync, migration. Pure.
+
+Laws:
+
+- Every wanted element is delivered exactly once: bytes received are the bytes of the target's own
+  slices (redundancy 1.0), and nothing is read outside of a source's slices.
+- Where several sources hold a piece, the one of the least accumulated latency gives it (StaleFlow
+  App. A.2).
+- A plan speaks of places in layouts, not of versions or addresses: it is made once for a set of
+  layouts and replayed at every sync. Equal inputs give equal plans.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plexrl.errors import InvalidRequestError, StateLostError
+from plexrl.statemanager.layout.boxes import Box
+from plexrl.statemanager.layout.keys import StateKey
+from plexrl.statemanager.layout.plan.balance import Source, assign, in_fair_pieces
+from plexrl.statemanager.layout.plan.columns import (
+    DTYPES,
+    F8_CODES,
+    ITEM_BYTES,
+    Ints,
+    Layout,
+    widened,
+)
+from plexrl.statemanager.layout.plan.match import Boxes, Matches, match
+from plexrl.statemanager.layout.strided_copies import NO_RUNS, Runs, coalesced, runs_of_boxes
+
+CAST_RULES = frozenset(
+    {
+        *((source, target) for source in ("F32", "BF16") for target in ("F8_E4M3", "F8_E5M2")),
+        *(("F32", target) for target in ("BF16", "F16")),
+        *(("BF16", target) for target in ("F32",)),
+    }
+)
+"""(source dtype, target dtype) that may differ on the way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One box of one tensor, from one source's slice into one target's slice."""
+
+    source: int
+    """Index of the source in the plan's input."""
+    key: StateKey
+    box: Box
+    """In the global tensor's coordinates."""
+    place: int
+    """Of the box's first element in the source's memory, in bytes."""
+    strides: tuple[int, ...]
+    """Bytes from element to element at the source, for every dimension."""
+    target_place: int
+    target_strides: tuple[int, ...]
+    dtype: str
+    """At the source."""
+    target_dtype: str
+    """Differs from `dtype` where elements are cast on the way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TargetPlan:
+    """What one target receives, by source, in the order it is to be asked for."""
+
+    runs: Mapping[int, Runs]
+    """Source's index → its runs, in order of their places."""
+    nbytes: int
+    """That arrive; those of the target's own slices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """All transfers between a set of sources and a set of targets."""
+
+    targets: tuple[TargetPlan, ...]
+    busy_s: tuple[float, ...]
+    """Accumulated latency of every source's link once it has served this plan."""
+    columns: "Columns"
+
+    @property
+    def nbytes(self) -> int:
+        """That arrive at all targets together."""
+        return sum(target.nbytes for target in self.targets)
+
+    def transfers(self, target: int) -> tuple[Transfer, ...]:
+        """The boxes that one target receives, in the order of its slices; for showing, auditing
+        and for whoever moves boxes, not bytes."""
+        return self.columns.transfers(target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Columns:
+    """A plan's transfers, one a row."""
+
+    held: "Pool"
+    wanted: "Pool"
+    rows: Ints
+    """[transfer] of the pool of held slices."""
+    wants: Ints
+    """[transfer] of the pool of wanted slices."""
+    offsets: Ints
+    shapes: Ints
+    places: Ints
+    targets: Ints
+
+    def transfers(self, target: int) -> tuple[Transfer, ...]:
+        """As `Plan.transfers`."""
+        mine = np.flatnonzero(self.wanted.owners[self.wants] == target)
+        found = []
+        for at in mine.tolist():
+            row, want = int(self.rows[at]), int(self.wants[at])
+            dims = int(self.wanted.dims[want])
+            cut = slice(self.offsets.shape[1] - dims, None)
+            codes = int(self.held.dtypes[row]), int(self.wanted.dtypes[want])
+            widths = ITEM_BYTES[codes[0]], ITEM_BYTES[codes[1]]
+            found.append(
+                Transfer(
+                    source=int(self.held.owners[row]),
+                    key=self.wanted.key(want),
+                    box=Box(
+                        offset=tuple(self.offsets[at, cut].tolist()),
+                        shape=tuple(self.shapes[at, cut].tolist()),
+                    ),
+                    place=int(self.places[at]),
+                    strides=tuple((self.held.strides[row, cut] * widths[0]).tolist()),
+                    target_place=int(self.targets[at]),
+                    target_strides=tuple((self.wanted.strides[want, cut] * widths[1]).tolist()),
+                    dtype=DTYPES[codes[0]],
+                    target_dtype=DTYPES[codes[1]],
+                )
+            )
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pool:
+    """Slices of several layouts in common columns."""
+
+    layouts: tuple[Layout, ...]
+    first: Ints
+    """[layout] its first row."""
+    owners: Ints
+    """[row] index of the layout."""
+    dtypes: Ints
+    global_shapes: Ints
+    offsets: Ints
+    shapes: Ints
+    strides: Ints
+    places: Ints
+    dims: Ints
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout], width: int) -> "Pool":
+        """One after the other, with `width` dimensions."""
+        counts = np.array([len(layout) for layout in layouts], dtype=np.int64)
+        shapes = np.concatenate([widened(layout.shapes, width, 1) for layout in layouts])
+        return cls(
+            layouts=tuple(layouts),
+            first=np.cumsum(counts) - counts,
+            owners=np.repeat(np.arange(len(layouts)), counts),
+            dtypes=np.concatenate([layout.dtypes for layout in layouts]),
+            global_shapes=np.concatenate(
+                [widened(layout.global_shapes, width, 1) for layout in layouts]
+            ),
+            offsets=np.concatenate([widened(layout.offsets, width, 0) for layout in layouts]),
+            shapes=shapes,
+            strides=np.concatenate([widened(layout.strides, width, 1) for layout in layouts]),
+            places=np.concatenate([layout.places for layout in layouts]),
+            dims=np.concatenate([layout.dims for layout in layouts]),
+        )
+
+    def key(self, row: int) -> StateKey:
+        """Of one slice."""
+        owner = int(self.owners[row])
+        return self.layouts[owner].key(row - int(self.first[owner]))
+
+
+def make_plan(sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
+    """The plan that fills every slice of every target from `sources`.
+
+    Of two sources that are equally good the one that comes first in the input gives.
+
+    Raises:
+        StateLostError: no source has some piece of a wanted slice.
+        InvalidRequestError: a tensor is held with another shape than it is wanted with, or with a
+            dtype that no rule casts.
+    """
+    layouts = [source.layout for source in sources]
+    width = max((layout.shapes.shape[1] for layout in (*layouts, *targets)), default=1)
+    wanted = Pool.of(targets, width)
+    held = Pool.of(layouts or [Layout.of(())], width)
+    numbers: dict[str, int] = {}
+    for layout in targets:
+        for token in layout.tokens:
+            numbers.setdefault(token, len(numbers))
+    want_keys, held_keys = _numbered(wanted, numbers), _numbered(held, numbers)
+    needed = np.flatnonzero(wanted.shapes.all(axis=1))
+    useful = np.flatnonzero((held_keys >= 0) & held.shapes.all(axis=1))
+    global_shapes = np.zeros((len(numbers), width), dtype=np.int64)
+    global_shapes[want_keys] = wanted.global_shapes
+    _check_alike(held, held_keys, useful, wanted, want_keys, needed, global_shapes)
+    matches = match(
+        _boxes(held, held_keys, useful), _boxes(wanted, want_keys, needed), global_shapes
+    )
+    _check_complete(matches, wanted)
+    item_bytes = ITEM_BYTES[wanted.dtypes[matches.wants]]
+    matches = in_fair_pieces(matches, item_bytes, len({s.link or s.id for s in sources}))
+    nbytes = matches.shapes.prod(axis=1) * ITEM_BYTES[wanted.dtypes[matches.wants]]
+    rows, busy_s = assign(matches, nbytes, held.owners, sources)
+    wants, offsets, shapes = matches.wants, matches.offsets, matches.shapes
+    columns = Columns(
+        held=held,
+        wanted=wanted,
+        rows=rows,
+        wants=wants,
+        offsets=offsets,
+        shapes=shapes,
+        places=_places(held, rows, offsets),
+        targets=_places(wanted, wants, offsets),
+    )
+    return Plan(
+        targets=_target_plans(columns, len(targets), len(sources)), busy_s=busy_s, columns=columns
+    )
+
+
+def _numbered(pool: Pool, numbers: Mapping[str, int]) -> Ints:
+    found: list[Ints] = [np.zeros(0, dtype=np.int64)]
+    former: tuple[tuple[str, ...], Ints] | None = None
+    for layout in pool.layouts:
+        # Ranks of one deployment usually list the same tensors in the same order.
+        if former is None or former[0] != layout.tokens:
+            column = np.array([numbers.get(token, -1) for token in layout.tokens], dtype=np.int64)
+            former = (layout.tokens, column)
+        found.append(former[1])
+    return np.concatenate(found)
+
+
+def _boxes(pool: Pool, keys: Ints, rows: Ints) -> Boxes:
+    return Boxes(keys=keys[rows], offsets=pool.offsets[rows], shapes=pool.shapes[rows], rows=rows)
+
+
+def _check_alike(
+    held: Pool,
+    held_keys: Ints,
+    useful: Ints,
+    wanted: Pool,
+    want_keys: Ints,
+    needed: Ints,
+    global_shapes: Ints,
+) -> None:
+    """Everybody speaks of the same tensors, in dtypes that a rule joins."""
+    for pool, keys, rows in ((wanted, want_keys, needed), (held, held_keys, useful)):
+        wrong = rows[(pool.global_shapes[rows] != global_shapes[keys[rows]]).any(axis=1)]
+        if len(wrong):
+            row = int(wrong[0])
+            expected = _shape(global_shapes[keys[row]], int(pool.dims[row]))
+            found = _shape(pool.global_shapes[row], int(pool.dims[row]))
+            raise InvalidRequestError(
+                f"{pool.key(row).name} has the shape {found} at one rank and {expected} at "
+                "another: use the same model for both",
+                key=pool.key(row).name,
+            )
+    held_dtypes = np.full(len(global_shapes), -1, dtype=np.int64)
+    held_dtypes[held_keys[useful]] = held.dtypes[useful]
+    mixed = useful[held.dtypes[useful] != held_dtypes[held_keys[useful]]]
+    if len(mixed):
+        name = held.key(int(mixed[0])).name
+        raise InvalidRequestError(
+            f"{name} is held in two dtypes: publish it in one from every rank", key=name
+        )
+    dtypes = held_dtypes[want_keys[needed]]
+    differs = needed[(dtypes >= 0) & (dtypes != wanted.dtypes[needed])]
+    if not len(differs):
+        return
+    for code in np.unique(held_dtypes[want_keys[differs]] * len(DTYPES) + wanted.dtypes[differs]):
+        pair = DTYPES[code // len(DTYPES)], DTYPES[code % len(DTYPES)]
+        if pair not in CAST_RULES:
+            row = next(
+                int(row)
+                for row in differs
+                if (DTYPES[held_dtypes[want_keys[row]]], DTYPES[wanted.dtypes[row]]) == pair
+            )
+            name = wanted.key(row).name
+            raise InvalidRequestError(
+                f"{name} is held as {pair[0]} and wanted as {pair[1]}, which no rule casts: ask "
+                "for it in the dtype it has",
+                key=name,
+            )
+
+
+def _check_complete(matches: Matches, wanted: Pool) -> None:
+    if matches.missing:
+        row = min(matches.missing)
+        name = wanted.key(row).name
+        raise StateLostError(
+            f"no shard holds all of {name}: {matches.missing[row]} elements are missing; publish "
+            "the weights again",
+            key=name,
+        )
+
+
+def _places(pool: Pool, rows: Ints, offsets: Ints) -> Ints:
+    inner = ((offsets - pool.offsets[rows]) * pool.strides[rows]).sum(axis=1)
+    places: Ints = pool.places[rows] + inner * ITEM_BYTES[pool.dtypes[rows]]
+    return places
+
+
+def _target_plans(columns: Columns, targets: int, sources: int) -> tuple[TargetPlan, ...]:
+    held, wanted = columns.held, columns.wanted
+    runs, box = runs_of_boxes(
+        columns.shapes,
+        held.strides[columns.rows],
+        wanted.strides[columns.wants],
+        columns.places,
+        columns.targets,
+        (held.dtypes[columns.rows], wanted.dtypes[columns.wants]),
+    )
+    # One number for each pair of target and source, targets first.
+    pairs = wanted.owners[columns.wants][box] * max(1, sources) + held.owners[columns.rows][box]
+    order = np.lexsort((runs.places, pairs))
+    # What may be given a scale stays with its tensor.
+    groups = (pairs * (len(wanted.dtypes) + 1))[order]
+    wants = columns.wants[box][order]
+    groups += np.where(np.isin(wanted.dtypes[wants], F8_CODES), wants + 1, 0)
+    runs, groups = coalesced(runs.chosen(order), groups)
+    pairs = groups // (len(wanted.dtypes) + 1)
+    edges = np.searchsorted(pairs, np.arange(targets * max(1, sources) + 1))
+    plans = []
+    for target in range(targets):
+        mine: dict[int, Runs] = {}
+        for source in range(sources):
+            pair = target * sources + source
+            if edges[pair] < edges[pair + 1]:
+                mine[source] = runs.chosen(slice(int(edges[pair]), int(edges[pair + 1])))
+        plans.append(
+            TargetPlan(
+                runs=mine, nbytes=sum((part.nbytes for part in mine.values()), NO_RUNS.nbytes)
+            )
+        )
+    return tuple(plans)
+
+
+def _shape(row: Ints, dims: int) -> list[int]:
+    shape: list[int] = row[len(row) - dims :].tolist()
+    return shape

@@ -1,0 +1,1 @@
+"""Health, metrics and counters of the daemon."""

@@ -1,0 +1,152 @@
+"""The daemon's figures for Prometheus. Counted by `Tally`, read from the parts when asked for."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from plexrl.statemanager.daemon.handlers.caller import Services
+from plexrl.statemanager.eviction.policy import TierName
+from plexrl.statemanager.observe.counters import BYTES_BOUNDS, SECONDS_BOUNDS
+from plexrl.statemanager.protocol.tickets import job_of
+
+_MOVE = ("request", "outcome", "tier")
+
+
+class DaemonCollector(Collector):
+    """Everything at `/metrics`."""
+
+    def __init__(self, services: Services, connections: Callable[[], int]) -> None:
+        self._services = services
+        self._connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures as they are now."""
+        yield from self._tiers()
+        yield from self._versions()
+        yield from self._moves()
+        line = self._services.line
+        yield _gauge("moves_running", "Moves under way.", len(line.running()))
+        yield _gauge("moves_waiting", "Moves that stand in line.", line.waiting())
+        yield _gauge("connections", "Clients connected.", self._connections())
+        yield from self._replicas()
+        refused = CounterMetricFamily(
+            "plexrl_statemanager_refused", "Requests refused, by the error's code.", labels=["code"]
+        )
+        for code, count in sorted(self._services.tally.refusals().items()):
+            refused.add_metric([code], count)
+        yield refused
+
+    def _tiers(self) -> Iterator[Metric]:
+        config, store = self._services.config, self._services.store
+        used = _labelled("tier_bytes", "Bytes in a tier.", "tier")
+        bound = _labelled("tier_bytes_max", "Bound of a tier.", "tier")
+        for tier, limit in (
+            (TierName.HOST, config.host_bytes),
+            (TierName.NVME, config.nvme_bytes),
+        ):
+            used.add_metric([tier.value], store.used_bytes(tier))
+            bound.add_metric([tier.value], limit)
+        yield used
+        yield bound
+        arenas = _labelled("arena_bytes", "Memory that workers' arenas occupy.", "job")
+        by_job: Counter[str] = Counter()
+        for (deployment, _), nbytes in self._services.registry.resident_bytes().items():
+            by_job[job_of(deployment)] += nbytes
+        for job, nbytes in sorted(by_job.items()):
+            arenas.add_metric([job], nbytes)
+        yield arenas
+
+    def _versions(self) -> Iterator[Metric]:
+        labels = ("tenant", "job", "kind", "tier")
+        count = _labelled("versions", "Versions stored.", *labels)
+        size = _labelled("version_bytes", "Bytes of the versions stored.", *labels)
+        taken = _labelled(
+            "tenant_bytes",
+            "What a tenant takes in a tier, replicas counted once.",
+            "tenant",
+            "tier",
+        )
+        tenants = set[str]()
+        counts: Counter[tuple[str, ...]] = Counter()
+        sizes: Counter[tuple[str, ...]] = Counter()
+        for version in self._services.store.find(lambda _: True):
+            manifest = version.manifest
+            job = job_of(manifest.deployment)
+            key = (manifest.tenant, job, manifest.kind.value, version.tier.value)
+            tenants.add(manifest.tenant)
+            counts[key] += 1
+            sizes[key] += manifest.nbytes
+        for labelled in sorted(counts):
+            count.add_metric(list(labelled), counts[labelled])
+            size.add_metric(list(labelled), sizes[labelled])
+        for tenant in sorted(tenants):
+            for tier, nbytes in self._services.store.quotas.used_by(tenant).items():
+                taken.add_metric([tenant, tier.value], nbytes)
+        yield count
+        yield size
+        yield taken
+
+    def _replicas(self) -> Iterator[Metric]:
+        tally = self._services.store.replicas
+        sections = CounterMetricFamily(
+            "plexrl_statemanager_replica_sections",
+            "Sections that another rank was said to have too, by whether its bytes were the same.",
+            labels=["outcome"],
+        )
+        sections.add_metric(["shared"], tally.shared)
+        sections.add_metric(["different"], tally.different)
+        yield sections
+        yield CounterMetricFamily(
+            "plexrl_statemanager_replica_shared_bytes",
+            "Bytes that were not stored again, because another rank's are the same.",
+            value=tally.shared_bytes,
+        )
+
+    def _moves(self) -> Iterator[Metric]:
+        seconds = HistogramMetricFamily(
+            "plexrl_statemanager_move_seconds",
+            "How long moves took, their wait in line not counted.",
+            labels=_MOVE,
+        )
+        moved = HistogramMetricFamily(
+            "plexrl_statemanager_move_bytes", "How much moves moved.", labels=_MOVE
+        )
+        found = sorted(
+            self._services.tally.moves().items(),
+            key=lambda item: (item[0].request, item[0].outcome, item[0].tier),
+        )
+        for kind, (in_seconds, in_bytes) in found:
+            labels = [kind.request, kind.outcome, kind.tier]
+            seconds.add_metric(labels, _buckets(SECONDS_BOUNDS, in_seconds[0]), in_seconds[1])
+            moved.add_metric(labels, _buckets(BYTES_BOUNDS, in_bytes[0]), in_bytes[1])
+        yield seconds
+        yield moved
+
+
+def exposition(collector: DaemonCollector) -> bytes:
+    """The figures in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    return generate_latest(registry)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"plexrl_statemanager_{name}", text, value=value)
+
+
+def _labelled(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"plexrl_statemanager_{name}", text, labels=labels)
+
+
+def _buckets(bounds: tuple[float, ...], counts: list[int]) -> list[tuple[str, float]]:
+    names = [*(repr(bound) for bound in bounds), "+Inf"]
+    return list(zip(names, accumulate(counts), strict=True))

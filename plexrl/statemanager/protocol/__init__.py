@@ -1,0 +1,1 @@
+"""What workers, agents and StateManagers say to each other."""

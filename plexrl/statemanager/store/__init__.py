@@ -1,0 +1,1 @@
+"""Which versions a node holds, and where."""

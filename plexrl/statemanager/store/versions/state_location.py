@@ -1,0 +1,49 @@
+"""In which tier the newest state of a deployment lies: what a context switch will have to read."""
+
+from dataclasses import dataclass
+
+from plexrl.statemanager.eviction.policy import TierName
+from plexrl.statemanager.store.catalog import Catalog
+from plexrl.statemanager.store.objects import Version
+from plexrl.statemanager.store.versions.versions import VersionKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """Of one deployment's newest version on this node."""
+
+    deployment: str
+    seq: int
+    """0 with no bytes: there is nothing of it any more."""
+    host_bytes: int
+    nvme_bytes: int
+    """Of what must come from NVMe, because host memory has no copy."""
+
+
+def whereabouts(catalog: Catalog, since: int) -> list[Whereabouts]:
+    """Of deployments with changes after that of number `since`. The catalog's lock is held."""
+    changed = catalog.changes.since(since)
+    versions: dict[str, list[Version]] = {name: [] for name in changed}
+    if changed:
+        for version in catalog.current.values():
+            manifest = version.manifest
+            if manifest.kind == VersionKind.STATE and manifest.deployment in versions:
+                versions[manifest.deployment].append(version)
+    found = [_newest(name, versions[name]) for name in sorted(changed)]
+    catalog.changes.forget([name for name in changed if not versions[name]])
+    return found
+
+
+def _newest(deployment: str, versions: list[Version]) -> Whereabouts:
+    seq = max((version.manifest.seq for version in versions), default=0)
+    tiers: dict[TierName, dict[str, int]] = {tier: {} for tier in TierName}
+    for version in versions:
+        if version.manifest.seq == seq:
+            # Ranks share objects; what they share is read once.
+            tiers[version.tier].update((found.id, found.nbytes) for found in version.objects)
+    return Whereabouts(
+        deployment=deployment,
+        seq=seq,
+        host_bytes=sum(tiers[TierName.HOST].values()),
+        nvme_bytes=sum(tiers[TierName.NVME].values()),
+    )

@@ -1,0 +1,1 @@
+"""Bytes between arena, host segments and NVMe."""

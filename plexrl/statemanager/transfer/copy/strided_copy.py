@@ -1,0 +1,137 @@
+"""Runs of bytes between two mapped memories, on as many threads as gain by it.
+
+One thread does not saturate a machine's memory, two often do. The work is cut into pieces that both
+take from one list, so neither waits for the other at the end; small runs are left to one, because
+the interpreter, which all threads share, is then what takes the time.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from plexrl.statemanager.layout.casts import NUMPY_DTYPES, cast
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, Runs, cast_names
+
+Bytes = npt.NDArray[np.uint8]
+
+THREADED_BYTES_MIN = 4 << 20
+"""What is smaller is copied sooner than a second thread is awake."""
+THREADED_RUN_BYTES_MIN = 128 << 10
+"""Of the average run."""
+PIECE_BYTES = 8 << 20
+
+Job = tuple[Bytes, Runs]
+"""A memory, and runs that are read from it."""
+
+
+class Copier:
+    """Copies with the calling thread and `threads - 1` others. Thread-safe."""
+
+    def __init__(self, threads: int = 2) -> None:
+        self._others = max(0, threads - 1)
+        self._pool = ThreadPoolExecutor(max(1, self._others), thread_name_prefix="plexrl-copy")
+
+    def copy(self, jobs: Sequence[Job], target: Bytes) -> None:
+        """Copy the runs of every job to their places in `target`.
+
+        Raises:
+            ValueError: a run does not lie within its memory; nothing outside of either is touched.
+        """
+        nbytes = sum(runs.nbytes for _, runs in jobs)
+        count = sum(len(runs) for _, runs in jobs)
+        if (
+            self._others == 0
+            or nbytes < THREADED_BYTES_MIN
+            or nbytes < count * THREADED_RUN_BYTES_MIN
+        ):
+            for source, runs in jobs:
+                copy_runs(source, target, runs)
+            return
+        pieces = _Shared(
+            (source, piece) for source, runs in jobs for piece in runs.batches(PIECE_BYTES)
+        )
+        futures = [self._pool.submit(_copy_all, pieces, target) for _ in range(self._others)]
+        try:
+            _copy_all(pieces, target)
+        finally:
+            _wait(futures)
+
+    def close(self) -> None:
+        """Let the other threads go."""
+        self._pool.shutdown()
+
+
+class _Shared:
+    """An iterator for several threads."""
+
+    def __init__(self, pieces: Iterator[Job]) -> None:
+        self._pieces = pieces
+        self._lock = threading.Lock()
+
+    def take(self) -> Job | None:
+        with self._lock:
+            return next(self._pieces, None)
+
+
+def _copy_all(pieces: _Shared, target: Bytes) -> None:
+    while (piece := pieces.take()) is not None:
+        source, runs = piece
+        copy_runs(source, target, runs)
+
+
+def _wait(futures: list[Future[None]]) -> None:
+    for future in futures:
+        future.result()
+
+
+def copy_runs(source: Bytes, target: Bytes, runs: Runs) -> None:
+    """Copy runs on this thread. Raises as `Copier.copy`."""
+    rows = zip(
+        runs.places.tolist(),
+        runs.targets.tolist(),
+        runs.items.tolist(),
+        runs.counts.tolist(),
+        runs.strides.tolist(),
+        runs.target_strides.tolist(),
+        runs.casts.tolist(),
+        runs.scales.view(np.float64).tolist(),
+        strict=True,
+    )
+    for place, to, items, count, stride, target_stride, code, scale in rows:
+        if count == 1 and code == BYTES_CAST:
+            # A slice that ends beyond its memory would be cut short in silence.
+            if min(place, to) < 0 or place + items > len(source) or to + items > len(target):
+                raise ValueError(f"a run at {place}, {to} lies outside of its memory")
+            target[to : to + items] = source[place : place + items]
+        elif code == BYTES_CAST:
+            # A row as one opaque item is moved by one memmove, whatever its alignment.
+            row = np.dtype((np.void, items))
+            np.copyto(
+                _window(target, to, (count, 1), target_stride, row),
+                _window(source, place, (count, 1), stride, row),
+            )
+        else:
+            names = cast_names(code)
+            shape = (count, items)
+            cast(
+                _window(source, place, shape, stride, NUMPY_DTYPES[names[0]]),
+                _window(target, to, shape, target_stride, NUMPY_DTYPES[names[1]]),
+                names,
+                scale,
+            )
+
+
+def _window(
+    memory: Bytes, place: int, shape: tuple[int, int], stride: int, dtype: np.dtype[Any]
+) -> npt.NDArray[Any]:
+    if place < 0 or stride < 0:
+        raise ValueError(f"a run at {place}, {stride} apart, lies outside of its memory")
+    # numpy checks that the last row ends within the buffer.
+    try:
+        return np.ndarray(shape, dtype, memory.data, place, (stride, dtype.itemsize))
+    except TypeError as error:
+        raise ValueError(f"a run at {place} ends outside of its memory: {error}") from error

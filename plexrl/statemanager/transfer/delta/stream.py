@@ -1,0 +1,119 @@
+"""Deltas between what a target holds and what a source has, run by run."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from plexrl.errors import CorruptStateError
+from plexrl.statemanager.layout.strided_copies import (
+    BYTES_CAST,
+    Runs,
+    packed,
+    reversed_runs,
+    unpacked,
+)
+from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_runs
+from plexrl.statemanager.transfer.delta.codec import WORD_BYTES, DeltaDecoder, encode
+from plexrl.statemanager.transfer.delta.delta import DeltaPolicy, batches, changed_blocks
+from plexrl.statemanager.transfer.transport.mapped_files import MappedData
+
+DIGEST_BYTES = 16
+
+
+def encode_delta(
+    old: MappedData, new: MappedData, runs: Runs, policy: DeltaPolicy, *, verify: bool
+) -> list[bytes] | None:
+    """The delta of `runs` from one version to another, as the runs' bytes arrive, and with `verify`
+    the digest of the new ones; None where too much has changed for it to pay."""
+    parts: list[bytes] = []
+    digest = xxhash.xxh3_128()
+    bytes_max = policy.changed_max * runs.nbytes
+    nbytes = 0
+    for batch in batches(runs):
+        before, after = _bytes_of(old, batch), _bytes_of(new, batch)
+        flags = changed_blocks(before, after, policy.block_bytes)
+        parts.append(encode(flags, before, after, policy.block_bytes))
+        nbytes += len(parts[-1])
+        if nbytes > bytes_max:
+            return None
+        if verify:
+            digest.update(after.data)
+    return [*parts, digest.digest()] if verify else parts
+
+
+def apply_delta(
+    payload: memoryview, runs: Runs, target: Bytes, block_bytes: int, *, verify: bool
+) -> None:
+    """Bring `runs` in `target` from the old version to the new.
+
+    Raises:
+        CorruptStateError: with `verify`, the result is not what the source has; `target` holds
+            neither version.
+    """
+    end = len(payload) - (DIGEST_BYTES if verify else 0)
+    decoder = DeltaDecoder(payload[: max(0, end)], block_bytes)
+    digest = xxhash.xxh3_128()
+    for batch in batches(runs):
+        there = _at_target(batch, target)
+        if decoder.apply(there) and not np.shares_memory(there, target):
+            copy_runs(there, target, unpacked(batch))
+        if verify:
+            digest.update(there.data)
+    decoder.finish()
+    if verify and digest.digest() != bytes(payload[end:]):
+        raise CorruptStateError("a delta did not lead to the version it is of: pull all of it")
+
+
+def copy_changed(source: MappedData, runs: Runs, target: Bytes, policy: DeltaPolicy) -> int:
+    """Bring `runs` to `target`, writing only words that differ from what is there; returns their
+    bytes."""
+    moved = 0
+    for batch in batches(runs):
+        after, there = _bytes_of(source, batch), _at_target(batch, target)
+        flags = changed_blocks(there, after, policy.block_bytes)
+        if not flags.any():
+            continue
+        moved += _write_changed(there, after)
+        if not np.shares_memory(there, target):
+            copy_runs(there, target, unpacked(batch))
+    return moved
+
+
+def _write_changed(there: Bytes, after: Bytes) -> int:
+    even = len(there) // WORD_BYTES * WORD_BYTES
+    old, new = there[:even].view(np.uint16), after[:even].view(np.uint16)
+    differs = old != new
+    np.copyto(old, new, where=differs)
+    tail = int(np.count_nonzero(there[even:] != after[even:]))
+    there[even:] = after[even:]
+    return int(np.count_nonzero(differs)) * WORD_BYTES + tail
+
+
+def _bytes_of(data: MappedData, batch: Runs) -> Bytes:
+    """A batch's bytes in a row: where they lie, if they lie in a row."""
+    jobs = data.jobs(packed(batch))
+    if len(jobs) == 1 and _is_plain(jobs[0][1]):
+        memory, job = jobs[0]
+        at = int(job.places[0])
+        return memory[at : at + int(job.items[0])]
+    return _gathered(jobs, batch.nbytes)
+
+
+def _at_target(batch: Runs, target: Bytes) -> Bytes:
+    """As `_bytes_of`, of what the target holds."""
+    if _is_plain(batch):
+        at = int(batch.targets[0])
+        return target[at : at + int(batch.row_bytes()[0])]
+    return _gathered([(target, packed(reversed_runs(batch)))], batch.nbytes)
+
+
+def _is_plain(runs: Runs) -> bool:
+    return len(runs) == 1 and int(runs.counts[0]) == 1 and int(runs.casts[0]) == BYTES_CAST
+
+
+def _gathered(jobs: Sequence[tuple[Bytes, Runs]], nbytes: int) -> Bytes:
+    row = np.empty(nbytes, dtype=np.uint8)
+    for memory, job in jobs:
+        copy_runs(memory, row, job)
+    return row

@@ -1,0 +1,202 @@
+"""A version moves to another node's StateManager, rank by rank, while its deployment is idle.
+
+The sources keep what they have until they are told to release it. A rank is there whole or not at
+all, so a migration that was cut is simply made again: what has arrived is recognised by its stamp.
+
+Laws:
+
+- A rank's version comes from the first source that has it. One that no source has any more may lie
+  at the target already: the sources were released, and the command came once more.
+- On one machine descriptors are passed from daemon to daemon. Between machines the target fetches
+  over TCP, and keeps what has arrived of a rank when that is cut
+  (`plexrl.statemanager.transfer.resumable_receive`).
+"""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from plexrl.errors import StateLostError, UnavailableError
+from plexrl.statemanager.client.client import MoveReport, StateManagerClient
+from plexrl.statemanager.client.connection import connect, exchange, until_reached
+from plexrl.statemanager.eviction.policy import TierName
+from plexrl.statemanager.protocol.address import host_and_port, nearest
+from plexrl.statemanager.protocol.channel import Channel, close_all
+from plexrl.statemanager.protocol.messages import Answer, Fetch, OpenState, StoredShard
+from plexrl.statemanager.store.versions.versions import VersionKind
+from plexrl.statemanager.transfer.transport.tcp.state_client import RemoteShard, RemoteState
+
+SOURCE_TIMEOUT_S = 10.0
+"""A source that cannot be reached for so long is passed over: the others may have all there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """A rank's version where it lies now."""
+
+    address: str
+    """Of the StateManager: its socket's path, or `tcp://host:port`."""
+    stamp: str
+    tier: TierName | None
+    """Absent: another node does not say."""
+    world_size: int
+
+
+def migrate(
+    sources: Sequence[str],
+    target: str,
+    *,
+    deployment: str,
+    seq: int,
+    ticket: bytes,
+    ranks: Collection[int] | None = None,
+    timeout_s: float = 600.0,
+) -> MoveReport:
+    """Bring version `seq` of a deployment from the StateManagers at `sources` (`address`) to the
+    one at `target`, which is on this machine.
+
+    `ticket` is an agent's, which all of them take. `ranks` absent: all of them. `timeout_s` bounds
+    each request, a restart of the target included.
+
+    Raises:
+        StateLostError: a rank's version is nowhere.
+        StateTierFullError: the target has no room; ranks that arrived stay there.
+        CorruptStateError: what a source has is damaged.
+        UnavailableError: the target, or a source that may have what is missing, cannot be reached.
+    """
+    started = time.perf_counter()
+    there = _held(target, deployment, seq, timeout_s, ticket)
+    found, unreached = _found(sources, deployment, seq, min(timeout_s, SOURCE_TIMEOUT_S), ticket)
+    known = {**there, **found}
+    wanted = set(ranks) if ranks is not None else _all_ranks(found or there)
+    missing = sorted(wanted - set(known))
+    if missing or not known:
+        what = f"version {seq} of {deployment!r}" + (f" rank {missing[0]}" if missing else "")
+        if unreached is not None:
+            raise unreached
+        raise StateLostError(
+            f"{what} is on no StateManager of {sorted({*sources, target})}: restore a checkpoint",
+            deployment=deployment,
+            seq=seq,
+        )
+    moved = 0
+    tiers = set()
+    for rank in sorted(wanted):
+        if rank not in found or (rank in there and there[rank].stamp == found[rank].stamp):
+            tiers.add(there[rank].tier)
+            continue
+        held = found[rank]
+        if host_and_port(held.address) is not None:
+            request = Fetch(
+                source=held.address, deployment=deployment, seq=seq, rank=rank, stamp=held.stamp
+            )
+            with closing(_client(target, timeout_s, ticket)) as client:
+                report = msgspec.convert(client.request(request), MoveReport)
+        else:
+            opened = OpenState(deployment=deployment, seq=seq, rank=rank)
+            report = _move(held.address, target, opened, timeout_s, ticket)
+        moved += report.bytes_moved
+        tiers.add(TierName(report.tier))
+    return MoveReport(
+        bytes_moved=moved,
+        seconds=time.perf_counter() - started,
+        tier=(TierName.NVME if TierName.NVME in tiers else TierName.HOST).value,
+    )
+
+
+def _move(
+    source: str, target: str, request: OpenState, timeout_s: float, ticket: bytes
+) -> MoveReport:
+    """Have the target adopt what the source opens, which stays in place meanwhile."""
+    opened = until_reached(
+        source, timeout_s, partial(_open_state, source, timeout_s, ticket, request)
+    )
+    connection, shard, fds = opened
+    with connection, closing(_client(target, timeout_s, ticket)) as client:
+        try:
+            return client.adopt(shard, fds)
+        finally:
+            close_all(fds)
+
+
+def _open_state(
+    path: str, timeout_s: float, ticket: bytes, request: OpenState
+) -> tuple[Channel, StoredShard, list[int]]:
+    """One rank's version, its descriptors, and the connection that keeps it in place."""
+    connection = connect(path, timeout_s, ticket)
+    try:
+        answer, fds = exchange(connection, request)
+    except BaseException:
+        connection.close()
+        raise
+    [shard] = msgspec.convert(answer["shards"], tuple[StoredShard, ...])
+    return connection, shard, fds
+
+
+def _found(
+    sources: Sequence[str], deployment: str, seq: int, timeout_s: float, ticket: bytes
+) -> tuple[dict[int, _Held], UnavailableError | None]:
+    """Every rank's version at the first source that has it, and why a source was passed over."""
+    found: dict[int, _Held] = {}
+    unreached = None
+    for address in dict.fromkeys(nearest(source) for source in sources):
+        try:
+            held = _held(address, deployment, seq, timeout_s, ticket)
+        except UnavailableError as error:
+            unreached = error
+            continue
+        found = {**held, **found}
+    return found, unreached
+
+
+def _held(
+    path: str, deployment: str, seq: int, timeout_s: float, ticket: bytes
+) -> dict[int, _Held]:
+    """What one StateManager has of the version, by rank; of two saves of it, the later one's."""
+    remote = host_and_port(path)
+    if remote is not None:
+        return _held_far(path, remote, deployment, seq, timeout_s, ticket)
+    with closing(_client(path, timeout_s, ticket)) as client:
+        versions: list[Answer] = (
+            client.usage()["deployments"].get(deployment, {}).get("versions", [])
+        )
+    return {
+        version["rank"]: _Held(
+            address=path,
+            stamp=version["stamp"],
+            tier=TierName(version["tier"]),
+            world_size=version["world_size"],
+        )
+        for version in sorted(versions, key=lambda version: version["token"])
+        if version["kind"] == VersionKind.STATE and version["seq"] == seq
+    }
+
+
+def _held_far(
+    address: str, remote: str, deployment: str, seq: int, timeout_s: float, ticket: bytes
+) -> dict[int, _Held]:
+    def ask() -> list[RemoteShard]:
+        with closing(RemoteState(remote, ticket, timeout_s)) as state:
+            return state.open(deployment, seq)
+
+    manifests = [shard.manifest for shard in until_reached(address, timeout_s, ask)]
+    return {
+        manifest.rank: _Held(
+            address=address, stamp=manifest.stamp, tier=None, world_size=manifest.world_size
+        )
+        for manifest in sorted(manifests, key=lambda manifest: manifest.token)
+    }
+
+
+def _all_ranks(known: Mapping[int, _Held]) -> set[int]:
+    return {rank for held in known.values() for rank in range(held.world_size)}
+
+
+def _client(path: str, timeout_s: float, ticket: bytes) -> StateManagerClient:
+    return StateManagerClient(
+        path, deployment="", rank=0, world_size=1, ticket=ticket, timeout_s=timeout_s
+    )

@@ -1,0 +1,221 @@
+"""A rank's arena filled from versions that ranks of another layout saved.
+
+What is long and lies in this process's memory goes to the arena directly. Everything else is
+brought together in pieces of the arena, so that a device is written to in a few long copies
+whatever the layouts are.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from plexrl.errors import StateLostError, UnavailableError
+from plexrl.statemanager.device.memory import DeviceMemory, Run
+from plexrl.statemanager.eviction.policy import TierName
+from plexrl.statemanager.layout.keys import StateSlice
+from plexrl.statemanager.layout.plan.balance import Source
+from plexrl.statemanager.layout.plan.cache import PlanCache
+from plexrl.statemanager.layout.plan.columns import Layout
+from plexrl.statemanager.layout.plan.plan import Plan
+from plexrl.statemanager.layout.staging import TargetWindows, covered
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, Runs
+from plexrl.statemanager.protocol.tickets import AGENT, TicketKey
+from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.versions.versions import Manifest
+from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, DataPlane
+from plexrl.statemanager.transfer.relayout import check_dtypes, lost, saves, wanted
+from plexrl.statemanager.transfer.state_readers import StateReader, open_elsewhere, open_here
+
+DIRECT_BYTES_MIN = 64 << 10
+"""A run of this many bytes is worth a copy of its own."""
+HERE_BYTES_PER_S = 10e9
+NEIGHBOUR_BYTES_PER_S = 8e9
+REMOTE_BYTES_PER_S = 3e9
+"""About what the ways carry; plans balance replicas by it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaid:
+    """What was loaded."""
+
+    manifest: Manifest
+    """Of one of the ranks that saved it."""
+    nbytes: int
+    """That were brought: those of the arena's own slices, each once."""
+    ranges: tuple[tuple[int, int], ...]
+    """(offset, bytes) of the arena that were written."""
+    tier: TierName
+    """NVMe where any of it came from there."""
+    bytes_by_source: dict[str, int]
+    """Address, this daemon's own empty → bytes that came from there."""
+
+
+class _Opened(NamedTuple):
+    address: str
+    reader: StateReader
+
+
+class Relayouter:
+    """Loads across layouts; keeps plans. Thread-safe."""
+
+    def __init__(self, store: Store, key: TicketKey) -> None:
+        self._store = store
+        self._plane = store.plane
+        self._key = key
+        self._planning = threading.Lock()
+        self._plans = PlanCache()
+
+    def load(
+        self,
+        deployment: str,
+        seq: int,
+        slices: Sequence[StateSlice],
+        memory: DeviceMemory,
+        *,
+        sources: Sequence[str] = (),
+        cast: bool = False,
+    ) -> Relaid:
+        """Fill the slices of an arena from what this daemon, and those at `sources`, have of a
+        version. With `cast` elements may change their dtype as `plan.CAST_RULES` allow.
+
+        Raises:
+            StateLostError: the pieces of no one save make a whole; nothing was written.
+            InvalidRequestError: a tensor was saved with another shape or dtype; nothing was
+                written.
+            UnavailableError: a source that may have what is missing cannot be reached, or went
+                while it was read; then the arena may hold some of it.
+            CorruptStateError: a version is damaged; the arena may hold some of it.
+        """
+        with ExitStack() as held:
+            opened = [_Opened("", r) for r in open_here(held, self._store, deployment, seq)]
+            unreached: UnavailableError | None = None
+            ticket = self._key.mint(AGENT)
+            for address in dict.fromkeys(sources):
+                try:
+                    readers = open_elsewhere(held, address, ticket, os.getuid(), deployment, seq)
+                except UnavailableError as error:
+                    unreached = error
+                    continue
+                opened += [_Opened(address, reader) for reader in readers]
+            try:
+                save, wants, plan = self._planned(deployment, seq, slices, opened, cast=cast)
+            except StateLostError as error:
+                if unreached is not None:
+                    raise unreached from error
+                raise
+            [target] = plan.targets
+            used = {save[index]: runs for index, runs in target.runs.items()}
+            _fill(self._plane, memory, {at.reader: runs for at, runs in used.items()})
+            for at in used:
+                at.reader.confirm()
+            by_source: dict[str, int] = {}
+            for at, runs in used.items():
+                by_source[at.address] = by_source.get(at.address, 0) + runs.nbytes
+            return Relaid(
+                manifest=save[0].reader.manifest,
+                nbytes=target.nbytes,
+                ranges=tuple((piece.arena_offset, piece.nbytes) for piece in wants),
+                tier=TierName.HOST if all(at.reader.is_fast for at in used) else TierName.NVME,
+                bytes_by_source=by_source,
+            )
+
+    def _planned(
+        self,
+        deployment: str,
+        seq: int,
+        slices: Sequence[StateSlice],
+        opened: Sequence[_Opened],
+        *,
+        cast: bool,
+    ) -> tuple[list[_Opened], tuple[StateSlice, ...], Plan]:
+        """The first save of which the pieces that are there are all that is wanted, and the plan.
+
+        A rank that is missing is missed only if nobody has a replica of what it held.
+        """
+        manifests = [at.reader.manifest for at in opened]
+        why = ""
+        for indices in saves(manifests):
+            save = [opened[index] for index in indices]
+            wants = wanted(slices, save[0].reader.manifest)
+            if not cast:
+                for at in save:
+                    check_dtypes(wants, at.reader.slices)
+            try:
+                return save, wants, self._plan(save, wants)
+            except StateLostError as error:
+                why = why or error.message.partition(";")[0]
+        raise lost(deployment, seq, manifests, why)
+
+    def _plan(self, save: Sequence[_Opened], wants: Sequence[StateSlice]) -> Plan:
+        sources = [
+            Source(
+                id=f"{at.address}/{at.reader.manifest.rank}",
+                layout=Layout.of(at.reader.slices),
+                bytes_per_s=_bytes_per_s(at),
+                link=at.address or "here",
+            )
+            for at in save
+        ]
+        with self._planning:
+            return self._plans.plan(sources, [Layout.of(wants)])
+
+
+def _bytes_per_s(at: _Opened) -> float:
+    if not at.address:
+        return HERE_BYTES_PER_S
+    return REMOTE_BYTES_PER_S if at.reader.mapped is None else NEIGHBOUR_BYTES_PER_S
+
+
+def _fill(plane: DataPlane, memory: DeviceMemory, runs_of: dict[StateReader, Runs]) -> None:
+    """Bring runs from their readers to the arena."""
+    direct: list[Run] = []
+    windows: list[tuple[StateReader, TargetWindows]] = []
+    for reader, runs in runs_of.items():
+        rest = runs
+        if reader.mapped is not None:
+            is_long = (runs.counts == 1) & (runs.casts == BYTES_CAST)
+            is_long &= runs.items >= DIRECT_BYTES_MIN
+            for source, job in reader.mapped.jobs(runs.chosen(is_long)):
+                address = source.ctypes.data
+                columns = (job.targets.tolist(), job.places.tolist(), job.items.tolist())
+                for to, place, nbytes in zip(*columns, strict=True):
+                    assert 0 <= place <= len(source) - nbytes
+                    direct.append(Run(to, address + place, nbytes))
+            rest = runs.chosen(~is_long)
+        if len(rest):
+            windows.append((reader, TargetWindows(rest, BLOCK_BYTES)))
+    plane.copy(direct, memory.write)
+
+    def fill_window(start: int) -> None:
+        with plane.buffer() as buffer:
+            # The last piece of the arena may end before the buffer does.
+            block = np.frombuffer(buffer.view, dtype=np.uint8)
+            filled: list[Run] = []
+            for reader, there in windows:
+                runs = there.runs(start)
+                if len(runs):
+                    reader.read(runs, block)
+                    filled += [
+                        Run(start + at, buffer.address + at, nbytes) for at, nbytes in covered(runs)
+                    ]
+            memory.write(_joined(filled))
+
+    starts = sorted({at for _, there in windows for at in there.windows()})
+    for _ in plane.spread(fill_window, starts):
+        pass
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """The same copies, as few as may be: what several readers brought side by side is one."""
+    found: list[Run] = []
+    for run in sorted(runs, key=lambda run: run.offset):
+        if found and found[-1].offset + found[-1].nbytes == run.offset:
+            found[-1] = Run(found[-1].offset, found[-1].address, found[-1].nbytes + run.nbytes)
+        else:
+            found.append(run)
+    return found

@@ -1,0 +1,400 @@
+"""Versions on their way here from another node: straight into host segments, block by block.
+
+Laws:
+
+- A block counts as arrived once its bytes are in place and match the digest that the source gave;
+  then a byte of the arrival's record says so. So whatever is cut or killed, only blocks that are
+  missing are asked for again.
+- A record names the version that it is of by its stamp, and is of no other. It is removed when the
+  version is stored, when another version of its name comes, or the deployment is released; one that
+  nobody carries on with gives way to whoever needs the room.
+- What another rank has here already, by key and digests, is shared and not sent.
+
+    magic | u64 bytes of JSON | u64 xxh3 of JSON | manifest and pieces | zeros | a byte a block
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from plexrl.errors import CorruptStateError, OperationCancelledError
+from plexrl.statemanager.eviction.policy import TierName
+from plexrl.statemanager.eviction.tier_allocator import Rooms
+from plexrl.statemanager.fault_points import FaultPoints
+from plexrl.statemanager.host.free_ranges import cut
+from plexrl.statemanager.host.pool import HostPool
+from plexrl.statemanager.store.catalog import Catalog
+from plexrl.statemanager.store.nvme import DIGEST_BYTES, digest, file_bytes
+from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
+from plexrl.statemanager.store.saving import PIECE_TEXT_BYTES, new_object
+from plexrl.statemanager.store.tier import Tier
+from plexrl.statemanager.store.versions.versions import (
+    Manifest,
+    VersionRecord,
+    decode_page,
+    encode_page,
+    header_bytes,
+    padded,
+)
+from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES
+
+LOG = logging.getLogger(__name__)
+
+HOST = TierName.HOST
+MAGIC = b"PLEXRLA1"
+SUFFIX = ".arriving"
+TRIES = 3
+"""Times that a block may arrive damaged."""
+
+Fetch = Callable[[int, Sequence[memoryview]], None]
+"""Fills memory with the version's data from a place on."""
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """One version, as far as it has come."""
+
+    manifest: Manifest
+    objects: tuple[StoredObject, ...]
+    """One for each section."""
+    own: tuple[StoredObject, ...]
+    """Those that are to be filled."""
+    reserved: int
+    """Bytes of the bound for the header and the record; what objects take is theirs."""
+    path: Path
+    marks_at: int
+    """Where in the record the marks begin."""
+    marks: bytearray = field(default_factory=bytearray)
+    """A byte for each block of `own`, one object after the other."""
+
+
+class Arrivals:
+    """Thread-safe; one version of a name arrives at a time."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        tier: Tier,
+        pool: HostPool,
+        rooms: Rooms,
+        faults: FaultPoints,
+    ) -> None:
+        self._catalog = catalog
+        self._tier = tier
+        self._pool = pool
+        self._rooms = rooms
+        self._faults = faults
+        self._changed = threading.Condition(catalog.lock)
+        self._idle: dict[str, Arrival] = {}
+        self._busy: dict[str, tuple[str, threading.Event]] = {}
+        """Names of what is under way: whose it is, and what ends it."""
+        rooms.make_way = self.drop_idle
+
+    @contextmanager
+    def turn(self, manifest: Manifest) -> Iterator[threading.Event]:
+        """One at a time for each name; the event is set when it is to end."""
+        cancelled = threading.Event()
+        with self._catalog.lock:
+            self._changed.wait_for(lambda: manifest.name not in self._busy)
+            self._busy[manifest.name] = (manifest.deployment, cancelled)
+        try:
+            yield cancelled
+        finally:
+            with self._catalog.lock:
+                del self._busy[manifest.name]
+                self._changed.notify_all()
+
+    def receive(
+        self, manifest: Manifest, digests: Sequence[bytes], fetch: Fetch, cancelled: threading.Event
+    ) -> tuple[Version, int]:
+        """Store a version, within its `turn`; returns it, and the bytes that were fetched.
+
+        `digests`: of the blocks of each section.
+
+        Raises:
+            StateTierFullError: the host tier has no room; nothing is left behind.
+            CorruptStateError: a block arrives damaged again and again; the others are kept.
+            OperationCancelledError: its deployment was released; nothing is left behind.
+            PlexRLError: what `fetch` raises; what has arrived is kept.
+        """
+        arrival = self._begun(manifest, digests)
+        moved = 0
+        try:
+            for found, start, at in _missing(arrival):
+                if cancelled.is_set():
+                    raise OperationCancelledError(f"{manifest.description} was released")
+                moved += self._bring(arrival, found, start, fetch)
+                arrival.marks[at] = 1
+                self._mark(arrival, at)
+                self._faults.reach("arrive.block")
+            version = self._finish(arrival)
+        except OperationCancelledError:
+            with self._catalog.lock:
+                self._drop(arrival)
+            raise
+        except BaseException:
+            with self._catalog.lock:
+                self._idle[manifest.name] = arrival
+            raise
+        return version, moved
+
+    def release(self, deployment: str) -> None:
+        """Give up what is arriving of a deployment; returns when nothing of it does any more."""
+        with self._catalog.lock:
+            self._changed.wait_for(lambda: not self._end_busy(deployment))
+            for name, arrival in list(self._idle.items()):
+                if arrival.manifest.deployment == deployment:
+                    self._drop(self._idle.pop(name))
+
+    def drop_idle(self) -> None:
+        """Give up what nobody carries on with."""
+        with self._catalog.lock:
+            for name in list(self._idle):
+                self._drop(self._idle.pop(name))
+
+    def reserved_bytes(self) -> int:
+        """For the records of what is not under way. The catalog's lock is held."""
+        return sum(arrival.reserved for arrival in self._idle.values())
+
+    def recover(self) -> None:
+        """Take in what a daemon before this one had received; the versions are there already."""
+        for path in sorted(self._tier.directory.glob(f"*{SUFFIX}")):
+            with self._catalog.lock:
+                arrival = self._recovered(path)
+                if arrival is None:
+                    path.unlink()
+                elif arrival.manifest.name in self._idle:
+                    self._drop(arrival)
+                else:
+                    self._idle[arrival.manifest.name] = arrival
+
+    def _begun(self, manifest: Manifest, digests: Sequence[bytes]) -> Arrival:
+        with self._catalog.lock:
+            arrival = self._idle.pop(manifest.name, None)
+            if arrival is not None and arrival.manifest.stamp != manifest.stamp:
+                self._drop(arrival)
+                arrival = None
+        if arrival is None:
+            arrival = self._begin(manifest, digests)
+        for found, made in zip(arrival.objects, digests, strict=True):
+            found.digests = made
+        return arrival
+
+    def _begin(self, manifest: Manifest, digests: Sequence[bytes]) -> Arrival:
+        catalog = self._catalog
+        with catalog.lock:
+            manifest = replace(manifest, ordinal=catalog.tick())
+            objects = [
+                self._shared(manifest, index, made) or new_object(manifest, section)
+                for index, (section, made) in enumerate(
+                    zip(manifest.sections, digests, strict=True)
+                )
+            ]
+            own = [found for found in objects if found.state == ObjectState.PENDING]
+            held = [found for found in objects if found not in own]
+            catalog.acquire(held, HOST)
+        needed = sum(found.bytes_in(HOST) for found in own)
+        text = len(msgspec.json.encode(manifest)) + len(objects) * 4 * PIECE_TEXT_BYTES
+        blocks = sum(-(-found.nbytes // BLOCK_BYTES) for found in own)
+        reserved = 2 * header_bytes(text, ()) + padded(blocks)
+        try:
+            self._rooms.make(manifest, needed + reserved, needed + reserved, host_only=True)
+        except BaseException:
+            with catalog.lock:
+                catalog.release(held, HOST)
+            raise
+        try:
+            for found in own:
+                found.pieces = self._pool.alloc(found.bytes_in(HOST), manifest.tenant)
+            arrival = self._written(manifest, objects, own, reserved, blocks)
+        except BaseException:
+            with catalog.lock:
+                for found in own:
+                    catalog.abandon(found, HOST)
+                catalog.release(held, HOST)
+                catalog.give_back(HOST, needed + reserved)
+            raise
+        with catalog.lock:
+            catalog.acquire(own, HOST)
+        self._pool.set_aside(reserved)
+        return arrival
+
+    def _shared(self, manifest: Manifest, index: int, digests: bytes) -> StoredObject | None:
+        """Another rank's object in host that is this section, if there is one."""
+        key = share_keys(manifest)[index]
+        found = None if key is None else self._catalog.shared.get(key)
+        if found is None or found.state != ObjectState.WHOLE or found.pieces is None:
+            return None
+        return found if found.digests == digests else None
+
+    def _written(
+        self,
+        manifest: Manifest,
+        objects: Sequence[StoredObject],
+        own: Sequence[StoredObject],
+        reserved: int,
+        blocks: int,
+    ) -> Arrival:
+        record = VersionRecord(manifest, tuple(found.record(HOST) for found in objects))
+        page = encode_page(MAGIC, msgspec.json.encode((record, [found.id for found in own])))
+        path = self._tier.directory / f"{manifest.file_name}{SUFFIX}"
+        part = path.with_suffix(".part")
+        try:
+            part.write_bytes(page + bytes(blocks))
+            part.rename(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise self._tier.refused(error) from error
+        return Arrival(
+            manifest=manifest,
+            objects=tuple(objects),
+            own=tuple(own),
+            reserved=reserved,
+            path=path,
+            marks_at=len(page),
+            marks=bytearray(blocks),
+        )
+
+    def _recovered(self, path: Path) -> Arrival | None:
+        """What a record says, its memory claimed; None where that is another's by now."""
+        try:
+            contents = path.read_bytes()
+            text = decode_page(MAGIC, contents)
+            record, own_ids = msgspec.json.decode(text, type=tuple[VersionRecord, list[str]])
+        except (OSError, CorruptStateError, msgspec.MsgspecError) as error:
+            LOG.warning("%s cannot be carried on with (%s); removed", path, error)
+            return None
+        known = {found.id: found for v in self._catalog.current.values() for found in v.objects}
+        objects: list[StoredObject] = []
+        claimed: list[StoredObject] = []
+        marks_at = len(encode_page(MAGIC, text))
+        for one in record.objects:
+            found = known.get(one.id)
+            if (
+                one.id in own_ids
+                and found is None
+                and self._pool.claim(one.pieces, record.manifest.tenant)
+            ):
+                found = StoredObject(
+                    id=one.id,
+                    nbytes=one.nbytes,
+                    file_bytes=file_bytes(one.id, one.nbytes),
+                    pieces=one.pieces,
+                )
+                claimed.append(found)
+            elif one.id in own_ids or found is None or found.pieces is None:
+                # It is stored, or a replica that was shared has gone: there is nothing to go on.
+                for each in claimed:
+                    self._pool.free(each.pieces or ())
+                return None
+            objects.append(found)
+        reserved = padded(len(contents))
+        self._catalog.used_bytes[HOST] += reserved + sum(f.bytes_in(HOST) for f in claimed)
+        self._catalog.acquire(objects, HOST)
+        self._pool.set_aside(reserved)
+        self._catalog.clock = max(self._catalog.clock, record.manifest.ordinal)
+        return Arrival(
+            manifest=record.manifest,
+            objects=tuple(objects),
+            own=tuple(claimed),
+            reserved=reserved,
+            path=path,
+            marks_at=marks_at,
+            marks=bytearray(contents[marks_at:]),
+        )
+
+    def _bring(self, arrival: Arrival, found: StoredObject, start: int, fetch: Fetch) -> int:
+        section = arrival.manifest.sections[arrival.objects.index(found)]
+        count = min(BLOCK_BYTES, found.nbytes - start)
+        pieces = cut(found.pieces or (), start, padded(count))
+        views = [self._pool.view(piece) for piece in pieces]
+        at = start // BLOCK_BYTES * DIGEST_BYTES
+        tail = padded(count) - count
+        for _ in range(TRIES):
+            fetch(section.start + start, _first(views, count))
+            if digest(views, count) == found.digests[at : at + DIGEST_BYTES]:
+                if tail:
+                    # Segments are recycled: what another left behind the data goes.
+                    views[-1][len(views[-1]) - tail :] = bytes(tail)
+                return count
+        raise CorruptStateError(
+            f"{arrival.manifest.description} arrives damaged (block {start // BLOCK_BYTES} of "
+            f"object {found.id}): check the network and the source's memory"
+        )
+
+    def _mark(self, arrival: Arrival, at: int) -> None:
+        fd = os.open(arrival.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(fd, b"\1", arrival.marks_at + at)
+        finally:
+            os.close(fd)
+
+    def _finish(self, arrival: Arrival) -> Version:
+        catalog = self._catalog
+        with catalog.lock:
+            # Versions of its name may have come and gone while it arrived.
+            manifest = replace(arrival.manifest, ordinal=catalog.tick())
+            for found, key in zip(arrival.objects, share_keys(manifest), strict=True):
+                if found in arrival.own and key is not None and key not in catalog.shared:
+                    found.share_key = key
+                    catalog.shared[key] = found
+        version = Version(
+            manifest, arrival.objects, last_use=manifest.ordinal, last_use_s=self._rooms.now()
+        )
+        records = [found.record(HOST) for found in arrival.objects]
+        header = header_bytes(len(msgspec.json.encode(manifest)), records)
+        self._tier.name_version(version.record(HOST), "put")
+        with catalog.lock:
+            for found in arrival.own:
+                catalog.settle(found, ObjectState.WHOLE)
+            catalog.install(version)
+            catalog.named(version, HOST, header)
+            # The header takes its room from the record's.
+            catalog.used_bytes[HOST] += header
+            self._let_go(arrival)
+        self._pool.set_aside(header)
+        return version
+
+    def _drop(self, arrival: Arrival) -> None:
+        for found in arrival.own:
+            self._catalog.settle(found, ObjectState.FAILED)
+        self._let_go(arrival)
+
+    def _let_go(self, arrival: Arrival) -> None:
+        """Remove the record; objects that no version has go with it. The lock is held."""
+        arrival.path.unlink(missing_ok=True)
+        self._catalog.release(arrival.objects, HOST)
+        self._catalog.give_back(HOST, arrival.reserved)
+        self._pool.set_aside(-arrival.reserved)
+
+    def _end_busy(self, deployment: str) -> bool:
+        found = [event for whose, event in self._busy.values() if whose == deployment]
+        for event in found:
+            event.set()
+        return bool(found)
+
+
+def _missing(arrival: Arrival) -> Iterator[tuple[StoredObject, int, int]]:
+    """(object, place in it, number of its mark) of each block that is still to come."""
+    at = 0
+    for found in arrival.own:
+        for start in range(0, found.nbytes, BLOCK_BYTES):
+            if not arrival.marks[at]:
+                yield found, start, at
+            at += 1
+
+
+def _first(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """The first bytes of some memory."""
+    found = []
+    for view in views:
+        if nbytes > 0:
+            found.append(view[:nbytes])
+            nbytes -= len(view)
+    return found

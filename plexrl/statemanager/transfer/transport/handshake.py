@@ -1,0 +1,81 @@
+"""Who reads over TCP shows what its ticket says, and both ends prove that they know its signature.
+
+    server → client: nonce
+    client → server: u16 length, claims, nonce, HMAC-SHA256(signature, both nonces, "client")
+    server → client: HMAC-SHA256(signature, both nonces, "server")
+
+The server makes the signature anew from the claims with the cluster's key; so a ticket is never on
+the wire, and who listens cannot use it. What follows is neither encrypted nor signed: the network
+is the cluster's own.
+"""
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+
+from plexrl.errors import AuthenticationError, ConnectionLostError
+from plexrl.statemanager.protocol.tickets import Claims, TicketKey, split
+
+NONCE_BYTES = 32
+PART_S = 5.0
+"""For each part of it, however the bytes trickle in."""
+_MAC_BYTES = hashlib.sha256().digest_size
+_LENGTH = struct.Struct("<H")
+
+
+def greet_server(connection: socket.socket, ticket: bytes) -> None:
+    """The client's part.
+
+    Raises:
+        AuthenticationError: the server has another key than the ticket's.
+        ConnectionLostError: the server closed; it does so to whoever has no ticket of its key.
+    """
+    signature, claims = split(ticket)
+    theirs = _exactly(connection, NONCE_BYTES)
+    ours = secrets.token_bytes(NONCE_BYTES)
+    proof = _mac(signature, theirs + ours, b"client")
+    connection.sendall(_LENGTH.pack(len(claims)) + claims + ours + proof)
+    expected = _mac(signature, theirs + ours, b"server")
+    if not hmac.compare_digest(_exactly(connection, _MAC_BYTES), expected):
+        raise AuthenticationError("the remote StateManager has another ticket key")
+
+
+def greet_client(connection: socket.socket, key: TicketKey) -> Claims:
+    """The server's part; returns what the client's ticket says.
+
+    Raises:
+        AuthenticationError: the client has no ticket of this key.
+        ConnectionLostError: the client closed.
+    """
+    ours = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(ours)
+    claims = _exactly(connection, *_LENGTH.unpack(_exactly(connection, _LENGTH.size)))
+    answer = _exactly(connection, NONCE_BYTES + _MAC_BYTES)
+    both = ours + answer[:NONCE_BYTES]
+    signature = key.sign(claims)
+    if not hmac.compare_digest(answer[NONCE_BYTES:], _mac(signature, both, b"client")):
+        raise AuthenticationError("a client has no ticket of this cluster's key")
+    connection.sendall(_mac(signature, both, b"server"))
+    return key.claims_of(claims)
+
+
+def _mac(signature: bytes, nonces: bytes, end: bytes) -> bytes:
+    return hmac.digest(signature, nonces + end, "sha256")
+
+
+def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+    received = b""
+    deadline = time.monotonic() + PART_S
+    while len(received) < nbytes:
+        if time.monotonic() > deadline:
+            raise ConnectionLostError("the other end took too long over the handshake")
+        part = connection.recv(nbytes - len(received))
+        if not part:
+            raise ConnectionLostError(
+                "the other end closed during the handshake: give both nodes the same ticket key"
+            )
+        received += part
+    return received

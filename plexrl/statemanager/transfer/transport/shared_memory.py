@@ -1,0 +1,132 @@
+"""The way to a StateManager on the same machine: its files, mapped."""
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from plexrl.errors import ConnectionLostError
+from plexrl.statemanager.client.connection import connect, exchange
+from plexrl.statemanager.layout.plan.columns import Layout
+from plexrl.statemanager.protocol.channel import Channel, close_all
+from plexrl.statemanager.protocol.messages import (
+    AmaxPublished,
+    Confirm,
+    OpenPublished,
+    PublishedShard,
+    regions_of,
+)
+from plexrl.statemanager.transfer.copy.strided_copy import Bytes, Copier
+from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
+from plexrl.statemanager.transfer.delta.stream import copy_changed
+from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
+from plexrl.statemanager.transfer.transport.source import Arrived, LayoutOf, Shard, ShardRuns
+
+BYTES_PER_S = 10e9
+REQUEST_S = 1e-6
+
+
+class SharedMemory:
+    """Opens sources by the path of their Unix socket. One thread at a time."""
+
+    def __init__(
+        self, copier: Copier, layout_of: LayoutOf, ticket: bytes, timeout_s: float
+    ) -> None:
+        """`timeout_s` bounds each wait on a socket."""
+        self._copier = copier
+        self._layout_of = layout_of
+        self._ticket = ticket
+        self._timeout_s = timeout_s
+        self._files = MappedFiles()
+
+    def open(
+        self, address: str, deployment: str, seq: int, known: Collection[str]
+    ) -> "SharedMemorySource":
+        """As `Way.open`."""
+        connection = connect(address, self._timeout_s, self._ticket)
+        try:
+            request = OpenPublished(source=deployment, seq=seq, known=tuple(known))
+            answer, fds = exchange(connection, request)
+            try:
+                offered = msgspec.convert(answer["shards"], tuple[PublishedShard, ...])
+                placed = [regions_of(one.regions, fds) for one in offered]
+                data = [MappedData.of(each, self._files.of(each)) for each in placed]
+            finally:
+                close_all(fds)
+            shards = tuple(_shard(one, self._layout_of) for one in offered)
+            return SharedMemorySource(address, deployment, connection, shards, data, self._copier)
+        except BaseException:
+            connection.close()
+            raise
+
+    def forget_unused(self) -> None:
+        """Unmap files that no source opened since the last call had."""
+        self._files.forget_unused()
+
+
+class SharedMemorySource:
+    """An `OpenSource` whose bytes this process sees itself."""
+
+    def __init__(
+        self,
+        address: str,
+        deployment: str,
+        connection: Channel,
+        shards: tuple[Shard, ...],
+        data: list[MappedData],
+        copier: Copier,
+    ) -> None:
+        self.address = address
+        self.shards = shards
+        self.bytes_per_s = BYTES_PER_S
+        self.request_s = REQUEST_S
+        # A daemon that died may have been followed by one that uses the memory for something else.
+        self.arrives_whole = False
+        self._deployment = deployment
+        self._connection = connection
+        self._data = data
+        self._copier = copier
+
+    def read(
+        self,
+        parts: tuple[ShardRuns, ...],
+        target: Bytes,
+        arrived: Arrived,
+        delta: DeltaPolicy | None = None,
+    ) -> None:
+        """As `OpenSource.read`. The base itself is not needed: the target's memory is at hand."""
+        if delta is not None and delta.only_where_quicker:
+            delta = None
+        whole = [part for part in parts if delta is None or part.base is None]
+        jobs = [job for part in whole for job in self._data[part.shard].jobs(part.runs)]
+        self._copier.copy(jobs, target)
+        for part in whole:
+            arrived(part.runs, part.runs.nbytes)
+        for part in parts:
+            if delta is not None and part.base is not None:
+                moved = copy_changed(self._data[part.shard], part.runs, target, delta)
+                arrived(part.runs, moved)
+
+    def amaxes(self, shard: int, tensors: Sequence[str]) -> list[float]:
+        """As `OpenSource.amaxes`; the daemon works them out once for all who ask."""
+        asked = self.shards[shard]
+        request = AmaxPublished(
+            source=self._deployment, rank=asked.rank, stamp=asked.stamp, tensors=tuple(tensors)
+        )
+        answer, _ = exchange(self._connection, request)
+        return msgspec.convert(answer["amax"], list[float])
+
+    def confirm(self) -> None:
+        """As `OpenSource.confirm`."""
+        exchange(self._connection, Confirm())
+
+    def close(self) -> None:
+        """As `OpenSource.close`."""
+        self._data = []
+        self._connection.close()
+
+
+def _shard(offered: PublishedShard, layout_of: LayoutOf) -> Shard:
+    layout = layout_of(offered.layout) if offered.slices is None else Layout.of(offered.slices)
+    if layout is None or layout.digest != offered.layout:
+        raise ConnectionLostError("the source answered with a layout that was not asked for")
+    return Shard(rank=offered.rank, stamp=offered.stamp, layout=layout, nbytes=offered.nbytes)

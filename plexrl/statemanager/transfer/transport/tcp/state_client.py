@@ -1,0 +1,120 @@
+"""Versions of ranks' state on another node, over TCP (`transport.state_server`)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from plexrl.errors import ConnectionLostError
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, UNSCALED, Runs
+from plexrl.statemanager.store.versions.versions import Manifest
+from plexrl.statemanager.transfer.copy.strided_copy import Bytes
+from plexrl.statemanager.transfer.transport.run_stream import (
+    DIGEST_BYTES,
+    Digest,
+    encode_runs,
+    receive_runs,
+)
+from plexrl.statemanager.transfer.transport.tcp.client import (
+    BATCH_BYTES,
+    BATCH_RUNS,
+    connect_tcp,
+    head_of,
+)
+from plexrl.wire.framing import send_frame
+
+if TYPE_CHECKING:
+    import socket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteShard:
+    """One rank's version on another node."""
+
+    index: int
+    """Among those that were opened together."""
+    manifest: Manifest
+    blocks: tuple[bytes, ...]
+    """The digests of its blocks, by section, where they were asked for."""
+
+
+class _Offered(msgspec.Struct):
+    manifest: Manifest
+    blocks: tuple[bytes, ...]
+
+
+class RemoteState:
+    """One connection. Not for use by several threads at once."""
+
+    def __init__(self, address: str, ticket: bytes, timeout_s: float) -> None:
+        """`address` is `host:port`. `timeout_s` bounds each wait.
+
+        Raises:
+            OSError: nobody is there.
+            AuthenticationError: it has another key than the ticket's.
+        """
+        self._connection: socket.socket = connect_tcp(address, ticket, timeout_s)
+
+    def open(
+        self, deployment: str, seq: int, *, rank: int | None = None, digests: bool = False
+    ) -> list[RemoteShard]:
+        """What is there of a version, held until the next `open` or `close`.
+
+        Raises:
+            PermissionDeniedError: the ticket is of another deployment's worker.
+            ConnectionLostError: the other end went.
+        """
+        request = {"type": "open_state", "deployment": deployment, "seq": seq, "digests": digests}
+        if rank is not None:
+            request["rank"] = rank
+        send_frame(self._connection, request)
+        answer, _ = head_of(self._connection)
+        offered = msgspec.convert(answer["shards"], list[_Offered])
+        return [
+            RemoteShard(index=index, manifest=one.manifest, blocks=one.blocks)
+            for index, one in enumerate(offered)
+        ]
+
+    def read(self, shard: RemoteShard, runs: Runs, target: Bytes, *, verify: bool) -> None:
+        """Bring runs to their places in `target`; `verify`: against the sender's digest of them.
+
+        Raises:
+            ConnectionLostError: the other end went; some may have arrived.
+            CorruptStateError: bytes were changed on the way.
+        """
+        for batch in runs.batches(BATCH_BYTES):
+            for at in range(0, len(batch), BATCH_RUNS):
+                self._read(shard, batch.chosen(slice(at, at + BATCH_RUNS)), target, verify)
+
+    def read_range(self, shard: RemoteShard, start: int, target: Bytes) -> None:
+        """Fill `target` with the data from `start` on. Raises as `read`; nothing is verified."""
+        one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        runs = Runs(
+            places=one * start,
+            targets=zero,
+            items=one * len(target),
+            counts=one,
+            strides=zero,
+            target_strides=zero,
+            casts=one * BYTES_CAST,
+            scales=one * UNSCALED,
+        )
+        self._read(shard, runs, target, verify=False)
+
+    def close(self) -> None:
+        """Let go of what was opened."""
+        self._connection.close()
+
+    def _read(self, shard: RemoteShard, runs: Runs, target: Bytes, verify: bool) -> None:
+        header = {
+            "type": "read_state",
+            "shard": shard.index,
+            "stamp": shard.manifest.stamp,
+            "verify": verify,
+        }
+        send_frame(self._connection, header, encode_runs(runs))
+        _, announced = head_of(self._connection)
+        if announced != runs.nbytes + (DIGEST_BYTES if verify else 0):
+            raise ConnectionLostError(f"{announced} bytes were announced for {runs.nbytes}")
+        receive_runs(self._connection, runs, target, Digest(verify))

@@ -1,5 +1,0 @@
-"""Ways to the bytes of a published version: shared memory, TCP, RDMA."""
-
-from plexrl.statemanager.transport.source import OpenSource, Shard, Way
-
-__all__ = ["OpenSource", "Shard", "Way"]

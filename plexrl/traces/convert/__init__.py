@@ -1,0 +1,1 @@
+"""Traces made from other traces, from W&B exports and from live clusters."""

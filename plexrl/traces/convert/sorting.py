@@ -1,0 +1,52 @@
+"""A trace in order of submission, however long it is and however its source orders it."""
+
+import heapq
+import pickle
+import tempfile
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from pathlib import Path
+
+from plexrl.traces.convert.shaping import from_first
+from plexrl.traces.schema import TraceJob
+
+IN_MEMORY = 100_000
+"""Jobs; more are sorted in parts, which lie in files until they are merged."""
+
+
+def by_submission(jobs: Iterable[TraceJob], in_memory: int = IN_MEMORY) -> Iterator[TraceJob]:
+    """The jobs by `submit_s`, the first at 0; those of equal times stay as they were."""
+    return from_first(_sorted(jobs, in_memory))
+
+
+def _sorted(jobs: Iterable[TraceJob], in_memory: int) -> Iterator[TraceJob]:
+    key = attrgetter("submit_s")
+    with tempfile.TemporaryDirectory(prefix="plexrl-sort-") as folder:
+        runs: list[Path] = []
+        held: list[TraceJob] = []
+        for job in jobs:
+            held.append(job)
+            if len(held) == in_memory:
+                held.sort(key=key)
+                runs.append(_write(Path(folder) / str(len(runs)), held))
+                held = []
+        held.sort(key=key)
+        # The merge keeps the order of its inputs among equals, and they are in reading order.
+        yield from heapq.merge(*(_read(run) for run in runs), held, key=key)
+
+
+def _write(path: Path, jobs: list[TraceJob]) -> Path:
+    with path.open("wb") as file:
+        for job in jobs:
+            pickle.dump(job, file)
+    return path
+
+
+def _read(path: Path) -> Iterator[TraceJob]:
+    with path.open("rb") as file:
+        while True:
+            try:
+                job = pickle.load(file)
+            except EOFError:
+                return
+            yield job

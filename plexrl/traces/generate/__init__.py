@@ -1,0 +1,1 @@
+"""Generated traces: distributions, fitting, published profiles."""

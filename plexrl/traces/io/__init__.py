@@ -1,0 +1,1 @@
+"""Trace files: CSV, Parquet and JSON, read, checked and written as streams."""

@@ -1,0 +1,99 @@
+"""Tables in CSV: one header line, UTF-8, an empty cell for what is absent. Streams."""
+
+import csv
+import gzip
+import io
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import IO, Any
+
+from plexrl.traces.io.cells import defaults, format_cell, parse_cells
+from plexrl.traces.io.file_header import Header, column_faults
+from plexrl.traces.io.problems import Problem, Report
+from plexrl.traces.io.text_lines import cells
+from plexrl.traces.schema import Fault, Table
+
+Parsed = tuple[int, dict[str, Any], list[Fault]]
+"""Line, typed values, and what could not be read as a value."""
+
+
+def read_csv(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:
+    """Each line as typed values, which are yet to be checked against each other and their bounds.
+
+    What is wrong with the header is reported as of its line; without a required column there is
+    nothing to read.
+    """
+    found = cells(path, report)
+    first = next(found, None)
+    if first is None:
+        report(Problem(line=0, field="", message="the file is empty: a header line is missing"))
+        return
+    header = [name.strip() for name in first[1]]
+    faults = list(header_faults(table, header))
+    for field, message in faults:
+        report(Problem(line=first[0], field=field, message=message))
+    if {name for name, _ in faults} & {each.name for each in table.columns}:
+        return
+    absent = defaults(table)
+    columns = [(header.index(each.name), each) for each in table.columns if each.name in header]
+    for line, row in found:
+        if len(row) != len(header):
+            message = f"the row has {len(row)} cells, and the header has {len(header)}"
+            field = header[len(row)] if len(row) < len(header) else ""
+            message = f"is missing: {message}" if field else message
+            report(Problem(line=line, field=field, message=message))
+            continue
+        values, unread = parse_cells(columns, row, absent)
+        yield line, values, unread
+
+
+def fatal_header_faults(table: Table[Any], header: Header) -> list[Fault]:
+    """What is so wrong with the names that none of the rows can be understood: columns that are
+    missing, stand twice, or look like one of ours misspelt."""
+    needed = ((each.name,) for each in table.columns if each.required)
+    faults = column_faults(header, needed, f"a trace of {table.name}")
+    for name in dict.fromkeys(header.names):
+        near = () if name in table.names else get_close_matches(name, table.names, n=1)
+        if near and near[0] not in header.names:
+            faults.append((name, f"is no column: did you mean {near[0]}?"))
+    return faults
+
+
+def header_faults(table: Table[Any], header: list[str]) -> Iterator[Fault]:
+    """What is wrong with the names of a file's columns."""
+    for column in table.columns:
+        if column.required and column.name not in header:
+            yield column.name, "is missing from the header"
+        if header.count(column.name) > 1:
+            yield column.name, "stands twice in the header"
+    for name in dict.fromkeys(header):
+        if name not in table.names:
+            near = get_close_matches(name, table.names, n=1)
+            yield name, "is no column" + (f": did you mean {near[0]}?" if near else "")
+
+
+class CsvWriter:
+    """Writes rows that are known to be right."""
+
+    def __init__(self, path: Path, table: Table[Any], *, compressed: bool) -> None:
+        self._names = table.names
+        self._raw = path.open("wb")
+        self._file: IO[bytes] = self._raw
+        if compressed:
+            # No name and no time in it: the same rows are the same bytes.
+            packed = gzip.GzipFile(filename="", fileobj=self._raw, mode="wb", mtime=0)
+            self._file = packed  # type: ignore[assignment]  # it writes like a file
+        self._text = io.TextIOWrapper(self._file, encoding="utf-8", newline="")
+        self._writer = csv.writer(self._text, lineterminator="\n")
+        self._writer.writerow(self._names)
+
+    def write(self, rows: Iterable[Any]) -> None:
+        """Append rows."""
+        for row in rows:
+            self._writer.writerow([format_cell(getattr(row, name)) for name in self._names])
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._text.close()
+        self._raw.close()

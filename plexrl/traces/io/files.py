@@ -1,0 +1,205 @@
+"""Trace files in whichever format their name says: read, checked and written as streams.
+
+`.csv`, `.csv.gz` and `.parquet`. Whatever the length of a file, a bounded part is in memory.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from plexrl.errors import InvalidRequestError
+from plexrl.traces.io.csv_file import CsvWriter, Parsed, fatal_header_faults, read_csv
+from plexrl.traces.io.distinct import IN_MEMORY, DistinctKeys
+from plexrl.traces.io.file_header import Header, header_error, read_header
+from plexrl.traces.io.parquet_file import ParquetWriter, column_names, read_parquet
+from plexrl.traces.io.problems import Problem, Problems, Report
+from plexrl.traces.schema import JOBS, LENGTHS, ResponseLength, Table, TraceJob, row_faults
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """What a look at a whole file found."""
+
+    good: int
+    """Rows without fault."""
+    problems: Problems
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong."""
+        return self.problems.count == 0
+
+
+def read_jobs(
+    path: str | Path, *, skip_bad: bool = False, on_problem: Report | None = None
+) -> Iterator[TraceJob]:
+    """The jobs of a trace, in order of submission.
+
+    Raises:
+        TraceError: rows are bad, and `skip_bad` is not set; all are named, and none was yielded.
+        InvalidRequestError: the file cannot be read at all.
+    """
+    return read_table(Path(path), JOBS, skip_bad=skip_bad, on_problem=on_problem)
+
+
+def read_lengths(
+    path: str | Path, *, skip_bad: bool = False, on_problem: Report | None = None
+) -> Iterator[ResponseLength]:
+    """The rows of a table of response lengths; raises as `read_jobs`."""
+    return read_table(Path(path), LENGTHS, skip_bad=skip_bad, on_problem=on_problem)
+
+
+def read_table(
+    path: Path, table: Table[Row], *, skip_bad: bool = False, on_problem: Report | None = None
+) -> Iterator[Row]:
+    """Rows of any table; without `skip_bad` the file is read twice, first to check it."""
+    check_header(path, table)
+    if not skip_bad:
+        checked = validate(path, table, on_problem)
+        if not checked.ok:
+            raise checked.problems.error(str(path))
+    return rows(path, table, on_problem or _ignore)
+
+
+def check_header(path: Path, table: Table[Any]) -> None:
+    """That the file's columns can be understood, without which no row can.
+
+    Raises:
+        TraceError: they cannot; all that is wrong with them is named.
+        InvalidRequestError: the file cannot be opened, or its name is that of no trace.
+    """
+    if _format(path) == ".parquet":
+        header = Header(kind="csv", line=0, names=tuple(column_names(path)))
+    else:
+        header = read_header(path)
+        if header.kind != "csv":
+            raise header_error(
+                path, header.line, [("", f"begins a {header.kind}: a trace of {table.name} is CSV")]
+            )
+    faults = fatal_header_faults(table, header)
+    if faults:
+        raise header_error(path, header.line, faults)
+
+
+def validate(path: Path, table: Table[Any], on_problem: Report | None = None) -> Validation:
+    """Everything that is wrong with a file, told to `on_problem` as it is found."""
+    problems = Problems(on_problem)
+    good = sum(1 for _ in rows(path, table, problems))
+    return Validation(good=good, problems=problems)
+
+
+def rows(
+    path: Path, table: Table[Row], report: Report, *, keys_in_memory: int = IN_MEMORY
+) -> Iterator[Row]:
+    """The good rows of a file; of the others each fault is reported."""
+    return checked(_parsed(path, table, report), table, report, keys_in_memory=keys_in_memory)
+
+
+def checked(
+    parsed: Iterable[Parsed],
+    table: Table[Row],
+    report: Report,
+    *,
+    keys_in_memory: int = IN_MEMORY,
+) -> Iterator[Row]:
+    """The good rows among typed values, from wherever they come."""
+    last: Any = None
+    with DistinctKeys(keys_in_memory) as keys:
+        for line, values, unread in parsed:
+            faults = row_faults(table, values, unread)
+            if not faults and table.order is not None:
+                value = values[table.order]
+                if last is not None and value < last:
+                    faults = [(table.order, f"falls from {last!r} to {value!r}: sort the rows")]
+            if not faults and table.key is not None and not keys.add(values[table.key]):
+                faults = [(table.key, f"stands in an earlier row too: {values[table.key]!r}")]
+            for field, message in faults:
+                report(Problem(line=line, field=field, message=message))
+            if not faults:
+                last = values[table.order] if table.order is not None else None
+                yield table.row(**values)
+
+
+def write_jobs(path: str | Path, jobs: Iterable[TraceJob]) -> int:
+    """Write a trace; returns the number of jobs. The file appears when it is complete.
+
+    Raises:
+        TraceError: a job is not fit to be written; nothing is.
+    """
+    return write_table(Path(path), JOBS, jobs)
+
+
+def write_lengths(path: str | Path, lengths: Iterable[ResponseLength]) -> int:
+    """Write a table of response lengths, as `write_jobs` does."""
+    return write_table(Path(path), LENGTHS, lengths)
+
+
+def write_table(path: Path, table: Table[Row], found: Iterable[Row]) -> int:
+    """Write any table; raises as `write_jobs`."""
+    suffix = _format(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    problems = Problems()
+    count = 0
+
+    def typed() -> Iterator[Parsed]:
+        for number, row in enumerate(found, 1):
+            yield number, {name: getattr(row, name) for name in table.names}, []
+
+    def good() -> Iterator[Row]:
+        nonlocal count
+        for row in checked(typed(), table, problems):
+            count += 1
+            yield row
+
+    try:
+        writer = _open_writer(partial, table, suffix)
+        try:
+            writer.write(good())
+        finally:
+            writer.close()
+        if problems.count:
+            raise problems.error(str(path))
+        partial.replace(path)
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+class Writer(Protocol):
+    """Of one file."""
+
+    def write(self, rows: Iterable[Any]) -> None:
+        """Append rows."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+def _ignore(problem: Problem) -> None:
+    del problem
+
+
+def _format(path: Path) -> str:
+    name = path.name.lower()
+    for suffix in (".csv", ".csv.gz", ".parquet"):
+        if name.endswith(suffix):
+            return suffix
+    raise InvalidRequestError(f"{path}: a trace is a file named *.csv, *.csv.gz or *.parquet")
+
+
+def _open_writer(path: Path, table: Table[Any], suffix: str) -> Writer:
+    if suffix == ".parquet":
+        return ParquetWriter(path, table)
+    return CsvWriter(path, table, compressed=suffix == ".csv.gz")
+
+
+def _parsed(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:
+    if _format(path) == ".parquet":
+        return read_parquet(path, table, report)
+    return read_csv(path, table, report)

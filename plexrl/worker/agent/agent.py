@@ -1,0 +1,375 @@
+"""The node agent: starts, watches and stops the workers of its node, as the scheduler says.
+
+It decides nothing. Workers outlive a lost connection to the scheduler; on the next one the agent
+says which it has. What it has to report is repeated until it is acknowledged.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plexrl.errors import (
+    ConnectionLostError,
+    PlexRLError,
+    StorageError,
+    StorageFullError,
+    UnavailableError,
+    from_wire,
+)
+from plexrl.statemanager.protocol.address import announced
+from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.statemanager.store.disk_space import is_full
+from plexrl.wire.rpc import Peer
+from plexrl.worker.agent.launcher import Launcher, WorkerProcess
+from plexrl.worker.agent.node_state import NodeState
+from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
+
+LOG = logging.getLogger(__name__)
+
+RECONNECT_S = 0.2
+LOG_LINES_MAX = 10_000
+Plain = dict[str, Any]
+Key = tuple[str, int]
+"""Deployment and rank."""
+
+
+@dataclass(slots=True)
+class _Running:
+    config: WorkerConfig
+    process: WorkerProcess
+    is_ready: bool = False
+    is_wanted: bool = True
+    """False: it is being stopped, so its end is no news."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    error: PlexRLError | None = None
+    """What kept it from starting, where it could tell."""
+
+
+class Agent:
+    """One node."""
+
+    def __init__(self, config: AgentConfig, launcher: Launcher) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._state = NodeState(config.statemanager, Path(config.ticket_key_file))
+        self._workers: dict[Key, _Running] = {}
+        self._locks: dict[Key, asyncio.Lock] = {}
+        self._rendezvous: dict[str, int] = {}
+        """Of each deployment the newest incarnation whose meeting place is free of former ranks."""
+        self._reports: deque[tuple[str, Plain]] = deque()
+        self._has_reports = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def run(self, stop: asyncio.Event, connected: asyncio.Event) -> None:
+        """Serve until `stop`, then end all workers; sets `connected` after the first greeting."""
+        self._remove_stale_sockets()
+        self._launcher.warm_up()
+        serving = asyncio.create_task(self._serve(connected))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+        finally:
+            serving.cancel()
+            stopping.cancel()
+            await asyncio.gather(serving, stopping, return_exceptions=True)
+            await asyncio.gather(*(self._stop_worker(key) for key in list(self._workers)))
+            for task in list(self._background):
+                task.cancel()
+            await self._state.close()
+
+    def _remove_stale_sockets(self) -> None:
+        """Of workers that died with a former agent: nobody else unlinks them."""
+        for stale in Path(self._config.run_dir).glob("w-*.sock"):
+            stale.unlink()
+
+    async def _serve(self, connected: asyncio.Event) -> None:
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._config.scheduler)
+            except OSError:
+                await asyncio.sleep(RECONNECT_S)
+                continue
+            peer = Peer(
+                reader,
+                writer,
+                {
+                    "launch": self._launch,
+                    "stop": self._stop,
+                    "release_state": self._state.release,
+                    "migrate_state": self._state.migrate,
+                    "prefetch_state": self._state.prefetch,
+                    "list_checkpoints": self._state.list_checkpoints,
+                    "read_log": self._read_log,
+                },
+            )
+            running = asyncio.create_task(peer.run())
+            reporting: asyncio.Task[None] | None = None
+            watching: asyncio.Task[None] | None = None
+            try:
+                await peer.call("hello", await self._greeting())
+                connected.set()
+                reporting = asyncio.create_task(self._send_reports(peer))
+                watching = asyncio.create_task(self._state.watch(self._report_states))
+                await running
+            except (ConnectionLostError, UnavailableError, StorageError) as error:
+                LOG.info("the scheduler is gone (%s); connecting again", error)
+            finally:
+                for task in (running, reporting, watching):
+                    if task is not None:
+                        task.cancel()
+                ended = [task for task in (running, watching) if task is not None]
+                await asyncio.gather(*ended, return_exceptions=True)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _greeting(self) -> Plain:
+        config = self._config
+        return {
+            "role": "agent",
+            "node": config.node,
+            "gpus": config.gpus,
+            "gpu_memory_bytes": config.gpu_memory_bytes,
+            "host_memory_bytes": config.host_memory_bytes,
+            "nvme_bytes": config.nvme_bytes,
+            "node_type": config.node_type,
+            "block": config.block,
+            "statemanager": announced(config.statemanager, config.statemanager_tcp),
+            "workers": [
+                {
+                    "deployment": worker.config.deployment,
+                    "rank": worker.config.rank,
+                    "incarnation": worker.config.incarnation,
+                    "address": worker.config.address,
+                }
+                for worker in self._workers.values()
+                if worker.is_ready and worker.is_wanted
+            ],
+            "states": await self._state.deployments(),
+        }
+
+    # What the scheduler says
+
+    async def _launch(self, peer: Peer, params: Plain) -> Plain:
+        del peer
+        command = params["command"]
+        mine = [rank for rank in command["ranks"] if rank["node"] == self._config.node]
+        configs = [self._worker_config(command, rank) for rank in mine]
+        if len(mine) == len(command["ranks"]):
+            self._clear_rendezvous(configs[0])
+        for config in configs:
+            self._in_background(self._start_worker(config))
+        return {}
+
+    def _clear_rendezvous(self, config: WorkerConfig) -> None:
+        """Before this agent's first launch of an incarnation: ranks that an agent before this one
+        launched under the same number died with it, and the new ones must not wait for them."""
+        if self._rendezvous.get(config.deployment, -1) < config.incarnation:
+            self._rendezvous[config.deployment] = config.incarnation
+            Path(config.rendezvous).unlink(missing_ok=True)
+
+    async def _stop(self, peer: Peer, params: Plain) -> Plain:
+        del peer
+        command = params["command"]
+        doomed = [
+            key
+            for key, worker in self._workers.items()
+            if key[0] == command["deployment"]
+            and worker.config.incarnation <= command["incarnation"]
+        ]
+        await asyncio.gather(*(self._stop_worker(key) for key in doomed))
+        return {}
+
+    async def _read_log(self, peer: Peer, params: Plain) -> Plain:
+        del peer
+        lines = max(1, min(int(params["lines"]), LOG_LINES_MAX))
+        deployment = params["deployment"]
+        found = []
+        job, _, name = deployment.rpartition("/")
+        folder = Path(self._config.data_dir) / "logs" / self._config.node / job
+        for path in sorted(folder.glob(f"{name}-*.log")):
+            if not path.stem.removeprefix(f"{name}-").isdigit():
+                continue
+            text = path.read_text(errors="replace").splitlines()[-lines:]
+            found.append(
+                {
+                    "deployment": deployment,
+                    "node": self._config.node,
+                    "rank": int(path.stem.rpartition("-")[2]),
+                    "text": "\n".join(text),
+                }
+            )
+        return {"logs": found}
+
+    # Workers
+
+    def _worker_config(self, command: Plain, placement: Plain) -> WorkerConfig:
+        config = self._config
+        rank = int(placement["rank"])
+        deployment, incarnation = command["deployment"], command["incarnation"]
+        job, _, name = deployment.rpartition("/")
+        # Unix socket paths are short, so the deployment is named by a hash of its own.
+        short = hashlib.sha256(deployment.encode()).hexdigest()[:12]
+        return WorkerConfig(
+            deployment=deployment,
+            job=job,
+            kind=command["kind"],
+            incarnation=incarnation,
+            rank=rank,
+            world_size=len(command["ranks"]),
+            group=command["group"],
+            address=f"{config.run_dir}/w-{short}-{rank}-{incarnation}.sock",
+            rendezvous=f"{config.rendezvous_dir}/r-{short}-{incarnation}",
+            statemanager=config.statemanager,
+            ticket=self._state.ticket(
+                Claims(
+                    role=Role.WORKER,
+                    tenant=command["tenant"],
+                    job=job,
+                    deployment=deployment,
+                    rank=rank,
+                    world_size=len(command["ranks"]),
+                    group=command["group"],
+                    incarnation=incarnation,
+                )
+            ),
+            checkpoint_dir=f"{config.data_dir}/checkpoints",
+            spec_json=command["spec_json"],
+            log_path=f"{config.data_dir}/logs/{config.node}/{job}/{name}-{rank}.log",
+            threads=config.threads,
+            gpu=int(placement["gpu"]),
+            cores=cores_of_gpu(config.cores, int(placement["gpu"]), config.gpus),
+        )
+
+    async def _start_worker(self, config: WorkerConfig) -> None:
+        key = (config.deployment, config.rank)
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            current = self._workers.get(key)
+            if current is not None and current.config.incarnation >= config.incarnation:
+                return
+            if current is not None:
+                await self._stop_worker(key)
+            try:
+                process = await asyncio.to_thread(self._launcher.start, config)
+            except (OSError, EOFError) as error:
+                self._report(
+                    "worker_exited",
+                    {
+                        "deployment": config.deployment,
+                        "rank": config.rank,
+                        "incarnation": config.incarnation,
+                        "reason": f"it could not be started: {error}",
+                        "code": _code_of(error),
+                    },
+                )
+                return
+            worker = _Running(config, process)
+            self._workers[key] = worker
+        loop = asyncio.get_running_loop()
+        loop.add_reader(process.ready.fileno(), self._became_ready, key, worker)
+        loop.add_reader(process.sentinel, self._ended, key, worker)
+
+    async def _stop_worker(self, key: Key) -> None:
+        worker = self._workers.get(key)
+        if worker is None:
+            return
+        worker.is_wanted = False
+        await asyncio.to_thread(worker.process.stop)
+        await worker.ended.wait()
+
+    def _became_ready(self, key: Key, worker: _Running) -> None:
+        asyncio.get_running_loop().remove_reader(worker.process.ready.fileno())
+        try:
+            told = worker.process.ready.recv()
+        except (EOFError, OSError):
+            # The process ended before it was ready; its sentinel tells of it.
+            return
+        if told is not True:
+            # Likewise.
+            worker.error = from_wire(told)
+            return
+        worker.is_ready = True
+        self._report(
+            "worker_ready",
+            {
+                "deployment": key[0],
+                "rank": key[1],
+                "incarnation": worker.config.incarnation,
+                "address": worker.config.address,
+            },
+        )
+
+    def _ended(self, key: Key, worker: _Running) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(worker.process.sentinel)
+        if not worker.is_ready and worker.error is None and worker.process.ready.poll():
+            # What it said last may have come together with its end.
+            self._became_ready(key, worker)
+        loop.remove_reader(worker.process.ready.fileno())
+        worker.ended.set()
+        if self._workers.get(key) is worker:
+            del self._workers[key]
+        Path(worker.config.address).unlink(missing_ok=True)
+        if not worker.is_wanted:
+            return
+        reason = worker.process.exit_reason()
+        code = ""
+        if worker.error is not None:
+            reason, code = worker.error.message, worker.error.code
+        LOG.warning("%s rank %d ended: %s", key[0], key[1], reason)
+        self._report(
+            "worker_exited",
+            {
+                "deployment": key[0],
+                "rank": key[1],
+                "incarnation": worker.config.incarnation,
+                "reason": reason,
+                "code": code,
+            },
+        )
+
+    # Reports
+
+    def _report_states(self, states: list[Plain]) -> None:
+        self._report("state_reported", {"node": self._config.node, "states": states})
+
+    def _report(self, method: str, params: Plain) -> None:
+        self._reports.append((method, params))
+        self._has_reports.set()
+
+    async def _send_reports(self, peer: Peer) -> None:
+        while True:
+            await self._has_reports.wait()
+            while self._reports:
+                method, params = self._reports[0]
+                try:
+                    answer = await peer.call(method, params)
+                except ConnectionLostError:
+                    return
+                except (UnavailableError, StorageError) as error:
+                    # It is silent, stopping, or its journal takes nothing now: say it again.
+                    LOG.info("the scheduler takes no reports now (%s)", error)
+                    await asyncio.sleep(RECONNECT_S)
+                    continue
+                except PlexRLError as error:
+                    LOG.error("the scheduler refused %s: %s", method, error)
+                    answer = {}
+                self._reports.popleft()
+                if method == "worker_ready" and not answer.get("wanted", True):
+                    self._in_background(self._stop_worker((params["deployment"], params["rank"])))
+            self._has_reports.clear()
+
+    def _in_background(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _code_of(error: Exception) -> str:
+    """Of the error of ours that a failed start amounts to; empty: of none."""
+    return StorageFullError.code if isinstance(error, OSError) and is_full(error) else ""

@@ -1,0 +1,168 @@
+"""How worker processes come to be: here, forked from a server that has torch loaded."""
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+from plexrl.process.lifeline import PARENT, die_with_parent
+from plexrl.worker.config import WorkerConfig
+
+STOP_GRACE_S = 2.0
+EXIT_ORPHANED = 3
+PRELOAD = ["plexrl.worker.agent.fork_server_lifeline", "plexrl.worker.agent.preload"]
+"""Imported by the fork server, in this order."""
+
+
+class WorkerProcess(Protocol):
+    """One running worker."""
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when the process has ended."""
+        ...
+
+    @property
+    def ready(self) -> Connection:
+        """Brings `True` when the worker takes requests, or an error as plain values where a full
+        file system kept it from starting; ends with the process."""
+        ...
+
+    def exit_reason(self) -> str:
+        """Why it ended, in words."""
+        ...
+
+    def stop(self) -> None:
+        """End it and wait until it has."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts workers on this node."""
+
+    def warm_up(self) -> None:
+        """Have the first start be quick."""
+        ...
+
+    def start(self, config: WorkerConfig) -> WorkerProcess:
+        """Start a worker; blocks until its process exists."""
+        ...
+
+
+class LocalLauncher:
+    """Forks workers on this machine."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder` is for the fork server's socket, which goes with what is there; without one it
+        lies in the system's temporary directory."""
+        self._folder = folder
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+
+    def warm_up(self) -> None:
+        """Start the fork server, which then loads torch on its own time."""
+        os.environ[PARENT] = str(os.getpid())
+        usual = tempfile.tempdir
+        if self._folder is not None:
+            tempfile.tempdir = str(self._folder)
+        try:
+            # Which makes a folder for its socket that nobody removes when this process is killed.
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            tempfile.tempdir = usual
+            del os.environ[PARENT]
+
+    def start(self, config: WorkerConfig) -> "LocalWorker":
+        """Fork a worker; the first one waits for the fork server to have loaded torch."""
+        receiver, sender = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_main, args=(config, sender), daemon=True)
+        process.start()
+        sender.close()
+        return LocalWorker(process, receiver, Path(config.log_path))
+
+
+class LocalWorker:
+    """A forked worker."""
+
+    def __init__(
+        self,
+        process: multiprocessing.process.BaseProcess,
+        ready: Connection,
+        log_path: Path,
+    ) -> None:
+        self._process = process
+        self._ready = ready
+        self._log_path = log_path
+
+    @property
+    def sentinel(self) -> int:
+        return self._process.sentinel
+
+    @property
+    def ready(self) -> Connection:
+        return self._ready
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def exit_reason(self) -> str:
+        """`killed by SIGKILL` or `exit code 1: <last line of the log>`."""
+        self._process.join(timeout=STOP_GRACE_S)
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}: {last_line(self._log_path)}"
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL."""
+        self._process.terminate()
+        self._process.join(timeout=STOP_GRACE_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _main(config: WorkerConfig, ready: Connection) -> None:
+    tie_to_fork_server()
+    agent = multiprocessing.parent_process()
+    if agent is not None and not agent.is_alive():
+        # It died between asking for this process and the fork; nobody wants it.
+        os._exit(EXIT_ORPHANED)
+    from plexrl.worker.process.start import full_at_start, run_worker
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run_worker(config, lambda: ready.send(True))
+    except (OSError, RuntimeError) as error:
+        full = full_at_start(error)
+        if full is not None:
+            ready.send(full.to_wire())
+        raise
+
+
+def tie_to_fork_server() -> None:
+    """Die with the fork server, which tells who it is by what it imported first.
+
+    It could not where PlexRL is found only on the path that is handed to its forks: then nothing
+    says whose fork this is.
+    """
+    lifeline = sys.modules.get(PRELOAD[0])
+    die_with_parent(parent=None if lifeline is None else lifeline.FORK_SERVER)
+
+
+def last_line(path: Path, reach_bytes: int = 4096) -> str:
+    """The last line of a log that is not empty; nothing where there is none."""
+    if not path.exists():
+        return "no log"
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - reach_bytes))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "an empty log"

@@ -1,0 +1,220 @@
+"""What the node agent has its StateManager do, as the scheduler says.
+
+A call that is repeated while it is still being carried out joins what is under way, so a scheduler
+that lost its connection or its patience just asks again.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.statemanager.checkpoint.requests import CheckpointStatus
+from plexrl.statemanager.client.client import MoveReport, StateManagerClient
+from plexrl.statemanager.protocol.ticket_key import read_ticket_key
+from plexrl.statemanager.protocol.tickets import AGENT, Claims
+from plexrl.statemanager.transfer.migration import migrate
+from plexrl.wire.rpc import Peer
+from plexrl.worker.agent.state_watch import StateWatch
+
+LOG = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 30.0
+MIGRATIONS_MAX = 2
+"""Under way at once; one alone comes near the memory's bandwidth."""
+HINTS_MAX = 16
+"""Being passed on at once; more are passed over."""
+
+WATCH_S = 1.0
+"""Between two looks at where state lies: a question and an answer on a socket."""
+
+Plain = dict[str, Any]
+_Move = tuple[str, int, tuple[int, ...] | None]
+"""Deployment, seq and ranks."""
+
+
+class NodeState:
+    """The handlers of calls that concern state, for one node."""
+
+    def __init__(self, statemanager: str, ticket_key_file: Path) -> None:
+        """Both are the StateManager's: the path of its socket, and of the key it made."""
+        self._path = statemanager
+        self._key_file = ticket_key_file
+        self._migrations: dict[_Move, asyncio.Task[MoveReport]] = {}
+        self._may_migrate = asyncio.Semaphore(MIGRATIONS_MAX)
+        self._watch = StateWatch(self._client)
+        self._hints: set[asyncio.Task[None]] = set()
+
+    async def deployments(self) -> list[str]:
+        """Those of which the node has anything."""
+
+        def ask() -> list[str]:
+            with closing(self._client()) as client:
+                return sorted(client.usage()["deployments"])
+
+        return await asyncio.to_thread(ask)
+
+    async def release(self, peer: Peer, params: Plain) -> Plain:
+        """Drop a deployment's versions, those that are on their way here too."""
+        del peer
+        deployment = params["command"]["deployment"]
+
+        def release() -> None:
+            with closing(self._client()) as client:
+                client.release(deployment)
+
+        coming = [task for move, task in self._migrations.items() if move[0] == deployment]
+        if coming:
+            await asyncio.wait(coming)
+        await asyncio.to_thread(release)
+        return {}
+
+    async def watch(self, report: Callable[[list[Plain]], None]) -> None:
+        """Tell `report` where state lies whenever that has changed, all of it at first; until it is
+        cancelled."""
+        await asyncio.to_thread(self._watch.tell_all)
+        while True:
+            try:
+                changes = await asyncio.to_thread(self._watch.changes)
+            except PlexRLError as error:
+                LOG.info("where state lies is not known for now: %s", error)
+            else:
+                if changes:
+                    report(changes)
+            await asyncio.sleep(WATCH_S)
+
+    async def migrate(self, peer: Peer, params: Plain) -> Plain:
+        """Bring a version here from the StateManagers at `sources`; `ranks` absent: all of it.
+
+        Raises:
+            PlexRLError: as `plexrl.statemanager.transfer.migration.migrate`.
+        """
+        del peer
+        command = params["command"]
+        try:
+            ranks = command.get("ranks")
+            move = (
+                str(command["deployment"]),
+                int(command["seq"]),
+                None if ranks is None else tuple(int(rank) for rank in ranks),
+            )
+            sources = [str(path) for path in command["sources"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidRequestError(f"malformed migrate_state: {error!r}") from error
+        task = self._migrations.get(move)
+        if task is None:
+            task = asyncio.create_task(self._migrate(move, sources))
+            self._migrations[move] = task
+            task.add_done_callback(lambda done: self._end(move, done))
+        # The connection may end and cancel this handler; what is under way goes on.
+        return asdict(await asyncio.shield(task))
+
+    async def prefetch(self, peer: Peer, params: Plain) -> Plain:
+        """Hint that a version will be loaded soon; answers at once and never fails."""
+        del peer
+        if len(self._hints) >= HINTS_MAX:
+            LOG.info("too many hints at once; one is passed over")
+            return {}
+        task = asyncio.create_task(self._hint(params))
+        self._hints.add(task)
+        task.add_done_callback(self._hints.discard)
+        return {}
+
+    async def list_checkpoints(self, peer: Peer, params: Plain) -> Plain:
+        """A job's checkpoints, those under way and those on the disk."""
+        del peer
+        request = CheckpointStatus(deployment=f"{params['job']}/")
+
+        def ask() -> Plain:
+            with closing(self._client()) as client:
+                return client.request(request)
+
+        return await asyncio.to_thread(ask)
+
+    def ticket(self, claims: Claims) -> bytes:
+        """A ticket of this node. The key is read anew, for a StateManager may have made another.
+
+        Raises:
+            UnavailableError: the StateManager has made no key yet.
+        """
+        return read_ticket_key(self._key_file).mint(claims)
+
+    async def close(self) -> None:
+        """Give up waiting; a migration under way ends with the process, and can be made again."""
+        tasks = [*self._migrations.values(), *self._hints]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _migrate(self, move: _Move, sources: list[str]) -> MoveReport:
+        deployment, seq, ranks = move
+        work = partial(
+            migrate,
+            sources,
+            self._path,
+            deployment=deployment,
+            seq=seq,
+            ticket=self.ticket(AGENT),
+            ranks=ranks,
+        )
+        async with self._may_migrate:
+            report = await asyncio.wrap_future(_on_own_thread(work))
+        LOG.info(
+            "version %d of %s: %d bytes moved here in %.3f s",
+            *(seq, deployment, report.bytes_moved, report.seconds),
+        )
+        return report
+
+    def _end(self, move: _Move, task: asyncio.Task[MoveReport]) -> None:
+        del self._migrations[move]
+        # Whoever asked may have gone, and will ask again; so this is the only place that knows.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            LOG.warning("version %d of %s was not moved here: %s", move[1], move[0], error)
+
+    async def _hint(self, params: Plain) -> None:
+        def hint() -> None:
+            command = params["command"]
+            with closing(self._client()) as client:
+                next_use_s = command.get("next_use_s")
+                client.prefetch(
+                    str(command["deployment"]),
+                    int(command["seq"]),
+                    None if next_use_s is None else float(next_use_s),
+                )
+
+        try:
+            await asyncio.to_thread(hint)
+        except (PlexRLError, KeyError, TypeError, ValueError) as error:
+            LOG.info("a hint was not passed on: %r", error)
+
+    def _client(self) -> StateManagerClient:
+        return StateManagerClient(
+            self._path,
+            deployment="",
+            rank=0,
+            world_size=1,
+            ticket=self.ticket(AGENT),
+            timeout_s=CALL_TIMEOUT_S,
+        )
+
+
+def _on_own_thread(work: Callable[[], MoveReport]) -> Future[MoveReport]:
+    """Run `work` on a thread that holds up neither the pool's other users nor the process's end."""
+    future: Future[MoveReport] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

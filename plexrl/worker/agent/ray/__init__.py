@@ -1,0 +1,1 @@
+"""Node agents and workers as Ray actors."""

@@ -1,0 +1,36 @@
+"""A worker as a Ray actor: the actor's process is the worker, from its first call to its end."""
+
+import os
+import socket
+import traceback
+from multiprocessing.connection import Connection
+
+from plexrl.process.lifeline import die_with_parent
+from plexrl.worker.config import WorkerConfig
+
+EXIT_FAILED = 1
+
+
+class RayWorkerActor:
+    """One rank; see `plexrl.worker.agent.ray.launcher`."""
+
+    def serve(self, config: WorkerConfig, launcher: str) -> None:
+        """Be the worker; tells the launcher at the Unix socket `launcher` this process's id, and
+        `True` once requests can come. The connection ends with the process."""
+        from plexrl.worker.process.start import full_at_start, run_worker
+
+        die_with_parent()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect(launcher)
+        connection = Connection(sock.detach())
+        connection.send(os.getpid())
+        try:
+            run_worker(config, lambda: connection.send(True))
+        except BaseException as error:
+            full = full_at_start(error)
+            if full is not None:
+                connection.send(full.to_wire())
+            traceback.print_exc()
+        finally:
+            # An actor outlives a call that fails; a worker has nothing more to do.
+            os._exit(EXIT_FAILED)

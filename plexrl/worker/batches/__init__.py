@@ -1,0 +1,1 @@
+"""Batches in a worker: packing, losses, log-probabilities."""

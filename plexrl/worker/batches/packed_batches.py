@@ -1,0 +1,62 @@
+"""Micro-batches of the rows that the router says, for frameworks that lay rows end to end.
+
+With context parallelism a rank has two chunks of every row, and the results of its places are those
+of the tokens after them (`plexrl.router.dispatch.plan`). A micro-batch then holds results, and what
+the loss needs, one column further than the places they come from: column 0 never counts, as
+without.
+
+Shapes: R rows of the rank, B rows of a micro-batch, L places of its longest row here, and one more
+with context parallelism.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from plexrl.wire.tensors import Array, Arrays
+from plexrl.worker.batches.packing import MicroBatch, padded_rows
+
+PER_ROW = frozenset({"lengths", "micro_batch_rows", "row_mask"})
+OF_PLACES = frozenset({"tokens", "positions", "targets"})
+
+
+def told_micro_batches(arrays: Arrays, context_ranks: int) -> list[MicroBatch]:
+    """One for each entry of `micro_batch_rows`; an empty one has one row of padding.
+
+    `arrays` is what the dispatch plan sends a rank of a backend that packs.
+    """
+    lengths = arrays["lengths"].astype(np.int64)
+    if context_ranks > 1:
+        lengths = -(-lengths // (2 * context_ranks)) * 2
+    starts = np.cumsum(lengths) - lengths
+    ends = np.cumsum(arrays["micro_batch_rows"].astype(np.int64))
+    per_token = {name: array for name, array in arrays.items() if name not in PER_ROW | OF_PLACES}
+    found = []
+    for first, end in zip([0, *ends[:-1]], ends, strict=True):
+        rows = slice(int(first), int(end))
+        batch = padded_rows(arrays.get("tokens"), lengths[rows], starts[rows], per_token)
+        found.append(batch if context_ranks == 1 else _shifted(batch, arrays, rows))
+    return found
+
+
+def _shifted(batch: MicroBatch, arrays: Arrays, rows: slice) -> MicroBatch:
+    real = batch.places_BL >= 0
+    targets_BL = np.full(batch.places_BL.shape, -1, dtype=np.int64)
+    targets_BL[real] = arrays["targets"][batch.places_BL[real]]
+    whole_B = arrays.get("row_mask", np.empty(0, dtype=np.float32))[rows]
+    return replace(
+        batch,
+        tokens_BL=pad(batch.tokens_BL, (0, 1)),
+        valid_BL=pad(batch.valid_BL, (0, 1)),
+        per_token_BL={name: pad(value, (1, 0)) for name, value in batch.per_token_BL.items()},
+        places_BL=_after_a_column(batch.places_BL),
+        targets_BL=pad(torch.from_numpy(targets_BL), (0, 1), value=-1),
+        row_mask_B=torch.from_numpy(whole_B.copy()) if len(whole_B) else None,
+    )
+
+
+def _after_a_column(places_BL: Array) -> Array:
+    shifted: Array = np.pad(places_BL, ((0, 0), (1, 0)), constant_values=-1)
+    return shifted

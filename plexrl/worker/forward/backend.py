@@ -1,0 +1,161 @@
+"""The `torch` backend of forward deployments: a reference, a teacher, a reward model.
+
+Weights are all the state there is. Every rank has all of them and computes the rows that the
+dispatch plan gives it, so ranks never wait for one another; the StateManager stores what they hold
+alike once. Weights that nobody has changed since they were stored are not stored again: a context
+switch away from such a model copies nothing.
+
+Shapes: B rows of a micro-batch, L its longest row, V vocabulary, H hidden size.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from plexrl.errors import BatchShapeError, InvalidRequestError
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.wire.operations import CheckpointParams, OperationKind
+from plexrl.worker.batches.logprobs import token_logprobs
+from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack, unpack_rows
+from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.process.backend import BackendCall, BackendResult
+from plexrl.worker.state.arena_tensors import ArenaLayout, view
+from plexrl.worker.state.checkpoint import agree, load_hf_parameters, recorded_trainer_step
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.client.host_arena import HostArena
+
+ARENA_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+"""A deployment's dtype, as slices spell it."""
+
+
+class ForwardBackend:
+    """One rank. With several, the default process group must exist before `gather`."""
+
+    def __init__(
+        self, spec: DeploymentSpec, rank: int, world_size: int, checkpoint_dir: Path
+    ) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._world_size = world_size
+        self._checkpoint_dir = checkpoint_dir
+        self.host_arena: HostArena | None = None
+
+    def build(self) -> None:
+        """Make the model with its weights in the arena."""
+        self._model = build_model(self._spec.model)
+        named = named_parameters(self._model)
+        layout = ArenaLayout()
+        for name, parameter in named:
+            layout.add(
+                StateKey(part=StatePart.PARAMETER, name=name),
+                global_shape=tuple(parameter.shape),
+                offset=(0,) * parameter.dim(),
+                shape=tuple(parameter.shape),
+                dtype=ARENA_DTYPES[self._spec.dtype],
+            )
+        self.arena = Arena(layout.nbytes)
+        self._slices = tuple(layout.slices)
+        self._weights: dict[str, torch.Tensor] = {}
+        for (name, parameter), piece in zip(named, self._slices, strict=True):
+            home = view(self.arena, piece)
+            home.copy_(parameter.data)
+            # A tied weight is one parameter object, so its other uses follow.
+            parameter.data = home
+            parameter.requires_grad_(False)
+            self._weights[name] = home
+
+    def slices(self) -> tuple[StateSlice, ...]:
+        """The parameters."""
+        return self._slices
+
+    def live_parts(self) -> frozenset[StatePart]:
+        """Weights are all there is."""
+        return frozenset({StatePart.PARAMETER})
+
+    def before_offload(self) -> None:
+        """Nothing is derived from the arena."""
+
+    def after_load(self, parts: frozenset[StatePart]) -> None:
+        """Nothing is derived from the arena."""
+
+    def after_pull(self, *, seq: int, trainer_step: int) -> None:
+        """Nothing is derived from the arena."""
+
+    def gather(self, value: str) -> list[str]:
+        """Over the process group."""
+        if self._world_size == 1:
+            return [value]
+        found = [""] * self._world_size
+        dist.all_gather_object(found, value)
+        return found
+
+    def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
+        """No checkpoint is made of a forward deployment."""
+        del dtype
+        return {}
+
+    def run(self, call: BackendCall) -> BackendResult:
+        """Carry out a forward or load_checkpoint. Raises as `Backend.run`."""
+        match call.kind:
+            case OperationKind.FORWARD:
+                return self._forward(call)
+            case OperationKind.LOAD_CHECKPOINT:
+                return self._load(call.params, str(call.rank_params["job"]))
+            case _:
+                raise InvalidRequestError(f"{call.kind.value} is no operation of a forward backend")
+
+    def _forward(self, call: BackendCall) -> BackendResult:
+        batches = micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
+        with torch.inference_mode():
+            if self._spec.model.head == "reward":
+                scores = [self._scores(batch) for batch in batches]
+                return BackendResult(arrays={"scores": unpack_rows(call.arrays, scores)})
+            logprobs = [self._logprobs(batch) for batch in batches]
+        tokens = len(call.arrays["tokens"]) if "tokens" in call.arrays else 0
+        return BackendResult(arrays={"logprobs": unpack(batches, logprobs, tokens)})
+
+    def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        logits_BLV = self._model(
+            input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long(), use_cache=False
+        ).logits
+        return token_logprobs(logits_BLV, batch)
+
+    def _scores(self, batch: MicroBatch) -> torch.Tensor:
+        """The score of every row's last hidden state, float32 `[B]`.
+
+        `transformers` takes the last token that is not the configuration's padding token; a row's
+        end is known here, so a row that ends with such a token is scored at its end.
+        """
+        model: Any = self._model
+        decoder = getattr(model, model.base_model_prefix)
+        hidden_BLH = decoder(
+            input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long(), use_cache=False
+        ).last_hidden_state
+        last_B = (batch.valid_BL.sum(1) - 1).clamp(min=0)
+        rows_B = torch.arange(batch.rows, device=last_B.device)
+        return model.score(hidden_BLH[rows_B, last_B]).squeeze(-1).float()  # type: ignore[no-any-return]
+
+    def _load(self, params: CheckpointParams, job: str) -> BackendResult:
+        path = self._checkpoint_dir / (params.job or job) / params.name
+        read: dict[str, torch.Tensor] = {}
+
+        def read_all() -> str:
+            read.update(load_hf_parameters(path))
+            for piece in self._slices:
+                name, shape = piece.key.name, piece.global_shape
+                if name not in read or tuple(read[name].shape) != shape:
+                    raise BatchShapeError(
+                        f"checkpoint {params.name!r} has no parameter {name!r} of shape "
+                        f"{list(shape)}: it is of another model"
+                    )
+            return ""
+
+        agree(self.gather, read_all)
+        for name, home in self._weights.items():
+            home.copy_(read[name])
+        return BackendResult(result={"trainer_step": recorded_trainer_step(path)})

@@ -1,0 +1,1 @@
+"""One worker process: one rank's operations, in the order of admission."""

@@ -1,0 +1,82 @@
+"""The start of a worker process."""
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from plexrl.errors import StorageFullError
+from plexrl.model.deployment_spec import deployment_spec_from_json
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.store.disk_space import is_full
+from plexrl.worker.config import WorkerConfig
+from plexrl.worker.process.refused_backend import made_or_refused
+from plexrl.worker.process.server import Server
+from plexrl.worker.process.team import make_worker
+from plexrl.worker.state.residency import StateMover
+
+LOG = logging.getLogger(__name__)
+
+NICENESS = 10
+
+
+def full_at_start(error: BaseException) -> StorageFullError | None:
+    """What to tell the node agent of an error that ended a worker before it was ready, where the
+    cause is a full file system; None: it is not."""
+    # What torch writes itself fails with an error of its own, which only says so in words.
+    says_so = isinstance(error, RuntimeError) and os.strerror(errno.ENOSPC) in str(error)
+    if says_so or (isinstance(error, OSError) and is_full(error)):
+        return StorageFullError(f"there is no room to start: {error}")
+    return None
+
+
+def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
+    """Be a worker until killed; `ready` is called once requests can come."""
+    _redirect_output(config.log_path)
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s rank {config.rank}: %(message)s",
+        force=True,
+    )
+    # On a node whose cores are also the control plane's, a computation must not hold up a message.
+    os.nice(NICENESS)
+    if config.cores:
+        os.sched_setaffinity(0, config.cores)
+    import torch
+
+    torch.set_num_threads(config.threads)
+    spec = deployment_spec_from_json(config.spec_json)
+    if config.kind in ("train", "forward") or spec.layout.tp > 1:
+        _join_process_group(config)
+
+    backend = made_or_refused(spec, config.rank, config.world_size, Path(config.checkpoint_dir))
+    client = StateManagerClient(
+        config.statemanager,
+        deployment=config.deployment,
+        rank=config.rank,
+        world_size=config.world_size,
+        ticket=config.ticket,
+    )
+    server = Server(config.address)
+    mover = StateMover(backend, client, config.group)
+    worker = make_worker(backend, mover, server.requests)
+    LOG.info("%s incarnation %d is ready", config.deployment, config.incarnation)
+    ready()
+    worker.run()
+
+
+def _redirect_output(log_path: str) -> None:
+    path = Path(log_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+def _join_process_group(config: WorkerConfig) -> None:
+    import torch.distributed as dist
+
+    # The ranks of an incarnation meet at a file of their own; gloo needs no more on one machine.
+    store = dist.FileStore(config.rendezvous, config.world_size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=config.rank, world_size=config.world_size)

@@ -1,0 +1,15 @@
+"""The built-in `torch` rollout engine: continuous batching over a block cache."""
+
+from plexrl.worker.rollout.engine.backend import TorchRolloutBackend
+from plexrl.worker.rollout.engine.engine import Engine
+from plexrl.worker.rollout.generation import Generation, Segment
+from plexrl.worker.rollout.protocol import EngineStats, RolloutEngine
+
+__all__ = [
+    "Engine",
+    "EngineStats",
+    "Generation",
+    "RolloutEngine",
+    "Segment",
+    "TorchRolloutBackend",
+]

@@ -1,0 +1,397 @@
+"""Continuous batching over a block cache: samples join as slots and blocks come free, leave as
+they end, and every pass computes the new tokens of all of them without padding.
+
+Invariants at every token boundary: a running sample has computed all tokens it knows but the last
+(or is in the middle of its prompt), and what it draws next depends on its tokens, the weights and
+its own random stream alone, not on who else runs, when it joined or whether it was preempted.
+
+Shapes: N rows that draw, V vocabulary.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from plexrl.errors import BatchShapeError, InvalidRequestError
+from plexrl.model.kv_cache import BLOCK_TOKENS
+from plexrl.worker.rollout.engine.batch_scheduler import Seating
+from plexrl.worker.rollout.engine.blocks import BlockPool
+from plexrl.worker.rollout.engine.kv_pool import KvPool
+from plexrl.worker.rollout.engine.passes.choice import (
+    cache_shape,
+    make_forward,
+    probe,
+    verify_forward,
+    weight_device,
+)
+from plexrl.worker.rollout.engine.passes.llama import Ranks
+from plexrl.worker.rollout.engine.rows import Ints, Rows
+from plexrl.worker.rollout.engine.step_batch import (
+    StepBatch,
+    Work,
+    advance,
+    build_batch,
+    order_work,
+)
+from plexrl.worker.rollout.generation import ABORT, LENGTH, STOP, Generation, Sample
+from plexrl.worker.rollout.protocol import EngineStats
+from plexrl.worker.rollout.sampling import RowSampling, draw
+
+STEP_TOKENS_MAX = 2048
+"""Most tokens run through the model in one pass: bounds how long a prompt holds up the others."""
+KV_BYTES = 1 << 30
+"""Budget of the cache where none is given, unless the slots need less or one sequence more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steady:
+    """The last pass, if the next may be the same one token further on."""
+
+    work: Work
+    batch: StepBatch
+    token_N: torch.Tensor
+    """What the pass drew."""
+    changes: int
+    """`rows.changes` when it was planned."""
+
+
+class Engine:
+    """Generates with one model on one device. Not thread-safe. A `RolloutEngine`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        slots: int,
+        sequence_tokens_max: int,
+        kv_bytes_max: int | None = None,
+        block_tokens: int = BLOCK_TOKENS,
+        step_tokens_max: int = STEP_TOKENS_MAX,
+        ranks: Ranks | None = None,
+        probed: torch.Tensor | None = None,
+    ) -> None:
+        """The model's parameters are read where they lie, at every step.
+
+        `ranks`: the others of a tensor-parallel group, whose engines make the same calls in the
+        same order; the parameters are then this rank's boxes, and `probed` is what `probe` found
+        of the whole model. The budget is each rank's.
+
+        Raises:
+            InvalidRequestError: the budget does not hold one sequence, or the model is of a kind
+                that the engine would compute wrongly.
+        """
+        config: Any = model.config
+        self._device, self._dtype = weight_device(model)
+        self._forward = make_forward(model, sequence_tokens_max, ranks)
+        shared_by = 1 if ranks is None else ranks.ranks
+        layers, kv_heads, head_size = cache_shape(model, shared_by)
+        wanted = probe(model) if probed is None else probed
+        verify_forward(self._forward, model, wanted, shared_by)
+        self._eos = _token_ids(config.eos_token_id)
+        self._block_bytes = 2 * layers * kv_heads * head_size * block_tokens * self._dtype.itemsize
+        blocks_max = -(-sequence_tokens_max // block_tokens)
+        self._blocks = _block_count(kv_bytes_max, self._block_bytes, blocks_max, slots)
+        self._block_tokens = block_tokens
+        self._kv = KvPool(
+            layers=layers,
+            heads=kv_heads,
+            head_size=head_size,
+            blocks=self._blocks + 1,
+            block_tokens=block_tokens,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        self._pool = BlockPool(self._blocks + 1, block_tokens)
+        self._rows = Rows(slots, sequence_tokens_max, blocks_max)
+        self._seating = Seating(self._rows, self._pool, step_tokens_max)
+        self._generations: dict[str, Generation] = {}
+        # Names of those that make a step look at rows one by one.
+        self._streaming: set[str] = set()
+        self._with_stops: set[str] = set()
+        self._ended: list[Generation] = []
+        self._paused = False
+        self._steady: _Steady | None = None
+        self._submitted = 0
+        self._steps = self._tokens_drawn = self._tokens_computed = 0
+
+    @property
+    def has_work(self) -> bool:
+        """As `RolloutEngine`."""
+        return bool(self._ended) or (bool(self._generations) and not self._paused)
+
+    @property
+    def weights_seq(self) -> int:
+        """Version of the weights that draw now."""
+        return self._seating.weights_seq
+
+    def submit(self, generation: Generation) -> None:
+        """As `RolloutEngine`. A later `weights_seq` than the engine's becomes its own."""
+        longest = self._rows.sequence_max - 1
+        for index, prompt in enumerate(generation.prompts):
+            if not 1 <= len(prompt) <= longest:
+                raise BatchShapeError(
+                    f"prompt {index} has {len(prompt)} tokens; between 1 and {longest} fit",
+                    row=index,
+                )
+        # A process that has just loaded its weights is told their version by whoever submits, who
+        # may not know yet of an update since the generation was admitted.
+        self._seating.weights_seq = max(self.weights_seq, generation.weights_seq)
+        self._generations[generation.name] = generation
+        if generation.emit is not None:
+            self._streaming.add(generation.name)
+        if generation.sampling.stop_token_ids or generation.sampling.stop_sequences:
+            self._with_stops.add(generation.name)
+        prompts = [np.array(prompt, dtype=np.int32) for prompt in generation.prompts]
+        for row in range(generation.unfinished):
+            self._seating.waiting.append(
+                Sample(
+                    generation=generation,
+                    row=row,
+                    order=self._submitted,
+                    prompt=prompts[row // generation.samples_per_prompt],
+                )
+            )
+            self._submitted += 1
+        if generation.unfinished == 0:
+            self._finish(generation)
+
+    def abort(self, name: str) -> None:
+        """As `RolloutEngine`."""
+        generation = self._generations.get(name)
+        if generation is None:
+            return
+        for sample in self._seating.withdraw(generation):
+            self._record(sample, ABORT)
+        for slot in [s for s, r in self._rows.samples.items() if r.generation is generation]:
+            self._record(self._seating.leave(slot), ABORT)
+
+    def interrupt(self, name: str) -> Generation | None:
+        """As `RolloutEngine`."""
+        self.abort(name)
+        for index, generation in enumerate(self._ended):
+            if generation.name == name:
+                return self._ended.pop(index)
+        return None
+
+    def pause(self) -> None:
+        """As `RolloutEngine`."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """As `RolloutEngine`."""
+        self._paused = False
+
+    def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
+        """As `RolloutEngine`."""
+        self._seating.weights_seq = weights_seq
+        if recompute_kv:
+            self.drop_cache()
+            return
+        self._seating.keep_stale()
+        for slot, sample in self._rows.samples.items():
+            sample.drawn_with(int(self._rows.drawn(slot)), weights_seq)
+
+    def drop_cache(self) -> None:
+        """As `RolloutEngine`."""
+        self._seating.empty()
+        self._kv.clear()
+        self._steady = None
+
+    def stats(self) -> EngineStats:
+        """As `RolloutEngine`."""
+        seating, pool = self._seating, self._pool
+        return EngineStats(
+            running=len(self._rows.samples),
+            waiting=len(seating.waiting),
+            paused=self._paused,
+            weights_seq=self.weights_seq,
+            steps=self._steps,
+            tokens_drawn=self._tokens_drawn,
+            tokens_computed=self._tokens_computed,
+            tokens_recomputed=seating.tokens_recomputed,
+            prefix_tokens_reused=seating.prefix_tokens_reused,
+            preemptions=seating.preemptions,
+            kv_bytes_max=self._blocks * self._block_bytes,
+            block_bytes=self._block_bytes,
+            blocks=self._blocks,
+            blocks_held=pool.held,
+            blocks_kept=pool.kept,
+        )
+
+    @torch.inference_mode()
+    def step(self) -> list[Generation]:
+        """As `RolloutEngine`."""
+        if self._generations and not self._paused:
+            self._pass()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def check_invariants(self) -> None:
+        """Every block is accounted for, and every sample is in one place."""
+        rows = self._rows
+        self._pool.check_invariants(rows.blocks(slot) for slot in rows.samples)
+        assert set(np.flatnonzero(rows.active)) == set(rows.samples)
+        assert len(rows.samples) + rows.empty == rows.slots
+        here = [*rows.samples.values(), *self._seating.waiting]
+        assert len(here) == sum(one.unfinished for one in self._generations.values())
+        orders = [sample.order for sample in here]
+        assert len(set(orders)) == len(orders)
+        for slot in rows.samples:
+            assert rows.computed[slot] <= rows.held[slot] * self._block_tokens
+            assert rows.computed[slot] < rows.known[slot] <= rows.sequence_max
+
+    def _pass(self) -> None:
+        rows, steady = self._rows, self._steady
+        if steady is not None and self._seating.goes_on(steady.work.slots, steady.changes):
+            work, batch = steady.work, steady.batch
+            advance(batch, steady.token_N)
+        else:
+            work, batch = self._plan()
+        changes = rows.changes
+        logits_NV = self._forward(batch, self._kv)
+        self._steps += 1
+        self._tokens_computed += len(batch.token_T)
+        self._seating.computed(work)
+        self._steady = None
+        slots = work.slots
+        if batch.wanted is not None:
+            slots = slots[rows.computed[slots] == rows.known[slots]]
+            if not len(slots):
+                return
+        logprobs_NV = torch.log_softmax(logits_NV.float(), dim=-1)
+        if (rows.leader >= 0).any():
+            slots, which = self._fork(slots)
+            logprobs_NV = logprobs_NV[torch.from_numpy(which).to(self._device)]
+        token_N = self._draw(logprobs_NV, slots)
+        if batch.wanted is None and rows.changes == changes:
+            self._steady = _Steady(work=work, batch=batch, token_N=token_N, changes=changes)
+
+    def _plan(self) -> tuple[Work, StepBatch]:
+        rows = self._rows
+        self._kv.prepare()
+        work, copies = self._seating.plan()
+        # Blocks are taken nowhere else, so this sees the most that are held at a time.
+        for generation in self._generations.values():
+            generation.blocks_max = max(generation.blocks_max, self._pool.held)
+        assert len(work.slots), "somebody can always run"
+        if copies:
+            self._kv.copy([old for old, _ in copies], [new for _, new in copies])
+        work, cuts = order_work(work, self._block_tokens)
+        batch = build_batch(
+            work,
+            cuts,
+            tokens=rows.tokens,
+            tables=rows.tables,
+            known=rows.known,
+            block_tokens=self._block_tokens,
+            device=self._device,
+            dtype=self._dtype,
+        )
+        return work, batch
+
+    def _fork(self, slots: Ints) -> tuple[Ints, Ints]:
+        """The slots that draw with those that waited for them; the row of logits of each."""
+        everyone: list[int] = []
+        which: list[int] = []
+        for index, slot in enumerate(slots.tolist()):
+            family = [slot, *self._seating.fork(slot)]
+            everyone += family
+            which += [index] * len(family)
+        return np.array(everyone), np.array(which)
+
+    def _draw(self, logprobs_NV: torch.Tensor, slots: Ints) -> torch.Tensor:
+        """Draw a token for each of `slots` and let those leave that end with it."""
+        rows, device = self._rows, self._device
+        drawn = rows.drawn(slots)
+        if rows.temperature[slots].any():
+            sampling = RowSampling(
+                temperature=torch.from_numpy(rows.temperature[slots]).to(device),
+                top_p=torch.from_numpy(rows.top_p[slots]).to(device),
+                top_k=torch.from_numpy(rows.top_k[slots]).to(device),
+                stream=torch.from_numpy(rows.stream[slots]).to(device),
+            )
+            token_N = draw(logprobs_NV, sampling, torch.from_numpy(drawn).to(device))
+        else:
+            token_N = logprobs_NV.argmax(dim=-1)
+        logprobs = logprobs_NV.gather(-1, token_N[:, None])[:, 0].cpu().numpy()
+        tokens = token_N.cpu().numpy()
+        rows.tokens[slots, rows.known[slots]] = tokens
+        rows.logprobs[slots, drawn] = logprobs
+        rows.known[slots] += 1
+        self._tokens_drawn += len(slots)
+        self._emit(slots, tokens, logprobs)
+        stopped = np.zeros(len(slots), dtype=bool)
+        for end in self._eos:
+            stopped |= tokens == end
+        stopped &= ~rows.ignore_eos[slots]
+        self._check_own_stops(slots, stopped)
+        full = drawn + 1 >= rows.limit[slots]
+        for index in np.flatnonzero(stopped | full).tolist():
+            sample = self._seating.leave(int(slots[index]))
+            self._record(sample, STOP if stopped[index] else LENGTH)
+        return token_N
+
+    def _emit(self, slots: Ints, tokens: Any, logprobs: Any) -> None:
+        if not self._streaming:
+            return
+        for slot, token, logprob in zip(slots.tolist(), tokens, logprobs, strict=True):
+            sample = self._rows.samples[slot]
+            if sample.generation.emit is not None:
+                sample.generation.emit(sample.row, [int(token)], [float(logprob)])
+
+    def _check_own_stops(self, slots: Ints, stopped: Any) -> None:
+        """Stop tokens and sequences that a generation brought along."""
+        if not self._with_stops:
+            return
+        rows = self._rows
+        for index, slot in enumerate(slots.tolist()):
+            sampling = rows.samples[slot].generation.sampling
+            drawn = rows.tokens[slot, rows.prompt[slot] : rows.known[slot]]
+            stopped[index] |= int(drawn[-1]) in sampling.stop_token_ids or any(
+                len(stop) <= len(drawn) and tuple(drawn[len(drawn) - len(stop) :]) == stop
+                for stop in sampling.stop_sequences
+                if stop
+            )
+
+    def _record(self, sample: Sample, code: int) -> None:
+        """Write down a row's result."""
+        generation = sample.generation
+        if sample.tokens is not None:
+            generation.tokens[sample.row] = sample.tokens
+            generation.logprobs[sample.row] = sample.logprobs
+            drawn = len(sample.tokens)
+            generation.segments[sample.row] = [s for s in sample.segments if s.start < drawn]
+        generation.finish[sample.row] = code
+        generation.unfinished -= 1
+        if generation.unfinished == 0:
+            self._finish(generation)
+
+    def _finish(self, generation: Generation) -> None:
+        del self._generations[generation.name]
+        self._streaming.discard(generation.name)
+        self._with_stops.discard(generation.name)
+        self._ended.append(generation)
+
+
+def _token_ids(value: int | Iterable[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _block_count(budget: int | None, block_bytes: int, sequence_blocks: int, slots: int) -> int:
+    """Blocks that the budget pays for; `sequence_blocks` hold the longest sequence."""
+    if budget is None:
+        affordable = max(KV_BYTES // block_bytes, sequence_blocks)
+        return min(affordable, slots * sequence_blocks)
+    if budget < sequence_blocks * block_bytes:
+        raise InvalidRequestError(
+            f"a KV cache of {budget} bytes holds {budget // block_bytes} blocks; one sequence of "
+            f"the deployment's length takes {sequence_blocks} ({sequence_blocks * block_bytes} "
+            "bytes): raise the budget or lower max_sequence_tokens"
+        )
+    return budget // block_bytes

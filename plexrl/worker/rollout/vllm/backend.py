@@ -1,0 +1,72 @@
+"""vLLM as a rollout backend: weights in an arena, results as the wire wants them."""
+
+from typing import TYPE_CHECKING, Any
+
+from plexrl.model.kv_cache import kv_token_bytes
+from plexrl.statemanager.layout.keys import StatePart
+from plexrl.worker.models import named_parameters
+from plexrl.worker.rollout.engine.backend import ARENA_DTYPES, EngineBackend
+from plexrl.worker.rollout.vllm.engine import VllmEngine
+from plexrl.worker.rollout.vllm.launch import its_reasons, start_engine
+from plexrl.worker.rollout.vllm.placement import watch_loading
+from plexrl.worker.rollout.vllm.probe import model_logprobs, probe_tokens
+from plexrl.worker.rollout.vllm.weights import ArenaWeights
+from plexrl.worker.state.arena_tensors import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class VllmRolloutBackend(EngineBackend[VllmEngine]):
+    """One worker's engine, which has the whole model.
+
+    `build` raises `InvalidRequestError` where vLLM cannot run the model, and `StaleWeightsError`
+    where it computes something else than `transformers` does; so does whatever replaces weights.
+    """
+
+    def after_load(self, parts: frozenset[StatePart]) -> None:
+        """Other weights may have come. Raises `StaleWeightsError` where vLLM has not got them."""
+        del parts
+        self.engine.weights_changed(self.engine.weights_seq)
+
+    def _arrange(self, model: "nn.Module") -> dict[str, int | None]:
+        spec, dtype = self._spec, TORCH_DTYPES[ARENA_DTYPES[self._spec.dtype]]
+        self._started = start_engine(
+            model,
+            dtype=dtype,
+            slots=spec.max_concurrent_samples,
+            sequence_tokens_max=spec.max_sequence_tokens,
+            kv_token_bytes=kv_token_bytes(spec),
+            kv_bytes_max=spec.kv_cache_bytes,
+        )
+        weights = {name: each.data.to(dtype) for name, each in named_parameters(model)}
+        self._pieces = watch_loading(self._started.model, weights)
+        elements = {name: each.numel() for name, each in self._started.model.named_parameters()}
+        last = {piece.parameter: piece for piece in self._pieces}
+        # What vLLM joins lies together; what it pads has room behind it, which is never read.
+        return {
+            piece.name: elements[piece.parameter] - piece.start
+            if piece is last[piece.parameter]
+            else None
+            for piece in self._pieces
+        }
+
+    def _start(self, model: "nn.Module") -> VllmEngine:
+        config: Any = model.config
+        # Some kernels say no more than at their first use, which is the engine's probe.
+        with its_reasons():
+            return VllmEngine(
+                self._started,
+                ArenaWeights(self._started.model, self._weights, self._pieces),
+                ends=_token_ids(config.eos_token_id),
+                sequence_tokens_max=self._spec.max_sequence_tokens,
+                dtype=TORCH_DTYPES[ARENA_DTYPES[self._spec.dtype]],
+                probe=probe_tokens(config.vocab_size, self._spec.max_sequence_tokens),
+                wanted=lambda tokens: model_logprobs(model, tokens),
+            )
+
+
+def _token_ids(value: int | list[int] | None) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)

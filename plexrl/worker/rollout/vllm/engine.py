@@ -1,0 +1,323 @@
+"""vLLM as a `RolloutEngine`: one request of vLLM's for each row of a generation.
+
+vLLM is stepped in this thread, so that every row stands at a token boundary between two steps. A
+row's tokens are kept here as they come: whatever ends it, it has them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from plexrl.errors import BatchShapeError, StaleWeightsError
+from plexrl.worker.rollout.generation import ABORT, LENGTH, STOP, Generation, Segment
+from plexrl.worker.rollout.protocol import EngineStats
+from plexrl.worker.rollout.vllm.cache_memory import CacheMemory
+from plexrl.worker.rollout.vllm.launch import StartedEngine
+from plexrl.worker.rollout.vllm.probe import check_logprobs
+from plexrl.worker.rollout.vllm.sampling import draw_arguments
+from plexrl.worker.rollout.vllm.weights import ArenaWeights
+
+PROBE = "probe"
+PROBE_STEPS_MAX = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """One row under way."""
+
+    generation: Generation
+    row: int
+    request: str
+    internal: str
+    """What vLLM calls the request among its own parts."""
+    limit: int
+    """Most tokens to draw."""
+    ends: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+
+
+class VllmEngine:
+    """Generates with vLLM. Not thread-safe. A `RolloutEngine`."""
+
+    def __init__(
+        self,
+        started: StartedEngine,
+        weights: ArenaWeights,
+        *,
+        ends: frozenset[int],
+        sequence_tokens_max: int,
+        dtype: torch.dtype,
+        probe: list[int],
+        wanted: Callable[[list[int]], torch.Tensor],
+    ) -> None:
+        """`ends`: the model's own end tokens. `wanted` computes a probe's logprobs `[tokens - 1]`
+        from the weights as they are by another way than vLLM.
+
+        Raises:
+            StaleWeightsError: vLLM computes something else than `wanted` does.
+        """
+        self._llm = started.llm
+        self._scheduler = started.scheduler
+        self.model = started.model
+        """vLLM's module."""
+        self.weights = weights
+        self._cache = CacheMemory(started.runner)
+        self._ends = ends
+        self._sequence_max = sequence_tokens_max
+        self._dtype = dtype
+        self._probe = probe
+        self._wanted = wanted
+        self._generations: dict[str, Generation] = {}
+        self._rows: dict[str, _Row] = {}
+        """By vLLM's name for the request, oldest first."""
+        self._ended: list[Generation] = []
+        self._paused = False
+        self._refusal: StaleWeightsError | None = None
+        self._submitted = self._updates = 0
+        self._steps = self._tokens_drawn = 0
+        self.weights_seq = 0
+        """Version of the weights that draw now."""
+        self._verify()
+
+    @property
+    def has_work(self) -> bool:
+        """As `RolloutEngine`."""
+        return bool(self._ended) or (bool(self._rows) and not self._paused)
+
+    def submit(self, generation: Generation) -> None:
+        """As `RolloutEngine`. A later `weights_seq` than the engine's becomes its own.
+
+        Raises:
+            StaleWeightsError: the last update did not reach vLLM.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        longest = self._sequence_max - 1
+        for index, prompt in enumerate(generation.prompts):
+            if not 1 <= len(prompt) <= longest:
+                raise BatchShapeError(
+                    f"prompt {index} has {len(prompt)} tokens; between 1 and {longest} fit",
+                    row=index,
+                )
+        self.weights_seq = max(self.weights_seq, generation.weights_seq)
+        self._generations[generation.name] = generation
+        for row in range(generation.unfinished):
+            self._add(generation, row)
+        if generation.unfinished == 0:
+            self._finish(generation)
+
+    def step(self) -> list[Generation]:
+        """As `RolloutEngine`."""
+        if self._rows and not self._paused:
+            self._cache.ensure()
+            self._steps += 1
+            outputs = self._llm.step()
+            self._count_blocks()
+            for output in outputs:
+                row = self._rows.get(output.request_id)
+                if row is not None:
+                    self._take(row, output.outputs[0])
+        ended, self._ended = self._ended, []
+        return ended
+
+    def abort(self, name: str) -> None:
+        """As `RolloutEngine`."""
+        rows = [row for row in self._rows.values() if row.generation.name == name]
+        if rows:
+            self._llm.abort_request([row.request for row in rows])
+        for row in rows:
+            self._record(row, ABORT)
+
+    def interrupt(self, name: str) -> Generation | None:
+        """As `RolloutEngine`."""
+        self.abort(name)
+        for index, generation in enumerate(self._ended):
+            if generation.name == name:
+                return self._ended.pop(index)
+        return None
+
+    def pause(self) -> None:
+        """As `RolloutEngine`."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """As `RolloutEngine`."""
+        self._paused = False
+
+    def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
+        """As `RolloutEngine`.
+
+        Raises:
+            StaleWeightsError: vLLM does not compute with the new weights. What was under way ends
+                with what it has, and nothing is taken on until an update is right.
+        """
+        self.weights_seq = weights_seq
+        # New requests are salted with it, so none finds what former weights cached.
+        self._updates += 1
+        if recompute_kv:
+            self._llm.reset_prefix_cache(reset_running_requests=True)
+        self.weights.refresh()
+        try:
+            self._verify()
+        except StaleWeightsError as error:
+            self._refusal = error
+            for name in list(self._generations):
+                self.abort(name)
+            raise
+        self._refusal = None
+
+    def drop_cache(self) -> None:
+        """As `RolloutEngine`."""
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._cache.release()
+
+    def stats(self) -> EngineStats:
+        """As `RolloutEngine`."""
+        scheduler = self._scheduler
+        running = len(scheduler.running)
+        block_bytes = self._cache.nbytes // (scheduler.blocks + 1)
+        return EngineStats(
+            running=running,
+            waiting=len(self._rows) - running,
+            paused=self._paused,
+            weights_seq=self.weights_seq,
+            steps=self._steps,
+            tokens_drawn=self._tokens_drawn,
+            tokens_computed=scheduler.tokens_computed,
+            tokens_recomputed=scheduler.tokens_recomputed,
+            prefix_tokens_reused=scheduler.prefix_tokens_reused,
+            preemptions=scheduler.preemptions,
+            kv_bytes_max=scheduler.blocks * block_bytes,
+            block_bytes=block_bytes,
+            blocks=scheduler.blocks,
+            blocks_held=scheduler.blocks_held,
+            blocks_kept=scheduler.blocks_kept,
+        )
+
+    @property
+    def cache_bytes_held(self) -> int:
+        """Memory of the KV cache now."""
+        return self._cache.held_bytes
+
+    def _add(self, generation: Generation, row: int) -> None:
+        sampling = generation.sampling
+        prompt = generation.prompts[row // generation.samples_per_prompt]
+        ends = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ends |= self._ends
+        limit = min(sampling.max_tokens, self._sequence_max - len(prompt))
+        # Names of generations may come back; vLLM's names for requests may not.
+        request = f"{self._submitted}:{generation.name}:{row}"
+        self._submitted += 1
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=limit,
+            stop_token_ids=sorted(ends),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=draw_arguments(sampling, generation.first_row + row),
+        )
+        internal = self._llm.add_request(request, self._prompt(prompt), params)
+        self._rows[request] = _Row(
+            generation=generation,
+            row=row,
+            request=request,
+            internal=internal,
+            limit=limit,
+            ends=ends,
+        )
+
+    def _prompt(self, tokens: list[int]) -> dict[str, Any]:
+        return {"prompt_token_ids": tokens, "cache_salt": str(self._updates)}
+
+    def _take(self, row: _Row, output: Any) -> None:
+        """Take over what vLLM drew for a row; the row leaves if that ends it."""
+        start = len(row.tokens)
+        for token, choices in zip(output.token_ids, output.logprobs, strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(choices[token].logprob)
+        drawn = len(row.tokens) - start
+        if not drawn:
+            return
+        self._tokens_drawn += drawn
+        if not row.segments or row.segments[-1].weights_seq != self.weights_seq:
+            row.segments.append(Segment(start=start, weights_seq=self.weights_seq))
+        if row.generation.emit is not None:
+            row.generation.emit(row.row, row.tokens[start:], row.logprobs[start:])
+        stopped = row.tokens[-1] in row.ends or self._at_stop_sequence(row)
+        if stopped or len(row.tokens) >= row.limit:
+            if output.finish_reason is None:
+                self._llm.abort_request([row.request])
+            self._record(row, STOP if stopped else LENGTH)
+
+    def _count_blocks(self) -> None:
+        held, preempted = self._scheduler.blocks_held_then, self._scheduler.preempted
+        for generation in self._generations.values():
+            generation.blocks_max = max(generation.blocks_max, held)
+        if preempted:
+            rows = {row.internal: row for row in self._rows.values()}
+            for request in preempted:
+                rows[request].generation.preemptions += 1
+            preempted.clear()
+
+    def _at_stop_sequence(self, row: _Row) -> bool:
+        return any(
+            len(stop) <= len(row.tokens) and tuple(row.tokens[-len(stop) :]) == stop
+            for stop in row.generation.sampling.stop_sequences
+            if stop
+        )
+
+    def _record(self, row: _Row, code: int) -> None:
+        """Write down a row's result."""
+        del self._rows[row.request]
+        generation = row.generation
+        generation.tokens[row.row] = np.array(row.tokens, dtype=np.int32)
+        generation.logprobs[row.row] = np.array(row.logprobs, dtype=np.float32)
+        generation.segments[row.row] = row.segments
+        generation.finish[row.row] = code
+        generation.unfinished -= 1
+        if generation.unfinished == 0:
+            self._finish(generation)
+
+    def _finish(self, generation: Generation) -> None:
+        del self._generations[generation.name]
+        self._ended.append(generation)
+
+    def _verify(self) -> None:
+        """Raises `StaleWeightsError` unless vLLM computes with the weights that are there."""
+        self.weights.check()
+        found = self._probe_logprobs()
+        if found is None:
+            # Those who kept their cache over the update left no room; they are computed anew.
+            self._llm.reset_prefix_cache(reset_running_requests=True)
+            found = self._probe_logprobs()
+        assert found is not None, "an empty cache has room for the probe"
+        check_logprobs(found, self._wanted(self._probe), self._dtype)
+
+    def _probe_logprobs(self) -> torch.Tensor | None:
+        """What vLLM finds for the probe, given none of those under way. None: no room."""
+        self._cache.ensure()
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        request = f"{self._submitted}:{PROBE}"
+        self._submitted += 1
+        found: torch.Tensor | None = None
+        with self._scheduler.alone():
+            self._llm.add_request(request, self._prompt(self._probe), params)
+            for _ in range(PROBE_STEPS_MAX):
+                for output in self._llm.step():
+                    pairs = zip(self._probe[1:], output.prompt_logprobs[1:], strict=True)
+                    found = torch.tensor([choices[token].logprob for token, choices in pairs])
+                if found is not None:
+                    break
+            else:
+                self._llm.abort_request([request])
+        return found

@@ -1,0 +1,85 @@
+"""Our draws inside vLLM's sampler.
+
+vLLM draws with a generator per request, which starts anew with a request that is given up and added
+again. Ours is a hash of seed, row, position and token, so a sample draws the same tokens whatever
+else runs, after preemptions and updates too, and the same as the `torch` engine's.
+
+Shapes: N rows of the batch, V vocabulary.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
+
+from plexrl.wire.operations import SamplingParams
+from plexrl.worker.rollout.sampling import RowSampling, draw, stream_of
+
+if TYPE_CHECKING:
+    from vllm.v1.sample.logits_processor import BatchUpdate
+
+DRAW = "plexrl_draw"
+"""Key of a request's `extra_args`: `(temperature, top_p, top_k, stream)`."""
+
+
+def draw_arguments(sampling: SamplingParams, row: int) -> dict[str, tuple[float, float, int, int]]:
+    """`extra_args` of a request that draws row `row` of a generation."""
+    stream = stream_of(sampling.seed or 0, row)
+    return {DRAW: (sampling.temperature, sampling.top_p, sampling.top_k, stream)}
+
+
+class RowDraw(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there where types are checked
+    """Draws each row's token and leaves it as the only one that vLLM's greedy choice can take.
+
+    vLLM takes the logprobs that it reports before any processor, so they are the model's own.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        del vllm_config, is_pin_memory
+        self._device = device
+        self._rows: dict[int, tuple[tuple[float, float, int, int], list[int]]] = {}
+        """By index in the batch: how to draw, and vLLM's own list of what was drawn."""
+
+    def is_argmax_invariant(self) -> bool:
+        """It decides the argmax, so greedy requests need it too."""
+        return False
+
+    def update_state(self, batch_update: "BatchUpdate | None") -> None:
+        """Rows have left, joined or moved."""
+        if batch_update is None:
+            return
+        rows = self._rows
+        for index in batch_update.removed:
+            rows.pop(index, None)
+        for index, params, _, drawn in batch_update.added:
+            rows.pop(index, None)
+            if params.extra_args and DRAW in params.extra_args:
+                rows[index] = (params.extra_args[DRAW], drawn)
+        for one, other, direction in batch_update.moved:
+            moved, displaced = rows.pop(one, None), rows.pop(other, None)
+            if moved is not None:
+                rows[other] = moved
+            if displaced is not None and direction == MoveDirectionality.SWAP:
+                rows[one] = displaced
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, V]`, in place. Greedy rows are left as they are."""
+        drawing = [index for index, (how, _) in sorted(self._rows.items()) if how[0] > 0]
+        if not drawing:
+            return logits
+        temperature, top_p, top_k, stream = zip(
+            *(self._rows[index][0] for index in drawing), strict=True
+        )
+        drawn = [len(self._rows[index][1]) for index in drawing]
+        at = torch.tensor(drawing, device=self._device)
+        sampling = RowSampling(
+            temperature=torch.tensor(temperature, dtype=torch.float32, device=self._device),
+            top_p=torch.tensor(top_p, dtype=torch.float32, device=self._device),
+            top_k=torch.tensor(top_k, dtype=torch.int64, device=self._device),
+            stream=torch.tensor(stream, dtype=torch.int64, device=self._device),
+        )
+        position = torch.tensor(drawn, dtype=torch.int64, device=self._device)
+        token = draw(logits[at].log_softmax(dim=-1), sampling, position)
+        logits[at] = -torch.inf
+        logits[at, token] = 0.0
+        return logits

@@ -1,0 +1,1 @@
+"""A worker's tensors: where they lie, how they move, how they are saved."""

@@ -1,0 +1,260 @@
+"""The `fsdp` training backend: torch FSDP2 with all its state in one arena.
+
+FSDP gathers from and reduces into views of the regions that `flat_state` lays out. With tensor
+parallelism the model is cut by columns and rows of its matrices first, and every part's rows are
+shared out over the data ranks that have the same one.
+
+With `compute_dtype="bfloat16"` parameters are cast as they are gathered: they, their gradients
+(added up in float32) and the optimizer's state stay float32 in the arena.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from plexrl.model.layout import check_tensor_parallel
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.statemanager.layout.boxes import Box
+from plexrl.statemanager.layout.keys import StateSlice
+from plexrl.wire.operations import AdamParams
+from plexrl.worker.batches.logprobs import token_logprobs, token_logprobs_of_parts
+from plexrl.worker.batches.packing import MicroBatch
+from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.training.flat_state import FlatState, ShardBox
+from plexrl.worker.training.fsdp.activation_checkpointing import checkpoint_activations
+from plexrl.worker.training.fsdp.adapters import add_adapters, state_name
+from plexrl.worker.training.fsdp.frozen_base import FrozenBase, ModelFiles, model_files
+from plexrl.worker.training.fsdp.tensor_parallel import cut_parameters, local_box, parallelize
+from plexrl.worker.training.model import LossOfBatch, TrainingRank
+
+LAYERWISE_PARAMETERS = 50_000_000
+"""A model with fewer is gathered at once: going layer by layer would cost more than it saves."""
+
+
+class FsdpModel:
+    """A `TrainingModel`."""
+
+    def __init__(
+        self, rank: TrainingRank, *, layerwise_parameters: int = LAYERWISE_PARAMETERS
+    ) -> None:
+        self._rank = rank
+        self._layerwise_parameters = layerwise_parameters
+
+    @property
+    def arena(self) -> Arena:
+        """As `TrainingModel.arena`."""
+        return self._state.arena
+
+    @property
+    def host_arena(self) -> HostArena | None:
+        """As `TrainingModel.host_arena`."""
+        return self._state.host_arena
+
+    @property
+    def config(self) -> Any:
+        """As `TrainingModel.config`."""
+        return self._model.config
+
+    @property
+    def generation_config(self) -> Any:
+        """As `TrainingModel.generation_config`."""
+        return getattr(self._model, "generation_config", None)
+
+    def build(self) -> None:
+        """As `TrainingModel.build`."""
+        spec = self._rank.spec
+        files = () if spec.lora is None else model_files(spec.model)
+        model = build_model(spec.model)
+        if spec.lora is None:
+            for parameter in model.parameters():
+                parameter.requires_grad_(True)
+        else:
+            add_adapters(model, spec.lora)
+        mesh = self._cut_by_tensor_ranks(model)
+        cuts = {name: local_box(parameter) for name, parameter in named_parameters(model)}
+        self._cut = cut_parameters(model)
+        layers: Any = model.model.layers  # type: ignore[union-attr]
+        if spec.activation_checkpointing:
+            checkpoint_activations(layers)
+        options: dict[str, Any] = {} if mesh is None else {"mesh": mesh["dp"]}
+        if spec.compute_dtype != "float32":
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=getattr(torch, spec.compute_dtype), reduce_dtype=torch.float32
+            )
+        if sum(p.numel() for p in model.parameters()) >= self._layerwise_parameters:
+            for layer in layers:
+                fully_shard(layer, **options)
+        fully_shard(model, **options)
+        assert isinstance(model, FSDPModule)
+        self._model = model
+        shards = {name: _fsdp_param(model, p) for name, p in named_parameters(model)}
+        boxes = {name: self._box(shard, cuts[name]) for name, shard in shards.items()}
+        frozen = {n: shard for n, shard in shards.items() if not shard.sharded_param.requires_grad}
+        trained = {n: shard for n, shard in shards.items() if n not in frozen}
+        self._state = FlatState(
+            {state_name(name): boxes[name] for name in trained}, optimizer=spec.optimizer
+        )
+        self._move_in(trained)
+        self._freeze(frozen, {name: boxes[name] for name in frozen}, files)
+
+    @property
+    def gathered_apart(self) -> list[nn.Module]:
+        """The modules whose parameters are gathered together, and apart from the others'."""
+        return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+
+    @property
+    def frozen_base(self) -> FrozenBase | None:
+        """The frozen weights, where only adapters are trained; not among the slices."""
+        return self._base
+
+    def slices(self) -> tuple[StateSlice, ...]:
+        """As `TrainingModel.slices`."""
+        return self._state.slices
+
+    def before_offload(self) -> None:
+        """Free the gathered parameters."""
+        self._model.reshard()
+
+    def after_load(self, *, gradients_loaded: bool) -> None:
+        """As `TrainingModel.after_load`; nothing is derived but what `before_offload` freed."""
+        if not gradients_loaded:
+            self.zero_gradients()
+
+    def forward(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """As `TrainingModel.forward`."""
+        with torch.no_grad():
+            values = [self._logprobs(batch) for batch in batches]
+        self._model.reshard()
+        return values
+
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], loss: LossOfBatch
+    ) -> list[torch.Tensor]:
+        """As `TrainingModel.forward_backward`."""
+        values: list[torch.Tensor] = []
+        for batch in batches:
+            logprobs_BL = self._logprobs(batch)
+            # FSDP averages gradients over ranks; the loss is a sum over them.
+            (loss(logprobs_BL, batch) * self._rank.layout.dp).backward()  # type: ignore[no-untyped-call]
+            values.append(logprobs_BL.detach())
+        self._model.reshard()
+        return values
+
+    def gradient_norm(self) -> float:
+        """As `TrainingModel.gradient_norm`."""
+        if self._rank.place.tp == 0:
+            squared = self._state.gradients.square().sum()
+        else:
+            # What is not cut is the first tensor rank's to count.
+            parts = [self._state.gradient(name).square().sum() for name in sorted(self._cut)]
+            squared = torch.stack(parts).sum()
+        dist.all_reduce(squared)
+        return float(squared.sqrt())
+
+    def step(self, params: AdamParams, *, gradient_factor: float) -> None:
+        """As `TrainingModel.step`."""
+        self._state.step(params, gradient_factor)
+
+    def zero_gradients(self) -> None:
+        """As `TrainingModel.zero_gradients`."""
+        self._state.gradients.zero_()
+
+    def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        logits_BLV = self._model(
+            input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long(), use_cache=False
+        ).logits
+        if self._words is None:
+            return token_logprobs(logits_BLV, batch)
+        return token_logprobs_of_parts(logits_BLV, batch, *self._words)
+
+    def _cut_by_tensor_ranks(self, model: Any) -> DeviceMesh | None:
+        """The mesh of both axes, with the model cut along `tp`; None where that is 1 long."""
+        self._words: tuple[int, dist.ProcessGroup] | None = None
+        layout = self._rank.layout
+        if layout.tp == 1:
+            return None
+        check_tensor_parallel(self._rank.spec.model, layout)
+        # Ranks count along tp first, which is a mesh's last dimension.
+        mesh = init_device_mesh("cpu", (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+        parallelize(model, mesh["tp"])
+        self._words = (local_box(model.lm_head.weight).offset[0], mesh["tp"].get_group())
+        return mesh
+
+    def _box(self, shard: Any, cut: Box) -> ShardBox:
+        """This rank's rows of what its tensor rank has."""
+        padded = shard.padded_sharded_param_size
+        start = min(self._rank.place.dp * padded[0], cut.shape[0])
+        rows = min(padded[0], cut.shape[0] - start)
+        return ShardBox(
+            global_shape=tuple(shard.sharded_param.shape),
+            offset=(cut.offset[0] + start, *cut.offset[1:]),
+            shape=(rows, *cut.shape[1:]),
+            reserve=math.prod(padded),
+        )
+
+    def _move_in(self, shards: dict[str, Any]) -> None:
+        """Have FSDP keep each shard in the arena.
+
+        FSDP2 reads a shard through two references: the padded flat data that it gathers from, and
+        the local tensor of the parameter. Both are pointed at the arena; FSDP's own check that they
+        share a storage then holds, so it never copies them elsewhere.
+        """
+        with torch.no_grad():
+            for name, shard in shards.items():
+                padded = shard.padded_sharded_param_size
+                home = self._state.parameter(state_name(name), math.prod(padded))
+                home.copy_(shard._sharded_param_data)
+                shard._sharded_param_data = home
+                gradient = self._state.gradient(state_name(name))
+                parameter = shard.sharded_param
+                parameter._local_tensor = home.view(padded).narrow(0, 0, gradient.shape[0])
+                parameter.grad = shard.to_sharded_dtensor(gradient)
+
+    def _freeze(
+        self, shards: dict[str, Any], boxes: dict[str, ShardBox], files: ModelFiles
+    ) -> None:
+        """Have FSDP gather what is not trained from memory that others read too."""
+        self._base: FrozenBase | None = None
+        if not shards:
+            return
+        model = self._rank.spec.model
+        self._base = FrozenBase(model, files, boxes, lambda: self._built_anew(boxes))
+        built: dict[str, torch.Tensor] = {}
+        for name, shard in shards.items():
+            padded, rows = shard.padded_sharded_param_size, boxes[name].shape[0]
+            built[name] = shard._sharded_param_data.view(padded).narrow(0, 0, rows)
+            home = self._base.home(name)
+            shard._sharded_param_data = home
+            shard.sharded_param._local_tensor = home.view(padded).narrow(0, 0, rows)
+        self._base.keep_built(built)
+
+    def _built_anew(self, boxes: dict[str, ShardBox]) -> dict[str, torch.Tensor]:
+        named = dict(named_parameters(build_model(self._rank.spec.model)))
+        return {
+            name: named[name].data[
+                tuple(
+                    slice(start, start + count)
+                    for start, count in zip(box.offset, box.shape, strict=True)
+                )
+            ]
+            for name, box in boxes.items()
+        }
+
+
+def _fsdp_param(model: nn.Module, parameter: nn.Parameter) -> Any:
+    """FSDP2's record of a sharded parameter."""
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        for shard in group.fsdp_params if group is not None else ():
+            if shard.sharded_param is parameter:
+                return shard
+    raise AssertionError("a parameter that FSDP does not shard")

@@ -1,0 +1,98 @@
+"""Tensor parallelism of a `transformers` decoder of the Llama family, by DTensor.
+
+Attention is cut by heads, the MLP by its inner dimension, embedding and head by words of the
+vocabulary. Between them every tensor rank has the whole activations, one all-reduce behind each of
+attention and MLP. What is not cut (norms, biases of outputs) is computed by every tensor rank from
+the same activations, so replicas stay equal bit for bit.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from plexrl.statemanager.layout.boxes import Box
+from plexrl.worker.models import named_parameters
+
+HEADS_DIM = 2
+"""Of the projections as norms of heads see them: [rows, tokens, heads, head_dim]."""
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut a model over a mesh of one dimension, in place; tied weights stay tied."""
+    decoder: Any = model.model
+    tied = model.lm_head.weight is decoder.embed_tokens.weight  # type: ignore[union-attr]
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+            "lm_head": ColwiseParallel(output_layouts=Shard(-1)),
+        },
+    )
+    if tied:
+        # Both are cut by words, so they are the same shard; each got a copy of its own.
+        model.lm_head.weight = decoder.embed_tokens.weight  # type: ignore[union-attr]
+    for layer in decoder.layers:
+        parallelize_module(layer, mesh, _layer_plan(layer))
+
+
+def local_box(parameter: torch.Tensor) -> Box:
+    """What this rank has of a parameter before data ranks share it out."""
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return Box(offset=(0,) * len(shape), shape=shape)
+    (placement,) = parameter.placements
+    offset, extent = [0] * len(shape), list(shape)
+    if isinstance(placement, Shard):
+        rank, ranks = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
+        chunk = -(-shape[placement.dim] // ranks)
+        offset[placement.dim] = min(rank * chunk, shape[placement.dim])
+        extent[placement.dim] = parameter.to_local().shape[placement.dim]
+    return Box(offset=tuple(offset), shape=tuple(extent))
+
+
+def cut_parameters(model: nn.Module) -> frozenset[str]:
+    """The parameters of which no two tensor ranks hold the same part."""
+    return frozenset(
+        name
+        for name, parameter in named_parameters(model)
+        if isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
+    )
+
+
+def _layer_plan(layer: Any) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {
+        # One all-reduce of gradients for all projections of an input, not one for each.
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Replicate()},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        ),
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp": PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+        ),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    for name in ("q_norm", "k_norm"):
+        if hasattr(layer.self_attn, name):
+            # Each rank norms its own heads with the same weights, whose gradients are so added up.
+            plan[f"self_attn.{name}"] = SequenceParallel(
+                sequence_dim=HEADS_DIM, use_local_output=True
+            )
+    return plan
