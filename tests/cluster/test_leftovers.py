@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from plexrl.cluster.data_dir import LOCK, make_data_dir
+from plexrl.cluster.data_dir import make_data_dir
 from plexrl.cluster.embedded.start import start_embedded
 from plexrl.errors import ConflictError
 from plexrl.process.folders.folders import Folders
-from plexrl.process.folders.leftovers import OWNER, claimed, make_temporary_data, sweep
+from plexrl.process.folders.leftovers import LOCK, OWNER, claimed, make_temporary_data, sweep
 
 
 def killed(data_dir: Path | None) -> Folders:
