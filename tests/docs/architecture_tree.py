@@ -1,7 +1,7 @@
 """The generated parts of docs/architecture.md: package tree, pure folders, import direction.
 
-The tree is the first paragraph of each package's docstring. Pure folders and import direction are the
-lists of tests/test_tidy.py.
+The tree is the first paragraph of the docstring of each package. Pure folders and import direction
+are the lists of tests/test_tidy.py.
 
     python -m tests.docs.architecture_tree    # writes docs/architecture.md
 """
