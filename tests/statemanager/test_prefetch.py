@@ -114,8 +114,3 @@ def _wait_until_followed(shard: Shard) -> None:
     """Hints are followed in turn, so one whose effect can be seen tells of those before it."""
     shard.agent.prefetch("z/actor", 1)
     wait_until(lambda: tier_of(shard, "z/actor") == "host")
-
-
-def versions_of(shard: Shard, deployment: str) -> list[dict[str, str]]:
-    found: list[dict[str, str]] = shard.agent.usage()["deployments"][deployment]["versions"]
-    return found
