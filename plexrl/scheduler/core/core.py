@@ -84,11 +84,11 @@ from plexrl.scheduler.queries.views import (
     ended_since,
     group_view,
     job_view,
-    needless_payloads,
     node_view,
     operation_log,
     operation_view,
     tenant_view,
+    unreferenced_payloads,
     usage_view,
 )
 from plexrl.scheduler.state import events as ev
@@ -471,9 +471,9 @@ class SchedulerCore:
         """Those whose work waits for room, with the reason."""
         return held_view(self._context, self._context.state.deployments)
 
-    def needless_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
+    def unreferenced_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
         """Those of no operation that is yet to end or kept for a recovery."""
-        return needless_payloads(self._context.state, blobs)
+        return unreferenced_payloads(self._context.state, blobs)
 
     def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:
         """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from plexrl.ids import DeploymentId, OperationId
-from plexrl.scheduler.capacity.overlaps import owns_time
+from plexrl.scheduler.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.hrrs import Candidate
+from plexrl.scheduler.dispatch.next_use import EXPECTED_PAUSES
 from plexrl.scheduler.dispatch.ordering import first
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
 from plexrl.scheduler.dispatch.switch_cost import round_trip_s, switch_cost
@@ -36,9 +37,6 @@ _GENERATE: Final = OperationKind.GENERATE
 
 GAP_MARGIN = 4.0
 """The holder's next operation is waited for up to this many times the usual gap in its bursts."""
-
-OVERDUE = 2.0
-"""A member is expected until this many times its usual pause between bursts have passed."""
 
 LOOK_AHEAD = 32
 """Waiting operations of a member that are looked at to say how long its burst will be."""
@@ -190,7 +188,7 @@ def _first_not_held_back(
 
 def _held_back(context: Context, group: Group, chosen: Deployment, now: float) -> bool:
     """Whether the burst that is next in order must keep out of a critical segment; looks again."""
-    if owns_time(chosen):
+    if has_exclusive_slots(chosen):
         return False
     wait_s = holds_back(context, group, chosen, candidate(context, group, chosen), now)
     if wait_s is None:
@@ -290,9 +288,13 @@ def _expected_next(
             continue
         think_s = member.estimates.think_seconds
         # One that is late by more than it usually takes may have stopped for good.
-        if think_s is None or now > ended_at + OVERDUE * think_s or now < member.held_back_until:
+        if (
+            think_s is None
+            or now > ended_at + EXPECTED_PAUSES * think_s
+            or now < member.held_back_until
+        ):
             continue
-        if critical and (member.queue or not owns_time(member)):
+        if critical and (member.queue or not has_exclusive_slots(member)):
             continue
         at = ended_at + think_s
         if first_due is None or at < due_at or (at == due_at and name < first_due.deployment):

@@ -24,7 +24,7 @@ from plexrl.scheduler.state.job_states import JobTrigger
 from plexrl.scheduler.state.records import Deployment, Node, Residency, WpgState
 
 
-def look_at_node(context: Context, name: NodeId, now: float) -> None:
+def reconcile_node(context: Context, name: NodeId, now: float) -> None:
     """Move off the node whatever should not stay there, as far as it can go now."""
     node = context.state.nodes[name]
     if not node.alive:

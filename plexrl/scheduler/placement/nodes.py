@@ -4,7 +4,7 @@ from plexrl.errors import NotFoundError
 from plexrl.ids import NodeId
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.jobs.lifecycle import end_job, launch, restart, send_launch, worker_ready
-from plexrl.scheduler.placement.evacuation import look_at_node, placed_on, replace_shrunk
+from plexrl.scheduler.placement.evacuation import placed_on, reconcile_node, replace_shrunk
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back
 from plexrl.scheduler.placement.relocation import migrated, send_migration, settle
 from plexrl.scheduler.state.commands import ReleaseState, StopWorkers
@@ -71,7 +71,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
     context.place_waiting = True
     # What lies on this node may be what the WPGs of a lost one were waiting for.
     for other in list(context.state.nodes):
-        look_at_node(context, other, now)
+        reconcile_node(context, other, now)
 
 
 def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) -> None:
@@ -89,7 +89,7 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
     # Either GPUs are there again, or those who waited for them hold up nobody any more.
     context.place_waiting = True
     if event.is_draining:
-        look_at_node(context, event.node, now)
+        reconcile_node(context, event.node, now)
         return
     for name in sorted(context.relocating):
         deployment = context.deployment(name)
@@ -162,4 +162,4 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
                 deployment.addresses.pop(rank, None)
         else:
             restart(context, deployment, f"node {event.node!r} was lost", now)
-    look_at_node(context, event.node, now)
+    reconcile_node(context, event.node, now)

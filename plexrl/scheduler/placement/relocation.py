@@ -27,12 +27,12 @@ from plexrl.scheduler.placement.placement import (
     find,
     join,
     leave,
+    modes,
     nearest,
     place,
     shares,
-    ways,
 )
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.commands import MigrateState, ReleaseState, StopWorkers
 from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.state.records import Deployment, MoveCause, Relocation, Residency, WpgState
@@ -211,8 +211,8 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
         old_group.incoming = None
     context.touch(old_group.group)
     leave(context, deployment, now)
-    if choice.way == Way.DEDICATED:
-        joined = place(context, deployment, now, only=(Way.DEDICATED,))
+    if choice.mode == PlacementMode.DEDICATED:
+        joined = place(context, deployment, now, only=(PlacementMode.DEDICATED,))
         assert joined is not None, "free GPUs were found a moment ago"
     else:
         join(context, context.state.groups[choice.group], deployment, choice, now)
@@ -334,12 +334,12 @@ def _relieves(context: Context, deployment: Deployment, choice: Choice) -> bool:
     """Whether less is to be waited for there than here."""
     assert deployment.group is not None
     rivals = len(context.state.groups[deployment.group].members) - 1
-    match choice.way:
-        case Way.DEDICATED:
+    match choice.mode:
+        case PlacementMode.DEDICATED:
             return rivals > 0
-        case Way.STRICT:
+        case PlacementMode.STRICT:
             return True
-        case Way.OVERLAP:
+        case PlacementMode.OVERLAP:
             return choice.overlap_s < overlap_s(context, deployment)
         case _:
             return len(context.state.groups[choice.group].members) < rivals
@@ -349,26 +349,26 @@ def _elsewhere(
     context: Context, deployment: Deployment, now: float, suits: Callable[[Choice], bool]
 ) -> Choice | None:
     """Where the deployment could go, other than where it is."""
-    for way in ways(context, deployment, now):
-        match way:
-            case Way.DEDICATED:
+    for mode in modes(context, deployment, now):
+        match mode:
+            case PlacementMode.DEDICATED:
                 gpus = context.inventory.find_gpus(deployment)
                 reach = context.config.migrates or gpus is None or not _has_state(deployment)
                 if gpus is not None and (
                     reach or {gpu.node for gpu in gpus} <= set(deployment.state_nodes)
                 ):
                     assert deployment.group is not None
-                    own = Choice(group=deployment.group, way=way)
+                    own = Choice(group=deployment.group, mode=mode)
                     if suits(own):
                         return own
-            case Way.STRICT | Way.OVERLAP:
-                strict = way == Way.STRICT
+            case PlacementMode.STRICT | PlacementMode.OVERLAP:
+                strict = mode == PlacementMode.STRICT
                 found = nearest(context, deployment, now, strict=strict, count=4)
                 for choice in _reachable(context, deployment, found):
                     if suits(choice):
                         return choice
             case _:
-                joined = find(context, deployment, way, now)
+                joined = find(context, deployment, mode, now)
                 if joined is None or not _reachable(context, deployment, [joined]):
                     continue
                 if suits(joined):
