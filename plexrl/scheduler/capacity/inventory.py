@@ -61,7 +61,6 @@ class Inventory:
             self.draining[node.node] = None
         else:
             self.draining.pop(node.node, None)
-        former_type, former_gpus = self.pool.size(node.node)
         self.pool.remove(node.node)
         taken = [
             gpu.gpu
@@ -73,9 +72,6 @@ class Inventory:
         self.pool.add(node.node, kind, node.block, node.gpus, taken)
         if not node.alive or node.is_draining:
             self.pool.close(node.node)
-        if (node.node_type, node.gpus) != (former_type, former_gpus):
-            self.index.add_gpus(former_type, -former_gpus)
-            self.index.add_gpus(node.node_type, node.gpus)
         for name in self._groups_on.get(node.node, ()):
             self._set_room(self._state.groups[name])
 

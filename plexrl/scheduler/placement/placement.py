@@ -259,9 +259,6 @@ def fitting(
     if not tables:
         return []
     footprint = project(trace, config.horizon_slots, config.period_tolerance)
-    longest = max(math.ceil(duration) for _, duration, _ in footprint.segments)
-    if strict and not index.gang_feasible(deployment.node_type, deployment.workers, longest):
-        return []
     wanted = ShiftSearch(
         footprint=footprint,
         start_slot=int(now) % config.horizon_slots,

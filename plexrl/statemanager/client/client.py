@@ -31,10 +31,9 @@ from plexrl.statemanager.protocol.messages import (
     Adopt,
     Answer,
     BorrowBase,
+    Confirm,
     Load,
-    Ping,
     Prefetch,
-    PrefetchPublished,
     Publish,
     Register,
     Relay,
@@ -48,7 +47,7 @@ from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller, PullWay
 from plexrl.statemanager.transfer.transport.choice import Ways
 
-_PING = Ping()
+_CONFIRM = Confirm()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,7 +364,7 @@ class StateManagerClient:
 
     def ping(self) -> None:
         """One round trip: returns once the daemon has answered."""
-        self._call(_PING)
+        self._call(_CONFIRM)
 
     def usage(self) -> dict[str, Any]:
         """The node's tiers, versions and arenas, and its first device, in bytes."""
@@ -390,14 +389,6 @@ class StateManagerClient:
         """Hint that version `seq` will be loaded soon, in `next_use_s` seconds if that is known;
         returns at once."""
         self._call(Prefetch(deployment=deployment, seq=seq, next_use_s=next_use_s))
-
-    def prefetch_published(self, source: str, seq: int) -> None:
-        """Hint that what this node has of a published version will be pulled soon; returns at once.
-
-        Raises:
-            PermissionDeniedError: it is another job's.
-        """
-        self._call(PrefetchPublished(source=source, seq=seq))
 
     def request(self, request: Request, fds: Sequence[int] = ()) -> Answer:
         """The answer to a request that has no method of its own here.

@@ -35,12 +35,6 @@ class Hello(Request, frozen=True, kw_only=True):
     """As `plexrl.statemanager.protocol.tickets` makes them."""
 
 
-class Ping(Request, frozen=True, kw_only=True):
-    """Nothing but an answer."""
-
-    is_answered_plainly: ClassVar[bool] = True
-
-
 class Register(Request, frozen=True, kw_only=True):
     """Make this connection the rank's.
 
@@ -225,13 +219,6 @@ class Where(Request, frozen=True, kw_only=True):
     life: str = ""
     """Of the daemon that was asked last; another one answers all."""
     since: int = 0
-
-
-class PrefetchPublished(Request, frozen=True, kw_only=True):
-    """As `Prefetch`, of a published version that will be pulled."""
-
-    source: str
-    seq: int
 
 
 class Usage(Request, frozen=True, kw_only=True):

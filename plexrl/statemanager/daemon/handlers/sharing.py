@@ -27,7 +27,6 @@ from plexrl.statemanager.protocol.messages import (
     OpenPublished,
     OpenState,
     Prefetch,
-    PrefetchPublished,
     PublishedShard,
     StoredShard,
     regions_of,
@@ -114,12 +113,6 @@ def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
     return Reply({})
 
 
-def _prefetch_published(caller: Caller, request: PrefetchPublished, _: Sequence[int]) -> Reply:
-    caller.claims.check_may_pull(request.source)
-    caller.services.prefetcher.hint(request.source, request.seq, VersionKind.PUBLISHED)
-    return Reply({})
-
-
 ENTRIES = (
     handles(OpenPublished, _open_published, TICKETS, is_move=True),
     handles(AmaxPublished, _amax_published, TICKETS, is_move=True),
@@ -127,7 +120,6 @@ ENTRIES = (
     handles(Confirm, _confirm, TICKETS),
     handles(Adopt, _adopt, AGENTS, is_move=True),
     handles(Prefetch, _prefetch, AGENTS),
-    handles(PrefetchPublished, _prefetch_published, TICKETS),
 )
 
 
