@@ -169,7 +169,7 @@ def test_fields_that_follow_a_state_machine_have_one_writer() -> None:
     wrong = []
     for path in python_files("plexrl/scheduler"):
         for node in ast.walk(ast.parse(path.read_text())):
-            for target in _assigned(node):
+            for line, target in _assigned(node):
                 writers = STATE_WRITERS.get(target.attr)
                 base = ast.unparse(target.value)
                 # A record sets its own fields, and an operation keeps its run's token.
@@ -178,12 +178,12 @@ def test_fields_that_follow_a_state_machine_have_one_writer() -> None:
                     continue
                 if path.parent.name != "state" or path.name not in writers:
                     name = path.relative_to(ROOT)
-                    wrong.append(f"{name}:{node.lineno} writes {ast.unparse(target)}")
+                    wrong.append(f"{name}:{line} writes {ast.unparse(target)}")
     assert not wrong, "\n".join(wrong)
 
 
-def _assigned(node: ast.AST) -> Iterator[ast.Attribute]:
-    """The attributes that a statement assigns."""
+def _assigned(node: ast.AST) -> Iterator[tuple[int, ast.Attribute]]:
+    """(line, attribute) of each attribute that a statement assigns."""
     if isinstance(node, ast.Assign):
         targets = node.targets
     elif isinstance(node, ast.AugAssign | ast.AnnAssign):
@@ -193,7 +193,7 @@ def _assigned(node: ast.AST) -> Iterator[ast.Attribute]:
     for target in targets:
         for each in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
             if isinstance(each, ast.Attribute):
-                yield each
+                yield node.lineno, each
 
 
 def test_no_file_wants_to_be_two() -> None:

@@ -1,6 +1,5 @@
 """The five tables of states, and the modules that follow them."""
 
-from collections.abc import Mapping
 from enum import StrEnum
 
 import pytest
@@ -9,29 +8,20 @@ from plexrl.ids import DeploymentId, GroupId
 from plexrl.scheduler.state import group_lock
 from plexrl.scheduler.state.machines import (
     job_states,
-    lock_states,
     operation_states,
     residency_states,
     wpg_states,
 )
 from plexrl.scheduler.state.machines.job_states import JobState
 from plexrl.scheduler.state.machines.lock_states import LockState
-from plexrl.scheduler.state.machines.transitions import IllegalTransitionError, by_trigger
+from plexrl.scheduler.state.machines.transitions import IllegalTransitionError
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Group, State
 from plexrl.wire.operations import OperationState
+from scripts.state_machines import TABLES
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.test_relocation import cluster_of
 
-Table = Mapping[tuple[StrEnum, StrEnum], StrEnum]
-
-TABLES: dict[str, Table] = {
-    "job": job_states.TRANSITIONS,
-    "wpg": wpg_states.TRANSITIONS,
-    "residency": residency_states.TRANSITIONS,
-    "lock": lock_states.TRANSITIONS,
-    "operation": operation_states.TRANSITIONS,
-}
 INITIAL: dict[str, StrEnum] = {
     "job": JobState.QUEUED,
     "wpg": WpgState.WAITING,
@@ -54,26 +44,19 @@ def test_every_state_is_reached_and_only_final_states_are_never_left(name: str) 
     reached, new = {INITIAL[name]}, [INITIAL[name]]
     while new:
         state = new.pop()
-        for (before, _), after in table.items():
+        for before, _, after in table:
             if before == state and after not in reached:
                 reached.add(after)
                 new.append(after)
     assert reached == set(type(INITIAL[name]))
-    left = {before for (before, _), after in table.items() if before != after}
+    left = {before for before, _, after in table if before != after}
     assert reached - left == FINAL[name]
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_trigger_is_legal_somewhere(name: str) -> None:
-    triggers = {trigger for _, trigger in TABLES[name]}
+    triggers = {trigger for _, trigger, _ in TABLES[name]}
     assert triggers == set(type(next(iter(triggers))))
-
-
-def test_a_table_grouped_by_trigger_is_the_same_table() -> None:
-    for table in TABLES.values():
-        grouped = by_trigger(table)
-        again = {(s, t): after for t, row in grouped.items() for s, after in row.items()}
-        assert again == dict(table)
 
 
 def test_a_pair_that_the_table_lacks_raises() -> None:
