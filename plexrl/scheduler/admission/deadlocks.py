@@ -27,6 +27,7 @@ from plexrl.scheduler.admission.scarcity import over_quota
 from plexrl.scheduler.capacity.node_pool import NodeKind
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.placement.evacuation import displace, may_displace
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.records import Deployment, Job
 
 LOOK_EACH_S = 60.0
@@ -64,7 +65,7 @@ def _idle_partial_jobs(context: Context, now: float) -> list[Job]:
         else:
             again_at = max(idle_at, now + LOOK_EACH_S) if math.isfinite(idle_at) else now
             # Rounded, so that many looks ask for few timers.
-            context.wake((again_at // LOOK_EACH_S + 1) * LOOK_EACH_S, "placement:")
+            context.wake((again_at // LOOK_EACH_S + 1) * LOOK_EACH_S, timers.PLACEMENT)
     return found
 
 

@@ -19,6 +19,7 @@ from plexrl.scheduler.operations.cancellation import deadline_passed
 from plexrl.scheduler.placement.evacuation import reconcile_node
 from plexrl.scheduler.placement.relocation import send_migration
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.timers import Subject, TimerKind
 
 EVENT: Final = "event"
 """The step that is the event itself."""
@@ -49,7 +50,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     try:
         if timers and timers[0][0] <= now:
             for what in context.due(now):
-                step, name = "timer", what
+                step, name = "timer", str(what)
                 if not skipped or f"timer {what}" not in skipped:
                     _look_again(context, what, now)
         dirty, cycles_over = context.dirty, context.cycles_over
@@ -105,22 +106,22 @@ def has_work(context: Context) -> bool:
     )
 
 
-def _look_again(context: Context, what: str, now: float) -> None:
-    kind, _, name = what.partition(":")
+def _look_again(context: Context, what: Subject, now: float) -> None:
+    kind, name = what
     match kind:
-        case "group":
+        case TimerKind.GROUP:
             context.touch(GroupId(name))
-        case "deadline":
+        case TimerKind.DEADLINE:
             deadline_passed(context, OperationId(name), now)
-        case "placement":
+        case TimerKind.PLACEMENT:
             context.place_waiting = context.place_waiting or bool(context.waiting)
-        case "node" if name in context.state.nodes:
+        case TimerKind.NODE if name in context.state.nodes:
             reconcile_node(context, NodeId(name), now)
-        case "launch" if name in context.state.deployments:
+        case TimerKind.LAUNCH if name in context.state.deployments:
             launch_if_due(context, context.deployment(DeploymentId(name)), now)
-        case "migration":
+        case TimerKind.MIGRATION:
             deployment = context.state.deployments.get(DeploymentId(name))
             if deployment is not None and deployment.state == WpgState.MIGRATING:
                 send_migration(context, deployment)
-        case "job" if (job := context.state.jobs.get(JobId(name))) is not None:
+        case TimerKind.JOB if (job := context.state.jobs.get(JobId(name))) is not None:
             detach_or_cancel(context, job, now)

@@ -24,7 +24,7 @@ from plexrl.scheduler.operations.operations import start, start_move
 from plexrl.scheduler.placement.rebuilding import may_replay
 from plexrl.scheduler.placement.relocation import finish as finish_relocation
 from plexrl.scheduler.placement.relocation import is_due, stops
-from plexrl.scheduler.state import group_lock, wpg
+from plexrl.scheduler.state import group_lock, timers, wpg
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
@@ -195,7 +195,7 @@ def _held_back(context: Context, group: Group, chosen: Deployment, now: float) -
     wait_s = holds_back(context, group, chosen, candidate(context, group, chosen), now)
     if wait_s is None:
         return False
-    context.wake(now + wait_s, f"group:{group.group}")
+    context.wake(now + wait_s, timers.group_step(group.group))
     return True
 
 
@@ -241,7 +241,7 @@ def _may_be_relieved(
     hold_s = _hold_s(context, holder)
     if now >= holder.idle_since + hold_s:
         return True
-    context.wake(holder.idle_since + hold_s, f"group:{group.group}")
+    context.wake(holder.idle_since + hold_s, timers.group_step(group.group))
     return False
 
 

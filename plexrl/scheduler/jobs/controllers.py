@@ -16,6 +16,7 @@ from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach_or_cancel, end_job
 from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_error, root_of
 from plexrl.scheduler.operations.gradients import gradients_to_come
 from plexrl.scheduler.operations.operations import enqueue_zero_grad
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.events import (
     ControllerAttached,
     ControllerSeen,
@@ -52,7 +53,7 @@ def seen(context: Context, job: Job, now: float) -> None:
         job.attached = True
         context.detached.pop(job.job, None)
         come_back(context, job, now)
-        context.wake(now + job.controller_timeout_s, f"job:{job.job}")
+        context.wake(now + job.controller_timeout_s, timers.silence(job.job))
 
 
 def controller_seen(context: Context, event: ControllerSeen, now: float) -> None:

@@ -14,7 +14,7 @@ from plexrl.scheduler.operations.holding import hold_over, note_condition
 from plexrl.scheduler.operations.operations import drop_log, drop_past, fail
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
-from plexrl.scheduler.state import wpg
+from plexrl.scheduler.state import timers, wpg
 from plexrl.scheduler.state.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
 from plexrl.scheduler.state.events import Event, RouterJoined, RouterLost
 from plexrl.scheduler.state.job import change_job
@@ -190,7 +190,7 @@ def restart_when_there_is_room(
     if stop(context, deployment, reason, now, counts=False):
         note_condition(deployment, StorageFullError.code, reason, now)
         deployment.launch_at = now + NO_ROOM_PAUSE_S
-        context.wake(deployment.launch_at, f"launch:{deployment.deployment}")
+        context.wake(deployment.launch_at, timers.launch(deployment.deployment))
 
 
 def launch_if_due(context: Context, deployment: Deployment, now: float) -> None:
@@ -266,9 +266,9 @@ def worker_ready(
         context.touch(deployment.group)
         if not deployment.queue and not deployment.log:
             hold_over(deployment)
-        if now < deployment.held_back_until:
+        if now < deployment.held_back_until and deployment.group is not None:
             # The group that was to be looked at then may have been another.
-            context.wake(deployment.held_back_until, f"group:{deployment.group}")
+            context.wake(deployment.held_back_until, timers.group_step(deployment.group))
 
 
 def router_joined(context: Context, event: RouterJoined, now: float) -> None:
@@ -310,12 +310,12 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
         return
     gone_at = job.seen_at + job.controller_timeout_s
     if now < gone_at:
-        context.wake(gone_at, f"job:{job.job}")
+        context.wake(gone_at, timers.silence(job.job))
         return
     detach(context, job)
     cancelled_at = gone_at + job.reattach_timeout_s
     if now < cancelled_at:
-        context.wake(cancelled_at, f"job:{job.job}")
+        context.wake(cancelled_at, timers.silence(job.job))
         return
     end_job(
         context,

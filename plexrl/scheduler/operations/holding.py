@@ -18,6 +18,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -46,7 +47,8 @@ def hold(
     wait_s = min(HOLD_S_MIN * 2.0 ** min(deployment.held_count, 16), HOLD_S_MAX)
     deployment.held_count += 1
     deployment.held_back_until = now + wait_s
-    context.wake(deployment.held_back_until, f"group:{deployment.group}")
+    assert deployment.group is not None, f"{operation.operation} ran without a group"
+    context.wake(deployment.held_back_until, timers.group_step(deployment.group))
     context.touch(deployment.group)
     # The cycle at hand is no measure of the job's demand.
     deployment.cycle = None

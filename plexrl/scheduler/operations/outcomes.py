@@ -26,7 +26,7 @@ from plexrl.scheduler.operations.latency_breakdown import switch_ended
 from plexrl.scheduler.operations.operations import complete, fail, finish, retire_log
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, is_republished
 from plexrl.scheduler.placement.relocation import call_off
-from plexrl.scheduler.state import group_lock, wpg
+from plexrl.scheduler.state import group_lock, timers, wpg
 from plexrl.scheduler.state.events import OperationFailed, OperationFinished
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
@@ -264,7 +264,7 @@ def _move_called_off(
             return
     held_back.held_back_until = now + BACK_OFF_S
     held_back.held_back_reason = reason
-    context.wake(held_back.held_back_until, f"group:{group.group}")
+    context.wake(held_back.held_back_until, timers.group_step(group.group))
 
 
 def _published(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
