@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 DETACHED = "detached"
 """What a controller says that leaves its job to another one."""
 
+OUTCOMES = frozenset({*ENDINGS, DETACHED})
+
 
 def check_controller(job: Job, controller: str) -> None:
     """Refuse a token that is not that of the job's present controller.
@@ -113,8 +115,8 @@ def job_finished(context: Context, event: JobFinished, now: float) -> None:
     """End a job as its controller says; with a failure that it took no note of, as failed. One that
     is only to be detached lives on, as if its controller had been silent for its timeout."""
     job = find_job(context.state, event.job)
-    if event.outcome not in (*ENDINGS, DETACHED):
-        known = ", ".join(sorted((*ENDINGS, DETACHED)))
+    if event.outcome not in OUTCOMES:
+        known = ", ".join(sorted(OUTCOMES))
         raise InvalidRequestError(f"outcome {event.outcome!r} is unknown: use {known}")
     if job.state.is_final:
         return
