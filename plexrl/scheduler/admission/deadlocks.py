@@ -78,9 +78,9 @@ def _idle_at(context: Context, deployment: Deployment) -> float:
     """From when on a deployment counts as idle; infinite while it works."""
     if deployment.running or deployment.moving is not None:
         return math.inf
-    if not deployment.served_at:
+    if not deployment.burst.served_at:
         return -math.inf
-    return deployment.served_at + context.config.starvation_bound_s
+    return deployment.burst.served_at + context.config.starvation_bound_s
 
 
 def _stuck(context: Context, idle: Sequence[Job]) -> list[Job]:

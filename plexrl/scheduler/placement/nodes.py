@@ -111,7 +111,7 @@ def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
     if event.code in LOST_CODES:
         _copy_another(context, deployment, event, now)
     elif event.error:
-        deployment.held_back_reason = event.error
+        deployment.backoff.explain(event.error)
         context.wake(now + MIGRATION_RETRY_S, timers.migration(event.deployment))
     elif migrated(context, deployment, event.node):
         launch(context, deployment)

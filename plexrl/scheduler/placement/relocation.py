@@ -205,7 +205,7 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     deployment.replaying.clear()
     forget_open_cycle(deployment)
     if deployment.queue:
-        deployment.wants_since = now
+        deployment.burst.want(now)
     vacate(context, deployment, now)
     if choice.mode == PlacementMode.DEDICATED:
         joined = place(context, deployment, now, only=(PlacementMode.DEDICATED,))
