@@ -132,7 +132,7 @@ def count_impossible(context: Context, tenant: "TenantId | None") -> int:
     waiting = context.waiting
     known: dict[object, bool] = {}
     count = 0
-    for sizes, equivalence, line in waiting.lines():
+    for sizes, equivalence, queue in waiting.queues():
         if tenant is not None and equivalence.owner.tenant != tenant:
             continue
         # A backlog may hold as many traces as jobs. Of a single deployment its size alone counts.
@@ -140,9 +140,9 @@ def count_impossible(context: Context, tenant: "TenantId | None") -> int:
         key = sizes, (demand[0][0] if len(demand) == 1 else demand)
         is_held = known.get(key)
         if is_held is None:
-            is_held = known[key] = is_possible(context, context.deployment(line[0][1]))
+            is_held = known[key] = is_possible(context, context.deployment(queue[0][1]))
         if not is_held:
-            count += len(line) * len(sizes)
+            count += len(queue) * len(sizes)
     for name in waiting.in_no_queue():
         deployment = context.deployment(name)
         is_asked = tenant in (None, context.job(deployment.job).tenant)
