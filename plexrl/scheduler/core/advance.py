@@ -18,7 +18,7 @@ from plexrl.scheduler.jobs.retention import forget_ended
 from plexrl.scheduler.operations.cancellation import deadline_passed
 from plexrl.scheduler.placement.evacuation import reconcile_node
 from plexrl.scheduler.placement.relocation import send_migration
-from plexrl.scheduler.state.records import WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 
 EVENT: Final = "event"
 """The step that is the event itself."""

@@ -13,7 +13,8 @@ from plexrl.scheduler.jobs.profiler import ProfilerConfig
 from plexrl.scheduler.placement.contention import Contention, Resident
 from plexrl.scheduler.placement.policies import PlacementPolicy, make_policy
 from plexrl.scheduler.state.commands import Command, DiscardBlobs, SetTimer
-from plexrl.scheduler.state.records import Deployment, Group, HeldTime, Job, State, WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Group, HeldTime, Job, State
 
 TIMERS_MIN = 1024
 """Fewer are not worth a look."""

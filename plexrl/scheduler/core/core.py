@@ -94,8 +94,9 @@ from plexrl.scheduler.queries.views import (
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.commands import Command
 from plexrl.scheduler.state.estimates import Estimates
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Job, WpgState
+from plexrl.scheduler.state.records import Deployment, Job
 from plexrl.wire.operations import HALTED, USER_KINDS
 
 if TYPE_CHECKING:

@@ -24,12 +24,14 @@ from plexrl.scheduler.operations.operations import start, start_move
 from plexrl.scheduler.placement.rebuilding import may_replay
 from plexrl.scheduler.placement.relocation import finish as finish_relocation
 from plexrl.scheduler.placement.relocation import is_due, is_stopping
+from plexrl.scheduler.state import group_lock, wpg
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group, Residency, WpgState
+from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.operations import OperationKind, OperationState
 
 _READY: Final = WpgState.READY
-_MOVING: Final = Residency.MOVING
 _FINISHED: Final = OperationState.FINISHED
 _LOAD: Final = OperationKind.LOAD
 _OFFLOAD: Final = OperationKind.OFFLOAD
@@ -332,16 +334,14 @@ def successor(context: Context, group: Group, now: float) -> Deployment | None:
 
 def _grant(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Give the free lock to `deployment` and bring its state onto the GPUs."""
-    context.state.fence(group)
-    group.holder = deployment.deployment
-    group.incoming = None
+    group_lock.grant(context.state, group, deployment.deployment)
     load(context, group, deployment, now)
 
 
 def load(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Start the load of the holder's last complete version."""
     switch_began(deployment, now)
-    deployment.residency = _MOVING
+    wpg.begin_load(deployment)
     if group.prefetched == deployment.deployment:
         # Once it has left the GPUs again, its state may lie on NVMe again.
         group.prefetched = None
@@ -352,7 +352,7 @@ def _switch(
     context: Context, group: Group, holder: Deployment, rival: Deployment, now: float
 ) -> None:
     """Offload the holder; its completion hands the lock to `rival`."""
-    group.incoming = rival.deployment
+    group_lock.begin_switch(group, rival.deployment)
     switch_began(rival, now)
     _offload(context, group, holder, now)
 
@@ -360,8 +360,8 @@ def _switch(
 def _offload(context: Context, group: Group, holder: Deployment, now: float) -> None:
     """Take the holder's state off the GPUs; no operation of the old token runs any more."""
     end_burst(holder, now)
-    context.state.fence(group)
-    holder.residency = _MOVING
+    group_lock.fence(context.state, group)
+    wpg.begin_offload(holder)
     start_move(context, group, holder, _OFFLOAD, holder.completed_seq, now)
 
 

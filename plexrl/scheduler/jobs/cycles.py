@@ -10,7 +10,8 @@ from plexrl.scheduler.placement.relocation import (
     consider_repacking,
     holds_up_others,
 )
-from plexrl.scheduler.state.job_states import JobState, JobTrigger, next_state
+from plexrl.scheduler.state.job import change_job
+from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.records import Deployment
 
 
@@ -26,9 +27,7 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
         if context.policy.plans_by_profile:
             # Its group may take others now.
             context.place_waiting = context.place_waiting or bool(context.waiting)
-        job = context.job(deployment.job)
-        if job.state == JobState.PROFILING:
-            job.state = next_state(job.state, JobTrigger.CYCLE_ENDED)
+        change_job(context.job(deployment.job), JobTrigger.CYCLE_ENDED)
         consider_repacking(context, deployment, now)
     else:
         if context.policy.repacks:

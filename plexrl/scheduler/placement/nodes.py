@@ -9,8 +9,9 @@ from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back
 from plexrl.scheduler.placement.relocation import migrated, send_migration, settle
 from plexrl.scheduler.state.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.state.events import NodeDrainChanged, NodeJoined, NodeLost, StateMigrated
-from plexrl.scheduler.state.job_states import JobTrigger
-from plexrl.scheduler.state.records import Deployment, Node, WpgState
+from plexrl.scheduler.state.machines.job_states import JobTrigger
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Node
 
 MIGRATION_RETRY_S = 2.0
 """Delay before a failed copy is tried again."""
@@ -127,7 +128,6 @@ def _copy_another(
         )
         end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
         return
-    deployment.state = WpgState.RECOVERING
     settle(context, deployment)
     if deployment.state != WpgState.MIGRATING:
         launch(context, deployment)

@@ -25,7 +25,9 @@ from plexrl.scheduler.placement.contention import Contention, ContentionConfig, 
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.commands import RankPlacement
 from plexrl.scheduler.state.demand import DemandTrace, project
+from plexrl.scheduler.state.group_lock import withdraw
 from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation
+from plexrl.scheduler.state.wpg import lose_processes
 
 CANDIDATES_PER_PASS = 256
 """Groups searched at a time, the least loaded first; the first pass with a fit ends the search.
@@ -159,6 +161,22 @@ def leave(context: Context, deployment: Deployment, now: float) -> None:
         context.state.former_switches += group.switches
         del context.state.groups[group.group]
         context.dirty.pop(group.group, None)
+
+
+def release_lock(context: Context, deployment: Deployment) -> None:
+    """Take away whatever part a placed WPG has in its group's lock."""
+    group = context.state.groups[_placed(deployment)]
+    withdraw(group, deployment.deployment)
+    context.touch(group.group)
+
+
+def vacate(context: Context, deployment: Deployment, now: float) -> None:
+    """Take a WPG, whose processes are stopped, off its group; the caller gives its next state."""
+    release_lock(context, deployment)
+    leave(context, deployment, now)
+    lose_processes(deployment)
+    deployment.relocation = None
+    context.relocating.pop(deployment.deployment, None)
 
 
 def find(

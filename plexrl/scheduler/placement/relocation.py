@@ -26,16 +26,19 @@ from plexrl.scheduler.placement.placement import (
     Choice,
     find,
     join,
-    leave,
     modes,
     nearest,
     place,
     shares,
+    vacate,
 )
 from plexrl.scheduler.placement.policies import PlacementMode
+from plexrl.scheduler.state import wpg
 from plexrl.scheduler.state.commands import MigrateState, ReleaseState, StopWorkers
 from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
-from plexrl.scheduler.state.records import Deployment, MoveCause, Relocation, Residency, WpgState
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, MoveCause, Relocation
 
 REPACK_WINDOW_S = 3600.0
 """Time in which a move must pay."""
@@ -200,18 +203,11 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
             deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=old_nodes
         )
     )
-    deployment.addresses.clear()
     deployment.replaying.clear()
-    deployment.residency = Residency.NONE
     forget_open_cycle(deployment)
     if deployment.queue:
         deployment.wants_since = now
-    if old_group.holder == deployment.deployment:
-        old_group.holder = None
-    if old_group.incoming == deployment.deployment:
-        old_group.incoming = None
-    context.touch(old_group.group)
-    leave(context, deployment, now)
+    vacate(context, deployment, now)
     if choice.mode == PlacementMode.DEDICATED:
         joined = place(context, deployment, now, only=(PlacementMode.DEDICATED,))
         assert joined is not None, "the destination search found free GPUs"
@@ -227,15 +223,14 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
 
 def settle(context: Context, deployment: Deployment) -> None:
     """After a change of GPUs: start the migration of the state, or let the workers launch."""
-    deployment.state = WpgState.RECOVERING
     # With several nodes, each holds the parts of its former ranks only, which may have moved.
     held = set(deployment.state_nodes) if len(deployment.state_nodes) == 1 else set()
     missing = sorted(set(deployment.nodes) - held)
     if deployment.durable_seq and missing:
-        deployment.state = WpgState.MIGRATING
-        deployment.awaited_nodes = missing
+        wpg.await_copies(deployment, missing)
         send_migration(context, deployment)
     else:
+        wpg.resume(deployment)
         _release_left_nodes(context, deployment)
 
 
@@ -267,7 +262,7 @@ def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
     # Only the durable version was copied.
     forget_previous(context, deployment)
     state_lies(deployment, HOST)
-    deployment.state = WpgState.RECOVERING
+    wpg.resume(deployment)
     return True
 
 

@@ -97,7 +97,7 @@ class DeviceBackend(Protocol):
         ...
 
     def usage(self, device: int) -> DeviceUsage:
-        """The device's memory now. Raises DeviceError as `check_health`."""
+        """The device's memory now. Raises DeviceError: the device can no longer be used."""
         ...
 
     def register_host(self, address: int, nbytes: int) -> None:
@@ -107,10 +107,6 @@ class DeviceBackend(Protocol):
 
     def unregister_host(self, address: int, nbytes: int) -> None:
         """Undo `register_host`, before the memory is unmapped."""
-        ...
-
-    def check_health(self) -> None:
-        """Raise DeviceError where a device can no longer be used."""
         ...
 
     def close(self) -> None:

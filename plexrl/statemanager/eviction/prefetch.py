@@ -18,8 +18,8 @@ LOG = logging.getLogger(__name__)
 HINTS_MAX = 256
 """Hints that wait; later ones are passed over."""
 
-_Hint = tuple[str, int, VersionKind]
-"""Deployment, seq and what the version is for."""
+_Hint = tuple[str, int]
+"""Deployment and sequence number."""
 
 
 class Prefetcher:
@@ -32,12 +32,12 @@ class Prefetcher:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def hint(self, deployment: str, seq: int, kind: VersionKind = VersionKind.STATE) -> None:
+    def hint(self, deployment: str, seq: int) -> None:
         """Bring every rank's version `seq` to the host tier as soon as may be."""
         if self._hints.qsize() >= HINTS_MAX:
             LOG.warning("too many hints wait; version %d of %s is not prefetched", seq, deployment)
             return
-        self._hints.put((deployment, seq, kind))
+        self._hints.put((deployment, seq))
 
     def close(self) -> None:
         """Have the version under way given up; nothing is moved to the host tier afterwards.
@@ -54,8 +54,10 @@ class Prefetcher:
         while (hint := self._hints.get()) is not None:
             self._follow(*hint)
 
-    def _follow(self, deployment: str, seq: int, kind: VersionKind) -> None:
-        found = self._store.find(lambda m: (m.deployment, m.seq, m.kind) == (deployment, seq, kind))
+    def _follow(self, deployment: str, seq: int) -> None:
+        found = self._store.find(
+            lambda m: (m.deployment, m.seq, m.kind) == (deployment, seq, VersionKind.STATE)
+        )
         for version in found:
             if version.tier == TierName.HOST:
                 continue

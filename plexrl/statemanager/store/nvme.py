@@ -68,20 +68,20 @@ class NvmeObjects:
         """
         part = self._path(object_id).with_suffix(PART_SUFFIX)
         digests = bytearray(digests_bytes(nbytes))
-        data_offset = _data_offset(object_id, nbytes)
+        data_start = data_offset(object_id, nbytes)
 
         def write_block(fd: int, start: int) -> None:
             count = min(BLOCK_BYTES, nbytes - start)
             with source(start, count) as views:
                 at = start // BLOCK_BYTES * DIGEST_BYTES
                 digests[at : at + DIGEST_BYTES] = digest(views, count)
-                _transfer(os.pwritev, fd, views, data_offset + start)
+                _transfer(os.pwritev, fd, views, data_start + start)
             self._tier.faults.reach("spill.block")
 
         try:
             fd = _open_direct(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
-                _reserve(fd, data_offset + padded(nbytes))
+                _reserve(fd, data_start + padded(nbytes))
                 starts = range(0, nbytes, BLOCK_BYTES)
                 self._plane.pipeline((partial(write_block, fd, at) for at in starts), cancelled)
                 self._tier.faults.reach("spill.data")
@@ -138,7 +138,7 @@ class NvmeReader:
         self.digests = header.digests
         self._fd = fd
         self._header = header
-        self._data_offset = _data_offset(header.id, header.nbytes)
+        self._data_start = data_offset(header.id, header.nbytes)
 
     def read_block(self, start: int, views: Views) -> int:
         """Fill `views` (whole pages) with the block that begins at `start`; returns its bytes.
@@ -149,7 +149,7 @@ class NvmeReader:
         count = min(BLOCK_BYTES, self._header.nbytes - start)
         block = start // BLOCK_BYTES
         try:
-            got = _transfer(os.preadv, self._fd, views, self._data_offset + start)
+            got = _transfer(os.preadv, self._fd, views, self._data_start + start)
         except OSError as error:
             raise damaged(self._header.id, f"block {block}: {error}") from error
         if got < count:
@@ -163,12 +163,7 @@ class NvmeReader:
 
 def file_bytes(object_id: str, nbytes: int) -> int:
     """Of the file that an object makes."""
-    return _data_offset(object_id, nbytes) + padded(nbytes)
-
-
-def data_offset(object_id: str, nbytes: int) -> int:
-    """Where in its file an object's data begins."""
-    return _data_offset(object_id, nbytes)
+    return data_offset(object_id, nbytes) + padded(nbytes)
 
 
 def digests_bytes(nbytes: int) -> int:
@@ -190,7 +185,8 @@ def damaged(object_id: str, why: str) -> CorruptStateError:
     return CorruptStateError(f"object {object_id} in the nvme tier is damaged: {why}")
 
 
-def _data_offset(object_id: str, nbytes: int) -> int:
+def data_offset(object_id: str, nbytes: int) -> int:
+    """Offset of an object's data in its file."""
     return len(_encode(_Header(object_id, nbytes, bytes(digests_bytes(nbytes)))))
 
 
@@ -200,7 +196,7 @@ def _encode(header: _Header) -> bytes:
 
 def _read_header(fd: int, object_id: str, nbytes: int) -> _Header:
     # Its length follows from what it must say, so no damaged length is ever believed.
-    page = mmap.mmap(-1, _data_offset(object_id, nbytes))
+    page = mmap.mmap(-1, data_offset(object_id, nbytes))
     _transfer(os.preadv, fd, [memoryview(page)], 0)
     try:
         header = msgspec.json.decode(decode_page(MAGIC, page[:]), type=_Header)

@@ -8,14 +8,8 @@ import msgspec
 
 from plexrl.statemanager.daemon.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles
 from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.protocol.messages import Answer, Ping, Usage, Where
+from plexrl.statemanager.protocol.messages import Answer, Usage, Where
 from plexrl.statemanager.protocol.tickets import Role
-
-_NOTHING = Reply({})
-
-
-def _ping(_: Caller, __: Ping, ___: Sequence[int]) -> Reply:
-    return _NOTHING
 
 
 def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
@@ -84,7 +78,6 @@ def _where(caller: Caller, request: Where, _: Sequence[int]) -> Reply:
 
 
 ENTRIES = (
-    handles(Ping, _ping, TICKETS),
     handles(Usage, _usage, TICKETS),
     handles(Where, _where, AGENTS),
 )

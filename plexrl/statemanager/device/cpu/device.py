@@ -222,9 +222,6 @@ class CpuDevice:
     def unregister_host(self, address: int, nbytes: int) -> None:
         """As `DeviceBackend.unregister_host`."""
 
-    def check_health(self) -> None:
-        """As `DeviceBackend.check_health`; memory does not fail alone."""
-
     def close(self) -> None:
         """As `DeviceBackend.close`."""
         with self._lock:

@@ -34,10 +34,6 @@ class BoundDriver:
     def enter(self, device: int) -> None:
         self._call("cuCtxSetCurrent", self._context(device))
 
-    def device_count(self) -> int:
-        self._initialise()
-        return int(self._call("cuDeviceGetCount"))
-
     def memory_info(self) -> tuple[int, int]:
         free, total = self._call("cuMemGetInfo")
         return int(free), int(total)

@@ -255,14 +255,6 @@ class CudaDevices:
         self._driver.enter(0)
         self._pinning.remove(address)
 
-    def check_health(self) -> None:
-        """As `DeviceBackend.check_health`."""
-        with self._lock:
-            devices = sorted(self._streams)
-        for device in devices:
-            self._driver.enter(device)
-            self._driver.memory_info()
-
     def close(self) -> None:
         """As `DeviceBackend.close`."""
         with self._lock:

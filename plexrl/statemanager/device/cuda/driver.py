@@ -21,10 +21,6 @@ class CudaDriver(Protocol):
         """
         ...
 
-    def device_count(self) -> int:
-        """Raises DeviceUnavailableError where there is no driver."""
-        ...
-
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the entered device."""
         ...
