@@ -9,7 +9,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import Segment
 from plexrl.statemanager.device.cpu.arena import CpuArena
 from plexrl.statemanager.device.cpu.device import SEALS, CpuDevice
-from plexrl.statemanager.device.lending import lend
+from plexrl.statemanager.device.filled_allocation import lend
 from tests.statemanager.device_rigs import read, segments, write
 
 MIB = 1 << 20

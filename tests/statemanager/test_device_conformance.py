@@ -21,8 +21,8 @@ from plexrl.errors import (
     InvalidRequestError,
     StateLostError,
 )
-from plexrl.statemanager.device.backend import Loan, WorkerArena
-from plexrl.statemanager.device.lending import lend
+from plexrl.statemanager.device.backend import DeviceAllocation, WorkerArena
+from plexrl.statemanager.device.filled_allocation import lend
 from plexrl.statemanager.device.memory import Run
 from tests.statemanager.conftest import wait_until
 from tests.statemanager.device_rigs import (
@@ -48,14 +48,14 @@ def rig(request: Any) -> Iterator[Rig]:
         yield made
 
 
-def borrow(rig: Rig, nbytes: int = ARENA_BYTES) -> tuple[Loan, WorkerArena]:
+def borrow(rig: Rig, nbytes: int = ARENA_BYTES) -> tuple[DeviceAllocation, WorkerArena]:
     arena = rig.make_arena(nbytes)
     loan = lend(rig.backend, arena.nbytes, device=0, uid=UID)
     arena.attach(segments(loan), keep_contents=False)
     return loan, arena
 
 
-def give_back(rig: Rig, loan: Loan, arena: WorkerArena) -> None:
+def give_back(rig: Rig, loan: DeviceAllocation, arena: WorkerArena) -> None:
     arena.detach()
     rig.backend.recycle(loan)
 
@@ -112,7 +112,7 @@ def test_a_borrower_sees_what_was_filled_and_zero_elsewhere(rig: Rig) -> None:
     rig.poke(former[1], 0, b"\xff" * former[1].nbytes)
     give_back(rig, *former)
 
-    def fill(loan: Loan) -> Sequence[tuple[int, int]]:
+    def fill(loan: DeviceAllocation) -> Sequence[tuple[int, int]]:
         write(loan, 300 * KIB, b"second")
         write(loan, 5, b"first")
         return [(300 * KIB, 6), (5, 5)]
@@ -127,7 +127,7 @@ def test_a_borrower_sees_what_was_filled_and_zero_elsewhere(rig: Rig) -> None:
 
 
 def test_a_fill_that_fails_lends_nothing(rig: Rig) -> None:
-    def fill(_: Loan) -> Sequence[tuple[int, int]]:
+    def fill(_: DeviceAllocation) -> Sequence[tuple[int, int]]:
         raise StateLostError("no such version")
 
     with pytest.raises(StateLostError, match="no such version"):
@@ -282,7 +282,7 @@ def test_nothing_is_mixed_up_or_lost_in_any_order_of_events(rig: Rig, seed: int)
     chance = random.Random(seed)
     sizes = [100 * KIB, 256 * KIB, 600 * KIB, 1300 * KIB]
     arenas = [rig.make_arena(chance.choice(sizes)) for _ in range(5)]
-    loans: dict[int, Loan] = {}
+    loans: dict[int, DeviceAllocation] = {}
     expected: dict[int, bytearray] = {}
     for _ in range(60):
         index = chance.randrange(len(arenas))

@@ -138,7 +138,7 @@ class PoolHistory(RuleBasedStateMachine):
     def set_aside(self, pages: int) -> None:
         if self.used() + pages * PAGE > self.bound:
             return
-        self.pool.set_aside(pages * PAGE - self.aside)
+        self.pool.reserve_other(pages * PAGE - self.aside)
         self.aside = pages * PAGE
 
     @rule(nbytes=st.integers(0, 20 * PAGE))
@@ -160,7 +160,7 @@ class PoolHistory(RuleBasedStateMachine):
             assert not self.pool.claim(pieces, TENANTS[number % 3]), "it was given to two"
             assert not self.pool.claim(pieces, TENANTS[(number + 1) % 3])
         self.pool.remove_unclaimed()
-        self.pool.set_aside(self.aside)
+        self.pool.reserve_other(self.aside)
 
     @invariant()
     def every_owner_has_its_own(self) -> None:
@@ -382,11 +382,11 @@ def test_what_is_expected_has_its_pages_before_it_comes(directory: Path) -> None
     pool = HostPool(directory, 4 * MIB)
     try:
         first = pool.alloc(MIB, "")
-        pool.make_ready(2 * MIB)
+        pool.prefault_free(2 * MIB)
         wait_until(lambda: pool.resident_bytes == 3 * MIB)
         assert resident(directory) >= 3 * MIB
         # No more than the bound has room for, whatever is expected.
-        pool.make_ready(64 * MIB)
+        pool.prefault_free(64 * MIB)
         wait_until(lambda: pool.resident_bytes == 4 * MIB)
         second = pool.alloc(3 * MIB, "")
         pool.free((*first, *second))

@@ -13,7 +13,7 @@ import pytest
 from plexrl.errors import ConflictError, DeviceMemoryFullError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.device.cpu.device import CpuDevice
-from plexrl.statemanager.device.shared_bases import BaseKey, Lent, SharedBases
+from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache, Lent, WeightsKey
 from tests.statemanager.conftest import DEADLINE_S, MIB, MakeShard, Shard, StartDaemon, wait_until
 
 
@@ -70,8 +70,8 @@ def device() -> Iterator[CpuDevice]:
 
 
 @pytest.fixture
-def bases(device: CpuDevice) -> Iterator[SharedBases]:
-    made = SharedBases(device)
+def bases(device: CpuDevice) -> Iterator[FrozenWeightsCache]:
+    made = FrozenWeightsCache(device)
     yield made
     for user in ("a", "b"):
         made.forget(user)
@@ -266,8 +266,8 @@ def test_a_base_goes_with_the_last_process_that_used_it(
     wait_until(lambda: lent_bytes(shards[2]) == rest // 2)
 
 
-def key(**fields: Any) -> BaseKey:
-    return BaseKey(tenant="t", uid=1, device=0, content="m", nbytes=MIB)._replace(**fields)
+def key(**fields: Any) -> WeightsKey:
+    return WeightsKey(tenant="t", uid=1, device=0, content="m", nbytes=MIB)._replace(**fields)
 
 
 def lent(found: Lent | None) -> Lent:
@@ -282,7 +282,7 @@ def close(fds: list[int]) -> None:
 
 @pytest.mark.parametrize("other", [{"tenant": "u"}, {"uid": 2}, {"content": "n"}])
 def test_what_tenants_users_and_models_have_is_kept_apart(
-    bases: SharedBases, other: dict[str, Any]
+    bases: FrozenWeightsCache, other: dict[str, Any]
 ) -> None:
     fds, _, _ = lent(bases.borrow(key(), "a"))
     close(fds)
@@ -293,7 +293,7 @@ def test_what_tenants_users_and_models_have_is_kept_apart(
     assert bases.usage() == (2, 2 * MIB)
 
 
-def test_readers_cannot_write(bases: SharedBases) -> None:
+def test_readers_cannot_write(bases: FrozenWeightsCache) -> None:
     fds, _, _ = lent(bases.borrow(key(), "a"))
     close(fds)
     assert bases.borrow(key(), "b") is None, "another fills it"
@@ -307,7 +307,7 @@ def test_readers_cannot_write(bases: SharedBases) -> None:
 
 
 def test_memory_of_a_user_that_vanished_is_not_lent_again(
-    device: CpuDevice, bases: SharedBases
+    device: CpuDevice, bases: FrozenWeightsCache
 ) -> None:
     for user in ("a", "b"):
         fds, _, _ = lent(bases.borrow(key(), user))

@@ -14,7 +14,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.layout.casts import NUMPY_DTYPES, amax_of
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.plan.columns import token_of
-from plexrl.statemanager.store.versions.published import HeldShard
+from plexrl.statemanager.store.versions.published import LeasedShard
 
 VERSIONS_MAX = 64
 BLOCK_BYTES = 1 << 20
@@ -33,7 +33,7 @@ class Amaxes:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
-    def of(self, held: HeldShard, tokens: Sequence[str]) -> list[float]:
+    def of(self, held: LeasedShard, tokens: Sequence[str]) -> list[float]:
         """Of each tensor; 0 of one of which the shard has nothing.
 
         Raises:
@@ -52,7 +52,7 @@ class Amaxes:
             return [known.by_token[token] for token in tokens]
 
 
-def _worked_out(held: HeldShard, tokens: set[str]) -> dict[str, float]:
+def _worked_out(held: LeasedShard, tokens: set[str]) -> dict[str, float]:
     found = dict.fromkeys(tokens, 0.0)
     for piece in held.slices:
         token = token_of(piece.key)
@@ -61,7 +61,7 @@ def _worked_out(held: HeldShard, tokens: set[str]) -> dict[str, float]:
     return found
 
 
-def _amax(held: HeldShard, piece: StateSlice) -> float:
+def _amax(held: LeasedShard, piece: StateSlice) -> float:
     if piece.dtype not in ("F32", "BF16"):
         raise InvalidRequestError(
             f"{piece.key.name} is held as {piece.dtype}, which is not cast to F8: publish it in "
