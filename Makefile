@@ -4,8 +4,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 OUT ?= out/demo
-# Tests wait for processes more than they compute, so two at a time go well on two cores.
-TESTS_AT_ONCE ?= 2
+# Tests wait for processes more than they compute, so three at a time go well on two cores.
+TESTS_AT_ONCE ?= 3
 # Of the machine that `make gpu-kit` packs for.
 GPU_PYTHON ?= 3.12
 # Decides when faults come and whom they meet.

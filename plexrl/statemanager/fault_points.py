@@ -28,7 +28,9 @@ class FaultPoints:
         for entry in named:
             name, _, count = entry.partition(":")
             if name not in POINTS or not (count or "1").isdecimal():
-                raise InvalidRequestError(f"unknown fault point {entry!r}: use one of {sorted(POINTS)}")
+                raise InvalidRequestError(
+                    f"unknown fault point {entry!r}: use one of {sorted(POINTS)}"
+                )
             self._left[name] = int(count or 1)
 
     def reach(self, name: str) -> None:

@@ -148,7 +148,7 @@ def test_a_replica_that_differs_in_one_byte_is_stored_apart(
     second.halves[0][4 * MIB + 123] ^= 1
     first.put(1)
     second.put(1)
-    assert "differs from what another rank calls its replica" in caplog.text
+    assert "differs from its declared replica" in caplog.text
     assert store.used_bytes(HOST) > 20 * MIB
     first.check(1)
     second.check(1)
@@ -360,7 +360,7 @@ def test_a_background_copy_gives_way_to_a_release(open_store: OpenStore) -> None
             outcome.append(error)
 
     def release() -> None:
-        wait_until(lambda: bool(store._rooms._moves) or bool(outcome))
+        wait_until(lambda: bool(store._allocator._moves) or bool(outcome))
         store.release("job/actor")
 
     run_together(copy, release)
@@ -395,14 +395,14 @@ def test_a_replica_that_comes_to_memory_and_leaves_again_meanwhile_is_kept(
     other.fill(1, 3)
     first.put(5)
     name = first.manifest(5).name
-    store._rooms.spill(name)
+    store._allocator.spill(name)
 
     def bring() -> None:
         with store.lease_in_memory(name, name) as lease:
             assert lease.tier == HOST
 
     happens: dict[str, Callable[[], None]]
-    happens = {"put.reserved": bring, "put.copied": lambda: store._rooms.spill(name)}
+    happens = {"put.reserved": bring, "put.copied": lambda: store._allocator.spill(name)}
     monkeypatch.setattr(store._faults, "reach", once(happens))
     other.put(5)
     assert not happens
@@ -450,7 +450,7 @@ def test_what_is_being_stored_counts_towards_the_quota(
             with pytest.raises(QuotaExceededError):
                 stranger.put(1, deployment="job/other", sections=(), nbytes=4 * MIB)
             second.start()
-            wait_until(lambda: len(store.quotas._coming) == 2)
+            wait_until(lambda: len(store.quotas._pending) == 2)
 
         happens: dict[str, Callable[[], None]] = {"put.reserved": meanwhile}
         monkeypatch.setattr(store._faults, "reach", once(happens))

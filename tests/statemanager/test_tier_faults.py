@@ -151,7 +151,7 @@ def test_full_tiers_refuse_and_leave_the_arena(
     expected = [shard.fill(index) for index, shard in enumerate(shards)]
     shards[0].offload(1)
     shards[1].offload(1)
-    with pytest.raises(StateTierFullError, match="end a job or raise a bound"):
+    with pytest.raises(StateTierFullError, match="end a job or raise host_bytes"):
         shards[2].offload(1)
     assert np.array_equal(shards[2].contents, expected[2])
     for index in (0, 1):
@@ -238,7 +238,7 @@ def test_memory_that_is_all_lent_to_readers_is_refused_with_the_reason(
         # Released, it has no name any more; its bytes count until the reader is gone.
         held.agent.release("a/actor")
         for _ in range(3):
-            with pytest.raises(StateTierFullError, match="what they hold cannot make way"):
+            with pytest.raises(StateTierFullError, match="not enough can be evicted"):
                 other.offload(1)
         assert np.array_equal(other.contents, expected)
         assert not daemon.nvme_objects()

@@ -94,11 +94,6 @@ class NodePool:
                 there = {index for index in indexes if index < found.gpus}
                 self._set_free(node, sorted(there | set(found.free)))
 
-    def size(self, node: NodeId) -> tuple[str, int]:
-        """(type, GPUs) of a node as it was added; no GPUs for an unknown one."""
-        found = self._nodes.get(node)
-        return ("", 0) if found is None else (found.kind.node_type, found.gpus)
-
     def snapshot(self) -> dict[NodeId, tuple[bool, tuple[int, ...]]]:
         """(is open, free GPUs) of every node, to be compared."""
         return {

@@ -113,7 +113,7 @@ class VirtualShell:
             self._timer_at = command.at
 
 
-def readiness(command: cmd.LaunchWorkers) -> list[ev.WorkerReady]:
+def worker_ready_events(command: cmd.LaunchWorkers) -> list[ev.WorkerReady]:
     """What a launch comes to, once its processes listen."""
     return [
         ev.WorkerReady(
@@ -124,24 +124,6 @@ def readiness(command: cmd.LaunchWorkers) -> list[ev.WorkerReady]:
         )
         for rank in command.ranks
     ]
-
-
-def arrivals(command: cmd.MigrateState) -> list[ev.StateMigrated]:
-    """What a migration comes to, once every node has its copy."""
-    return [
-        ev.StateMigrated(deployment=command.deployment, node=node, seq=command.seq)
-        for node in command.nodes
-    ]
-
-
-def log_to(lines: list[bytes]) -> Watcher:
-    """A watcher that writes each event and its commands down, one line of JSON each."""
-
-    def watch(event: ev.Event, commands: list[cmd.Command], now: float) -> None:
-        lines.append(b"%r %s" % (now, ev.CODEC.encode(event)))
-        lines.extend(b"  " + cmd.CODEC.encode(command) for command in commands)
-
-    return watch
 
 
 def virtual_config(

@@ -4,8 +4,8 @@ The scheduler's own core decides everything. What is here submits jobs as their 
 commands out, and says how long that takes. Nothing is kept of a job that has ended.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
 
 from plexrl.errors import (
     CapacityError,
@@ -21,7 +21,7 @@ from plexrl.sim.checks.checks import Checker
 from plexrl.sim.engine.controllers import Controllers
 from plexrl.sim.engine.fault_injector import Breakdowns
 from plexrl.sim.engine.job_run import AloneClock, JobRun, demand_of
-from plexrl.sim.engine.shell import FOREVER_S, VirtualShell, readiness, virtual_config
+from plexrl.sim.engine.shell import FOREVER_S, VirtualShell, virtual_config, worker_ready_events
 from plexrl.sim.metrics.collector import Collector, RunKind
 from plexrl.sim.metrics.group_members import GroupMembers
 from plexrl.sim.metrics.job_rows import JobRow, JobRows
@@ -52,8 +52,9 @@ MOVES: dict[OperationKind, RunKind] = {
 """Kinds that are the scheduler's own, and what a measure calls them."""
 
 
-CycleEnded = Callable[[str, float], None]
-"""Told of each cycle: its job in the trace, and the seconds that it took, with all waiting."""
+CycleEnded = Callable[[str, float, float], None]
+"""Receives each cycle that ends: its job in the trace, its seconds including all waiting, and its
+seconds on a group of the job's own."""
 
 
 class TraceRun:
@@ -63,14 +64,16 @@ class TraceRun:
         self,
         scenario: Scenario,
         *,
+        settings: Mapping[str, Any] | None = None,
         laws: Laws = CycleLaw,
         costs: MoveCosts | None = None,
         on_cycle: CycleEnded | None = None,
         on_job: Callable[[JobRow], None] | None = None,
     ) -> None:
+        """`settings`: scheduler settings that replace the policy's."""
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
-        config = virtual_config(**{**REMEMBERED, **policy.settings})
+        config = virtual_config(**{**REMEMBERED, **policy.settings, **(settings or {})})
         self.shell = VirtualShell(
             config,
             {
@@ -298,7 +301,7 @@ class TraceRun:
         run.cycle_began_at = now
         self._collector.cycle_ended(job_id, now, took_s, alone_s)
         if self._on_cycle is not None:
-            self._on_cycle(job_id, took_s)
+            self._on_cycle(job_id, took_s, alone_s)
 
     def _job_over(self, run: JobRun) -> None:
         self._finish(run, "completed")
@@ -363,7 +366,7 @@ class TraceRun:
         run = self._runs.get(command.deployment)
         if run is None or run.incarnation != command.incarnation:
             return
-        for rank, event in zip(command.ranks, readiness(command), strict=True):
+        for rank, event in zip(command.ranks, worker_ready_events(command), strict=True):
             if not self._states.is_away(rank.node):
                 self._tell(event)
         self._controllers.start(run)

@@ -326,7 +326,8 @@ def _simulated(
         launch_s=0.0,
     )
 
-    def on_cycle(job: str, seconds: float) -> None:
+    def on_cycle(job: str, seconds: float, alone_s: float) -> None:
+        del alone_s
         took[job].append(seconds)
 
     simulate(scenario, laws=laws, costs=RecordedMoves(pools, jobs), on_cycle=on_cycle)

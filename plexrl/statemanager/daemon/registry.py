@@ -159,12 +159,6 @@ class Registry:
         own.layouts[saved] = (generation, made)
         return made
 
-    def of(self, deployment: str) -> list[Registration]:
-        """The registered ranks of a deployment, in order."""
-        with self._lock:
-            found = [r for (name, _), r in self._registrations.items() if name == deployment]
-        return sorted(found, key=lambda registration: registration.rank)
-
     def resident_bytes(self) -> dict[Shard, int]:
         """Device memory of each arena."""
         with self._lock:

@@ -32,9 +32,7 @@ from plexrl.statemanager.store.background.drain import Drainer
 from plexrl.statemanager.store.background.earlier_versions import EarlierVersions
 from plexrl.statemanager.store.background.prefetch import Prefetcher
 from plexrl.statemanager.store.store import Store
-from plexrl.statemanager.transfer.amax import Amaxes
 from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
-from plexrl.statemanager.transfer.relay import Relays
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 
 LOG = logging.getLogger(__name__)
@@ -74,10 +72,8 @@ class Server:
             move_queue=MoveLine(config.moves_max, config.moves_waiting_max),
             counters=Counters(),
             run_id=uuid.uuid4().hex,
-            amaxes=Amaxes(),
             frozen_weights=FrozenWeightsCache(devices),
             earlier_versions=EarlierVersions(store),
-            relays=Relays(store, key, config.published_versions),
         )
         self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()

@@ -47,7 +47,7 @@ class Health:
         ]
         if (
             # The pool's usage limits new allocations, whatever the catalog counts.
-            self._store.pool_taken_bytes() >= FULL * config.host_bytes
+            self._store.pool_used_bytes() >= FULL * config.host_bytes
             and self._store.used_bytes(TierName.NVME) >= FULL * config.nvme_bytes
         ):
             found.append(

@@ -30,7 +30,7 @@ def recover(
                     tiers[tier].delete_header(record)
                     continue
                 if tier == TierName.HOST:
-                    pool.set_aside(header_bytes)
+                    pool.reserve_other(header_bytes)
                 replaced += _install(catalog, tier, record, header_bytes, objects, now)
         # Only now: a version found later may share their objects.
         for version in replaced:

@@ -214,12 +214,8 @@ class Store:
         Raises:
             StateLostError: there is no such version; the message contains `description`.
         """
-        with self._using(name, description) as (version, tier):
-            lease = self._lease(version, tier)
-            try:
-                yield lease
-            finally:
-                lease.close()
+        with self._using(name, description) as held, self._open_lease(*held) as lease:
+            yield lease
 
     @contextmanager
     def lease_in_memory(self, name: str, description: str) -> Iterator[Lease]:
@@ -233,11 +229,8 @@ class Store:
         while True:
             with self._using(name, description) as (version, tier):
                 if tier == HOST:
-                    lease = self._lease(version, tier)
-                    try:
+                    with self._open_lease(version, tier) as lease:
                         yield lease
-                    finally:
-                        lease.close()
                     return
                 with describe_damage(version.manifest, tier):
                     self._promoter.promote(version)
@@ -471,8 +464,13 @@ class Store:
             self._catalog.drop(names)
             return bool(names)
 
-    def _lease(self, version: Version, tier: TierName) -> Lease:
-        return Lease(version, tier, self._mover, self._pool, self._objects, self._faults)
+    @contextmanager
+    def _open_lease(self, version: Version, tier: TierName) -> Iterator[Lease]:
+        lease = Lease(version, tier, self._mover, self._pool, self._objects, self._faults)
+        try:
+            yield lease
+        finally:
+            lease.close()
 
     @contextmanager
     def _using(

@@ -31,10 +31,10 @@ from plexrl.statemanager.checkpoint.format.tensors import BLOCK_BYTES, blocks, m
 from plexrl.statemanager.checkpoint.write.assembly import Assembler, cast
 from plexrl.statemanager.checkpoint.write.progress import Progress
 from plexrl.statemanager.checkpoint.write.publish import begin, part_of, publish
-from plexrl.statemanager.checkpoint.write.source import VersionReader
 from plexrl.statemanager.checkpoint.write.stream import StreamFile
 from plexrl.statemanager.layout.keys import DTYPE_BYTES
 from plexrl.statemanager.store.disk_space import checkpoint_write_error
+from plexrl.statemanager.transfer.reader import VersionReader
 
 EXTRAS_BYTES_MAX = 256 << 20
 """Of the small files beside the tensors: tokenizers have tens of megabytes."""

@@ -20,9 +20,7 @@ from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
 from plexrl.statemanager.store.background.earlier_versions import EarlierVersions
 from plexrl.statemanager.store.background.prefetch import Prefetcher
 from plexrl.statemanager.store.store import Store, StoredVersion
-from plexrl.statemanager.transfer.amax import Amaxes
 from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
-from plexrl.statemanager.transfer.relay import Relays
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 
 RequestT = TypeVar("RequestT", bound=Request)
@@ -49,8 +47,6 @@ class Services:
     incarnations: Incarnations
     move_queue: MoveLine
     counters: Counters
-    relays: Relays
-    amaxes: Amaxes
     frozen_weights: FrozenWeightsCache
     earlier_versions: EarlierVersions
     run_id: str

@@ -27,12 +27,12 @@ from plexrl.statemanager.checkpoint.requests import (
     WriteCheckpoint,
 )
 from plexrl.statemanager.checkpoint.restore import read_record
-from plexrl.statemanager.checkpoint.write.pinning import pin_elsewhere, pin_for_other, pin_here
-from plexrl.statemanager.checkpoint.write.source import VersionReader
+from plexrl.statemanager.checkpoint.write.pinning import pin_for_other
 from plexrl.statemanager.checkpoint.write.writer import Wanted
 from plexrl.statemanager.daemon.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles
 from plexrl.statemanager.protocol.address import nearest
 from plexrl.statemanager.protocol.tickets import AGENT, Role, job_of
+from plexrl.statemanager.transfer.reader import VersionReader, open_elsewhere, open_here
 
 
 def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Reply:
@@ -50,10 +50,11 @@ def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Repl
     # The leases end with this block, unless the writer has taken them over.
     with ExitStack() as guard:
         held = guard.enter_context(ExitStack())
-        readers = pin_here(held, services.store, request.deployment, request.seq)
+        readers = open_here(held, services.store, request.deployment, request.seq)
         elsewhere = [at for at in request.sources if nearest(at) != services.config.listen]
         ticket = services.key.mint(AGENT)
-        readers += pin_elsewhere(held, elsewhere, ticket, request.deployment, request.seq)
+        for address in dict.fromkeys(elsewhere):
+            readers += open_elsewhere(held, address, ticket, request.deployment, request.seq)
         ranks = _one_reader_per_rank(request, readers)
         stamps = tuple(reader.manifest.stamp for reader in ranks)
         found = _find_same(caller, request, target, stamps)

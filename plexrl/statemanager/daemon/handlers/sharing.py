@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 
 import msgspec
@@ -23,7 +23,6 @@ from plexrl.statemanager.layout.layout import check_layout
 from plexrl.statemanager.protocol.address import host_and_port
 from plexrl.statemanager.protocol.messages import (
     Adopt,
-    AmaxPublished,
     Confirm,
     Fetch,
     OpenPublished,
@@ -34,7 +33,7 @@ from plexrl.statemanager.protocol.messages import (
     regions_of,
 )
 from plexrl.statemanager.protocol.tickets import AGENT
-from plexrl.statemanager.store.versions.published import lease_by_stamp, lease_published
+from plexrl.statemanager.store.versions.published import lease_published
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.copy.file_memory import version_memory
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
@@ -50,20 +49,6 @@ def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) ->
         for held in lease_published(caller.services.store, caller.leases, request)
     ]
     return Reply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
-
-
-def _amax_published(caller: Caller, request: AmaxPublished, _: Sequence[int]) -> Reply:
-    caller.claims.check_may_pull(request.source)
-    services = caller.services
-    with ExitStack() as leases:
-        shard = (request.source, request.rank)
-        held = lease_by_stamp(services.store, leases, shard, request.stamp)
-        if held is None:
-            raise StateLostError(
-                f"what rank {request.rank} of {request.source!r} published as {request.stamp!r} "
-                "is gone: pull again"
-            )
-        return Reply({"amax": services.amaxes.of(held, request.tensors)})
 
 
 def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
@@ -140,7 +125,6 @@ def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
 
 ENTRIES = (
     handles(OpenPublished, _open_published, TICKETS, is_move=True),
-    handles(AmaxPublished, _amax_published, TICKETS, is_move=True),
     handles(OpenState, _open_state, AGENTS, is_move=True),
     handles(Confirm, _confirm, TICKETS),
     handles(Adopt, _adopt, AGENTS, is_move=True),

@@ -8,7 +8,6 @@ from plexrl.statemanager.daemon.handlers import (
     host_memory,
     moves,
     registration,
-    relaying,
     reporting,
     sharing,
 )
@@ -21,7 +20,6 @@ _ENTRIES = (
     *host_memory.ENTRIES,
     *moves.ENTRIES,
     *sharing.ENTRIES,
-    *relaying.ENTRIES,
     *reporting.ENTRIES,
     *checkpoints.ENTRIES,
 )

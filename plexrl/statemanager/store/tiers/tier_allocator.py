@@ -116,7 +116,7 @@ class TierAllocator:
                     )
                     plan = plan_eviction(needed_bytes, candidates, host, nvme, needed_nvme_bytes)
                     if plan is None or plan.tier == NVME:
-                        expendable = self.is_expendable()
+                        expendable = self.expendable_names()
                         if not expendable <= superseded:
                             superseded |= expendable
                             continue
