@@ -1,8 +1,8 @@
 """Where the states of deployments lie that are not on their GPUs, and what moving them takes.
 
 Each node keeps versions in host memory and spills to NVMe what is expected to be needed last, by
-the StateManager's own choice (`plexrl.statemanager.eviction.policy.place`), from what the scheduler
-says of next uses. Where this departs from the StateManager:
+the StateManager's own policy (`plexrl.statemanager.eviction.policy.plan_eviction`), from the next
+uses that the scheduler predicts. Where this departs from the StateManager:
 
 - A version moves as one, whatever its ranks share, and takes its device bytes: tiers that are all
   but full may refuse what the StateManagers would find room for rank by rank.
@@ -23,7 +23,13 @@ from plexrl.scheduler.dispatch.switch_cost import HOST, NVME
 from plexrl.scheduler.state.events import StateMoved, StateReported, StateResidency
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.workload.scenario import NodeType
-from plexrl.statemanager.eviction.policy import Resident, Room, TierName, expected_use, place
+from plexrl.statemanager.eviction.policy import (
+    EvictionCandidate,
+    TierName,
+    TierUsage,
+    expected_use,
+    plan_eviction,
+)
 
 DRAIN_FROM = 0.5
 """Of host memory, in use before the StateManager copies anything ahead of pressure."""
@@ -320,15 +326,15 @@ class VirtualState:
         if tiers.host_bytes + nbytes > kind.host_memory_bytes:
             # Prefetches make way for what must be stored.
             tiers.arriving.clear()
-            host = Room(used_bytes=tiers.host_bytes, bytes_max=kind.host_memory_bytes)
-            nvme = Room(used_bytes=tiers.nvme_bytes, bytes_max=kind.nvme_bytes)
+            host = TierUsage(used_bytes=tiers.host_bytes, bytes_max=kind.host_memory_bytes)
+            nvme = TierUsage(used_bytes=tiers.nvme_bytes, bytes_max=kind.nvme_bytes)
             # Of what lies on NVMe only the old version can give way.
-            residents = [
-                self._resident(each, node, known, now)
+            candidates = [
+                self._candidate(each, node, known, now)
                 for each in tiers.residents.values()
                 if each is known or node not in each.on_nvme
             ]
-            placement = place(nbytes, residents, host, nvme)
+            placement = plan_eviction(nbytes, candidates, host, nvme)
             if placement is None:
                 return None
             tier = placement.tier
@@ -350,8 +356,10 @@ class VirtualState:
             known.on_nvme.add(node)
         return victims, written_bytes
 
-    def _resident(self, known: _State, node: NodeId, incoming: _State, now: float) -> Resident:
-        return Resident(
+    def _candidate(
+        self, known: _State, node: NodeId, incoming: _State, now: float
+    ) -> EvictionCandidate:
+        return EvictionCandidate(
             name=known.deployment,
             tier=TierName.NVME if node in known.on_nvme else TierName.HOST,
             nbytes=known.lies[node],
