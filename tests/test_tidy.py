@@ -153,6 +153,49 @@ def test_cores_meet_no_clock_no_chance_and_no_outside_world() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+STATE_WRITERS = {
+    "holder": {"group_lock.py"},
+    "incoming": {"group_lock.py"},
+    "switched": {"group_lock.py"},
+    "token": {"group_lock.py"},
+    "residency": {"wpg.py"},
+    "state": {"job.py", "operation.py", "wpg.py"},
+}
+"""Fields that follow a table of states, and the modules of `plexrl/scheduler/state` that write
+them."""
+
+
+def test_fields_that_follow_a_state_machine_have_one_writer() -> None:
+    wrong = []
+    for path in python_files("plexrl/scheduler"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for line, target in _assigned(node):
+                writers = STATE_WRITERS.get(target.attr)
+                base = ast.unparse(target.value)
+                # A record sets its own fields, and an operation keeps its run's token.
+                is_own = base == "self" or (base == "operation" and target.attr == "token")
+                if writers is None or is_own:
+                    continue
+                if path.parent.name != "state" or path.name not in writers:
+                    name = path.relative_to(ROOT)
+                    wrong.append(f"{name}:{line} writes {ast.unparse(target)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[int, ast.Attribute]]:
+    """(line, attribute) of each attribute that a statement assigns."""
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    else:
+        return
+    for target in targets:
+        for each in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+            if isinstance(each, ast.Attribute):
+                yield node.lineno, each
+
+
 def test_no_file_wants_to_be_two() -> None:
     long = [
         f"{path.relative_to(ROOT)} has {count} lines"

@@ -9,8 +9,8 @@ from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.admission import admission_pass
 from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.feasibility import gang_of
-from plexrl.scheduler.admission.order import Turn, is_unpassable, turn_of
-from plexrl.scheduler.admission.queues.gangs import place_all, ways_left, why_not_yet
+from plexrl.scheduler.admission.order import AdmissionKey, admission_key, blocks_others
+from plexrl.scheduler.admission.queues.gangs import allowed_modes, place_all, why_not_yet
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.demand import DemandTrace, Segment
@@ -32,9 +32,9 @@ def by_walking(context: Context, now: float) -> list[DeploymentId]:
     ahead: set[tuple[str, int]] = set()
     left = {name: context.deployment(name) for name in context.waiting}
 
-    def turn(each: Deployment) -> Turn:
+    def turn(each: Deployment) -> AdmissionKey:
         share = tenant_share(context, context.job(each.job).tenant, now)
-        return turn_of(context, each, share, now)
+        return admission_key(context, each, share, now)
 
     while left:
         deployment = min(left.values(), key=turn)
@@ -43,10 +43,10 @@ def by_walking(context: Context, now: float) -> list[DeploymentId]:
             left.pop(each.deployment, None)
         if why_not_yet(context, deployment) is not None:
             continue
-        only = ways_left(context, gang, ahead, now)
+        only = allowed_modes(context, gang, ahead, now)
         if place_all(context, gang, only, now):
             placed += [each.deployment for each in gang]
-        elif is_unpassable(context, deployment, now):
+        elif blocks_others(context, deployment, now):
             ahead.update((each.node_type, each.workers) for each in gang)
     return placed
 

@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.admission.fit.bound import NOTHING, Room
-from plexrl.scheduler.admission.queues.queue_heads import BLOCK, Head, LineHeads
+from plexrl.scheduler.admission.fit.bound import NOTHING, FitBound
+from plexrl.scheduler.admission.queues.queue_heads import BLOCK, Head, QueueHeadIndex
 
-NOBODY = Room(free_state_bytes=NOTHING)
+NOBODY = FitBound(free_state_bytes=NOTHING)
 
 duties = st.sampled_from((0.0, 0.1, 0.2, 0.3, 0.5))
 states = st.integers(0, 5)
 rooms = st.builds(
-    lambda free, steps: Room(
+    lambda free, steps: FitBound(
         free_state_bytes=free,
         loads=[load for load, _ in steps],
         states=[state for _, state in steps],
@@ -38,13 +38,13 @@ def head(number: int, duty: float = 0.1, state_bytes: int = 1) -> Head:
     st.lists(rooms, min_size=1, max_size=4),
 )
 def test_the_first_with_room_is_the_first_that_a_walk_from_the_front_finds(
-    needs: list[tuple[float, int]], random: Random, wanted: list[Room]
+    needs: list[tuple[float, int]], random: Random, wanted: list[FitBound]
 ) -> None:
     heads = [head(number, *need) for number, need in enumerate(needs)]
     order, gone = heads[:], heads[::3]
     random.shuffle(order)
     random.shuffle(gone)
-    found = LineHeads()
+    found = QueueHeadIndex()
     for each in order:
         found.add(each)
     for each in gone:
@@ -60,20 +60,20 @@ def test_the_first_with_room_is_the_first_that_a_walk_from_the_front_finds(
 
 
 def test_a_room_of_steps_holds_what_one_of_its_groups_holds() -> None:
-    room = Room(free_state_bytes=NOTHING, loads=[0.4, 0.7], states=[1, 5], load_max=0.9)
+    room = FitBound(free_state_bytes=NOTHING, loads=[0.4, 0.7], states=[1, 5], load_max=0.9)
     assert room.holds(0.5, 1)
     assert not room.holds(0.5, 2)
     assert room.holds(0.2, 5)
     assert not room.holds(0.2, 6)
     assert not room.holds(0.6, 0)
-    assert Room(free_state_bytes=3).holds(1.0, 3)
-    assert not Room(free_state_bytes=3).holds(1.0, 4)
+    assert FitBound(free_state_bytes=3).holds(1.0, 3)
+    assert not FitBound(free_state_bytes=3).holds(1.0, 4)
 
 
 def test_nobody_is_in_an_empty_file_and_nobody_has_room_in_nothing() -> None:
-    found = LineHeads()
+    found = QueueHeadIndex()
     assert not found
-    assert found.first(Room(free_state_bytes=9)) is None
+    assert found.first(FitBound(free_state_bytes=9)) is None
     found.add(head(1))
     assert found
     assert NOBODY.is_nothing

@@ -31,6 +31,7 @@ from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.daemon.service_manager import ServiceManager
 from plexrl.statemanager.observe.health import Health
 from plexrl.statemanager.observe.http import ObservationServer
+from plexrl.statemanager.protocol.messages import Confirm
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
 from tests.statemanager.conftest import (
@@ -397,7 +398,7 @@ def test_a_daemon_ends_with_the_process_that_started_it_only_if_told_to(
             wait_until(lambda: not started.is_running())
         else:
             with closing(daemon.agent()) as agent:
-                agent.ping()
+                agent.request(Confirm())
             started.terminate()
             # A clean end.
             wait_until(lambda: not Path(daemon.config.host_dir).exists())

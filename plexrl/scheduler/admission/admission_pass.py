@@ -14,23 +14,28 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.admission.fair_shares import tenant_share
-from plexrl.scheduler.admission.fit.bound import NOTHING, Room
-from plexrl.scheduler.admission.fit.bound_cache import Rooms
+from plexrl.scheduler.admission.fit.bound import NOTHING, FitBound
+from plexrl.scheduler.admission.fit.bound_cache import FitBoundCache
 from plexrl.scheduler.admission.fit.feasibility import gang_of, is_possible
-from plexrl.scheduler.admission.order import Turn, is_unpassable, response_ratio, turn_of
+from plexrl.scheduler.admission.order import (
+    AdmissionKey,
+    admission_key,
+    blocks_others,
+    response_ratio,
+)
 from plexrl.scheduler.admission.queues.gangs import (
-    Wish,
-    likeness_of,
+    BlockingRequest,
+    allowed_modes,
+    equivalence_key,
     place_all,
-    ways_left,
     why_not_yet,
 )
 from plexrl.scheduler.admission.queues.queue_heads import Head
-from plexrl.scheduler.admission.queues.waiting import File, Owner, Size, Sizes, Unit, size_of
-from plexrl.scheduler.admission.scarcity import alike, is_rival
+from plexrl.scheduler.admission.queues.waiting import Owner, QueueKey, Size, Sizes, Unit, size_of
+from plexrl.scheduler.admission.scarcity import is_rival, node_types_compatible
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.placement.placement import ways
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.placement import modes
+from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment
 
 if TYPE_CHECKING:
@@ -41,7 +46,7 @@ class _Bundle(NamedTuple):
     """All queues of one owner that want the same sizes: not opened before the turn of the first."""
 
     is_wish: bool
-    """Its wishes, else its files."""
+    """Its blocking_requests, else its files."""
     sizes: Sizes
     owner: Owner
     first: tuple[float, float, DeploymentId]
@@ -53,7 +58,7 @@ class _Spot(NamedTuple):
 
     sizes: Sizes
     owner: Owner
-    file: File
+    file: QueueKey
 
 
 class AdmissionPass:
@@ -68,8 +73,8 @@ class AdmissionPass:
             context.state.searches.clear()
         self._newcomers = None if newcomers is None else set(newcomers)
         """Who alone may be placed; None: everybody."""
-        self._rooms = Rooms(context)
-        self._turns: list[tuple[Turn, int]] = []
+        self._rooms = FitBoundCache(context)
+        self._turns: list[tuple[AdmissionKey, int]] = []
         """A heap: the second is the number of what has that turn."""
         self._numbered: list[tuple[Owner | _Bundle | DeploymentId, bool]] = []
         """With whether it is a candidate: who stands for a wish is none."""
@@ -89,11 +94,11 @@ class AdmissionPass:
         """Sizes for which there is no room, so that their bundles need not be opened."""
         self._skipped: dict[Sizes, list[Owner]] = {}
         """Whose bundles of files were not opened, for their sizes were closed."""
-        self._at: Turn | None = None
+        self._at: AdmissionKey | None = None
         """Whose turn it is."""
         self._wishes: dict[DeploymentId, tuple[Sizes, Owner]] = {}
         self._seen: set[DeploymentId] = set()
-        self._ahead: set[Wish] = set()
+        self._ahead: set[BlockingRequest] = set()
         self._failed: set[tuple[object, ...]] = set()
         self._gang_searches = 0
         """Gangs that were searched for in vain."""
@@ -153,28 +158,28 @@ class AdmissionPass:
                     self._candidates += len(owners)
                     for owner in owners:
                         self._bundles.setdefault(owner, []).append((False, each))
-            for name in waiting.singles:
+            for name in waiting.of_partial_jobs:
                 self._push(name)
         else:
             for name in self._newcomers:
                 unit = waiting.unit_of(name)
                 if unit is None:
-                    if name in waiting.singles:
+                    if name in waiting.of_partial_jobs:
                         self._push(name)
                         sizes.add(size_of(self._context.deployment(name)))
                 elif self._holds(_spot_of(unit), unit.head):
                     self._push(unit.head.name)
                     sizes.update(unit.sizes)
-            for name in waiting.singles if self._candidates else ():
-                if is_unpassable(self._context, self._context.deployment(name), self._now):
+            for name in waiting.of_partial_jobs if self._candidates else ():
+                if blocks_others(self._context, self._context.deployment(name), self._now):
                     self._push(name, is_candidate=False)
         if not self._candidates:
             return
         # Who only stands for a wish keeps others from groups of that size, and from free GPUs.
         any_free = any(self._rooms.of(size).free_state_bytes != NOTHING for size in sizes)
-        for each, wishes in waiting.wishes.items():
-            if any_free or waiting.singles or any(is_rival(size, sizes) for size in each):
-                for owner in wishes:
+        for each, blocking_requests in waiting.blocking_requests.items():
+            if any_free or waiting.of_partial_jobs or any(is_rival(size, sizes) for size in each):
+                for owner in blocking_requests:
                     self._bundles.setdefault(owner, []).append((True, each))
         for owner in self._bundles:
             self._push(owner, is_candidate=False)
@@ -206,7 +211,7 @@ class AdmissionPass:
         self._numbered.append((what, is_candidate))
         self._candidates += is_candidate
 
-    def _turn_of(self, what: Owner | _Bundle | DeploymentId) -> Turn:
+    def _turn_of(self, what: Owner | _Bundle | DeploymentId) -> AdmissionKey:
         """Of an owner or a bundle the earliest that one of its units may have."""
         if isinstance(what, Owner):
             return True, -what.priority, self._share(what.tenant), -math.inf, -math.inf, ""
@@ -215,7 +220,7 @@ class AdmissionPass:
             return True, -priority, self._share(tenant), *what.first
         deployment = self._context.deployment(what)
         share = self._share(self._context.job(deployment.job).tenant)
-        return turn_of(self._context, deployment, share, self._now)
+        return admission_key(self._context, deployment, share, self._now)
 
     def _share(self, tenant: TenantId) -> float:
         share = self._shares.get(tenant)
@@ -229,8 +234,8 @@ class AdmissionPass:
             if is_wish and self._is_ahead(sizes):
                 continue
             if is_wish:
-                wishes = waiting.wishes.get(sizes, {}).get(owner, {})
-                first = self._first_unpassable(wishes)
+                blocking_requests = waiting.blocking_requests.get(sizes, {}).get(owner, {})
+                first = self._first_unpassable(blocking_requests)
             elif sizes in self._closed or self._is_nothing_for(sizes):
                 self._unopened[sizes] -= 1
                 self._skipped.setdefault(sizes, []).append(owner)
@@ -269,7 +274,7 @@ class AdmissionPass:
     def _is_blocked(self, sizes: Sizes) -> bool:
         """Whether somebody ahead, whom nobody may pass, waits for GPUs as these sizes want them."""
         return bool(self._ahead) and any(
-            size.workers == workers and alike(kind, size.node_type)
+            size.workers == workers and node_types_compatible(kind, size.node_type)
             for kind, workers in self._ahead
             for size in sizes
         )
@@ -301,7 +306,9 @@ class AdmissionPass:
 
         def suits(sizes: Sizes) -> bool:
             return any(
-                size.shares and size.workers == workers and alike(size.node_type, node_type)
+                size.shares
+                and size.workers == workers
+                and node_types_compatible(size.node_type, node_type)
                 for size in sizes
             )
 
@@ -315,7 +322,7 @@ class AdmissionPass:
             del self._ended[spot]
             self._next_of_file(spot)
 
-    def _room(self, spot: _Spot) -> Room | None:
+    def _room(self, spot: _Spot) -> FitBound | None:
         """What there is for a file behind those who may not be passed, and after so many searches;
         None: nothing that they are not waiting for themselves."""
         sizes, bound = spot.sizes, self._context.config.searches_max
@@ -324,7 +331,7 @@ class AdmissionPass:
         takes_free = [True] * len(sizes)
         for kind, workers in self._ahead:
             for at, size in enumerate(sizes):
-                if alike(kind, size.node_type):
+                if node_types_compatible(kind, size.node_type):
                     if workers == size.workers:
                         return None
                     takes_free[at] = False
@@ -342,7 +349,9 @@ class AdmissionPass:
         if spot.file.has_profile or head.state_bytes <= room.free_state_bytes:
             return True
         context = self._context
-        return ways(context, context.deployment(head.name), self._now) != (Way.DEDICATED,)
+        return modes(context, context.deployment(head.name), self._now) != (
+            PlacementMode.DEDICATED,
+        )
 
     def _is_ahead(self, sizes: Sizes) -> bool:
         """Whether others that wish the same are ahead already, and keep these from GPUs, too."""
@@ -353,11 +362,11 @@ class AdmissionPass:
         if self._is_ahead(sizes):
             return
         context = self._context
-        found: list[tuple[Turn, DeploymentId]] = []
-        for queue in context.waiting.wishes.get(sizes, {}).get(owner, {}).values():
+        found: list[tuple[AdmissionKey, DeploymentId]] = []
+        for queue in context.waiting.blocking_requests.get(sizes, {}).get(owner, {}).values():
             for _, name in queue:
                 deployment = context.deployment(name)
-                if is_unpassable(context, deployment, self._now):
+                if blocks_others(context, deployment, self._now):
                     found.append((self._turn_of(name), name))
                     break
                 if is_possible(context, deployment):
@@ -377,15 +386,17 @@ class AdmissionPass:
         if why_not_yet(context, deployment) is not None:
             return False
         if is_tried or self._may_try(gang):
-            only = ways_left(context, gang, self._ahead, now)
-            likeness = tuple(likeness_of(each, only[each.deployment]) for each in gang)
-            if likeness not in self._failed and self._failed.isdisjoint((e,) for e in likeness):
+            only = allowed_modes(context, gang, self._ahead, now)
+            equivalence = tuple(equivalence_key(each, only[each.deployment]) for each in gang)
+            if equivalence not in self._failed and self._failed.isdisjoint(
+                (e,) for e in equivalence
+            ):
                 if place_all(context, gang, only, now):
                     self._note_placed(gang)
                     return True
-                self._failed.add(likeness)
+                self._failed.add(equivalence)
                 self._note_search(gang, only[deployment.deployment])
-        if is_unpassable(context, deployment, now):
+        if blocks_others(context, deployment, now):
             self._ahead.update((each.node_type, each.workers) for each in gang)
         return False
 
@@ -405,16 +416,16 @@ class AdmissionPass:
             if other in context.waiting and other not in self._seen:
                 if self._newcomers is None or other in self._newcomers:
                     self._push(other)
-                elif is_unpassable(context, context.deployment(other), self._now):
+                elif blocks_others(context, context.deployment(other), self._now):
                     self._push(other, is_candidate=False)
 
-    def _note_search(self, gang: Sequence[Deployment], only: tuple[Way, ...]) -> None:
+    def _note_search(self, gang: Sequence[Deployment], only: tuple[PlacementMode, ...]) -> None:
         """Groups were searched for it, and free GPUs, in vain."""
         if len(gang) > 1:
             self._gang_searches += 1
             return
         size = size_of(gang[0])
-        if Way.DEDICATED in only:
+        if PlacementMode.DEDICATED in only:
             self._rooms.refused(size, gang[0].state_bytes)
         if gang[0].trace is not None:
             searches, key = self._context.state.searches, _size_key(size)
@@ -424,7 +435,7 @@ class AdmissionPass:
         """Whether one of them is new, or its job has GPUs, and there may be room."""
         first, context = gang[0], self._context
         if self._newcomers is None:
-            if first.deployment not in context.waiting.singles:
+            if first.deployment not in context.waiting.of_partial_jobs:
                 return False
         elif not any(each.deployment in self._newcomers for each in gang):
             return False

@@ -35,7 +35,7 @@ LOOK_EACH_S = 60.0
 
 def break_deadlocks(context: Context, now: float) -> None:
     """Have stuck jobs give their GPUs back until nobody is stuck, or nobody would gain by it."""
-    if not context.waiting.singles:
+    if not context.waiting.of_partial_jobs:
         return
     idle = _idle_partial_jobs(context, now)
     while idle:
@@ -51,7 +51,7 @@ def break_deadlocks(context: Context, now: float) -> None:
 
 
 def _idle_partial_jobs(context: Context, now: float) -> list[Job]:
-    names = {context.deployment(name).job: None for name in context.waiting.singles}
+    names = {context.deployment(name).job: None for name in context.waiting.of_partial_jobs}
     found = []
     for name in names:
         job = context.job(name)
@@ -145,7 +145,7 @@ def is_waited_for(context: Context, jobs: Sequence[Job]) -> bool:
         owner = context.job(other.job)
         if len(owner.deployments) < owner.gang:
             continue
-        # Many may wait behind one quota: those that are alike are asked about once.
+        # Many may wait behind one quota: those that are node_types_compatible are asked about once.
         asker = (owner.tenant, need_of(other)) if len(owner.deployments) == 1 else None
         if asker is not None and asker in refused:
             continue

@@ -23,11 +23,13 @@ from plexrl.scheduler.admission.queues.waiting import expected_step
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.state.records import Deployment, Job
 
-Turn = tuple[bool, int, float, float, float, str]
+AdmissionKey = tuple[bool, int, float, float, float, str]
 """The criteria above, the lowest first."""
 
 
-def turn_of(context: Context, deployment: Deployment, share: float, now: float) -> Turn:
+def admission_key(
+    context: Context, deployment: Deployment, share: float, now: float
+) -> AdmissionKey:
     """The deployment's place in the order, with its tenant's share."""
     job = context.job(deployment.job)
     created_at, expected_s = deployment.created_at, expected_step(job.expected_s)
@@ -44,7 +46,7 @@ def response_ratio(context: Context, created_at: float, expected_s: float, now: 
     return (waited_s + expected_s) / expected_s
 
 
-def is_unpassable(context: Context, deployment: Deployment, now: float) -> bool:
+def blocks_others(context: Context, deployment: Deployment, now: float) -> bool:
     """Whether nobody behind it may take free GPUs that it waits for: it waited beyond the bound,
     or the policy does not backfill; and the nodes in service could hold it."""
     if context.policy.backfills and now - deployment.created_at < context.config.starvation_bound_s:

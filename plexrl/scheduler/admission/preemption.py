@@ -11,7 +11,8 @@ from plexrl.scheduler.admission.deadlocks import is_waited_for, placed_of
 from plexrl.scheduler.admission.fair_shares import begin_to_wait
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.placement.evacuation import displace, may_displace
-from plexrl.scheduler.state.records import Job, WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Job
 
 
 def give_way(context: Context, now: float) -> bool:

@@ -17,8 +17,8 @@ def is_scarce(context: "Context", deployment: "Deployment") -> bool:
     has none itself, than would be left had it a group of its own."""
     taken = deployment.workers if deployment.group is None else 0
     waiting, node_type = context.waiting, deployment.node_type
-    for size, tenants in waiting.askers.items():
-        if not alike(size.node_type, node_type):
+    for size, tenants in waiting.pending_by_tenant.items():
+        if not node_types_compatible(size.node_type, node_type):
             continue
         # All who ask for this size want the same of the same nodes.
         if size.workers <= context.inventory.pool.free_gpus(size.node_type) - taken:
@@ -33,11 +33,11 @@ def is_scarce(context: "Context", deployment: "Deployment") -> bool:
                 other = context.deployment(queue[1][1])
             if _may_have_gpus(context, other):
                 return True
-    for name in waiting.singles:
+    for name in waiting.of_partial_jobs:
         other = context.deployment(name)
         if (
             other is not deployment
-            and alike(other.node_type, node_type)
+            and node_types_compatible(other.node_type, node_type)
             and other.workers > context.inventory.pool.free_gpus(other.node_type) - taken
             and _may_have_gpus(context, other)
         ):
@@ -53,7 +53,7 @@ def _may_have_gpus(context: "Context", deployment: "Deployment") -> bool:
     return is_possible(context, deployment)
 
 
-def alike(one_type: str, other_type: str) -> bool:
+def node_types_compatible(one_type: str, other_type: str) -> bool:
     """Whether two wishes could be for the same node."""
     return "" in (one_type, other_type) or one_type == other_type
 
@@ -62,7 +62,7 @@ def is_rival(size: "Size", others: "Iterable[Size]") -> bool:
     """Whether a group that deployments of one of the `others` may join is one that those of `size`
     wait for, of whatever type, or to have its GPUs for themselves."""
     for other in others:
-        if other.workers == size.workers and alike(other.node_type, size.node_type):
+        if other.workers == size.workers and node_types_compatible(other.node_type, size.node_type):
             return True
     return False
 

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from plexrl.errors import CapacityError
 from plexrl.ids import DeploymentId, GroupId
-from plexrl.scheduler.capacity.shift_search import Fit, FoldTable, ShiftSearch
+from plexrl.scheduler.capacity.shift_search import Fit, PeriodProfiles, ShiftSearch
 from plexrl.scheduler.state.demand import Footprint
 
-FOLDS_MAX = 32
+PERIOD_PROFILES_MAX = 32
 """Fold tables kept, one for each number of cycles that jobs had lately."""
 
 
@@ -89,7 +89,7 @@ class ShapeTable:
         self.is_open = np.zeros(0, dtype=bool)
         self._free_rows: list[int] = []
         self._changes = 0
-        self._folds: OrderedDict[int, FoldTable] = OrderedDict()
+        self._folds: OrderedDict[int, PeriodProfiles] = OrderedDict()
 
     def add(self, group: GroupId, serial: int) -> GroupSlots:
         """A row for `group`."""
@@ -121,9 +121,9 @@ class ShapeTable:
         cycles = wanted.footprint.cycles
         table = self._folds.get(cycles)
         if table is None:
-            table = FoldTable(self._horizon_slots, cycles)
+            table = PeriodProfiles(self._horizon_slots, cycles)
             self._folds[cycles] = table
-            if len(self._folds) > FOLDS_MAX:
+            if len(self._folds) > PERIOD_PROFILES_MAX:
                 self._folds.popitem(last=False)
         self._folds.move_to_end(cycles)
         table.refresh(rows, self.versions, self._intervals)
@@ -167,11 +167,12 @@ class CapacityIndex:
         self.horizon_slots = horizon_slots
         self._groups: dict[GroupId, GroupSlots] = {}
         self._tables: dict[Shape, ShapeTable] = {}
+
     # The cluster
 
     def add_group(self, group: GroupId, shape: Shape, serial: int) -> None:
         """A group was formed; its time is free until footprints are reserved, and it takes no
-        members by search until `set_room`."""
+        members by search until `update_capacity`."""
         assert group not in self._groups, f"{group} is in the index already"
         self._groups[group] = self._table(shape).add(group, serial)
 
@@ -181,7 +182,7 @@ class CapacityIndex:
         assert not slots.footprints, f"{group} goes with residents"
         slots.table.remove(slots.row)
 
-    def set_room(
+    def update_capacity(
         self, group: GroupId, *, is_open: bool, host_bytes_free: int, state_bytes_free: int
     ) -> None:
         """Whether the group takes more members, and how large the next one's state may be."""

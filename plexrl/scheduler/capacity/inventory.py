@@ -51,7 +51,7 @@ class Inventory:
             for each in residents:
                 self._keep(group, each, +1)
         for group in state.groups.values():
-            self._set_room(group)
+            self._update_capacity(group)
 
     def node_changed(self, node: Node) -> None:
         """A node joined, came back with other sizes, died, or is drained."""
@@ -73,7 +73,7 @@ class Inventory:
         if not node.alive or node.is_draining:
             self.pool.close(node.node)
         for name in self._groups_on.get(node.node, ()):
-            self._set_room(self._state.groups[name])
+            self._update_capacity(self._state.groups[name])
 
     def add_group(self, group: Group) -> None:
         """A group was formed of free GPUs."""
@@ -116,7 +116,9 @@ class Inventory:
         self._keep(group, deployment, -1)
         self.refresh(group)
 
-    def reserve_anew(self, deployment: Deployment, trace: DemandTrace | None, shift: float) -> None:
+    def replace_reservation(
+        self, deployment: Deployment, trace: DemandTrace | None, shift: float
+    ) -> None:
         """The deployment takes other time of the group that it is on."""
         assert deployment.group is not None, f"{deployment.deployment} is on no group"
         if trace is None:
@@ -130,7 +132,7 @@ class Inventory:
         """Members, profiles or openness of `group` changed: see to all groups on its nodes."""
         touched = {name: None for node in self._lies[group.group] for name in self._groups_on[node]}
         for name in touched:
-            self._set_room(self._state.groups[name])
+            self._update_capacity(self._state.groups[name])
 
     def sizes(self) -> dict[NodeKind, tuple[int, int]]:
         """(GPUs, bytes of the host and NVMe tiers) of all nodes of each kind together, lost ones
@@ -254,10 +256,10 @@ class Inventory:
             nbytes = deployment.state_bytes * part.ranks // len(group.gpus)
             self._kept[node] = self._kept.get(node, 0) + sign * nbytes
 
-    def _set_room(self, group: Group) -> None:
+    def _update_capacity(self, group: Group) -> None:
         host, total = self.state_bytes_free(group)
         self._spills[group.group] = host < 0
-        self.index.set_room(
+        self.index.update_capacity(
             group.group,
             is_open=self.is_open(group),
             host_bytes_free=host,

@@ -24,22 +24,22 @@ TINY_SLOTS: Final = 1e-6
 """Far below a slot, far above the rounding of a phase."""
 
 
-def lay_anew(context: "Context", deployment: Deployment, shift: float) -> None:
+def update_reservation(context: "Context", deployment: Deployment, shift: float) -> None:
     """Replace the deployment's footprint by that of its present trace, at `shift` slots."""
     assert deployment.group is not None, f"{deployment.deployment} is on no group"
     group = context.state.groups[deployment.group]
     trace, before = deployment.trace, deployment.reservation
-    context.inventory.reserve_anew(deployment, trace, shift)
+    context.inventory.replace_reservation(deployment, trace, shift)
     slots = context.inventory.index.slots(deployment.group)
     overlap_s = UNCOUNTED_S if _overlaps(context, group, slots, deployment) else 0.0
     deployment.reservation = Reservation(shift=shift, trace=trace, overlap_s=overlap_s)
     if before is None or before.trace is None:
         # The group may take others now.
         context.inventory.refresh(group)
-    give_time_back(context, group)
+    refresh_overlap_flags(context, group)
 
 
-def give_time_back(context: "Context", group: Group) -> None:
+def refresh_overlap_flags(context: "Context", group: Group) -> None:
     """A footprint has gone from where it was: whoever overlapped with it only has time of its own
     again."""
     slots = context.inventory.index.slots(group.group)
@@ -71,7 +71,7 @@ def overlap_s(context: "Context", deployment: Deployment) -> float:
     return both.bit_count() / slots.footprints[deployment.deployment].cycles
 
 
-def owns_time(member: Deployment) -> bool:
+def has_exclusive_slots(member: Deployment) -> bool:
     """Whether the plan holds time free for it that must not be taken: it overlaps with nobody, and
     what it does there delays its job."""
     reservation = member.reservation

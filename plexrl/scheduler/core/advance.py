@@ -16,9 +16,9 @@ from plexrl.scheduler.jobs.cycles import cycle_over
 from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, place_waiting
 from plexrl.scheduler.jobs.retention import forget_ended
 from plexrl.scheduler.operations.cancellation import deadline_passed
-from plexrl.scheduler.placement.evacuation import look_at_node
+from plexrl.scheduler.placement.evacuation import reconcile_node
 from plexrl.scheduler.placement.relocation import send_migration
-from plexrl.scheduler.state.records import WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 
 EVENT: Final = "event"
 """The step that is the event itself."""
@@ -115,7 +115,7 @@ def _look_again(context: Context, what: str, now: float) -> None:
         case "placement":
             context.place_waiting = context.place_waiting or bool(context.waiting)
         case "node" if name in context.state.nodes:
-            look_at_node(context, NodeId(name), now)
+            reconcile_node(context, NodeId(name), now)
         case "launch" if name in context.state.deployments:
             launch_if_due(context, context.deployment(DeploymentId(name)), now)
         case "migration":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class RoundShare:
     """What one member asks of a round."""
 
     cycle_s: float
@@ -32,18 +32,18 @@ class Turn:
     """Of the group in each cycle, at worst."""
 
 
-def round_s(turns: Sequence[Turn]) -> float | None:
+def round_s(turns: Sequence[RoundShare]) -> float | None:
     """Length of the round in which each has its turn; None where they do not fit."""
     longest_s = max(turn.cycle_s for turn in turns)
     return longest_s if math.fsum(turn.turn_s for turn in turns) <= longest_s else None
 
 
-def stretch(turns: Sequence[Turn], length_s: float) -> float:
+def stretch(turns: Sequence[RoundShare], length_s: float) -> float:
     """By what part their cycles are longer in rounds of this length, summed."""
     return math.fsum(length_s / turn.cycle_s - 1.0 for turn in turns)
 
 
-def turn_of(context: "Context", deployment: "Deployment", group: "Group") -> Turn | None:
+def round_share(context: "Context", deployment: "Deployment", group: "Group") -> RoundShare | None:
     """What the deployment asks, or would ask, of a round of `group`; None without a profile."""
     trace = deployment.trace
     if trace is None:
@@ -52,7 +52,7 @@ def turn_of(context: "Context", deployment: "Deployment", group: "Group") -> Tur
     switches_s = offload_s(context, deployment, group.gpus) + load_s(
         context, deployment, group.gpus
     )
-    return Turn(cycle_s=trace.period_s, turn_s=worst_s + switches_s)
+    return RoundShare(cycle_s=trace.period_s, turn_s=worst_s + switches_s)
 
 
 def added_stretch(context: "Context", group: "Group", deployment: "Deployment") -> float | None:
@@ -61,12 +61,12 @@ def added_stretch(context: "Context", group: "Group", deployment: "Deployment") 
     None where the group has no turn for it, or somebody would wait more than the service level
     allows.
     """
-    newcomer = turn_of(context, deployment, group)
+    newcomer = round_share(context, deployment, group)
     if newcomer is None:
         return None
     turns = []
     for name in group.members:
-        turn = turn_of(context, context.deployment(name), group)
+        turn = round_share(context, context.deployment(name), group)
         if turn is None:
             return None
         turns.append(turn)

@@ -14,17 +14,20 @@ from collections.abc import Iterator
 from plexrl.ids import NodeId
 from plexrl.scheduler.admission.fair_shares import begin_to_wait
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.jobs.lifecycle import end_job, has_gpu, job_event, release_lock, stop
+from plexrl.scheduler.jobs.lifecycle import end_job, has_gpu, stop
 from plexrl.scheduler.jobs.profiler import forget_open_cycle
-from plexrl.scheduler.placement.placement import leave
+from plexrl.scheduler.placement.placement import vacate
 from plexrl.scheduler.placement.rebuilding import rebuild
 from plexrl.scheduler.placement.relocation import drain
+from plexrl.scheduler.state import wpg
 from plexrl.scheduler.state.commands import ReleaseState, StopWorkers
-from plexrl.scheduler.state.job_states import JobTrigger
-from plexrl.scheduler.state.records import Deployment, Node, Residency, WpgState
+from plexrl.scheduler.state.job import change_job
+from plexrl.scheduler.state.machines.job_states import JobTrigger
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Node
 
 
-def look_at_node(context: Context, name: NodeId, now: float) -> None:
+def reconcile_node(context: Context, name: NodeId, now: float) -> None:
     """Move off the node whatever should not stay there, as far as it can go now."""
     node = context.state.nodes[name]
     if not node.alive:
@@ -143,21 +146,10 @@ def _replace(context: Context, deployment: Deployment, now: float) -> None:
     if unwanted:
         # Copies of a version that were on their way there.
         context.emit(ReleaseState(deployment=deployment.deployment, nodes=unwanted))
-    job = context.job(deployment.job)
     context.hold(deployment, -1, now)
-    release_lock(context, deployment)
-    leave(context, deployment, now)
-    deployment.ranks = ()
-    deployment.nodes = ()
-    deployment.placement = None
-    deployment.addresses.clear()
-    deployment.awaited_nodes.clear()
-    deployment.residency = Residency.NONE
-    deployment.relocation = None
-    context.relocating.pop(deployment.deployment, None)
-    deployment.launch_at = None
-    deployment.state = WpgState.WAITING
-    job_event(job, JobTrigger.DISPLACED)
+    vacate(context, deployment, now)
+    wpg.displace(deployment)
+    change_job(context.job(deployment.job), JobTrigger.DISPLACED)
     _enqueue(context, deployment, now)
     for name in sorted(context.relocating):
         # One that waited for this WPG to pull its weights waits no more.

@@ -4,13 +4,14 @@ from plexrl.errors import NotFoundError
 from plexrl.ids import NodeId
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.jobs.lifecycle import end_job, launch, restart, send_launch, worker_ready
-from plexrl.scheduler.placement.evacuation import look_at_node, placed_on, replace_shrunk
+from plexrl.scheduler.placement.evacuation import placed_on, reconcile_node, replace_shrunk
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back
 from plexrl.scheduler.placement.relocation import migrated, send_migration, settle
 from plexrl.scheduler.state.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.state.events import NodeDrainChanged, NodeJoined, NodeLost, StateMigrated
-from plexrl.scheduler.state.job_states import JobTrigger
-from plexrl.scheduler.state.records import Deployment, Node, WpgState
+from plexrl.scheduler.state.machines.job_states import JobTrigger
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Node
 
 MIGRATION_RETRY_S = 2.0
 """Before a copy that failed is tried again."""
@@ -71,7 +72,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
     context.place_waiting = True
     # What lies on this node may be what the WPGs of a lost one were waiting for.
     for other in list(context.state.nodes):
-        look_at_node(context, other, now)
+        reconcile_node(context, other, now)
 
 
 def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) -> None:
@@ -89,7 +90,7 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
     # Either GPUs are there again, or those who waited for them hold up nobody any more.
     context.place_waiting = True
     if event.is_draining:
-        look_at_node(context, event.node, now)
+        reconcile_node(context, event.node, now)
         return
     for name in sorted(context.relocating):
         deployment = context.deployment(name)
@@ -127,7 +128,6 @@ def _copy_another(
         )
         end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
         return
-    deployment.state = WpgState.RECOVERING
     settle(context, deployment)
     if deployment.state != WpgState.MIGRATING:
         launch(context, deployment)
@@ -162,4 +162,4 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
                 deployment.addresses.pop(rank, None)
         else:
             restart(context, deployment, f"node {event.node!r} was lost", now)
-    look_at_node(context, event.node, now)
+    reconcile_node(context, event.node, now)

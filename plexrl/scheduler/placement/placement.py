@@ -15,17 +15,19 @@ from plexrl.errors import CapacityError
 from plexrl.ids import GroupId
 from plexrl.scheduler.admission.scarcity import is_scarce
 from plexrl.scheduler.capacity.index import Shape, ShapeTable
-from plexrl.scheduler.capacity.overlaps import give_time_back
+from plexrl.scheduler.capacity.overlaps import refresh_overlap_flags
 from plexrl.scheduler.capacity.shift_search import Fit, ShiftSearch
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.switch_cost import load_s, moves_at_best_s
 from plexrl.scheduler.jobs.sharing import settle_group
 from plexrl.scheduler.placement.co_execution import added_stretch
-from plexrl.scheduler.placement.contention import Contention, Resident, TurnRule, predict
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.contention import Contention, ContentionConfig, Resident, predict
+from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.commands import RankPlacement
 from plexrl.scheduler.state.demand import DemandTrace, project
+from plexrl.scheduler.state.group_lock import withdraw
 from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation
+from plexrl.scheduler.state.wpg import lose_processes
 
 CANDIDATES_PER_PASS = 256
 """Groups fitted at a time, the least loaded first; the first pass with a fit ends the search. As
@@ -47,7 +49,7 @@ class Choice:
     """A group to join, and when in its time."""
 
     group: GroupId
-    way: Way
+    mode: PlacementMode
     shift_slots: int = 0
     overlap_s: float = 0.0
     interference_s: float = 0.0
@@ -57,20 +59,23 @@ class Choice:
 
 
 def place(
-    context: Context, deployment: Deployment, now: float, only: tuple[Way, ...] | None = None
+    context: Context,
+    deployment: Deployment,
+    now: float,
+    only: tuple[PlacementMode, ...] | None = None,
 ) -> Group | None:
     """Put `deployment` on a group, making one if need be; None where it must wait.
 
-    `only` names the ways to try; absent, the policy does.
+    `only` names the modes to try; absent, the policy does.
     """
-    for way in ways(context, deployment, now) if only is None else only:
-        if way == Way.DEDICATED:
+    for mode in modes(context, deployment, now) if only is None else only:
+        if mode == PlacementMode.DEDICATED:
             group = _new_group(context, deployment)
             if group is None:
                 continue
-            choice = Choice(group=group.group, way=way, contention=0.0)
+            choice = Choice(group=group.group, mode=mode, contention=0.0)
         else:
-            found = find(context, deployment, way, now)
+            found = find(context, deployment, mode, now)
             if found is None:
                 continue
             choice, group = found, context.state.groups[found.group]
@@ -98,7 +103,7 @@ def join(
         shift=float(start_slot + choice.shift_slots), trace=trace, overlap_s=choice.overlap_s
     )
     try:
-        context.inventory.reserve(deployment, strict=choice.way == Way.STRICT)
+        context.inventory.reserve(deployment, strict=choice.mode == PlacementMode.STRICT)
     except CapacityError:
         group.members.remove(deployment.deployment)
         deployment.group = deployment.reservation = None
@@ -107,7 +112,7 @@ def join(
         raise
     deployment.placement = PlacementRecord(
         at=now,
-        way=choice.way.value,
+        way=choice.mode.value,
         group=group.group,
         members=len(group.members),
         shift_s=float(choice.shift_slots),
@@ -118,12 +123,12 @@ def join(
     )
 
 
-def ways(context: Context, deployment: Deployment, now: float) -> tuple[Way, ...]:
+def modes(context: Context, deployment: Deployment, now: float) -> tuple[PlacementMode, ...]:
     """How `deployment` may get GPUs, best first."""
     if not shares(deployment):
-        return (Way.DEDICATED,)
+        return (PlacementMode.DEDICATED,)
     has_profile = deployment.trace is not None
-    return context.policy.ways(
+    return context.policy.modes(
         has_profile=has_profile,
         is_patience_over=now >= patience_ends_at(context, deployment),
         is_scarce=has_profile and context.policy.repacks and is_scarce(context, deployment),
@@ -150,7 +155,7 @@ def leave(context: Context, deployment: Deployment, now: float) -> None:
     context.inventory.release(deployment)
     deployment.group = None
     deployment.reservation = None
-    give_time_back(context, group)
+    refresh_overlap_flags(context, group)
     if not group.members:
         context.inventory.remove_group(group)
         context.state.former_switches += group.switches
@@ -158,18 +163,36 @@ def leave(context: Context, deployment: Deployment, now: float) -> None:
         context.dirty.pop(group.group, None)
 
 
-def find(context: Context, deployment: Deployment, way: Way, now: float) -> Choice | None:
-    """The group that this way leads to; changes nothing."""
-    match way:
-        case Way.STRICT | Way.OVERLAP:
-            found = nearest(context, deployment, now, strict=way == Way.STRICT, count=1)
+def release_lock(context: Context, deployment: Deployment) -> None:
+    """Take away whatever part a placed WPG has in its group's lock."""
+    group = context.state.groups[_placed(deployment)]
+    withdraw(group, deployment.deployment)
+    context.touch(group.group)
+
+
+def vacate(context: Context, deployment: Deployment, now: float) -> None:
+    """Take a WPG, whose processes are stopped, off its group; the caller gives its next state."""
+    release_lock(context, deployment)
+    leave(context, deployment, now)
+    lose_processes(deployment)
+    deployment.relocation = None
+    context.relocating.pop(deployment.deployment, None)
+
+
+def find(
+    context: Context, deployment: Deployment, mode: PlacementMode, now: float
+) -> Choice | None:
+    """The group that this mode leads to; changes nothing."""
+    match mode:
+        case PlacementMode.STRICT | PlacementMode.OVERLAP:
+            found = nearest(context, deployment, now, strict=mode == PlacementMode.STRICT, count=1)
             return found[0] if found else None
-        case Way.PACKED | Way.EMPTIEST:
-            return _by_room(context, deployment, way)
-        case Way.CO_EXECUTED:
+        case PlacementMode.PACKED | PlacementMode.EMPTIEST:
+            return _by_room(context, deployment, mode)
+        case PlacementMode.CO_EXECUTED:
             return _by_round(context, deployment)
         case _:
-            raise AssertionError(f"{way} joins no group")
+            raise AssertionError(f"{mode} joins no group")
 
 
 def nearest(
@@ -208,7 +231,7 @@ def contention_with(context: Context, deployment: Deployment, choice: Choice) ->
     key = tuple(residents)
     known = context.contentions.get(key)
     if known is None:
-        rule = TurnRule(
+        rule = ContentionConfig(
             anticipates=context.anticipates,
             guards_slack=context.policy.guards_slack,
             starvation_ratio=context.config.starvation_ratio,
@@ -251,7 +274,7 @@ def fitting(
     tables: list[tuple[ShapeTable, NDArray[np.intp]]] = []
     for shape in _shapes(context, deployment):
         table = index.table(shape)
-        room = has_room(context, table, deployment, trace.duty)
+        room = can_take(context, table, deployment, trace.duty)
         _leave_out_own(context, shape, deployment, room)
         rows = np.flatnonzero(room)
         if rows.size:
@@ -283,7 +306,7 @@ def fitting(
     return [
         Choice(
             group=group,
-            way=Way.STRICT if fit.overlap_s == 0 else Way.OVERLAP,
+            mode=PlacementMode.STRICT if fit.overlap_s == 0 else PlacementMode.OVERLAP,
             shift_slots=fit.shift_slots,
             overlap_s=fit.overlap_s,
             interference_s=fit.interference_s,
@@ -293,7 +316,7 @@ def fitting(
     ]
 
 
-def has_room(
+def can_take(
     context: Context, table: ShapeTable, deployment: Deployment, duty: float
 ) -> NDArray[np.bool_]:
     """Rows whose group could take one more member of this size: [rows] bool."""
@@ -305,26 +328,26 @@ def has_room(
     )
 
 
-def _by_room(context: Context, deployment: Deployment, way: Way) -> Choice | None:
+def _by_room(context: Context, deployment: Deployment, mode: PlacementMode) -> Choice | None:
     duty = context.inventory.duty(deployment)
     if deployment.trace is not None:
         duty = deployment.trace.duty
     best: tuple[tuple[float, ...], Choice] | None = None
     for shape in _shapes(context, deployment):
         table = context.inventory.index.table(shape)
-        room = has_room(context, table, deployment, duty)
+        room = can_take(context, table, deployment, duty)
         _leave_out_own(context, shape, deployment, room)
         rows = np.flatnonzero(room)
         if not rows.size:
             continue
         load, members, serial = table.load[rows], table.members[rows], table.serial[rows]
-        sign = -1 if way == Way.PACKED else 1
+        sign = -1 if mode == PlacementMode.PACKED else 1
         at = np.lexsort((serial, sign * load, sign * members))[0]
         key = (sign * float(members[at]), sign * float(load[at]), float(serial[at]))
         group = table.groups[rows[at]]
         assert group is not None, "a free row was chosen"
         if best is None or key < best[0]:
-            best = key, Choice(group=group, way=way)
+            best = key, Choice(group=group, mode=mode)
     return None if best is None else best[1]
 
 
@@ -335,7 +358,7 @@ def _by_round(context: Context, deployment: Deployment) -> Choice | None:
     best: tuple[tuple[float, ...], Choice] | None = None
     for shape in _shapes(context, deployment):
         table = context.inventory.index.table(shape)
-        room = has_room(context, table, deployment, deployment.trace.duty)
+        room = can_take(context, table, deployment, deployment.trace.duty)
         room &= table.host_bytes_free >= deployment.state_bytes
         _leave_out_own(context, shape, deployment, room)
         for row in np.flatnonzero(room).tolist():
@@ -346,7 +369,7 @@ def _by_round(context: Context, deployment: Deployment) -> Choice | None:
                 continue
             key = (cost, -float(table.load[row]), float(table.serial[row]))
             if best is None or key < best[0]:
-                best = key, Choice(group=group, way=Way.CO_EXECUTED, cost=cost)
+                best = key, Choice(group=group, mode=PlacementMode.CO_EXECUTED, cost=cost)
     return None if best is None else best[1]
 
 

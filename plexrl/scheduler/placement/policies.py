@@ -1,6 +1,6 @@
-"""Placement policies: which ways of getting GPUs are tried for a deployment, and in which order.
+"""Placement policies: which modes of getting GPUs are tried for a deployment, and in which order.
 
-The ways themselves are `plexrl.scheduler.placement.placement`'s; a policy only orders them (PlexRL
+The modes themselves are `plexrl.scheduler.placement.placement`'s; a policy only orders them (PlexRL
 §6.3).
 """
 
@@ -10,8 +10,8 @@ from typing import Protocol
 from plexrl.errors import InvalidRequestError
 
 
-class Way(StrEnum):
-    """One way of getting GPUs."""
+class PlacementMode(StrEnum):
+    """One mode of getting GPUs."""
 
     STRICT = "strict"
     """Join the group in whose free windows the demand trace fits, at the least cost (Eq. 1, 2)."""
@@ -29,7 +29,7 @@ class Way(StrEnum):
 
 
 class PlacementPolicy(Protocol):
-    """Orders the ways for one deployment that may share."""
+    """Orders the modes for one deployment that may share."""
 
     name: str
     backfills: bool
@@ -44,10 +44,10 @@ class PlacementPolicy(Protocol):
     keeps_in_host: bool
     """Where several WPGs share a group, their states stay in host memory, never on NVMe."""
 
-    def ways(
+    def modes(
         self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
-    ) -> tuple[Way, ...]:
-        """The ways to try, best first. `is_patience_over`: a job without a profile has waited long
+    ) -> tuple[PlacementMode, ...]:
+        """The modes to try, best first. `is_patience_over`: a job without a profile has waited long
         enough for a group of its own. `is_scarce`: others wait for the GPUs that a new group would
         take."""
         ...
@@ -68,12 +68,12 @@ class Isolated(_Unplanned):
 
     name = "isolated"
 
-    def ways(
+    def modes(
         self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
-    ) -> tuple[Way, ...]:
+    ) -> tuple[PlacementMode, ...]:
         """Only new groups."""
         del has_profile, is_patience_over, is_scarce
-        return (Way.DEDICATED,)
+        return (PlacementMode.DEDICATED,)
 
 
 class Pack(_Unplanned):
@@ -81,12 +81,12 @@ class Pack(_Unplanned):
 
     name = "pack"
 
-    def ways(
+    def modes(
         self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
-    ) -> tuple[Way, ...]:
+    ) -> tuple[PlacementMode, ...]:
         """A group that exists before a new one."""
         del has_profile, is_patience_over, is_scarce
-        return (Way.PACKED, Way.DEDICATED)
+        return (PlacementMode.PACKED, PlacementMode.DEDICATED)
 
 
 class Spread:
@@ -99,18 +99,18 @@ class Spread:
     plans_by_profile = True
     keeps_in_host = False
 
-    def ways(
+    def modes(
         self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
-    ) -> tuple[Way, ...]:
+    ) -> tuple[PlacementMode, ...]:
         """Warm: fit strictly, else new, else overlap least; where others wait for GPUs, overlap
         before new. Cold: new, in the end any."""
         if has_profile and is_scarce:
-            return (Way.STRICT, Way.OVERLAP, Way.DEDICATED)
+            return (PlacementMode.STRICT, PlacementMode.OVERLAP, PlacementMode.DEDICATED)
         if has_profile:
-            return (Way.STRICT, Way.DEDICATED, Way.OVERLAP)
+            return (PlacementMode.STRICT, PlacementMode.DEDICATED, PlacementMode.OVERLAP)
         if is_patience_over:
-            return (Way.DEDICATED, Way.EMPTIEST)
-        return (Way.DEDICATED,)
+            return (PlacementMode.DEDICATED, PlacementMode.EMPTIEST)
+        return (PlacementMode.DEDICATED,)
 
 
 class SpreadBackfill(Spread):
@@ -131,12 +131,16 @@ class CoExecution(_Unplanned):
     plans_by_profile = True
     keeps_in_host = True
 
-    def ways(
+    def modes(
         self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
-    ) -> tuple[Way, ...]:
+    ) -> tuple[PlacementMode, ...]:
         """A round that has room, else a new group; without a profile no round can be planned."""
         del is_patience_over, is_scarce
-        return (Way.CO_EXECUTED, Way.DEDICATED) if has_profile else (Way.DEDICATED,)
+        return (
+            (PlacementMode.CO_EXECUTED, PlacementMode.DEDICATED)
+            if has_profile
+            else (PlacementMode.DEDICATED,)
+        )
 
 
 POLICIES = ("isolated", "pack", "spread", "spread+backfill", "co-execution")

@@ -26,16 +26,19 @@ from plexrl.scheduler.placement.placement import (
     Choice,
     find,
     join,
-    leave,
+    modes,
     nearest,
     place,
     shares,
-    ways,
+    vacate,
 )
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.policies import PlacementMode
+from plexrl.scheduler.state import wpg
 from plexrl.scheduler.state.commands import MigrateState, ReleaseState, StopWorkers
 from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
-from plexrl.scheduler.state.records import Deployment, MoveCause, Relocation, Residency, WpgState
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, MoveCause, Relocation
 
 REPACK_WINDOW_S = 3600.0
 """Over which a move must pay."""
@@ -199,20 +202,13 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
             deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=old_nodes
         )
     )
-    deployment.addresses.clear()
     deployment.replaying.clear()
-    deployment.residency = Residency.NONE
     forget_open_cycle(deployment)
     if deployment.queue:
         deployment.wants_since = now
-    if old_group.holder == deployment.deployment:
-        old_group.holder = None
-    if old_group.incoming == deployment.deployment:
-        old_group.incoming = None
-    context.touch(old_group.group)
-    leave(context, deployment, now)
-    if choice.way == Way.DEDICATED:
-        joined = place(context, deployment, now, only=(Way.DEDICATED,))
+    vacate(context, deployment, now)
+    if choice.mode == PlacementMode.DEDICATED:
+        joined = place(context, deployment, now, only=(PlacementMode.DEDICATED,))
         assert joined is not None, "free GPUs were found a moment ago"
     else:
         join(context, context.state.groups[choice.group], deployment, choice, now)
@@ -226,15 +222,14 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
 
 def settle(context: Context, deployment: Deployment) -> None:
     """It has other GPUs: its state is to follow (`MIGRATING`), or its workers can be launched."""
-    deployment.state = WpgState.RECOVERING
     # Each of several nodes has the parts of its own ranks only: the ranks lie otherwise now.
     held = set(deployment.state_nodes) if len(deployment.state_nodes) == 1 else set()
     missing = sorted(set(deployment.nodes) - held)
     if deployment.durable_seq and missing:
-        deployment.state = WpgState.MIGRATING
-        deployment.awaited_nodes = missing
+        wpg.await_copies(deployment, missing)
         send_migration(context, deployment)
     else:
+        wpg.resume(deployment)
         _release_left_nodes(context, deployment)
 
 
@@ -266,7 +261,7 @@ def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
     # Only the durable version was copied.
     forget_previous(context, deployment)
     state_lies(deployment, HOST)
-    deployment.state = WpgState.RECOVERING
+    wpg.resume(deployment)
     return True
 
 
@@ -334,12 +329,12 @@ def _relieves(context: Context, deployment: Deployment, choice: Choice) -> bool:
     """Whether less is to be waited for there than here."""
     assert deployment.group is not None
     rivals = len(context.state.groups[deployment.group].members) - 1
-    match choice.way:
-        case Way.DEDICATED:
+    match choice.mode:
+        case PlacementMode.DEDICATED:
             return rivals > 0
-        case Way.STRICT:
+        case PlacementMode.STRICT:
             return True
-        case Way.OVERLAP:
+        case PlacementMode.OVERLAP:
             return choice.overlap_s < overlap_s(context, deployment)
         case _:
             return len(context.state.groups[choice.group].members) < rivals
@@ -349,26 +344,26 @@ def _elsewhere(
     context: Context, deployment: Deployment, now: float, suits: Callable[[Choice], bool]
 ) -> Choice | None:
     """Where the deployment could go, other than where it is."""
-    for way in ways(context, deployment, now):
-        match way:
-            case Way.DEDICATED:
+    for mode in modes(context, deployment, now):
+        match mode:
+            case PlacementMode.DEDICATED:
                 gpus = context.inventory.find_gpus(deployment)
                 reach = context.config.migrates or gpus is None or not _has_state(deployment)
                 if gpus is not None and (
                     reach or {gpu.node for gpu in gpus} <= set(deployment.state_nodes)
                 ):
                     assert deployment.group is not None
-                    own = Choice(group=deployment.group, way=way)
+                    own = Choice(group=deployment.group, mode=mode)
                     if suits(own):
                         return own
-            case Way.STRICT | Way.OVERLAP:
-                strict = way == Way.STRICT
+            case PlacementMode.STRICT | PlacementMode.OVERLAP:
+                strict = mode == PlacementMode.STRICT
                 found = nearest(context, deployment, now, strict=strict, count=4)
                 for choice in _reachable(context, deployment, found):
                     if suits(choice):
                         return choice
             case _:
-                joined = find(context, deployment, way, now)
+                joined = find(context, deployment, mode, now)
                 if joined is None or not _reachable(context, deployment, [joined]):
                     continue
                 if suits(joined):

@@ -10,8 +10,9 @@ from plexrl.scheduler.placement.evacuation import awaited
 from plexrl.scheduler.placement.relocation import stops
 from plexrl.scheduler.queries.eta import goes_before, start_s
 from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group, WpgState
+from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.operations import OperationState
 
 

@@ -220,7 +220,7 @@ def ended_since(state: State, count: int) -> tuple[int, list[OperationId] | None
     return ended, [state.finished[index] for index in range(count + 1, ended + 1)]
 
 
-def needless_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRef]:
+def unreferenced_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRef]:
     """Those of no operation that is yet to end or kept for a recovery."""
     operations = state.operations.values()
     needed = {each.payload for each in operations if each.is_logged or not each.state.is_final}

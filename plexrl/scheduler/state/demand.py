@@ -122,7 +122,7 @@ class Footprint:
     segments: tuple[tuple[float, float, int], ...]
     """(offset, duration, weight) in slots."""
     turns: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """What `busy_turn` makes once for all shifts, at which they share this: by length in parts of a
+    """What `period_mask` makes once for all shifts, at which they share this: by length in parts of a
     slot, the slots of a segment that begins with the ring's first cycle."""
 
     @property
@@ -151,10 +151,10 @@ class Footprint:
     def busy(self) -> int:
         """The slots of the ring in which this footprint is busy, one bit a slot: unions and
         overlaps of whole rings are then one operation each, of a microsecond."""
-        bits, turn = self.busy_turn()
+        bits, turn = self.period_mask()
         return repeated(bits, turn, self.horizon_slots // turn)
 
-    def busy_turn(self) -> tuple[int, int]:
+    def period_mask(self) -> tuple[int, int]:
         """(bits, slots): what `busy` is in so many slots, which the ring is a repetition of.
 
         Where H / cycles is the fraction T / k in lowest terms, every k-th cycle begins T slots

@@ -32,9 +32,7 @@ from plexrl.statemanager.protocol.channel import Channel, Kind, close_all
 from plexrl.statemanager.protocol.ticket_key import make_ticket_key
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.earlier_versions import EarlierVersions
-from plexrl.statemanager.transfer.amax import Amaxes
 from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
-from plexrl.statemanager.transfer.relay import Relays
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 
 LOG = logging.getLogger(__name__)
@@ -74,10 +72,8 @@ class Server:
             line=MoveLine(config.moves_max, config.moves_waiting_max),
             tally=Tally(),
             life=uuid.uuid4().hex,
-            amaxes=Amaxes(),
             bases=SharedBases(devices),
             earlier=EarlierVersions(store),
-            relays=Relays(store, key, config.published_versions),
         )
         self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()

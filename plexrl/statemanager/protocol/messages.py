@@ -15,7 +15,6 @@ from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.store.versions.versions import Manifest
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 
 Answer = dict[str, Any]
 
@@ -144,27 +143,6 @@ class OpenPublished(Request, frozen=True, kw_only=True):
     seq: int
     known: tuple[str, ...] = ()
     """Digests of layouts that need not be sent again."""
-
-
-class AmaxPublished(Request, frozen=True, kw_only=True):
-    """The largest magnitude of each of some tensors, as far as a published shard has them."""
-
-    source: str
-    rank: int
-    stamp: str
-    tensors: tuple[str, ...]
-    """As layouts name them."""
-
-
-class Relay(Request, frozen=True, kw_only=True):
-    """Have another node's published version brought here once for all ranks of the deployment, if
-    that is cheaper than each pulling for itself. Then it is published here as the deployment's
-    own."""
-
-    source: str
-    seq: int
-    sources: tuple[str, ...]
-    delta: DeltaPolicy | None = None
 
 
 class OpenState(Request, frozen=True, kw_only=True):

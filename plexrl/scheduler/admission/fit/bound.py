@@ -6,7 +6,7 @@ NOTHING = -1
 """Bytes of state that not even the smallest deployment makes do with."""
 
 
-class Room:
+class FitBound:
     """A question's answer errs on one side only: where it is no, every search would end without a
     place; where it is yes, one may."""
 
@@ -40,7 +40,7 @@ class Room:
         loads, low, high = self._loads, 0, len(self._loads)
         while low < high:
             middle = (low + high) // 2
-            # Compared as `placement.has_room` does it.
+            # Compared as `placement.can_take` does it.
             if loads[middle] + duty <= self._load_max:
                 low = middle + 1
             else:

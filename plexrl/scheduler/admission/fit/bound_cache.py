@@ -2,22 +2,22 @@
 
 import numpy as np
 
-from plexrl.scheduler.admission.fit.bound import NOTHING, Room
+from plexrl.scheduler.admission.fit.bound import NOTHING, FitBound
 from plexrl.scheduler.admission.queues.waiting import Size, Sizes
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.policies import PlacementMode
 
 
-class Rooms:
+class FitBoundCache:
     """Of each size, looked up once and kept until somebody is placed."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        kept_apart = context.policy.ways(has_profile=True, is_patience_over=True, is_scarce=False)
-        self.anybody_shares = kept_apart != (Way.DEDICATED,)
+        kept_apart = context.policy.modes(has_profile=True, is_patience_over=True, is_scarce=False)
+        self.anybody_shares = kept_apart != (PlacementMode.DEDICATED,)
         """By the policy: a new group has room for others."""
-        self._known: dict[tuple[Size, bool, bool], Room] = {}
-        self._gangs: dict[tuple[Sizes, tuple[bool, ...]], Room] = {}
+        self._known: dict[tuple[Size, bool, bool], FitBound] = {}
+        self._gangs: dict[tuple[Sizes, tuple[bool, ...]], FitBound] = {}
         self._free: int | None = None
         """GPUs in no group."""
         self._refused: dict[Size, int] = {}
@@ -37,7 +37,7 @@ class Rooms:
         self._refused[size] = state_bytes if least is None else min(least, state_bytes)
         self.forget()
 
-    def of(self, size: Size, *, takes_free: bool = True, joins: bool = True) -> Room:
+    def of(self, size: Size, *, takes_free: bool = True, joins: bool = True) -> FitBound:
         """What there is for deployments of a size: among free GPUs if they may take them, and in
         groups if they may join any."""
         key = size, takes_free, joins
@@ -46,18 +46,18 @@ class Rooms:
             found = self._known[key] = self._look(size, takes_free, joins)
         return found
 
-    def of_all(self, sizes: Sizes) -> Room:
+    def of_all(self, sizes: Sizes) -> FitBound:
         """What there is for units of these sizes, if nobody is ahead of them."""
         return self.of(sizes[0]) if len(sizes) == 1 else self.of_gang(sizes, (True,) * len(sizes))
 
-    def of_gang(self, sizes: Sizes, takes_free: tuple[bool, ...]) -> Room:
+    def of_gang(self, sizes: Sizes, takes_free: tuple[bool, ...]) -> FitBound:
         """What there is for gangs of these sizes; `takes_free` says which of them may take free
         GPUs. Duties and states are not looked at, so units of a gang count as asking for none."""
         key = sizes, takes_free
         found = self._gangs.get(key)
         if found is None:
             free_state_bytes = 0 if self._may_hold(sizes, takes_free) else NOTHING
-            found = self._gangs[key] = Room(free_state_bytes=free_state_bytes)
+            found = self._gangs[key] = FitBound(free_state_bytes=free_state_bytes)
         return found
 
     def _may_hold(self, sizes: Sizes, takes_free: tuple[bool, ...]) -> bool:
@@ -85,10 +85,10 @@ class Rooms:
     def _is_any_group_open(self, size: Size) -> bool:
         return not self.of(size, takes_free=False).is_nothing
 
-    def _look(self, size: Size, takes_free: bool, joins: bool) -> Room:
+    def _look(self, size: Size, takes_free: bool, joins: bool) -> FitBound:
         free_state_bytes = self._free_state_bytes(size) if takes_free else NOTHING
         if not (joins and size.shares and self.anybody_shares):
-            return Room(free_state_bytes=free_state_bytes)
+            return FitBound(free_state_bytes=free_state_bytes)
         config, index = self._context.config, self._context.inventory.index
         loads, states = [], []
         for shape in index.shapes(size.workers, size.node_type):
@@ -99,14 +99,14 @@ class Rooms:
                 on_gpus = shape.gpu_memory_bytes * shape.gpus
                 states.append(np.minimum(table.state_bytes_free[rows], on_gpus))
         if not loads:
-            return Room(free_state_bytes=free_state_bytes)
+            return FitBound(free_state_bytes=free_state_bytes)
         load = loads[0] if len(loads) == 1 else np.concatenate(loads)
         state = states[0] if len(states) == 1 else np.concatenate(states)
         order = load.argsort(kind="stable")
         load, state = load[order], np.maximum.accumulate(state[order])
         # Of those that have room for no more than a less loaded one, nothing needs to be known.
         steps = [0, *(np.flatnonzero(state[1:] > state[:-1]) + 1).tolist()]
-        return Room(
+        return FitBound(
             free_state_bytes=free_state_bytes,
             loads=load[steps].tolist(),
             states=state[steps].tolist(),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from plexrl.scheduler.capacity.node_pool import NodeKind
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, Job
 
 if TYPE_CHECKING:
@@ -132,11 +132,11 @@ def count_impossible(context: Context, tenant: "TenantId | None") -> int:
     waiting = context.waiting
     known: dict[object, bool] = {}
     count = 0
-    for sizes, likeness, line in waiting.lines():
-        if tenant is not None and likeness.owner.tenant != tenant:
+    for sizes, equivalence, line in waiting.lines():
+        if tenant is not None and equivalence.owner.tenant != tenant:
             continue
         # A backlog may hold as many traces as jobs. Of a single deployment its size alone counts.
-        demand = likeness.demand
+        demand = equivalence.demand
         key = sizes, (demand[0][0] if len(demand) == 1 else demand)
         is_held = known.get(key)
         if is_held is None:
@@ -190,16 +190,16 @@ def need_of(deployment: Deployment) -> Need:
 
 
 def _anybody_shares(context: Context) -> bool:
-    ways = context.policy.ways(has_profile=True, is_patience_over=True, is_scarce=False)
-    return ways != (Way.DEDICATED,)
+    modes = context.policy.modes(has_profile=True, is_patience_over=True, is_scarce=False)
+    return modes != (PlacementMode.DEDICATED,)
 
 
 def _may_pack(context: Context, deployments: Sequence[Deployment]) -> bool:
     """Whether those of the same size among `deployments` are sure to be put on one group each."""
     if len(deployments) < 2:
         return False
-    ways = context.policy.ways(has_profile=False, is_patience_over=False, is_scarce=False)
-    if Way.PACKED not in ways:
+    modes = context.policy.modes(has_profile=False, is_patience_over=False, is_scarce=False)
+    if PlacementMode.PACKED not in modes:
         return False
     sharing = [each for each in deployments if each.shares]
     config, nodes = context.config, context.state.nodes.values()

@@ -3,13 +3,13 @@
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.order import is_partial
-from plexrl.scheduler.admission.scarcity import alike, over_quota
+from plexrl.scheduler.admission.scarcity import node_types_compatible, over_quota
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.placement.placement import leave, place, ways
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.placement import leave, modes, place
+from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment
 
-Wish = tuple[str, int]
+BlockingRequest = tuple[str, int]
 """(node type, workers) of a deployment that nobody may pass."""
 
 
@@ -27,9 +27,12 @@ def why_not_yet(context: Context, deployment: Deployment) -> tuple[str, str] | N
 
 
 def place_all(
-    context: Context, gang: list[Deployment], only: dict[DeploymentId, tuple[Way, ...]], now: float
+    context: Context,
+    gang: list[Deployment],
+    only: dict[DeploymentId, tuple[PlacementMode, ...]],
+    now: float,
 ) -> bool:
-    """Put all of them on groups, or none; `only` names the ways that each may get there."""
+    """Put all of them on groups, or none; `only` names the modes that each may get there."""
     done: list[Deployment] = []
     # The largest first: it has the fewest places to go.
     for deployment in sorted(gang, key=lambda d: (-d.workers, d.created_at, d.deployment)):
@@ -47,25 +50,25 @@ def place_all(
     return True
 
 
-def ways_left(
-    context: Context, gang: list[Deployment], ahead: set[Wish], now: float
-) -> dict[DeploymentId, tuple[Way, ...]]:
+def allowed_modes(
+    context: Context, gang: list[Deployment], ahead: set[BlockingRequest], now: float
+) -> dict[DeploymentId, tuple[PlacementMode, ...]]:
     """How each of `gang` may get GPUs behind those `ahead`, whom nobody may pass: none that they
     may be waiting for, free or in a group of the size they want."""
-    found = {each.deployment: ways(context, each, now) for each in gang}
+    found = {each.deployment: modes(context, each, now) for each in gang}
     if is_partial(context, context.job(gang[0].job)):
         return found
     for each in gang:
-        rivals = [workers for kind, workers in ahead if alike(kind, each.node_type)]
+        rivals = [workers for kind, workers in ahead if node_types_compatible(kind, each.node_type)]
         if each.workers in rivals:
             found[each.deployment] = ()
         elif rivals:
-            left = [way for way in found[each.deployment] if way != Way.DEDICATED]
+            left = [mode for mode in found[each.deployment] if mode != PlacementMode.DEDICATED]
             found[each.deployment] = tuple(left)
     return found
 
 
-def likeness_of(deployment: Deployment, only: tuple[Way, ...]) -> tuple[object, ...]:
+def equivalence_key(deployment: Deployment, only: tuple[PlacementMode, ...]) -> tuple[object, ...]:
     """What two deployments share that both fit or both do not."""
     return (
         deployment.workers,

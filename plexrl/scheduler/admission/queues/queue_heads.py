@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.admission.fit.bound import Room
+from plexrl.scheduler.admission.fit.bound import FitBound
 
 BLOCK: Final = 128
 """Heads of a block when it is cut in two."""
@@ -42,7 +42,7 @@ class _Block:
         self.least_state_bytes = min([head.state_bytes for head in self.heads])
 
 
-class LineHeads:
+class QueueHeadIndex:
     """Heads by the time of their creation, then by name."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class LineHeads:
         if head.duty <= block.least_duty or head.state_bytes <= block.least_state_bytes:
             block.measure()
 
-    def first(self, room: Room, after: Head | None = None) -> Head | None:
+    def first(self, room: FitBound, after: Head | None = None) -> Head | None:
         """The first, or the first behind `after`, that there may be room for."""
         begin = 0 if after is None else bisect_right(self._lasts, after)
         for at in range(begin, len(self._blocks)):

@@ -1,4 +1,4 @@
-"""Who waits for GPUs, in queues: of those alike, only the first needs to be looked at.
+"""Who waits for GPUs, in queues: of those node_types_compatible, only the first needs to be looked at.
 
 A backlog holds many deployments and few kinds. Where there is no room for the first of a kind there
 is none for the others, so a pass of the admission costs what the kinds cost, not what the backlog
@@ -13,8 +13,8 @@ does. A *unit* is a deployment, or all deployments of a gang, which get GPUs at 
 * a *wish*: all of one tenant, class and length that want the same sizes. The first of them stands
   for all in keeping others from passing.
 
-Besides, *askers* are all deployments of one tenant that want the same size: the same quotas hold
-them. In no queue are the *singles*, whose job has GPUs for another deployment already, and the
+Besides, *pending_by_tenant* are all deployments of one tenant that want the same size: the same quotas hold
+them. In no queue are the *of_partial_jobs*, whose job has GPUs for another deployment already, and the
 deployments of gangs that are not complete yet.
 
 All of it follows from the state; `Context.reconfigure` makes it anew.
@@ -28,7 +28,7 @@ from sortedcontainers import SortedList
 
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.admission.queues.queue_counts import Place, QueueCounts
-from plexrl.scheduler.admission.queues.queue_heads import Head, LineHeads
+from plexrl.scheduler.admission.queues.queue_heads import Head, QueueHeadIndex
 from plexrl.scheduler.state.demand import DemandTrace
 from plexrl.scheduler.state.records import Deployment, Job
 
@@ -53,7 +53,7 @@ class Owner(NamedTuple):
     priority: int
 
 
-class Likeness(NamedTuple):
+class EquivalenceClass(NamedTuple):
     """What a line has in common, beside its sizes."""
 
     owner: Owner
@@ -63,7 +63,7 @@ class Likeness(NamedTuple):
     """State bytes and trace of each deployment, in the order of the sizes."""
 
 
-class File(NamedTuple):
+class QueueKey(NamedTuple):
     """What lines have in common whose first are kept together, beside sizes and owner."""
 
     expected_s: float
@@ -83,25 +83,25 @@ class Unit(NamedTuple):
 
     head: Head
     sizes: Sizes
-    likeness: Likeness
+    equivalence: EquivalenceClass
     members: tuple["Member", ...]
     """The unit has the turn of the one that was created first."""
 
     @property
     def owner(self) -> Owner:
-        return self.likeness.owner
+        return self.equivalence.owner
 
     @property
-    def file(self) -> File:
-        has_profile = any(trace is not None for _, trace in self.likeness.demand)
-        return File(self.likeness.expected_s, has_profile)
+    def file(self) -> QueueKey:
+        has_profile = any(trace is not None for _, trace in self.equivalence.demand)
+        return QueueKey(self.equivalence.expected_s, has_profile)
 
 
 if TYPE_CHECKING:
     Queue = SortedList[tuple[float, DeploymentId]]
     """(time of creation, name), in the order of turns."""
 
-KeyT = TypeVar("KeyT", File, float)
+KeyT = TypeVar("KeyT", QueueKey, float)
 ValueT = TypeVar("ValueT")
 
 JOB_S = 3600.0
@@ -128,13 +128,13 @@ class Waiting:
     def __init__(self) -> None:
         self._units: dict[DeploymentId, Unit | None] = {}
         """Of each that waits; None: in no queue."""
-        self._lines: dict[Sizes, dict[Likeness, Queue]] = {}
-        self.files: dict[Sizes, dict[Owner, dict[File, LineHeads]]] = {}
+        self._lines: dict[Sizes, dict[EquivalenceClass, Queue]] = {}
+        self.files: dict[Sizes, dict[Owner, dict[QueueKey, QueueHeadIndex]]] = {}
         self.least: dict[Sizes, tuple[float, int]] = {}
         """Duty and state bytes that nobody of `files` has less of."""
-        self.wishes: dict[Sizes, dict[Owner, dict[float, Queue]]] = {}
-        self.askers: dict[Size, dict[TenantId, Queue]] = {}
-        self.singles: dict[DeploymentId, None] = {}
+        self.blocking_requests: dict[Sizes, dict[Owner, dict[float, Queue]]] = {}
+        self.pending_by_tenant: dict[Size, dict[TenantId, Queue]] = {}
+        self.of_partial_jobs: dict[DeploymentId, None] = {}
         self.displaced: dict[DeploymentId, None] = {}
         """Those that had GPUs before, and may have state on nodes."""
         self.counts = QueueCounts()
@@ -154,8 +154,15 @@ class Waiting:
     def clear(self) -> None:
         """Forget everybody."""
         for part in (
-            *(self._units, self._lines, self.files, self.least, self.wishes, self.askers),
-            *(self.singles, self.displaced),
+            *(
+                self._units,
+                self._lines,
+                self.files,
+                self.least,
+                self.blocking_requests,
+                self.pending_by_tenant,
+            ),
+            *(self.of_partial_jobs, self.displaced),
             *(self.counts, self.by_tenant, self._tenants),
         ):
             part.clear()
@@ -173,7 +180,7 @@ class Waiting:
         self.by_tenant[job.tenant] = self.by_tenant.get(job.tenant, 0) + 1
         self.counts.add(deployment.node_type, Place(-job.priority, deployment.created_at, name))
 
-    def line_up(self, deployments: Sequence[Deployment], job: Job, duty: float) -> None:
+    def enqueue_unit(self, deployments: Sequence[Deployment], job: Job, duty: float) -> None:
         """Those that wait get GPUs at once, and stand in the queues from now on; `duty` is what a
         single one would count for in a group."""
         for each in deployments:
@@ -184,16 +191,18 @@ class Waiting:
         needs = (duty, ordered[0].state_bytes) if len(ordered) == 1 else (0.0, 0)
         head = Head(first.created_at, first.name, *needs)
         owner = Owner(job.tenant, job.priority)
-        likeness = Likeness(owner, expected_step(job.expected_s), demand)
-        unit = Unit(head, tuple(each.size for each in members), likeness, tuple(members))
+        equivalence = EquivalenceClass(owner, expected_step(job.expected_s), demand)
+        unit = Unit(head, tuple(each.size for each in members), equivalence, tuple(members))
         for member in members:
             self._units[member.name] = unit
-            queue = self.askers.setdefault(member.size, {}).setdefault(job.tenant, SortedList())
+            queue = self.pending_by_tenant.setdefault(member.size, {}).setdefault(
+                job.tenant, SortedList()
+            )
             queue.add((member.created_at, member.name))
         duty, state_bytes = self.least.get(unit.sizes, (head.duty, head.state_bytes))
         self.least[unit.sizes] = min(duty, head.duty), min(state_bytes, head.state_bytes)
         entry = head.created_at, head.name
-        line = self._lines.setdefault(unit.sizes, {}).setdefault(unit.likeness, SortedList())
+        line = self._lines.setdefault(unit.sizes, {}).setdefault(unit.equivalence, SortedList())
         before = line[0][1] if line else None
         line.add(entry)
         if line[0][1] == head.name:
@@ -201,13 +210,13 @@ class Waiting:
             if before is not None:
                 heads.remove(self._unit(before).head)
             heads.add(head)
-        wishes = self.wishes.setdefault(unit.sizes, {}).setdefault(owner, {})
-        wishes.setdefault(unit.likeness.expected_s, SortedList()).add(entry)
+        blocking_requests = self.blocking_requests.setdefault(unit.sizes, {}).setdefault(owner, {})
+        blocking_requests.setdefault(unit.equivalence.expected_s, SortedList()).add(entry)
 
-    def single_out(self, name: DeploymentId) -> None:
+    def mark_partial(self, name: DeploymentId) -> None:
         """Its job has GPUs now: it stands in no queue any more, and keeps its place among all."""
         self._take_out(name)
-        self.singles[name] = None
+        self.of_partial_jobs[name] = None
 
     def remove(self, name: DeploymentId) -> None:
         """It has GPUs, or its job has ended."""
@@ -221,11 +230,11 @@ class Waiting:
             if not self.by_tenant[tenant]:
                 del self.by_tenant[tenant]
 
-    def lines(self) -> "Iterator[tuple[Sizes, Likeness, Queue]]":
+    def lines(self) -> "Iterator[tuple[Sizes, EquivalenceClass, Queue]]":
         """All lines, with the first deployments of their units."""
         for sizes, lines in self._lines.items():
-            for likeness, line in lines.items():
-                yield sizes, likeness, line
+            for equivalence, line in lines.items():
+                yield sizes, equivalence, line
 
     def in_no_queue(self) -> list[DeploymentId]:
         """Singles, and the deployments of gangs that are not complete yet."""
@@ -254,12 +263,12 @@ class Waiting:
 
     def _take_out(self, name: DeploymentId) -> None:
         """Out of all queues, with the rest of its gang."""
-        self.singles.pop(name, None)
+        self.of_partial_jobs.pop(name, None)
         unit = self._units[name]
         if unit is None:
             return
         entry = unit.head.created_at, unit.head.name
-        line = self._lines[unit.sizes][unit.likeness]
+        line = self._lines[unit.sizes][unit.equivalence]
         if line[0][1] == unit.head.name:
             heads = self._heads(unit)
             heads.remove(unit.head)
@@ -271,28 +280,28 @@ class Waiting:
                     del self.least[unit.sizes]
         line.remove(entry)
         if not line:
-            del self._lines[unit.sizes][unit.likeness]
+            del self._lines[unit.sizes][unit.equivalence]
             if not self._lines[unit.sizes]:
                 del self._lines[unit.sizes]
-        wish = self.wishes[unit.sizes][unit.owner][unit.likeness.expected_s]
+        wish = self.blocking_requests[unit.sizes][unit.owner][unit.equivalence.expected_s]
         wish.remove(entry)
         if not wish:
-            _drop(self.wishes, unit.sizes, unit.owner, unit.likeness.expected_s)
+            _drop(self.blocking_requests, unit.sizes, unit.owner, unit.equivalence.expected_s)
         for member in unit.members:
             self._units[member.name] = None
-            askers = self.askers[member.size]
-            queue = askers[unit.owner.tenant]
+            pending_by_tenant = self.pending_by_tenant[member.size]
+            queue = pending_by_tenant[unit.owner.tenant]
             queue.remove((member.created_at, member.name))
             if not queue:
-                del askers[unit.owner.tenant]
-                if not askers:
-                    del self.askers[member.size]
+                del pending_by_tenant[unit.owner.tenant]
+                if not pending_by_tenant:
+                    del self.pending_by_tenant[member.size]
 
-    def _heads(self, unit: Unit) -> LineHeads:
+    def _heads(self, unit: Unit) -> QueueHeadIndex:
         files = self.files.setdefault(unit.sizes, {}).setdefault(unit.owner, {})
         found = files.get(unit.file)
         if found is None:
-            found = files[unit.file] = LineHeads()
+            found = files[unit.file] = QueueHeadIndex()
         return found
 
     def _unit(self, name: DeploymentId) -> Unit:

@@ -20,9 +20,7 @@ from plexrl.statemanager.protocol.messages import Answer, Request
 from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
 from plexrl.statemanager.store.store import Store, StoredVersion
 from plexrl.statemanager.store.versions.earlier_versions import EarlierVersions
-from plexrl.statemanager.transfer.amax import Amaxes
 from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
-from plexrl.statemanager.transfer.relay import Relays
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 
 RequestT = TypeVar("RequestT", bound=Request)
@@ -49,8 +47,6 @@ class Services:
     incarnations: Incarnations
     line: MoveLine
     tally: Tally
-    relays: Relays
-    amaxes: Amaxes
     bases: SharedBases
     earlier: EarlierVersions
     life: str

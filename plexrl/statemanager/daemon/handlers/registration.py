@@ -83,7 +83,6 @@ def _release(caller: Caller, request: Release, _: Sequence[int]) -> Reply:
     services = caller.services
     services.registry.remove_deployment(request.deployment)
     services.incarnations.forget(request.deployment)
-    services.relays.forget(request.deployment)
     services.store.release(request.deployment)
     return Reply({})
 

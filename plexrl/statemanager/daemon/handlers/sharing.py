@@ -4,7 +4,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 
 import msgspec
@@ -22,7 +21,6 @@ from plexrl.statemanager.daemon.registry import check_slices
 from plexrl.statemanager.layout.layout import check_layout
 from plexrl.statemanager.protocol.messages import (
     Adopt,
-    AmaxPublished,
     Confirm,
     OpenPublished,
     OpenState,
@@ -31,7 +29,7 @@ from plexrl.statemanager.protocol.messages import (
     StoredShard,
     regions_of,
 )
-from plexrl.statemanager.store.versions.published import hold_published, hold_stamp
+from plexrl.statemanager.store.versions.published import hold_published
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.copy.file_memory import version_memory
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
@@ -46,20 +44,6 @@ def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) ->
         for held in hold_published(caller.services.store, caller.leases, request)
     ]
     return Reply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
-
-
-def _amax_published(caller: Caller, request: AmaxPublished, _: Sequence[int]) -> Reply:
-    caller.claims.check_may_pull(request.source)
-    services = caller.services
-    with ExitStack() as leases:
-        shard = (request.source, request.rank)
-        held = hold_stamp(services.store, leases, shard, request.stamp)
-        if held is None:
-            raise StateLostError(
-                f"what rank {request.rank} of {request.source!r} published as {request.stamp!r} "
-                "is gone: pull again"
-            )
-        return Reply({"amax": services.amaxes.of(held, request.tensors)})
 
 
 def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
@@ -115,7 +99,6 @@ def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
 
 ENTRIES = (
     handles(OpenPublished, _open_published, TICKETS, is_move=True),
-    handles(AmaxPublished, _amax_published, TICKETS, is_move=True),
     handles(OpenState, _open_state, AGENTS, is_move=True),
     handles(Confirm, _confirm, TICKETS),
     handles(Adopt, _adopt, AGENTS, is_move=True),

@@ -11,7 +11,6 @@ from plexrl.statemanager.daemon.handlers import (
     lending,
     moves,
     registration,
-    relaying,
     reporting,
     sharing,
 )
@@ -26,7 +25,6 @@ _ENTRIES = (
     *host_memory.ENTRIES,
     *moves.ENTRIES,
     *sharing.ENTRIES,
-    *relaying.ENTRIES,
     *fetching.ENTRIES,
     *reporting.ENTRIES,
     *checkpoints.ENTRIES,

@@ -5,7 +5,6 @@ After the handshake a client sends frames, and each is answered by one:
     open     {source, seq, known}  →  {shards}            the version is held for this connection
     read     {shard, stamp, verify, base, delta} + runs  →  the runs' bytes as the payload, then
              their digest; or, with {delta}, what has changed of them since the base
-    amax     {shard, stamp, tensors}  →  {amax}           the largest magnitude of each
     lend     {}                    →  {agent, shards}     where NIXL finds what is open
     confirm  {}                    →  {}                  all this time the version was held
 
@@ -78,12 +77,6 @@ class _Read(msgspec.Struct, tag="read"):
     verify: bool = False
     base: str | None = None
     delta: DeltaPolicy | None = None
-
-
-class _Amax(msgspec.Struct, tag="amax"):
-    shard: int
-    stamp: str
-    tensors: tuple[str, ...]
 
 
 class _Confirm(msgspec.Struct, tag="confirm"):
@@ -188,7 +181,6 @@ class _Reader:
         self, services: Services, claims: Claims, leases: ExitStack, lender: NixlLender | None
     ) -> None:
         self._store = services.store
-        self._amaxes = services.amaxes
         self._claims = claims
         self._opened = 0
         self._lender = lender
@@ -201,7 +193,7 @@ class _Reader:
         header, payload = recv_frame(connection, payload_bytes_max=REQUEST_BYTES_MAX)
         try:
             request = msgspec.convert(
-                header, _Open | _Read | _Lend | _Amax | _Confirm | OpenState | ReadState
+                header, _Open | _Read | _Lend | _Confirm | OpenState | ReadState
             )
             match request:
                 case OpenState():
@@ -212,8 +204,6 @@ class _Reader:
                     send_frame(connection, {"result": self._open(request)})
                 case _Confirm():
                     send_frame(connection, {"result": {}})
-                case _Amax():
-                    send_frame(connection, {"result": {"amax": self._amax(request)}})
                 case _Lend():
                     send_frame(connection, {"result": self._lend()})
                 case _Read():
@@ -269,11 +259,7 @@ class _Reader:
         except PlexRLError as error:
             raise BegunError(error) from error
 
-    def _amax(self, request: _Amax) -> list[float]:
-        shard, _ = self._shard(request)
-        return self._amaxes.of(shard, request.tensors)
-
-    def _shard(self, request: _Read | _Amax) -> tuple[HeldShard, HeldData]:
+    def _shard(self, request: _Read) -> tuple[HeldShard, HeldData]:
         if not 0 <= request.shard < len(self._held):
             raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
         shard, data = self._held[request.shard]

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from plexrl.errors import ConnectionLostError
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, UNSCALED, Runs
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, Runs
 from plexrl.statemanager.store.versions.versions import Manifest
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.transport.run_stream import (
@@ -98,7 +98,6 @@ class RemoteState:
             strides=zero,
             target_strides=zero,
             casts=one * BYTES_CAST,
-            scales=one * UNSCALED,
         )
         self._read(shard, runs, target, verify=False)
 
