@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 OUT ?= out/demo
 # Parallel test processes. Tests wait for processes more than they compute.
-TESTS_AT_ONCE ?= 2
+TESTS_AT_ONCE ?= 3
 # Python version of the machine that `make gpu-kit` packs for.
 GPU_PYTHON ?= 3.12
 # Seed of the times and targets of the faults.
