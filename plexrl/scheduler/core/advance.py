@@ -9,7 +9,7 @@ from typing import Final
 
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
 from plexrl.scheduler.admission.deadlocks import break_deadlocks
-from plexrl.scheduler.admission.preemption import give_way
+from plexrl.scheduler.admission.preemption import preempt_detached
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import advance
 from plexrl.scheduler.jobs.cycles import cycle_over
@@ -107,7 +107,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                     _look_again(context, what, now)
             # However many timers are due, each is one step.
             steps = _Steps(context.state, skipped)
-        while _has_steps(context) or (steps.begin(GIVING_WAY) and give_way(context, now)):
+        while _has_steps(context) or (steps.begin(GIVING_WAY) and preempt_detached(context, now)):
             if context.place_waiting or context.newcomers:
                 _place(context, steps, now)
             _advance_groups(context, steps, now)

@@ -77,6 +77,20 @@ def concatenated(parts: list[Runs]) -> Runs:
     )
 
 
+def one_range(start: int, nbytes: int) -> Runs:
+    """`nbytes` bytes from `start` on, to the start of the target."""
+    one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    return Runs(
+        places=one * start,
+        targets=zero,
+        items=one * nbytes,
+        counts=one,
+        strides=zero,
+        target_strides=zero,
+        casts=one * BYTES_CAST,
+    )
+
+
 def cast_names(code: int) -> tuple[str, str]:
     """Source and target dtype of a cast other than `BYTES_CAST`."""
     return DTYPES[code // len(DTYPES)], DTYPES[code % len(DTYPES)]

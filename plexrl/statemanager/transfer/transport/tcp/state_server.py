@@ -23,7 +23,7 @@ from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.lease import Lease
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
-from plexrl.statemanager.transfer.state_readers import LocalReader
+from plexrl.statemanager.transfer.reader import LocalReader
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData
 from plexrl.statemanager.transfer.transport.run_stream import (
     ANSWER_BYTES_MAX,
