@@ -10,7 +10,7 @@ from plexrl.errors import ConflictError, DeviceError, InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceBackend, Loan
 from plexrl.statemanager.host.allocations import HostLoans, HostState
 from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StatePart, StateSlice
-from plexrl.statemanager.layout.layout import Layout, lay_out
+from plexrl.statemanager.layout.layout import DataLayout, lay_out
 
 LOG = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Registration:
     """Where `host` came from."""
     in_move: threading.Lock = field(default_factory=threading.Lock)
     ended: bool = False
-    layouts: dict[tuple[StatePart, ...], tuple[int, Layout]] = field(default_factory=dict)
+    layouts: dict[tuple[StatePart, ...], tuple[int, DataLayout]] = field(default_factory=dict)
     """By what is saved: how it was laid out last, and in which of the registry's generations."""
 
     @property
@@ -131,7 +131,7 @@ class Registry:
         for registration in own:
             self.remove(registration)
 
-    def layout(self, own: Registration, parts: Iterable[StatePart]) -> Layout:
+    def layout(self, own: Registration, parts: Iterable[StatePart]) -> DataLayout:
         """How a version of some parts of a rank's state is laid out beside the other ranks here.
 
         Remembered for as long as nobody comes or goes: with many slices it takes milliseconds.

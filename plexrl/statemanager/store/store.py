@@ -42,7 +42,7 @@ from plexrl.statemanager.store.versions.state_location import Whereabouts, where
 from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.transfer.copy.data_plane import DataPlane, OnMap
 from plexrl.statemanager.transfer.copy.mover import Mover
-from plexrl.statemanager.transfer.resumable_receive import Arrivals, Fetch
+from plexrl.statemanager.transfer.resumable_receive import Fetch, ResumableReceive
 
 LOG = logging.getLogger(__name__)
 
@@ -114,7 +114,9 @@ class Store:
         """Host memory that workers borrow; lent by `lend`, which knows of quotas."""
         self.quotas = TenantQuotas(config, self._catalog, self.loans)
         recover(self._catalog, self._tiers, self._pool, self._objects, clock())
-        self._arrivals = Arrivals(self._catalog, host, self._pool, self._rooms, self._faults)
+        self._arrivals = ResumableReceive(
+            self._catalog, host, self._pool, self._rooms, self._faults
+        )
         self._arrivals.recover()
         self.loans.recover()
         self._pool.remove_unclaimed()
