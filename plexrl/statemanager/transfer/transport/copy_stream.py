@@ -1,6 +1,6 @@
-"""Runs as a stream of their bytes, one after the other, without anything between them.
+"""StridedCopies as a stream of their bytes, one after the other, without anything between them.
 
-Long runs go from the file to the network and from the network to their place without a copy of
+Long copies go from the file to the network and from the network to their place without a copy of
 ours; what is strided, cast or short goes through a block that stays in the processor's cache. The
 two ends need not agree where one ends and the other begins.
 """
@@ -17,19 +17,19 @@ import numpy.typing as npt
 import xxhash
 
 from plexrl.errors import ConnectionLostError, CorruptStateError, InvalidRequestError
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, Runs, packed, unpacked
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, packed, unpacked
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_runs
+from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData
 
 DIRECT_BYTES_MIN = 64 << 10
 """A run of this many bytes in one piece needs no block."""
 BLOCK_BYTES = 1 << 20
 ANSWER_BYTES_MAX = 256 << 20
-"""Of one request's runs: eight times what a client asks for at a time."""
+"""Of one request's copies: eight times what a client asks for at a time."""
 DIGEST_BYTES = 8
 
-COLUMNS = ("places", "items", "counts", "strides", "casts")
+COLUMNS = ("src_offsets", "items", "counts", "src_strides", "casts")
 """What the sender of a run needs to know."""
 
 
@@ -76,32 +76,34 @@ class Digest:
         return b"" if self._state is None else self._state.digest()
 
 
-def encode_runs(runs: Runs) -> bytes:
-    """What `decode_runs` makes the same runs from, without their targets."""
-    return np.stack([getattr(runs, name) for name in COLUMNS]).astype("<i8").tobytes()
+def encode_copies(copies: StridedCopies) -> bytes:
+    """What `decode_copies` makes the same copies from, without their targets."""
+    return np.stack([getattr(copies, name) for name in COLUMNS]).astype("<i8").tobytes()
 
 
-def decode_runs(payload: bytes | bytearray) -> Runs:
-    """The runs that `encode_runs` was given, their targets 0.
+def decode_copies(payload: bytes | bytearray) -> StridedCopies:
+    """The copies that `encode_copies` was given, their targets 0.
 
     Raises:
-        ValueError: it was not made by `encode_runs`.
+        ValueError: it was not made by `encode_copies`.
     """
     table = np.frombuffer(payload, dtype="<i8").reshape(len(COLUMNS), -1).astype(np.int64)
     zeros = np.zeros(table.shape[1], dtype=np.int64)
     columns = dict(zip(COLUMNS, table, strict=True))
-    return Runs(**columns, targets=zeros, target_strides=zeros)
+    return StridedCopies(**columns, dst_offsets=zeros, dst_strides=zeros)
 
 
-def send_runs(connection: socket.socket, held: HeldData, runs: Runs, digest: Digest) -> None:
-    """Send the bytes of `runs`; whoever sent them has been checked to ask for no others.
+def send_copies(
+    connection: socket.socket, held: HeldData, copies: StridedCopies, digest: Digest
+) -> None:
+    """Send the bytes of `copies`; whoever sent them has been checked to ask for no others.
 
     The socket must be a blocking one.
     """
-    in_a_row = (runs.counts == 1) & (runs.casts == BYTES_CAST)
-    for part, is_direct in _grouped(runs, in_a_row & (runs.row_bytes() >= DIRECT_BYTES_MIN)):
+    in_a_row = (copies.counts == 1) & (copies.casts == BYTES_CAST)
+    for part, is_direct in _grouped(copies, in_a_row & (copies.row_bytes() >= DIRECT_BYTES_MIN)):
         if is_direct:
-            for place, nbytes in zip(part.places.tolist(), part.items.tolist(), strict=True):
+            for place, nbytes in zip(part.src_offsets.tolist(), part.items.tolist(), strict=True):
                 _send_direct(connection, held, place, nbytes, digest)
             continue
         for block in _gathered(held, part):
@@ -110,19 +112,19 @@ def send_runs(connection: socket.socket, held: HeldData, runs: Runs, digest: Dig
     connection.sendall(digest.value())
 
 
-def _gathered(held: HeldData, runs: Runs) -> Iterator[Bytes]:
-    """The runs' bytes, block by block; the next one is made while the caller sends one."""
+def _gathered(held: HeldData, copies: StridedCopies) -> Iterator[Bytes]:
+    """The copies' bytes, block by block; the next one is made while the caller sends one."""
     data = held.map_all()
     spare = [np.empty(BLOCK_BYTES, dtype=np.uint8) for _ in range(2)]
 
-    def gather(batch: Runs, block: Bytes) -> Bytes:
+    def gather(batch: StridedCopies, block: Bytes) -> Bytes:
         nbytes = batch.nbytes
         block = block if nbytes <= len(block) else np.empty(nbytes, dtype=np.uint8)
         for memory, job in data.jobs(packed(batch)):
-            copy_runs(memory, block, job)
+            copy_strided(memory, block, job)
         return block[:nbytes]
 
-    batches = runs.batches(BLOCK_BYTES)
+    batches = copies.batches(BLOCK_BYTES)
     first = next(batches, None)
     if first is None:
         return
@@ -135,20 +137,22 @@ def _gathered(held: HeldData, runs: Runs) -> Iterator[Bytes]:
         yield ready.result()
 
 
-def receive_runs(connection: socket.socket, runs: Runs, target: Bytes, digest: Digest) -> None:
-    """Take the bytes of `runs` to their places in `target`.
+def receive_copies(
+    connection: socket.socket, copies: StridedCopies, target: Bytes, digest: Digest
+) -> None:
+    """Take the bytes of `copies` to their places in `target`.
 
     Raises:
         ConnectionLostError: the sender went first.
         CorruptStateError: other bytes arrived than were sent.
     """
     block = np.empty(BLOCK_BYTES, dtype=np.uint8)
-    in_a_row = (runs.counts == 1) | (runs.target_strides == runs.row_bytes())
-    sizes = runs.row_bytes() * runs.counts
-    for part, is_direct in _grouped(runs, in_a_row & (sizes >= DIRECT_BYTES_MIN)):
+    in_a_row = (copies.counts == 1) | (copies.dst_strides == copies.row_bytes())
+    sizes = copies.row_bytes() * copies.counts
+    for part, is_direct in _grouped(copies, in_a_row & (sizes >= DIRECT_BYTES_MIN)):
         if is_direct:
             lengths = (part.row_bytes() * part.counts).tolist()
-            for to, nbytes in zip(part.targets.tolist(), lengths, strict=True):
+            for to, nbytes in zip(part.dst_offsets.tolist(), lengths, strict=True):
                 if to < 0 or to + nbytes > len(target):
                     raise ValueError(f"a run at {to} lies outside of its memory")
                 receive_bytes(connection, target[to : to + nbytes].data)
@@ -159,7 +163,7 @@ def receive_runs(connection: socket.socket, runs: Runs, target: Bytes, digest: D
             block = block if nbytes <= len(block) else np.empty(nbytes, dtype=np.uint8)
             receive_bytes(connection, block[:nbytes].data)
             digest.add(block[:nbytes])
-            copy_runs(block, target, unpacked(batch))
+            copy_strided(block, target, unpacked(batch))
     expected = digest.value()
     if expected:
         found = bytearray(DIGEST_BYTES)
@@ -168,12 +172,14 @@ def receive_runs(connection: socket.socket, runs: Runs, target: Bytes, digest: D
             raise CorruptStateError("bytes were changed on their way: check the network")
 
 
-def _grouped(runs: Runs, direct: npt.NDArray[np.bool_]) -> Iterator[tuple[Runs, bool]]:
-    """The runs in order, in stretches that do or do not go directly."""
+def _grouped(
+    copies: StridedCopies, direct: npt.NDArray[np.bool_]
+) -> Iterator[tuple[StridedCopies, bool]]:
+    """The copies in order, in stretches that do or do not go directly."""
     changes = np.flatnonzero(direct[1:] != direct[:-1]) + 1
-    edges = [0, *changes.tolist(), len(runs)] if len(runs) else []
+    edges = [0, *changes.tolist(), len(copies)] if len(copies) else []
     for first, last in pairwise(edges):
-        yield runs.chosen(slice(first, last)), bool(direct[first])
+        yield copies.chosen(slice(first, last)), bool(direct[first])
 
 
 def _send_direct(
