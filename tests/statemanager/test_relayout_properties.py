@@ -21,9 +21,7 @@ from plexrl.statemanager.layout.plan.columns import DTYPES
 from plexrl.statemanager.layout.staging import TargetWindows, covered
 from plexrl.statemanager.layout.strided_copies import (
     BYTES_CAST,
-    UNSCALED,
     Runs,
-    cast_code,
     concatenated,
 )
 from plexrl.statemanager.protocol.tickets import KEY_BYTES, TicketKey
@@ -171,7 +169,9 @@ def some_runs(draw: st.DrawFn) -> Runs:
     at = draw(st.integers(0, 5000)) // 4 * 4
     for _ in range(draw(st.integers(1, 6))):
         pair = draw(st.sampled_from([None, ("F32", "BF16"), ("BF16", "F32")]))
-        code = BYTES_CAST if pair is None else cast_code(*(DTYPES.index(name) for name in pair))
+        code = BYTES_CAST
+        if pair is not None:
+            code = DTYPES.index(pair[0]) * len(DTYPES) + DTYPES.index(pair[1])
         widths = {None: (1, 1), ("F32", "BF16"): (4, 2), ("BF16", "F32"): (2, 4)}[pair]
         items = draw(st.integers(1, 3000)) * (4 if pair is None else 1)
         count = draw(st.integers(1, 5))
@@ -182,8 +182,7 @@ def some_runs(draw: st.DrawFn) -> Runs:
         at = -(-at // 4) * 4
     columns = np.array(draw(st.permutations(rows)), dtype=np.int64).T
     names = ("places", "targets", "items", "counts", "strides", "target_strides", "casts")
-    unscaled = np.full(len(rows), UNSCALED)
-    return Runs(**dict(zip(names, columns, strict=True)), scales=unscaled)
+    return Runs(**dict(zip(names, columns, strict=True)))
 
 
 @settings(deadline=None, max_examples=int(os.environ.get("PLEXRL_EXAMPLES", "150")))

@@ -16,7 +16,6 @@ from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import make_plan
-from plexrl.statemanager.layout.scales import Wants
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller
 from plexrl.statemanager.transfer.transport import OpenSource
@@ -145,7 +144,7 @@ def test_bytes_of_a_daemon_that_died_before_it_confirmed_are_pulled_again(
     sources = [node.config.listen for node in (nodes[1:] if comes_back else nodes)]
     puller = Puller(opened, layouts, DEADLINE_S)
     target = np.frombuffer(rollout.arena.buffer, dtype=np.uint8)
-    wants = Wants.of(rollout.slices)
+    wants = Layout.of(rollout.slices)
     result = puller.pull(sources, ACTOR, 1, wants, target)
     assert died
     assert result.attempts == 2

@@ -9,16 +9,16 @@ from typing import Final
 
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
 from plexrl.scheduler.admission.deadlocks import break_deadlocks
-from plexrl.scheduler.admission.preemption import give_way
+from plexrl.scheduler.admission.preemption import preempt_detached
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import advance
 from plexrl.scheduler.jobs.cycles import cycle_over
 from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, place_waiting
 from plexrl.scheduler.jobs.retention import forget_ended
 from plexrl.scheduler.operations.cancellation import deadline_passed
-from plexrl.scheduler.placement.evacuation import look_at_node
+from plexrl.scheduler.placement.evacuation import reconcile_node
 from plexrl.scheduler.placement.relocation import send_migration
-from plexrl.scheduler.state.records import WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 
 EVENT: Final = "event"
 """The step that is the event itself."""
@@ -59,7 +59,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
             or cycles_over
             or context.place_waiting
             or context.newcomers
-            or (GIVING_WAY not in skipped and give_way(context, now))
+            or (GIVING_WAY not in skipped and preempt_detached(context, now))
         ):
             if context.place_waiting or context.newcomers:
                 step, name = "placement", ""
@@ -115,7 +115,7 @@ def _look_again(context: Context, what: str, now: float) -> None:
         case "placement":
             context.place_waiting = context.place_waiting or bool(context.waiting)
         case "node" if name in context.state.nodes:
-            look_at_node(context, NodeId(name), now)
+            reconcile_node(context, NodeId(name), now)
         case "launch" if name in context.state.deployments:
             launch_if_due(context, context.deployment(DeploymentId(name)), now)
         case "migration":

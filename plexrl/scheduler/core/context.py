@@ -13,7 +13,8 @@ from plexrl.scheduler.jobs.profiler import ProfilerConfig
 from plexrl.scheduler.placement.contention import Contention, Resident
 from plexrl.scheduler.placement.policies import PlacementPolicy, make_policy
 from plexrl.scheduler.state.commands import Command, DiscardBlobs, SetTimer
-from plexrl.scheduler.state.records import Deployment, Group, HeldTime, Job, State, WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Group, HeldTime, Job, State
 
 TIMERS_MIN = 1024
 """Fewer are not worth a look."""
@@ -115,12 +116,12 @@ class Context:
         job = self.job(deployment.job)
         self.waiting.enter(deployment, job)
         if self._is_placed(job):
-            self.waiting.single_out(deployment.deployment)
+            self.waiting.mark_partial(deployment.deployment)
         elif not job.gang:
             self._line_up([deployment], job)
             # Those of a job that has lost its last GPUs stand in queues again.
             for name in job.deployments:
-                if name in self.waiting.singles:
+                if name in self.waiting.of_partial_jobs:
                     self._line_up([self.deployment(name)], job)
         elif len(job.deployments) >= job.gang:
             gang = [self.deployment(name) for name in job.deployments if name in self.waiting]
@@ -128,7 +129,7 @@ class Context:
 
     def _line_up(self, deployments: list[Deployment], job: Job) -> None:
         duty = self.inventory.duty_when_placed(deployments[0])
-        self.waiting.line_up(deployments, job, duty)
+        self.waiting.enqueue_unit(deployments, job, duty)
 
     def _is_placed(self, job: Job) -> bool:
         return any(self.state.deployments[name].group is not None for name in job.deployments)
@@ -161,7 +162,7 @@ class Context:
             del self._held[tenant]
         for name in self.job(deployment.job).deployments:
             if name in self.waiting:
-                self.waiting.single_out(name)
+                self.waiting.mark_partial(name)
 
     def count_live_job(self, tenant: TenantId, sign: int) -> None:
         """Count (or, negative, discount) a job of the tenant among those that have not ended."""

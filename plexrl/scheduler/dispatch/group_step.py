@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from plexrl.ids import DeploymentId, OperationId
-from plexrl.scheduler.capacity.overlaps import owns_time
+from plexrl.scheduler.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.hrrs import Candidate
+from plexrl.scheduler.dispatch.next_use import EXPECTED_PAUSES
 from plexrl.scheduler.dispatch.ordering import first
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
 from plexrl.scheduler.dispatch.switch_cost import round_trip_s, switch_cost
@@ -22,13 +23,15 @@ from plexrl.scheduler.operations.latency_breakdown import switch_began
 from plexrl.scheduler.operations.operations import start, start_move
 from plexrl.scheduler.placement.rebuilding import may_replay
 from plexrl.scheduler.placement.relocation import finish as finish_relocation
-from plexrl.scheduler.placement.relocation import is_due, stops
+from plexrl.scheduler.placement.relocation import is_due, is_stopping
+from plexrl.scheduler.state import group_lock, wpg
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group, Residency, WpgState
+from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.operations import OperationKind, OperationState
 
 _READY: Final = WpgState.READY
-_MOVING: Final = Residency.MOVING
 _FINISHED: Final = OperationState.FINISHED
 _LOAD: Final = OperationKind.LOAD
 _OFFLOAD: Final = OperationKind.OFFLOAD
@@ -36,9 +39,6 @@ _GENERATE: Final = OperationKind.GENERATE
 
 GAP_MARGIN = 4.0
 """The holder's next operation is waited for up to this many times the usual gap in its bursts."""
-
-OVERDUE = 2.0
-"""A member is expected until this many times its usual pause between bursts have passed."""
 
 LOOK_AHEAD = 32
 """Waiting operations of a member that are looked at to say how long its burst will be."""
@@ -62,7 +62,7 @@ def advance(context: Context, group: Group, now: float) -> None:
         if not holder.running and not held and may_replay(context, holder):
             _replay_next(context, group, holder, now)
         return
-    if holder.relocation is not None and stops(context, holder):
+    if holder.relocation is not None and is_stopping(context, holder):
         return
     if holder.kind == "forward" and _leans_on_its_source(holder, now):
         _snapshot(context, group, holder, now)
@@ -106,7 +106,7 @@ def wants_the_group(context: Context, deployment: Deployment, now: float) -> boo
     queue = deployment.queue
     if not queue or deployment.state is not _READY or now < deployment.held_back_until:
         return False
-    if deployment.relocation is not None and stops(context, deployment):
+    if deployment.relocation is not None and is_stopping(context, deployment):
         return False
     after = context.state.operations[queue[0]].after
     return after is None or _is_over(context, after)
@@ -190,7 +190,7 @@ def _first_not_held_back(
 
 def _held_back(context: Context, group: Group, chosen: Deployment, now: float) -> bool:
     """Whether the burst that is next in order must keep out of a critical segment; looks again."""
-    if owns_time(chosen):
+    if has_exclusive_slots(chosen):
         return False
     wait_s = holds_back(context, group, chosen, candidate(context, group, chosen), now)
     if wait_s is None:
@@ -290,9 +290,13 @@ def _expected_next(
             continue
         think_s = member.estimates.think_seconds
         # One that is late by more than it usually takes may have stopped for good.
-        if think_s is None or now > ended_at + OVERDUE * think_s or now < member.held_back_until:
+        if (
+            think_s is None
+            or now > ended_at + EXPECTED_PAUSES * think_s
+            or now < member.held_back_until
+        ):
             continue
-        if critical and (member.queue or not owns_time(member)):
+        if critical and (member.queue or not has_exclusive_slots(member)):
             continue
         at = ended_at + think_s
         if first_due is None or at < due_at or (at == due_at and name < first_due.deployment):
@@ -330,16 +334,14 @@ def successor(context: Context, group: Group, now: float) -> Deployment | None:
 
 def _grant(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Give the free lock to `deployment` and bring its state onto the GPUs."""
-    context.state.fence(group)
-    group.holder = deployment.deployment
-    group.incoming = None
+    group_lock.grant(context.state, group, deployment.deployment)
     load(context, group, deployment, now)
 
 
 def load(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Start the load of the holder's last complete version."""
     switch_began(deployment, now)
-    deployment.residency = _MOVING
+    wpg.begin_load(deployment)
     if group.prefetched == deployment.deployment:
         # Once it has left the GPUs again, its state may lie on NVMe again.
         group.prefetched = None
@@ -350,7 +352,7 @@ def _switch(
     context: Context, group: Group, holder: Deployment, rival: Deployment, now: float
 ) -> None:
     """Offload the holder; its completion hands the lock to `rival`."""
-    group.incoming = rival.deployment
+    group_lock.begin_switch(group, rival.deployment)
     switch_began(rival, now)
     _offload(context, group, holder, now)
 
@@ -358,8 +360,8 @@ def _switch(
 def _offload(context: Context, group: Group, holder: Deployment, now: float) -> None:
     """Take the holder's state off the GPUs; no operation of the old token runs any more."""
     end_burst(holder, now)
-    context.state.fence(group)
-    holder.residency = _MOVING
+    group_lock.fence(context.state, group)
+    wpg.begin_offload(holder)
     start_move(context, group, holder, _OFFLOAD, holder.completed_seq, now)
 
 

@@ -12,15 +12,21 @@ from plexrl.scheduler.jobs.usage import meter
 from plexrl.scheduler.operations.cancellation import abort, early_end, is_over
 from plexrl.scheduler.operations.holding import hold_over, note_condition
 from plexrl.scheduler.operations.operations import drop_log, drop_past, fail
-from plexrl.scheduler.placement.placement import leave
+from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
+from plexrl.scheduler.state import wpg
 from plexrl.scheduler.state.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
 from plexrl.scheduler.state.events import Event, RouterJoined, RouterLost
-from plexrl.scheduler.state.job_states import JobState, JobTrigger, next_state
-from plexrl.scheduler.state.records import Deployment, Job, Residency, WpgState
-from plexrl.wire.operations import OperationState
+from plexrl.scheduler.state.job import change_job
+from plexrl.scheduler.state.machines.job_states import JobState, JobTrigger
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.operation import change_operation
+from plexrl.scheduler.state.records import Deployment, Job
 
-_PROFILING: Final = JobState.PROFILING
+_ADMITTED: Final = JobState.ADMITTED
+_DEVICE: Final = Residency.DEVICE
 
 NO_ROOM_PAUSE_S = 2.0
 """Between two starts of processes that find no room on a disk."""
@@ -32,14 +38,9 @@ ENDINGS = {
 }
 
 
-def job_event(job: Job, trigger: JobTrigger) -> None:
-    """Move the job along its table."""
-    job.state = next_state(job.state, trigger)
-
-
 def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: float) -> None:
     """End a job and give back everything it held."""
-    job_event(job, trigger)
+    change_job(job, trigger)
     job.reason = reason
     job.ended_at = now
     context.state.ended[job.job] = None
@@ -83,39 +84,15 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
         )
         kept = tuple(sorted({*nodes, *deployment.state_nodes}))
         context.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
-    _leave_group(context, deployment, now)
-    deployment.relocation = None
-    context.relocating.pop(deployment.deployment, None)
-    deployment.state = WpgState.STOPPED
-    deployment.residency = Residency.NONE
-    deployment.addresses.clear()
+    context.waiting.remove(deployment.deployment)
+    if deployment.group is not None:
+        context.hold(deployment, -1, now)
+        vacate(context, deployment, now)
+    wpg.end(deployment)
     # What nobody asks for any more would be written into every snapshot.
     forget_open_cycle(deployment)
     deployment.waiting_part = waiting_part(deployment.cycles)
     deployment.cycles.clear()
-
-
-def _leave_group(context: Context, deployment: Deployment, now: float) -> None:
-    context.waiting.remove(deployment.deployment)
-    if deployment.group is None:
-        return
-    context.hold(deployment, -1, now)
-    release_lock(context, deployment)
-    leave(context, deployment, now)
-
-
-def release_lock(context: Context, deployment: Deployment) -> None:
-    """Whatever part `deployment` had in its group's lock, it has no more."""
-    group = context.group_of(deployment)
-    if group is None:
-        return
-    if group.holder == deployment.deployment:
-        group.holder = None
-        group.incoming = None
-    elif group.incoming == deployment.deployment:
-        # The offload under way goes on; when it is done the lock is free for whoever wants it.
-        group.incoming = None
-    context.touch(group.group)
 
 
 def place_waiting(context: Context, now: float) -> None:
@@ -127,14 +104,38 @@ def place_waiting(context: Context, now: float) -> None:
             # It had GPUs before, and lost them with their node.
             settle(context, deployment)
         else:
-            deployment.state = WpgState.LAUNCHING
+            wpg.launch_first(deployment)
         if deployment.state != WpgState.MIGRATING:
             launch(context, deployment)
         if all(context.deployment(name).group is not None for name in job.deployments):
-            job_event(job, JobTrigger.PLACED)
+            _placed(context, job)
 
     for node in sorted(context.inventory.draining):
         drain(context, node, now)
+
+
+def _placed(context: Context, job: Job) -> None:
+    """All deployments of the job have GPUs."""
+    change_job(job, JobTrigger.PLACED)
+    if job.state is _ADMITTED:
+        for name in job.deployments:
+            deployment = context.deployment(name)
+            if deployment.residency is _DEVICE:
+                # It was loaded while another deployment of the job waited for GPUs.
+                granted(context, deployment)
+
+
+def granted(context: Context, deployment: Deployment) -> None:
+    """The state of a WPG is on the GPUs: its job runs, if this is the WPG that the job's state
+    follows. A job that has been profiled before is not profiled again."""
+    job = context.state.jobs[deployment.job]
+    if deployment.kind == "train" or all(
+        context.deployment(name).kind != "train" for name in job.deployments
+    ):
+        change_job(job, JobTrigger.GRANTED)
+        had_a_cycle = not context.policy.repacks and deployment.burst_ended_at is not None
+        if deployment.trace is not None or had_a_cycle:
+            change_job(job, JobTrigger.CYCLE_ENDED)
 
 
 def launch(context: Context, deployment: Deployment) -> None:
@@ -210,7 +211,7 @@ def stop(
     deployment.running.clear()
     for name in interrupted:
         operation = context.state.operations[name]
-        operation.state = OperationState.PENDING
+        change_operation(operation, OperationTrigger.REQUEUED)
         operation.started_at = None
         # What a fault made void is nobody's use.
         operation.gpu_seconds = 0.0
@@ -238,7 +239,6 @@ def stop(
     forget_open_cycle(deployment)
     if deployment.queue:
         deployment.wants_since = now
-    deployment.residency = Residency.NONE
     deployment.burst_started_at = None
     deployment.idle_since = None
     release_lock(context, deployment)
@@ -249,7 +249,7 @@ def stop(
             nodes=deployment.nodes,
         )
     )
-    deployment.state = WpgState.RECOVERING
+    wpg.interrupt(deployment)
     return True
 
 
@@ -262,8 +262,7 @@ def worker_ready(
         return
     deployment.endpoints = tuple(address for _, address in sorted(deployment.addresses.items()))
     if not deployment.is_ready:
-        deployment.state = WpgState.READY
-        deployment.ready_at = now
+        wpg.connect(deployment, now)
         context.touch(deployment.group)
         if not deployment.queue and not deployment.log:
             hold_over(deployment)
@@ -325,12 +324,6 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
         f"its controller was silent for {now - job.seen_at:.0f} s and did not come back",
         now,
     )
-
-
-def cycle_ended(job: Job) -> None:
-    """The job's first full training cycle is over."""
-    if job.state is _PROFILING:
-        job_event(job, JobTrigger.CYCLE_ENDED)
 
 
 def issue_again(context: Context) -> None:

@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from plexrl.ids import JobId, TenantId
-from plexrl.scheduler.state.records import Deployment, Group, Job, Residency, State, WpgState
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Group, Job, State
 
 View = dict[str, Any]
 

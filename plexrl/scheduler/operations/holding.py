@@ -18,9 +18,11 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group, WpgState
-from plexrl.wire.operations import OperationState
+from plexrl.scheduler.state.group_lock import fence
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.operation import Operation, change_operation
+from plexrl.scheduler.state.records import Deployment, Group
 
 HOLD_S_MIN = 1.0
 HOLD_S_MAX = 15.0
@@ -50,7 +52,7 @@ def hold(
     deployment.cycle = None
     if operation.operation in deployment.replaying:
         return
-    operation.state = OperationState.PENDING
+    change_operation(operation, OperationTrigger.REQUEUED)
     operation.started_at = None
     # What came to nothing is nobody's use.
     operation.gpu_seconds = 0.0
@@ -81,7 +83,7 @@ def renew_token(context: Context, group: Group, operation: Operation) -> None:
     """Before a run that was held is sent again under the same grant: workers answer a run that they
     know by its name, which is operation and token, with the answer they gave."""
     if operation.token == group.token:
-        context.state.fence(group)
+        fence(context.state, group)
 
 
 def held_view(context: Context, names: Iterable[DeploymentId]) -> list[dict[str, Any]]:

@@ -22,7 +22,8 @@ from plexrl.scheduler.operations.holding import hold_over
 from plexrl.scheduler.operations.latency_breakdown import note_start
 from plexrl.scheduler.state.commands import RunOperation
 from plexrl.scheduler.state.events import OperationFinished, OperationSubmitted
-from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
 
@@ -34,8 +35,10 @@ MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAP
 
 _PUBLISH: Final = OperationKind.PUBLISH
 _OFFLOAD: Final = OperationKind.OFFLOAD
-_RUNNING: Final = OperationState.RUNNING
-_FINISHED: Final = OperationState.FINISHED
+_STARTED: Final = OperationTrigger.STARTED
+_FINISHED: Final = OperationTrigger.FINISHED
+_FAILS: Final = OperationTrigger.FAILED
+_CANCELLED: Final = OperationTrigger.CANCELLED
 _FAILED: Final = OperationState.FAILED
 _MISSED: Final = MUTATING | {OperationKind.SAVE_CHECKPOINT}
 """Kinds whose failure the controller is to acknowledge."""
@@ -127,7 +130,7 @@ def start(
     if not replay:
         seq = deployment.completed_seq
         operation.seq = seq + 1 if operation.kind in MUTATING else seq
-        operation.state = _RUNNING
+        change_operation(operation, _STARTED)
         operation.started_at = now
         note_start(deployment, operation, now)
         if deployment.kind != "rollout":
@@ -180,7 +183,7 @@ def start_move(
     name = OperationId(deployment.deployment + _OPENINGS[kind] + number)
     state.moves_made += 1
     operation = Operation(name, deployment.deployment, kind, now, internal=True)
-    operation.state = _RUNNING
+    change_operation(operation, _STARTED)
     operation.seq = seq
     operation.token = token
     operation.group = group.group
@@ -297,10 +300,9 @@ def fail(
 
     `place` is where in its deployment's queue it stood; absent: before all of it.
     """
-    operation.state = (
-        OperationState.CANCELLED
-        if isinstance(error, OperationCancelledError)
-        else OperationState.FAILED
+    is_cancelled = isinstance(error, OperationCancelledError)
+    change_operation(
+        operation, OperationTrigger.CANCELLED if is_cancelled else OperationTrigger.FAILED
     )
     operation.error_json = msgspec.json.encode(error.to_wire()).decode()
     context.discard(operation.payload)
@@ -460,11 +462,12 @@ def finish(
     now: float,
 ) -> None:
     """Record that an operation was carried out, and what was measured of it."""
-    operation.state = _FAILED if event.error_json else _FINISHED
     if event.error_json:
+        change_operation(operation, _FAILS)
         error = read_error(event.error_json)
         operation.error_json = msgspec.json.encode(error.to_wire()).decode()
     else:
+        change_operation(operation, _FINISHED)
         operation.error_json = None
     operation.result_json = event.result_json
     operation.compute_s = event.compute_s

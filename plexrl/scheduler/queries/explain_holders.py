@@ -6,7 +6,8 @@ from typing import Any
 from plexrl.ids import JobId
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.queries.explain_placement import why_no_gpus
-from plexrl.scheduler.state.records import Deployment, Job, WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Job
 
 View = dict[str, Any]
 

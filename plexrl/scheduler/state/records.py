@@ -25,35 +25,12 @@ from plexrl.scheduler.state.commands import RankPlacement, RunOperation
 from plexrl.scheduler.state.cycle import Cycle, OpenCycle
 from plexrl.scheduler.state.demand import DemandTrace
 from plexrl.scheduler.state.estimates import Estimates, MoveLaw
-from plexrl.scheduler.state.job_states import JobState
+from plexrl.scheduler.state.machines.job_states import JobState
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Failure, Operation
 from plexrl.scheduler.state.tenant import Tenant
 from plexrl.wire.operations import OperationKind
-
-
-class Residency(StrEnum):
-    """Where a WPG's state lies."""
-
-    NONE = "none"
-    """No process holds state; the StateManager may hold version `durable_seq`."""
-    DEVICE = "device"
-    OFFLOADED = "offloaded"
-    """The processes live, their memory is given back."""
-    MOVING = "moving"
-
-
-class WpgState(StrEnum):
-    """Life of a WPG's processes."""
-
-    WAITING = "waiting"
-    """No GPUs yet."""
-    LAUNCHING = "launching"
-    READY = "ready"
-    RECOVERING = "recovering"
-    """Launching again after a loss or a move."""
-    MIGRATING = "migrating"
-    """Its state is on the way to other nodes; its processes start when it is there."""
-    STOPPED = "stopped"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -441,9 +418,3 @@ class State:
     moves_made: int = 0
     tokens_made: int = 0
     """The highest token of any group so far."""
-
-    def fence(self, group: Group) -> None:
-        """Give the group a token that no run has had: not of this group, nor of one that a member
-        was on before, whose late report would count as one of now."""
-        self.tokens_made = max(self.tokens_made, group.token) + 1
-        group.token = FencingToken(self.tokens_made)

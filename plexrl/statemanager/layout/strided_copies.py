@@ -15,9 +15,6 @@ from plexrl.statemanager.layout.plan.columns import DTYPES, ITEM_BYTES, Ints
 BYTES_CAST = -1
 """The cast of a run whose bytes are only moved."""
 
-UNSCALED = int(np.float64(1.0).view(np.int64))
-"""The scale of a run that has none."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Runs:
@@ -36,8 +33,6 @@ class Runs:
     target_strides: Ints
     casts: Ints
     """`BYTES_CAST`, or source dtype's code * len(DTYPES) + target dtype's code."""
-    scales: Ints
-    """What elements are divided by as they are cast to F8, as the bits of a float64."""
 
     def __len__(self) -> int:
         return len(self.places)
@@ -82,11 +77,18 @@ def concatenated(parts: list[Runs]) -> Runs:
     )
 
 
-def cast_code(source_dtype: int, target_dtype: int) -> int:
-    """Of `Runs.casts`, for two dtype codes."""
-    if source_dtype == target_dtype:
-        return BYTES_CAST
-    return source_dtype * len(DTYPES) + target_dtype
+def one_range(start: int, nbytes: int) -> Runs:
+    """`nbytes` bytes from `start` on, to the start of the target."""
+    one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    return Runs(
+        places=one * start,
+        targets=zero,
+        items=one * nbytes,
+        counts=one,
+        strides=zero,
+        target_strides=zero,
+        casts=one * BYTES_CAST,
+    )
 
 
 def cast_names(code: int) -> tuple[str, str]:
@@ -143,7 +145,6 @@ def runs_of_boxes(
         strides=(step * from_bytes)[box],
         target_strides=(target_step * to_bytes)[box],
         casts=casts[box],
-        scales=np.full(len(box), UNSCALED),
     )
     return runs, box
 
@@ -151,7 +152,7 @@ def runs_of_boxes(
 def coalesced(runs: Runs, groups: Ints) -> tuple[Runs, Ints]:
     """The same bytes in as few runs as neighbours in order allow, and each one's group.
 
-    Only runs of one row, one group and one cast join. Scales are the caller's to tell apart.
+    Only runs of one row, one group and one cast join.
     """
     if len(runs) < 2:
         return runs, groups
@@ -178,7 +179,6 @@ def single_rows(runs: Runs) -> Runs:
         strides=ones * 0,
         target_strides=ones * 0,
         casts=runs.casts[run],
-        scales=runs.scales[run],
     )
 
 
@@ -330,5 +330,4 @@ def _pieces(
                 strides=one.strides,
                 target_strides=one.target_strides,
                 casts=one.casts,
-                scales=one.scales,
             )

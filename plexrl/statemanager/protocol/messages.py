@@ -15,7 +15,6 @@ from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.store.versions.versions import Manifest
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 
 Answer = dict[str, Any]
 
@@ -33,12 +32,6 @@ class Hello(Request, frozen=True, kw_only=True):
 
     ticket: bytes
     """As `plexrl.statemanager.protocol.tickets` makes them."""
-
-
-class Ping(Request, frozen=True, kw_only=True):
-    """Nothing but an answer."""
-
-    is_answered_plainly: ClassVar[bool] = True
 
 
 class Register(Request, frozen=True, kw_only=True):
@@ -152,27 +145,6 @@ class OpenPublished(Request, frozen=True, kw_only=True):
     """Digests of layouts that need not be sent again."""
 
 
-class AmaxPublished(Request, frozen=True, kw_only=True):
-    """The largest magnitude of each of some tensors, as far as a published shard has them."""
-
-    source: str
-    rank: int
-    stamp: str
-    tensors: tuple[str, ...]
-    """As layouts name them."""
-
-
-class Relay(Request, frozen=True, kw_only=True):
-    """Have another node's published version brought here once for all ranks of the deployment, if
-    that is cheaper than each pulling for itself. Then it is published here as the deployment's
-    own."""
-
-    source: str
-    seq: int
-    sources: tuple[str, ...]
-    delta: DeltaPolicy | None = None
-
-
 class OpenState(Request, frozen=True, kw_only=True):
     """Where a version's shards lie; held in place for the connection."""
 
@@ -225,13 +197,6 @@ class Where(Request, frozen=True, kw_only=True):
     life: str = ""
     """Of the daemon that was asked last; another one answers all."""
     since: int = 0
-
-
-class PrefetchPublished(Request, frozen=True, kw_only=True):
-    """As `Prefetch`, of a published version that will be pulled."""
-
-    source: str
-    seq: int
 
 
 class Usage(Request, frozen=True, kw_only=True):

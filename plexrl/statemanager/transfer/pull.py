@@ -20,17 +20,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
 from plexrl.errors import ConnectionLostError, CorruptStateError, StateLostError, UnavailableError
 from plexrl.statemanager.client.connection import until_reached
 from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan
-from plexrl.statemanager.layout.scales import Scales, Wants
-from plexrl.statemanager.layout.strided_copies import UNSCALED, Runs, concatenated, without
+from plexrl.statemanager.layout.strided_copies import Runs, concatenated, without
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.pace import DeltaPace
@@ -65,11 +61,6 @@ class PullResult:
     """Address → bytes that it brought."""
     way: PullWay
     attempts: int
-
-    @property
-    def redundancy(self) -> float:
-        """Bytes moved for every byte wanted."""
-        return self.bytes_moved / self.bytes_wanted if self.bytes_wanted else 1.0
 
 
 class KnownLayouts:
@@ -108,8 +99,6 @@ class _Bases:
     stamps: Mapping[tuple[str, int], str]
     """(address, rank) → stamp of its version. Shards that were passed over count as well: of one
     seq, replicas have the same bytes."""
-    scales: Scales | None = None
-    """What its F8 slices were divided by."""
 
     def fit(self, deployment: str, wants: Layout) -> bool:
         return (deployment, wants.digest) == (self.deployment, self.layout)
@@ -141,29 +130,12 @@ class Puller:
         """Others have written to the target, so the next pull brings all bytes."""
         self._bases = _NO_BASES
 
-    def offered(
-        self, addresses: Sequence[str], deployment: str, seq: int
-    ) -> tuple[tuple[str, int, str], ...]:
-        """(address, rank, stamp) of every shard of a version at sources that can be reached."""
-        found: list[tuple[str, int, str]] = []
-        for address in dict.fromkeys(addresses):
-            try:
-                with closing(self._open(address, (deployment, seq))) as source:
-                    found += [(source.address, s.rank, s.stamp) for s in source.shards]
-            except (ConnectionLostError, OSError):
-                continue
-        return tuple(sorted(found))
-
-    def stamps(self) -> tuple[tuple[str, int, str], ...]:
-        """(address, rank, stamp) of the shards that the last pull was from."""
-        return tuple(sorted((*place, stamp) for place, stamp in self._bases.stamps.items()))
-
     def pull(
         self,
         addresses: Sequence[str],
         deployment: str,
         seq: int,
-        wants: Wants,
+        wants: Layout,
         target: Bytes,
         delta: DeltaPolicy | None = None,
     ) -> PullResult:
@@ -184,14 +156,10 @@ class Puller:
         suspects: dict[str, Exception] = {}
         stamps: dict[tuple[str, int], str] = {}
         version = (deployment, seq)
-        scales: Scales | None = None
         for attempt in range(1, ATTEMPTS_MAX + 1):
             with ExitStack() as held:
-                found = self._prepared(held, addresses, suspects, version, wants, arrived)
-                jobs = list(found.jobs)
-                _check_same_scales(scales, found.scales, version)
-                scales = found.scales
-                fits = self._bases.fit(deployment, found.layout)
+                jobs = self._prepared(held, addresses, suspects, version, wants, arrived)
+                fits = self._bases.fit(deployment, wants)
                 bases = self._bases if fits else _NO_BASES
                 self._bases = _NO_BASES
                 if delta is not None and bases is not _NO_BASES and self._pays(delta):
@@ -214,18 +182,13 @@ class Puller:
             if not suspects:
                 if attempt == 1:
                     has_bases = any(part.base is not None for job in jobs for part in job.parts)
-                    self._pace.took(found.layout.nbytes, took_s, is_delta=has_bases)
-                if scales is not None:
-                    scales.write(target)
+                    self._pace.took(wants.nbytes, took_s, is_delta=has_bases)
                 self.is_torn = False
                 self._bases = _Bases(
-                    deployment=deployment,
-                    layout=found.layout.digest,
-                    stamps=dict(stamps),
-                    scales=scales,
+                    deployment=deployment, layout=wants.digest, stamps=dict(stamps)
                 )
                 return PullResult(
-                    bytes_wanted=found.layout.nbytes,
+                    bytes_wanted=wants.nbytes,
                     bytes_moved=moved_bytes,
                     bytes_by_source={name: size for name, size in by_source.items() if size},
                     attempts=attempt,
@@ -246,9 +209,9 @@ class Puller:
         addresses: Sequence[str],
         suspects: Mapping[str, Exception],
         version: tuple[str, int],
-        wants: Wants,
+        wants: Layout,
         arrived: Sequence[Runs],
-    ) -> "_Prepared":
+    ) -> list["_Job"]:
         """What each source is to bring, without what has arrived already.
 
         Sources that are gone, or that were lost in the last attempt, are waited for only if the
@@ -282,8 +245,8 @@ class Puller:
         return source
 
     def _jobs(
-        self, opened: Sequence[OpenSource], version: tuple[str, int], wants: Wants, done: Runs
-    ) -> "_Prepared":
+        self, opened: Sequence[OpenSource], version: tuple[str, int], wants: Layout, done: Runs
+    ) -> list["_Job"]:
         held = [
             (source, index, shard) for source in opened for index, shard in enumerate(source.shards)
         ]
@@ -293,51 +256,12 @@ class Puller:
                 f"no StateManager of {sorted(source.address for source in opened)} has version "
                 f"{seq} of {deployment!r} published: publish the weights again"
             )
-        layout, scales = wants.all, None
-        if wants.scaled and not _has_scales(held, wants):
-            layout = wants.unscaled
-            scales = Scales.of(wants.scaled, self._amaxes(held, wants))
-        plan = self._plans.plan([_as_source(source, shard) for source, _, shard in held], [layout])
-        jobs = _by_source(held, plan, done, scales)
-        return _Prepared(jobs=tuple(jobs), layout=layout, scales=scales)
-
-    def _amaxes(self, held: Sequence["_Held"], wants: Wants) -> dict[str, float]:
-        """Of each scaled tensor, from shards that hold all of it between them.
-
-        Raises:
-            StateLostError: they do not, or those that do are gone.
-        """
-        needed = [each.token for each in wants.scaled]
-        found = dict.fromkeys(needed, 0.0)
-        answered: list[Source] = []
-        for source, index, shard in held:
-            mine = set(shard.layout.tokens)
-            asked = [token for token in found if token in mine]
-            if not asked:
-                continue
-            try:
-                largest = source.amaxes(index, asked)
-            except (ConnectionLostError, OSError):
-                continue
-            answered.append(_as_source(source, shard))
-            for token, value in zip(asked, largest, strict=True):
-                found[token] = max(found[token], value)
-        whole = {each.token: each.whole for each in wants.scaled}
-        self._plans.plan(answered, [Layout.of(tuple(whole.values()))])
-        return found
+        plan = self._plans.plan([_as_source(source, shard) for source, _, shard in held], [wants])
+        return _by_source(held, plan, done)
 
 
 _Held = tuple[OpenSource, int, Shard]
 """A source, and one of its shards with its index."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    jobs: tuple["_Job", ...]
-    layout: Layout
-    """What they bring."""
-    scales: Scales | None
-    """What is divided on the way; absent: nothing is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,31 +280,12 @@ class _Fetched:
     """Why the source is to be done without."""
 
 
-def _has_scales(held: Sequence[_Held], wants: Wants) -> bool:
-    """Whether what is wanted lies there scaled, as it does where a node has it relayed."""
-    wanted = {each.scale_token for each in wants.scaled}
-    return any(not wanted.isdisjoint(shard.layout.tokens) for _, _, shard in held)
-
-
-def _check_same_scales(
-    former: Scales | None, scales: Scales | None, version: tuple[str, int]
-) -> None:
-    """Raises StateLostError: what has arrived was divided by others."""
-    if former is not None and (scales is None or former.values != scales.values):
-        raise StateLostError(
-            f"version {version[1]} of {version[0]!r} was published again with other values while "
-            "it was pulled: pull again"
-        )
-
-
-def _by_source(held: Sequence[_Held], plan: Plan, done: Runs, scales: Scales | None) -> list[_Job]:
+def _by_source(held: Sequence[_Held], plan: Plan, done: Runs) -> list[_Job]:
     parts: dict[int, list[ShardRuns]] = {}
     sources: dict[int, OpenSource] = {}
     for number, runs in plan.targets[0].runs.items():
         source, index, _ = held[number]
         rest = without(runs, done) if len(done) else runs
-        if scales is not None:
-            rest = scales.applied(rest)
         if len(rest):
             sources[id(source)] = source
             parts.setdefault(id(source), []).append(ShardRuns(shard=index, runs=rest))
@@ -399,25 +304,11 @@ def _as_source(source: OpenSource, shard: Shard) -> Source:
 
 def _with_bases(job: _Job, bases: _Bases) -> _Job:
     source = job.source
-    parts: list[ShardRuns] = []
-    for part in job.parts:
-        base = bases.stamps.get((source.address, source.shards[part.shard].rank))
-        # Where the scale is another now, the target does not hold what a base would make of it.
-        same = _scaled_as_before(part.runs, bases.scales)
-        if base is None or same.all():
-            parts.append(replace(part, base=base))
-            continue
-        parts.append(replace(part, runs=part.runs.chosen(same), base=base))
-        parts.append(replace(part, runs=part.runs.chosen(~same)))
-    return _Job(source=source, parts=tuple(part for part in parts if len(part.runs)))
-
-
-def _scaled_as_before(runs: Runs, before: Scales | None) -> npt.NDArray[np.bool_]:
-    plain = replace(runs, scales=np.full(len(runs), UNSCALED))
-    same: npt.NDArray[np.bool_] = (plain if before is None else before.applied(plain)).scales == (
-        runs.scales
+    parts = tuple(
+        replace(part, base=bases.stamps.get((source.address, source.shards[part.shard].rank)))
+        for part in job.parts
     )
-    return same
+    return _Job(source=source, parts=parts)
 
 
 def _stamps(jobs: Sequence[_Job]) -> dict[tuple[str, int], str]:

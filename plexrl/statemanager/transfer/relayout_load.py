@@ -5,7 +5,6 @@ brought together in pieces of the arena, so that a device is written to in a few
 whatever the layouts are.
 """
 
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,8 +27,8 @@ from plexrl.statemanager.protocol.tickets import AGENT, TicketKey
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.versions import Manifest
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, DataPlane
+from plexrl.statemanager.transfer.reader import VersionReader, open_elsewhere, open_here
 from plexrl.statemanager.transfer.relayout import check_dtypes, lost, saves, wanted
-from plexrl.statemanager.transfer.state_readers import StateReader, open_elsewhere, open_here
 
 DIRECT_BYTES_MIN = 64 << 10
 """A run of this many bytes is worth a copy of its own."""
@@ -57,7 +56,7 @@ class Relaid:
 
 class _Opened(NamedTuple):
     address: str
-    reader: StateReader
+    reader: VersionReader
 
 
 class Relayouter:
@@ -97,7 +96,7 @@ class Relayouter:
             ticket = self._key.mint(AGENT)
             for address in dict.fromkeys(sources):
                 try:
-                    readers = open_elsewhere(held, address, ticket, os.getuid(), deployment, seq)
+                    readers = open_elsewhere(held, address, ticket, deployment, seq)
                 except UnavailableError as error:
                     unreached = error
                     continue
@@ -120,7 +119,9 @@ class Relayouter:
                 manifest=save[0].reader.manifest,
                 nbytes=target.nbytes,
                 ranges=tuple((piece.arena_offset, piece.nbytes) for piece in wants),
-                tier=TierName.HOST if all(at.reader.is_fast for at in used) else TierName.NVME,
+                tier=TierName.HOST
+                if all(at.reader.tier == TierName.HOST for at in used)
+                else TierName.NVME,
                 bytes_by_source=by_source,
             )
 
@@ -171,10 +172,10 @@ def _bytes_per_s(at: _Opened) -> float:
     return REMOTE_BYTES_PER_S if at.reader.mapped is None else NEIGHBOUR_BYTES_PER_S
 
 
-def _fill(plane: DataPlane, memory: DeviceMemory, runs_of: dict[StateReader, Runs]) -> None:
+def _fill(plane: DataPlane, memory: DeviceMemory, runs_of: dict[VersionReader, Runs]) -> None:
     """Bring runs from their readers to the arena."""
     direct: list[Run] = []
-    windows: list[tuple[StateReader, TargetWindows]] = []
+    windows: list[tuple[VersionReader, TargetWindows]] = []
     for reader, runs in runs_of.items():
         rest = runs
         if reader.mapped is not None:

@@ -27,8 +27,6 @@ class Source:
     bytes_per_s: float = 10e9
     request_s: float = 0.0
     """Latency that every piece costs on top of its bytes."""
-    accumulated_s: float = 0.0
-    """Work that the source's link has before it begins with this plan."""
     link: str = ""
     """Sources of one link (a node's, say) are asked over it one after the other: their latency
     accumulates together. Empty: the source has one of its own."""
@@ -73,10 +71,8 @@ def in_fair_pieces(matches: Matches, item_bytes: Ints, links: int) -> Matches:
     )
 
 
-def assign(
-    matches: Matches, nbytes: Ints, owner_of: Ints, sources: Sequence[Source]
-) -> tuple[Ints, tuple[float, ...]]:
-    """[match] the held row that gives it, and the accumulated latency of every source's link.
+def assign(matches: Matches, nbytes: Ints, owner_of: Ints, sources: Sequence[Source]) -> Ints:
+    """[match] the held row that gives it.
 
     `nbytes` are [match]; `owner_of` is the source of every held row.
     """
@@ -88,7 +84,6 @@ def assign(
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     links = np.array([numbers[name] for name in names], dtype=np.int64)
     busy = np.zeros(len(numbers))
-    np.maximum.at(busy, links, np.array([source.accumulated_s for source in sources]))
     forced = np.flatnonzero(count == 1)
     if len(forced):
         owners = owner_of[rows[forced]]
@@ -109,4 +104,4 @@ def assign(
                 best_row, best_owner, best_s = row, owner, done_s
         load[link_of[best_owner]] = best_s
         rows[index] = best_row
-    return rows, tuple(load[link] for link in link_of)
+    return rows

@@ -8,7 +8,7 @@ from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan, make_plan
 
-_Key = tuple[tuple[tuple[str, str, str, float, float, float], ...], tuple[str, ...]]
+_Key = tuple[tuple[tuple[str, str, str, float, float], ...], tuple[str, ...]]
 
 
 class PlanCache:
@@ -27,10 +27,7 @@ class PlanCache:
     def plan(self, sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
         """As `make_plan`; in microseconds where the same layouts were planned lately."""
         key = (
-            tuple(
-                (s.id, s.link, s.layout.digest, s.bytes_per_s, s.request_s, s.accumulated_s)
-                for s in sources
-            ),
+            tuple((s.id, s.link, s.layout.digest, s.bytes_per_s, s.request_s) for s in sources),
             tuple(layout.digest for layout in targets),
         )
         found = self._plans.get(key)

@@ -18,8 +18,6 @@ DTYPES = tuple(DTYPE_BYTES)
 """A dtype's code in a column is its index here."""
 ITEM_BYTES: Ints = np.array([DTYPE_BYTES[name] for name in DTYPES], dtype=np.int64)
 
-F8_CODES = tuple(code for code, name in enumerate(DTYPES) if name.startswith("F8_"))
-
 # Enumerations look their members up by a slow road.
 _PARAMETER = StatePart.PARAMETER
 _DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
@@ -41,7 +39,7 @@ class Layout:
     shapes: Ints
     """[slice, dim]"""
     strides: Ints
-    """[slice, dim], in elements: row-major, unless the layout was made with others."""
+    """[slice, dim], row-major, in elements."""
     places: Ints
     """[slice], bytes from the start of the memory that holds the slices."""
     dims: Ints
@@ -50,13 +48,8 @@ class Layout:
     """Hex xxh3-128 of everything above: two layouts of one digest are interchangeable."""
 
     @classmethod
-    def of(
-        cls,
-        slices: Sequence[StateSlice],
-        strides: Sequence[tuple[int, ...]] | None = None,
-    ) -> "Layout":
-        """The layout of `slices`; about 0.5 µs for each. `strides`, in elements, are those of
-        slices whose elements do not lie in a row, as in the middle of a larger tensor."""
+    def of(cls, slices: Sequence[StateSlice]) -> "Layout":
+        """The layout of `slices`; takes about 0.5 µs for each."""
         shapes = [piece.shape for piece in slices]
         dims = _column(map(len, shapes))
         width = max(1, int(dims.max(initial=1)))
@@ -69,10 +62,8 @@ class Layout:
             _grid([piece.offset for piece in slices], dims, width, fill=0),
             _grid(shapes, dims, width, fill=1),
         ]
-        steps = row_major_strides(grids[2])
-        if strides is not None:
-            steps = _grid(strides, dims, width, fill=1)
-        grids.append(steps)
+        strides = row_major_strides(grids[2])
+        grids.append(strides)
         digest = xxhash.xxh3_128(msgspec.msgpack.encode(tokens))
         for column in (dtypes, places, dims, *grids):
             digest.update(np.ascontiguousarray(column).data)
@@ -82,7 +73,7 @@ class Layout:
             global_shapes=grids[0],
             offsets=grids[1],
             shapes=grids[2],
-            strides=steps,
+            strides=strides,
             places=places,
             dims=dims,
             digest=digest.hexdigest(),
@@ -115,11 +106,6 @@ def widened(grid: Ints, width: int, fill: int) -> Ints:
     if not missing:
         return grid
     return np.pad(grid, ((0, 0), (missing, 0)), constant_values=fill)
-
-
-def token_of(key: StateKey) -> str:
-    """Of `Layout.tokens`, for a key."""
-    return key.name if key.part is _PARAMETER else _token(key)
 
 
 def _token(key: StateKey) -> str:

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from plexrl.errors import InvalidRequestError, StateLostError
-from plexrl.statemanager.layout.boxes import Box
+from plexrl.statemanager.layout.casts import CAST_RULES
 from plexrl.statemanager.layout.keys import StateKey
 from plexrl.statemanager.layout.plan.balance import Source, assign, in_fair_pieces
 from plexrl.statemanager.layout.plan.columns import (
     DTYPES,
-    F8_CODES,
     ITEM_BYTES,
     Ints,
     Layout,
@@ -29,36 +28,6 @@ from plexrl.statemanager.layout.plan.columns import (
 )
 from plexrl.statemanager.layout.plan.match import Boxes, Matches, match
 from plexrl.statemanager.layout.strided_copies import NO_RUNS, Runs, coalesced, runs_of_boxes
-
-CAST_RULES = frozenset(
-    {
-        *((source, target) for source in ("F32", "BF16") for target in ("F8_E4M3", "F8_E5M2")),
-        *(("F32", target) for target in ("BF16", "F16")),
-        *(("BF16", target) for target in ("F32",)),
-    }
-)
-"""(source dtype, target dtype) that may differ on the way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """One box of one tensor, from one source's slice into one target's slice."""
-
-    source: int
-    """Index of the source in the plan's input."""
-    key: StateKey
-    box: Box
-    """In the global tensor's coordinates."""
-    place: int
-    """Of the box's first element in the source's memory, in bytes."""
-    strides: tuple[int, ...]
-    """Bytes from element to element at the source, for every dimension."""
-    target_place: int
-    target_strides: tuple[int, ...]
-    dtype: str
-    """At the source."""
-    target_dtype: str
-    """Differs from `dtype` where elements are cast on the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,24 +45,11 @@ class Plan:
     """All transfers between a set of sources and a set of targets."""
 
     targets: tuple[TargetPlan, ...]
-    busy_s: tuple[float, ...]
-    """Accumulated latency of every source's link once it has served this plan."""
-    columns: "Columns"
-
-    @property
-    def nbytes(self) -> int:
-        """That arrive at all targets together."""
-        return sum(target.nbytes for target in self.targets)
-
-    def transfers(self, target: int) -> tuple[Transfer, ...]:
-        """The boxes that one target receives, in the order of its slices; for showing, auditing
-        and for whoever moves boxes, not bytes."""
-        return self.columns.transfers(target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Columns:
-    """A plan's transfers, one a row."""
+class _Transfers:
+    """Boxes to move, one a row."""
 
     held: "Pool"
     wanted: "Pool"
@@ -103,36 +59,6 @@ class Columns:
     """[transfer] of the pool of wanted slices."""
     offsets: Ints
     shapes: Ints
-    places: Ints
-    targets: Ints
-
-    def transfers(self, target: int) -> tuple[Transfer, ...]:
-        """As `Plan.transfers`."""
-        mine = np.flatnonzero(self.wanted.owners[self.wants] == target)
-        found = []
-        for at in mine.tolist():
-            row, want = int(self.rows[at]), int(self.wants[at])
-            dims = int(self.wanted.dims[want])
-            cut = slice(self.offsets.shape[1] - dims, None)
-            codes = int(self.held.dtypes[row]), int(self.wanted.dtypes[want])
-            widths = ITEM_BYTES[codes[0]], ITEM_BYTES[codes[1]]
-            found.append(
-                Transfer(
-                    source=int(self.held.owners[row]),
-                    key=self.wanted.key(want),
-                    box=Box(
-                        offset=tuple(self.offsets[at, cut].tolist()),
-                        shape=tuple(self.shapes[at, cut].tolist()),
-                    ),
-                    place=int(self.places[at]),
-                    strides=tuple((self.held.strides[row, cut] * widths[0]).tolist()),
-                    target_place=int(self.targets[at]),
-                    target_strides=tuple((self.wanted.strides[want, cut] * widths[1]).tolist()),
-                    dtype=DTYPES[codes[0]],
-                    target_dtype=DTYPES[codes[1]],
-                )
-            )
-        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -209,21 +135,15 @@ def make_plan(sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
     item_bytes = ITEM_BYTES[wanted.dtypes[matches.wants]]
     matches = in_fair_pieces(matches, item_bytes, len({s.link or s.id for s in sources}))
     nbytes = matches.shapes.prod(axis=1) * ITEM_BYTES[wanted.dtypes[matches.wants]]
-    rows, busy_s = assign(matches, nbytes, held.owners, sources)
-    wants, offsets, shapes = matches.wants, matches.offsets, matches.shapes
-    columns = Columns(
+    transfers = _Transfers(
         held=held,
         wanted=wanted,
-        rows=rows,
-        wants=wants,
-        offsets=offsets,
-        shapes=shapes,
-        places=_places(held, rows, offsets),
-        targets=_places(wanted, wants, offsets),
+        rows=assign(matches, nbytes, held.owners, sources),
+        wants=matches.wants,
+        offsets=matches.offsets,
+        shapes=matches.shapes,
     )
-    return Plan(
-        targets=_target_plans(columns, len(targets), len(sources)), busy_s=busy_s, columns=columns
-    )
+    return Plan(targets=_target_plans(transfers, len(targets), len(sources)))
 
 
 def _numbered(pool: Pool, numbers: Mapping[str, int]) -> Ints:
@@ -308,25 +228,21 @@ def _places(pool: Pool, rows: Ints, offsets: Ints) -> Ints:
     return places
 
 
-def _target_plans(columns: Columns, targets: int, sources: int) -> tuple[TargetPlan, ...]:
-    held, wanted = columns.held, columns.wanted
+def _target_plans(transfers: _Transfers, targets: int, sources: int) -> tuple[TargetPlan, ...]:
+    held, wanted = transfers.held, transfers.wanted
+    rows, wants = transfers.rows, transfers.wants
     runs, box = runs_of_boxes(
-        columns.shapes,
-        held.strides[columns.rows],
-        wanted.strides[columns.wants],
-        columns.places,
-        columns.targets,
-        (held.dtypes[columns.rows], wanted.dtypes[columns.wants]),
+        transfers.shapes,
+        held.strides[rows],
+        wanted.strides[wants],
+        _places(held, rows, transfers.offsets),
+        _places(wanted, wants, transfers.offsets),
+        (held.dtypes[rows], wanted.dtypes[wants]),
     )
     # One number for each pair of target and source, targets first.
-    pairs = wanted.owners[columns.wants][box] * max(1, sources) + held.owners[columns.rows][box]
+    pairs = wanted.owners[wants][box] * max(1, sources) + held.owners[rows][box]
     order = np.lexsort((runs.places, pairs))
-    # What may be given a scale stays with its tensor.
-    groups = (pairs * (len(wanted.dtypes) + 1))[order]
-    wants = columns.wants[box][order]
-    groups += np.where(np.isin(wanted.dtypes[wants], F8_CODES), wants + 1, 0)
-    runs, groups = coalesced(runs.chosen(order), groups)
-    pairs = groups // (len(wanted.dtypes) + 1)
+    runs, pairs = coalesced(runs.chosen(order), pairs[order])
     edges = np.searchsorted(pairs, np.arange(targets * max(1, sources) + 1))
     plans = []
     for target in range(targets):

@@ -98,10 +98,9 @@ def copy_runs(source: Bytes, target: Bytes, runs: Runs) -> None:
         runs.strides.tolist(),
         runs.target_strides.tolist(),
         runs.casts.tolist(),
-        runs.scales.view(np.float64).tolist(),
         strict=True,
     )
-    for place, to, items, count, stride, target_stride, code, scale in rows:
+    for place, to, items, count, stride, target_stride, code in rows:
         if count == 1 and code == BYTES_CAST:
             # A slice that ends beyond its memory would be cut short in silence.
             if min(place, to) < 0 or place + items > len(source) or to + items > len(target):
@@ -121,7 +120,6 @@ def copy_runs(source: Bytes, target: Bytes, runs: Runs) -> None:
                 _window(source, place, shape, stride, NUMPY_DTYPES[names[0]]),
                 _window(target, to, shape, target_stride, NUMPY_DTYPES[names[1]]),
                 names,
-                scale,
             )
 
 

@@ -198,10 +198,6 @@ class NixlSource:
         if others:
             self._tcp.read(tuple(others), target, arrived, delta)
 
-    def amaxes(self, shard: int, tensors: Sequence[str]) -> list[float]:
-        """As `OpenSource.amaxes`."""
-        return self._tcp.amaxes(shard, tensors)
-
     def confirm(self) -> None:
         """As `OpenSource.confirm`."""
         self._tcp.confirm()

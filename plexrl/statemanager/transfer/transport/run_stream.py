@@ -29,7 +29,7 @@ ANSWER_BYTES_MAX = 256 << 20
 """Of one request's runs: eight times what a client asks for at a time."""
 DIGEST_BYTES = 8
 
-COLUMNS = ("places", "items", "counts", "strides", "casts", "scales")
+COLUMNS = ("places", "items", "counts", "strides", "casts")
 """What the sender of a run needs to know."""
 
 

@@ -1,6 +1,6 @@
 """The way to a StateManager on the same machine: its files, mapped."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import msgspec
 
@@ -9,7 +9,6 @@ from plexrl.statemanager.client.connection import connect, exchange
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.protocol.channel import Channel, close_all
 from plexrl.statemanager.protocol.messages import (
-    AmaxPublished,
     Confirm,
     OpenPublished,
     PublishedShard,
@@ -53,7 +52,7 @@ class SharedMemory:
             finally:
                 close_all(fds)
             shards = tuple(_shard(one, self._layout_of) for one in offered)
-            return SharedMemorySource(address, deployment, connection, shards, data, self._copier)
+            return SharedMemorySource(address, connection, shards, data, self._copier)
         except BaseException:
             connection.close()
             raise
@@ -69,7 +68,6 @@ class SharedMemorySource:
     def __init__(
         self,
         address: str,
-        deployment: str,
         connection: Channel,
         shards: tuple[Shard, ...],
         data: list[MappedData],
@@ -81,7 +79,6 @@ class SharedMemorySource:
         self.request_s = REQUEST_S
         # A daemon that died may have been followed by one that uses the memory for something else.
         self.arrives_whole = False
-        self._deployment = deployment
         self._connection = connection
         self._data = data
         self._copier = copier
@@ -105,15 +102,6 @@ class SharedMemorySource:
             if delta is not None and part.base is not None:
                 moved = copy_changed(self._data[part.shard], part.runs, target, delta)
                 arrived(part.runs, moved)
-
-    def amaxes(self, shard: int, tensors: Sequence[str]) -> list[float]:
-        """As `OpenSource.amaxes`; the daemon works them out once for all who ask."""
-        asked = self.shards[shard]
-        request = AmaxPublished(
-            source=self._deployment, rank=asked.rank, stamp=asked.stamp, tensors=tuple(tensors)
-        )
-        answer, _ = exchange(self._connection, request)
-        return msgspec.convert(answer["amax"], list[float])
 
     def confirm(self) -> None:
         """As `OpenSource.confirm`."""

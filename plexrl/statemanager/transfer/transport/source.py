@@ -1,6 +1,6 @@
 """What a pull asks of a source, whatever way leads to it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,11 +85,6 @@ class OpenSource(Protocol):
         Raises:
             CorruptStateError: bytes were changed on the way.
         """
-        ...
-
-    def amaxes(self, shard: int, tensors: Sequence[str]) -> list[float]:
-        """The largest magnitude of each of some tensors, as layouts name them, in what a shard has
-        of it."""
         ...
 
     def confirm(self) -> None:

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from plexrl.errors import ConnectionLostError
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, UNSCALED, Runs
+from plexrl.statemanager.layout.strided_copies import Runs, one_range
 from plexrl.statemanager.store.versions.versions import Manifest
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.transport.run_stream import (
@@ -89,18 +88,7 @@ class RemoteState:
 
     def read_range(self, shard: RemoteShard, start: int, target: Bytes) -> None:
         """Fill `target` with the data from `start` on. Raises as `read`; nothing is verified."""
-        one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-        runs = Runs(
-            places=one * start,
-            targets=zero,
-            items=one * len(target),
-            counts=one,
-            strides=zero,
-            target_strides=zero,
-            casts=one * BYTES_CAST,
-            scales=one * UNSCALED,
-        )
-        self._read(shard, runs, target, verify=False)
+        self._read(shard, one_range(start, len(target)), target, verify=False)
 
     def close(self) -> None:
         """Let go of what was opened."""

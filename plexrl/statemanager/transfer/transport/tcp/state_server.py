@@ -23,7 +23,7 @@ from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.lease import Lease
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
-from plexrl.statemanager.transfer.state_readers import LocalReader
+from plexrl.statemanager.transfer.reader import LocalReader
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData
 from plexrl.statemanager.transfer.transport.run_stream import (
     ANSWER_BYTES_MAX,
@@ -172,10 +172,8 @@ def check_within(runs: Runs, nbytes: int) -> None:
     limits = np.int64(1) << np.int64(48)
     small = (runs.items >= 1) & (runs.counts >= 1) & (runs.strides >= 0) & (runs.places >= 0)
     small &= (runs.items <= nbytes) & (runs.counts <= limits // np.maximum(1, runs.strides))
-    scales = runs.scales.view(np.float64)
-    usable = np.isfinite(scales) & (scales > 0)
-    if not (casts & small & usable).all():
-        raise InvalidRequestError("runs have positive sizes and scales, and known dtypes")
+    if not (casts & small).all():
+        raise InvalidRequestError("runs have positive sizes, and known dtypes")
     # In floating point, where no product can wrap around to something small.
     total = (runs.row_bytes().astype(np.float64) * runs.counts).sum()
     if (runs.places > nbytes).any() or total > ANSWER_BYTES_MAX:
