@@ -18,7 +18,7 @@ from plexrl.errors import (
 )
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import tiny_qwen2
-from plexrl.router.http.routes.jobs import check_deployment, state_bytes
+from plexrl.router.http.deployment_checks import check_deployment, state_bytes
 from plexrl.router.http.schemas import DeploymentRequest
 
 

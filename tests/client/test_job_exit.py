@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import plexrl
-from plexrl.client.display.cluster_location import Place
+from plexrl.client.display.cluster_location import ClusterLocation
 from tests.client.test_sdk import FakeRouter
 
 
@@ -80,26 +80,26 @@ def test_a_cancelled_job_is_ended_with_its_reason(
     ("place", "resume", "cancel"),
     [
         (
-            Place("http://h:1"),
+            ClusterLocation("http://h:1"),
             "plexrl.connect('http://h:1').attach_job('j')",
             "plexrl cancel j --url http://h:1",
         ),
         (
-            Place("http://h:1", Path("/a b")),
+            ClusterLocation("http://h:1", Path("/a b")),
             "plexrl.connect(data_dir='/a b').attach_job('j')",
             "plexrl cancel j --data-dir '/a b'",
         ),
         (
-            Place("http://h:1", Path("/d"), is_embedded=True),
+            ClusterLocation("http://h:1", Path("/d"), is_embedded=True),
             "plexrl.connect(data_dir='/d').attach_job('j')",
             "plexrl.connect(data_dir='/d').attach_job('j').cancel()",
         ),
     ],
 )
 def test_the_lines_that_resume_and_cancel_a_job_name_its_cluster(
-    place: Place, resume: str, cancel: str
+    place: ClusterLocation, resume: str, cancel: str
 ) -> None:
-    assert (place.attach("j"), place.cancel("j")) == (resume, cancel)
+    assert (place.attach_line("j"), place.cancel_line("j")) == (resume, cancel)
 
 
 @pytest.mark.parametrize(
@@ -126,4 +126,4 @@ def test_an_async_script_that_exits_well_has_completed_its_job_too(router: FakeR
 
 def test_no_line_for_people_has_the_password_of_a_url() -> None:
     with plexrl.connect("http://me:secret@h:1", "key") as cluster:
-        assert "secret" not in cluster._transport.place.attach("j")
+        assert "secret" not in cluster._transport.location.attach_line("j")

@@ -1,6 +1,6 @@
-"""Everything about a request that can be checked before anything changes. Pure.
+"""Checks of an operation's parameters and batch, before anything changes. Pure.
 
-Each refusal says what is wrong, in which row, and how to mend it.
+Each error says what is wrong, in which row, and how to mend it.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from plexrl.errors import (
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.lora import LoraSpec
 from plexrl.wire.masks import check_mask
+from plexrl.wire.operation_json import OperationParams
 from plexrl.wire.operations import (
     LOSS_INPUTS,
     PARAMS_BY_KIND,
@@ -35,12 +36,11 @@ from plexrl.wire.tensors import Array, Arrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """A request that can be carried out."""
+class CheckedOperation:
+    """A request that passed all checks."""
 
     kind: OperationKind
-    params: Any
-    """An instance of `PARAMS_BY_KIND[kind]`."""
+    params: OperationParams
     tokens: int
     """Size of the work: tokens of the batch, or the most that can be drawn."""
     has_batch: bool
@@ -48,14 +48,14 @@ class Checked:
 
 def check_operation(
     spec: DeploymentSpec, kind_name: str, params: dict[str, Any], arrays: Arrays
-) -> Checked:
-    """The request as typed parameters.
+) -> CheckedOperation:
+    """Check a request and type its parameters.
 
     Raises:
-        InvalidRequestError: or one of its kinds, for whatever cannot be carried out.
+        InvalidRequestError: or a subclass; the operation could not be executed.
     """
     kind = _kind(spec, kind_name)
-    typed = decode_params(kind, params)
+    typed = type_params(kind, params)
     check_parameters(typed)
     tokens = 0
     match typed:
@@ -69,21 +69,23 @@ def check_operation(
             tokens = _check_generate(spec, typed, arrays)
         case SyncWeightsParams() if spec.model.head != "causal":
             raise InvalidRequestError(
-                f"the deployment's model has head {spec.model.head!r}, which no train deployment "
-                "publishes: load a checkpoint instead"
+                f"the deployment's model has head {spec.model.head!r}, and no train deployment "
+                "publishes such weights: load a checkpoint instead"
             )
     if arrays and not tokens:
-        raise BatchShapeError(f"{kind.value} takes no arrays, {sorted(arrays)} were sent")
-    return Checked(kind=kind, params=typed, tokens=tokens, has_batch=bool(arrays))
+        raise BatchShapeError(
+            f"{kind.value} takes no arrays, but {sorted(arrays)} were sent: leave them out"
+        )
+    return CheckedOperation(kind=kind, params=typed, tokens=tokens, has_batch=bool(arrays))
 
 
 def check_source(spec: DeploymentSpec, source: DeploymentSpec) -> None:
-    """Raises `InvalidRequestError` where a deployment cannot take over the other's weights."""
+    """Raises `InvalidRequestError` if a deployment cannot use the weights of `source`."""
     if spec.lora == source.lora:
         return
     raise InvalidRequestError(
-        f"the source has {_adapters(source.lora)} and this deployment {_adapters(spec.lora)}: what "
-        "the one publishes the other cannot use; make both with the same lora, or both without"
+        f"the source has {_adapters(source.lora)} and this deployment {_adapters(spec.lora)}, so "
+        "the published weights do not fit: create both with the same lora, or both without"
     )
 
 
@@ -91,11 +93,11 @@ def _adapters(lora: LoraSpec | None) -> str:
     return "no adapters" if lora is None else f"adapters of rank {lora.rank} ({lora})"
 
 
-def decode_params(kind: OperationKind, params: dict[str, Any]) -> Any:
-    """`params` as the kind's own type; unknown names are refused, not ignored.
+def type_params(kind: OperationKind, params: dict[str, Any]) -> OperationParams:
+    """Convert `params` to the kind's own type; an unknown name is an error.
 
     Raises:
-        InvalidRequestError: a name is unknown or missing, or a value is of a wrong type.
+        InvalidRequestError: a name is unknown or missing, or a value has a wrong type.
     """
     wanted = PARAMS_BY_KIND[kind]
     _refuse_unknown(kind.value, params, wanted)
@@ -103,16 +105,17 @@ def decode_params(kind: OperationKind, params: dict[str, Any]) -> Any:
         if isinstance(params.get(name), dict):
             _refuse_unknown(f"{kind.value}.{name}", params[name], inner)
     try:
-        return msgspec.convert(params, wanted)
+        typed: OperationParams = msgspec.convert(params, wanted)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"{kind.value}: {error}") from error
+    return typed
 
 
 def _kind(spec: DeploymentSpec, name: str) -> OperationKind:
     allowed = sorted(kind.value for kind in USER_KINDS[spec.kind])
     if name not in allowed:
         raise InvalidRequestError(
-            f"{name!r} is no operation of a {spec.kind} deployment: use {', '.join(allowed)}"
+            f"{name!r} is not an operation of a {spec.kind} deployment: use {', '.join(allowed)}"
         )
     return OperationKind(name)
 
@@ -163,12 +166,14 @@ def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays
     sampling = params.sampling
     if params.stream and spec.layout.dp > 1:
         raise InvalidRequestError(
-            f"the deployment has {spec.layout.dp} replicas (dp), and a stream tells of one: leave "
-            "`stream` out, or make a deployment with dp=1"
+            f"the deployment has {spec.layout.dp} replicas (dp), and a stream covers one replica: "
+            "leave `stream` out, or create a deployment with dp=1"
         )
     unknown = sorted(set(arrays) - {"tokens", "lengths"})
     if unknown:
-        raise BatchShapeError(f"generate takes tokens and lengths; {unknown} were sent too")
+        raise BatchShapeError(
+            f"generate takes tokens and lengths only: leave {', '.join(unknown)} out"
+        )
     lengths = _check_rows(spec, arrays)
     rows = len(lengths) * params.samples_per_prompt
     if rows > SAMPLES_MAX:
@@ -177,20 +182,21 @@ def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays
     if int(lengths[longest]) + 1 > spec.max_sequence_tokens:
         raise BatchShapeError(
             f"prompt {longest} has {int(lengths[longest])} tokens and the deployment's "
-            f"max_sequence_tokens is {spec.max_sequence_tokens}: no room for an answer",
+            f"max_sequence_tokens is {spec.max_sequence_tokens}: shorten the prompt, it leaves no "
+            "token for a completion",
             row=longest,
         )
-    # No answer is longer than the model's context, whatever was asked for.
+    # No completion is longer than the deployment's limit on a sequence.
     return rows * min(sampling.max_tokens, spec.max_sequence_tokens)
 
 
 def _check_rows(spec: DeploymentSpec, arrays: Arrays) -> Array:
-    """Checks `tokens` and `lengths`; returns the lengths."""
+    """Check `tokens` and `lengths`; return the lengths."""
     for name in ("tokens", "lengths"):
         array = arrays.get(name)
         if array is None or array.dtype != np.int32 or array.ndim != 1:
             found = "missing" if array is None else f"{array.dtype}{list(array.shape)}"
-            raise BatchShapeError(f"{name} must be int32 of one dimension; it is {found}")
+            raise BatchShapeError(f"{name} must be a one-dimensional int32 array; it is {found}")
     tokens, lengths = arrays["tokens"], arrays["lengths"]
     if not len(lengths):
         raise BatchShapeError("the batch has no rows: send at least one")
@@ -202,8 +208,8 @@ def _check_rows(spec: DeploymentSpec, arrays: Arrays) -> Array:
     total = int(lengths.sum(dtype=np.int64))
     if total != len(tokens):
         raise BatchShapeError(
-            f"lengths add up to {total} and there are {len(tokens)} tokens: rows are laid end to "
-            "end, none cut off"
+            f"lengths add up to {total} and there are {len(tokens)} tokens: pack all rows end to "
+            "end"
         )
     longest = int(lengths.argmax())
     if int(lengths[longest]) > spec.max_sequence_tokens:
@@ -213,7 +219,7 @@ def _check_rows(spec: DeploymentSpec, arrays: Arrays) -> Array:
             row=longest,
         )
     size = int(spec.model.config["vocab_size"])
-    # Two quick passes that allocate nothing; where is only looked for once something is wrong.
+    # Two fast passes without allocation; the position is searched for only after an error.
     if int(tokens.min()) < 0 or int(tokens.max()) >= size:
         wrong = np.flatnonzero((tokens < 0) | (tokens >= size))
         row, position = _row_of(int(wrong[0]), lengths)
@@ -240,7 +246,8 @@ def _check_finite(name: str, array: Array, lengths: Array) -> None:
         )
 
 
-def _row_of(place: int, lengths: Array) -> tuple[int, int]:
+def _row_of(index: int, lengths: Array) -> tuple[int, int]:
+    """The row of the token at `index` in the packed batch, and its position in that row."""
     ends = np.cumsum(lengths, dtype=np.int64)
-    row = int(np.searchsorted(ends, place, side="right"))
-    return row, place - int(ends[row] - lengths[row])
+    row = int(np.searchsorted(ends, index, side="right"))
+    return row, index - int(ends[row] - lengths[row])

@@ -3,8 +3,8 @@
 import pytest
 
 from plexrl import errors
-from plexrl.router.execution.public_errors import public_error
 from plexrl.router.http.authentication import Caller
+from plexrl.router.http.error_responses import public_error
 from plexrl.router.http.routes.operations import held_reason
 
 SECRET = "postgresql://plexrl@db.internal/journal"
@@ -42,6 +42,6 @@ def test_other_errors_are_told_as_they_are() -> None:
 def test_only_the_operator_is_told_which_disk_a_result_waits_for() -> None:
     held = f"the disk of {SECRET} is full"
     assert SECRET in held_reason(held, Caller("operator", is_operator=True))
-    told = held_reason(held, Caller("t", is_operator=False))
-    assert "waits for room" in told
-    assert SECRET not in told
+    shown = held_reason(held, Caller("t", is_operator=False))
+    assert "waits for free space" in shown
+    assert SECRET not in shown

@@ -16,7 +16,7 @@ from plexrl.errors import (
 )
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import tiny_qwen2
-from plexrl.router.http.validation import check_operation
+from plexrl.router.http.operation_checks import check_operation
 from plexrl.wire.tensors import Arrays
 
 MODEL = tiny_qwen2("0123456789")
@@ -84,7 +84,7 @@ def test_a_value_that_is_not_finite_is_placed(
         ({"lengths": np.array([2, 2], dtype=np.int32)}, "add up to 4"),
         ({"lengths": np.array([0, 5], dtype=np.int32)}, "row 0 has 0 tokens"),
         ({"lengths": np.empty(0, dtype=np.int32)}, "no rows"),
-        ({"tokens": np.full(5, 3, dtype=np.int64)}, "tokens must be int32"),
+        ({"tokens": np.full(5, 3, dtype=np.int64)}, "tokens must be a one-dimensional int32"),
         ({"mask": np.ones(4, dtype=np.float32)}, r"float32\[5\] is needed"),
         ({"mask": np.ones(5, dtype=np.float64)}, "mask is float64"),
         ({"mood": np.ones(5, dtype=np.float32)}, "mood are not used"),
@@ -135,9 +135,9 @@ def test_a_negative_mask_is_refused_and_placed() -> None:
 @pytest.mark.parametrize(
     ("spec", "kind", "params", "message"),
     [
-        (TRAIN, "generate", {}, "no operation of a train deployment"),
-        (ROLLOUT, "optim_step", {"learning_rate": 1}, "no operation of a rollout deployment"),
-        (TRAIN, "publish", {}, "no operation"),
+        (TRAIN, "generate", {}, "not an operation of a train deployment"),
+        (ROLLOUT, "optim_step", {"learning_rate": 1}, "not an operation of a rollout deployment"),
+        (TRAIN, "publish", {}, "not an operation"),
         (TRAIN, "optim_step", {}, "learning_rate"),
         (TRAIN, "optim_step", {"learning_rate": 0.1, "betas": 1}, "no parameter 'betas'"),
         (TRAIN, "optim_step", {"learning_rate": float("nan")}, "at least 0"),

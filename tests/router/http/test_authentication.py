@@ -1,4 +1,4 @@
-"""Whom a key belongs to is remembered for a while, but never past a revocation."""
+"""Cached replies about API keys never outlive a revocation; a claim carries the caller's scope."""
 
 import asyncio
 from pathlib import Path
@@ -8,13 +8,14 @@ import pytest
 
 from plexrl.errors import AuthenticationError, UnavailableError
 from plexrl.router.execution.scheduler_link import SchedulerLink
-from plexrl.router.http.authentication import Callers, key_digest
+from plexrl.router.http.authentication import Caller, KeyCache, key_digest
+from plexrl.scheduler.core.calls import take_scope
 from plexrl.wire.rpc import Peer
 
 Plain = dict[str, Any]
 
 
-def test_a_key_is_asked_about_once_until_the_scheduler_says_forget(tmp_path: Path) -> None:
+def test_a_key_is_looked_up_once_until_the_scheduler_reports_a_revocation(tmp_path: Path) -> None:
     async def talk() -> None:
         asked: list[Plain] = []
         valid = True
@@ -33,30 +34,30 @@ def test_a_key_is_asked_about_once_until_the_scheduler_says_forget(tmp_path: Pat
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await Peer(reader, writer, {"hello": hello, "authenticate": authenticate}).run()
 
-        callers = Callers()
+        keys = KeyCache()
         link = SchedulerLink(
-            str(tmp_path / "s"), "r", {"forget_callers": callers.on_forget}, callers.forget
+            str(tmp_path / "s"), "r", {"forget_callers": keys.on_forget}, keys.clear
         )
-        callers.scheduler = link
+        keys.scheduler = link
         server = await asyncio.start_unix_server(serve, tmp_path / "s")
         running = asyncio.create_task(link.run())
         await link.connected.wait()
         try:
             for _ in range(3):
-                assert (await callers.of_key("k")).tenant == "a"
+                assert (await keys.caller_of("k")).tenant == "a"
             assert asked == [{"key_digest": key_digest("k")}]
             valid = False
             await scheduler[0].call("forget_callers")
             with pytest.raises(AuthenticationError):
-                await callers.of_key("k")
+                await keys.caller_of("k")
             valid = True
-            await callers.of_key("k")
+            await keys.caller_of("k")
             server.close()
             scheduler[0].close()
             while link.connected.is_set() and len(asked) == 3:
-                # Nothing would be heard of a revocation now, so what was asked counts no more.
+                # No revocation can be reported now, so cached replies are void.
                 try:
-                    await callers.of_key("k")
+                    await keys.caller_of("k")
                 except UnavailableError:
                     break
                 await asyncio.sleep(0)
@@ -68,7 +69,7 @@ def test_a_key_is_asked_about_once_until_the_scheduler_says_forget(tmp_path: Pat
     asyncio.run(asyncio.wait_for(talk(), 60))
 
 
-def test_an_answer_from_before_a_revocation_is_not_remembered(tmp_path: Path) -> None:
+def test_a_reply_from_before_a_revocation_is_not_cached(tmp_path: Path) -> None:
     async def talk() -> None:
         asked = 0
         arrived, answer = asyncio.Event(), asyncio.Event()
@@ -86,19 +87,19 @@ def test_an_answer_from_before_a_revocation_is_not_remembered(tmp_path: Path) ->
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await Peer(reader, writer, {"hello": hello, "authenticate": authenticate}).run()
 
-        callers = Callers()
-        link = SchedulerLink(str(tmp_path / "s"), "r", {}, callers.forget)
-        callers.scheduler = link
+        keys = KeyCache()
+        link = SchedulerLink(str(tmp_path / "s"), "r", {}, keys.clear)
+        keys.scheduler = link
         server = await asyncio.start_unix_server(serve, tmp_path / "s")
         running = asyncio.create_task(link.run())
         await link.connected.wait()
         try:
-            asking = asyncio.create_task(callers.of_key("k"))
+            asking = asyncio.create_task(keys.caller_of("k"))
             await arrived.wait()
-            callers.forget()
+            keys.clear()
             answer.set()
             await asking
-            await callers.of_key("k")
+            await keys.caller_of("k")
             assert asked == 2
         finally:
             running.cancel()
@@ -106,3 +107,8 @@ def test_an_answer_from_before_a_revocation_is_not_remembered(tmp_path: Path) ->
             server.close()
 
     asyncio.run(asyncio.wait_for(talk(), 60))
+
+
+def test_the_scheduler_reads_the_callers_scope_from_the_claim() -> None:
+    for caller in (Caller("a", is_operator=False), Caller("operator", is_operator=True)):
+        assert take_scope({**caller.claim, "job": "j"}) == (caller.scope, {"job": "j"})

@@ -1,7 +1,7 @@
-"""What every request passes before a route sees it: its key, and bounds on its body.
+"""Authentication and request-body limits, applied to every request before a route runs.
 
-The key is checked from the headers, before a byte of the body is read. A body has a bound in size
-and one in time. Routes that take large payloads stream them to disk and have bounds of their own.
+The key is checked from the headers, before a byte of the body is read. A request body is limited in
+size and in time. Routes that take large payloads stream them to disk and set their own limits.
 """
 
 import asyncio
@@ -21,49 +21,51 @@ OPEN_PATHS = frozenset(
         *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
     }
 )
-"""Requests that carry no key."""
+"""Paths that need no key."""
 BODY_KEY = "incoming_body"
-"""Of a request's body in its `scope["state"]`."""
+"""Key of a request's `LimitedBody` in `scope["state"]`."""
 
 _DIGITS = re.compile(r"[0-9]{1,18}")
 
 
 class BodyRefusedError(HTTPException):
-    """`cause` on its way through FastAPI, which passes on no other errors of reading a body."""
+    """Carries `cause` through FastAPI, which passes on no other error raised while it reads a
+    body."""
 
     def __init__(self, cause: PlexRLError) -> None:
         super().__init__(cause.status)
         self.cause = cause
 
 
-class IncomingBody:
-    """A request's body on its way in, bounded in size and time."""
+class LimitedBody:
+    """The body of a request that is being received, limited in size and time."""
 
     def __init__(self, scope: Scope, receive: Receive, bytes_max: int, timeout_s: float) -> None:
         self._receive = receive
         self._bytes_max = bytes_max
         self.timeout_s = timeout_s
-        self._announced = _announced(scope)
+        self.content_length = _content_length(scope)
+        """Size that the request declares, in bytes; absent: it declares none."""
         self._bytes = 0
         self._deadline_at: float | None = None
         self._is_streamed = self._is_whole = False
 
     def allow(self, bytes_max: int) -> None:
-        """Take a larger body: the route streams it, and bounds its time by its size."""
+        """Accept a larger body. The route streams it and sets its own time limit."""
         self._bytes_max = bytes_max
         self._is_streamed = True
 
     async def receive(self) -> Message:
-        """The next part.
+        """Return the next part of the body.
 
         Raises:
-            BodyRefusedError: the body is too large, or too slow.
+            BodyRefusedError: the body is too large or too slow.
         """
         if self._is_whole:
-            # Only the connection's end can come now, whenever that is.
+            # The only message left is the disconnect, which has no deadline.
             return await self._receive()
         if self._deadline_at is None:
-            self._check_size(self._announced)
+            self._check_size(self.content_length or 0)
             self._deadline_at = asyncio.get_running_loop().time() + self.timeout_s
         try:
             async with asyncio.timeout_at(None if self._is_streamed else self._deadline_at):
@@ -71,7 +73,7 @@ class IncomingBody:
         except TimeoutError as error:
             raise BodyRefusedError(
                 ConnectionLostError(
-                    f"the request's body was not there in {self.timeout_s:g} s: send it again"
+                    f"the request's body did not arrive within {self.timeout_s:g} s: send it again"
                 )
             ) from error
         self._bytes += len(message.get("body", b""))
@@ -89,22 +91,23 @@ class IncomingBody:
             )
 
 
-class Door:
-    """ASGI middleware."""
+class RequestLimits:
+    """ASGI middleware that authenticates each request and limits its body."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
         authenticate: Callable[[Request], Awaitable[object]],
-        answer: Callable[[Request, Exception], Awaitable[JSONResponse]],
+        error_response: Callable[[Request, Exception], Awaitable[JSONResponse]],
         bytes_max: int,
         timeout_s: float,
     ) -> None:
-        """`authenticate` raises where a request carries no valid key; `answer` shows an error."""
+        """`authenticate` raises if a request carries no valid key; `error_response` renders an
+        error."""
         self._app = app
         self._authenticate = authenticate
-        self._answer = answer
+        self._error_response = error_response
         self._bytes_max = bytes_max
         self._timeout_s = timeout_s
 
@@ -118,31 +121,30 @@ class Door:
             try:
                 await self._authenticate(request)
             except PlexRLError as error:
-                response = closing(await self._answer(request, error))
+                response = close_after(await self._error_response(request, error))
                 await response(scope, receive, send)
                 return
             connection = state.get(STATE_KEY)
             if isinstance(connection, GuardedProtocol):
                 connection.authenticated()
-        body = IncomingBody(scope, receive, self._bytes_max, self._timeout_s)
+        body = LimitedBody(scope, receive, self._bytes_max, self._timeout_s)
         state[BODY_KEY] = body
         try:
             await self._app(scope, body.receive, send)
         finally:
-            # It refers to the request, and the request to it: a collection for each is dear.
+            # Body and request refer to each other. Breaking the cycle here spares the collector.
             del state[BODY_KEY]
 
 
-def closing(response: JSONResponse) -> JSONResponse:
-    """The response, after which the connection ends: nobody reads what is left of the request."""
+def close_after(response: JSONResponse) -> JSONResponse:
+    """Make the connection close after this response: the rest of the request is not read."""
     response.headers["connection"] = "close"
     return response
 
 
-def _announced(scope: Scope) -> int:
-    """What the request says of its body's length; 0 where it does not."""
+def _content_length(scope: Scope) -> int | None:
     for name, value in scope["headers"]:
         if name == b"content-length":
             text = value.decode("latin-1").strip()
-            return int(text) if _DIGITS.fullmatch(text) else 0
-    return 0
+            return int(text) if _DIGITS.fullmatch(text) else None
+    return None

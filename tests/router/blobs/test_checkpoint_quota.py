@@ -1,4 +1,4 @@
-"""The quota of checkpoints, on a disk that cannot be looked at."""
+"""The quota of checkpoints, on a disk that cannot be read."""
 
 import asyncio
 from pathlib import Path
@@ -26,5 +26,5 @@ def test_a_disk_that_cannot_be_looked_at_refuses_a_checkpoint_and_spoils_no_stat
     folder.write_text("no folder")
     quota = CheckpointQuota(Owner(), folder, "r", checkpoints_max=1, bytes_max=None)  # type: ignore[arg-type]
     # A typed error: the executor takes any other for one that may have changed the workers' state.
-    with pytest.raises(StorageError, match="cannot be looked at"):
+    with pytest.raises(StorageError, match="cannot be read"):
         asyncio.run(quota.check("j", '{"name": "c"}'))

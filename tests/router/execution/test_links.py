@@ -12,9 +12,9 @@ import pytest
 from plexrl.errors import ConflictError, StorageFullError, UnavailableError
 from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, JobId, OperationId
 from plexrl.router.blobs.store import BlobStore
+from plexrl.router.execution.deployment_specs import DeploymentSpecs
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.scheduler_link import SchedulerLink
-from plexrl.router.execution.specs import DeploymentSpecs
 from plexrl.router.execution.worker_link import WorkerGoneError, WorkerLink
 from plexrl.scheduler.state.commands import CODEC, AbortOperation, RunOperation
 from plexrl.wire.frame_socket import FrameSocket
@@ -269,14 +269,14 @@ def test_a_result_waits_for_room_and_is_neither_lost_nor_computed_again(tmp_path
             answer |= {"result": {}, "compute_s": 0.1}
             await connections[0].send(answer, (b"x" * 5000,))
             async with asyncio.timeout(LIMIT_S):
-                while executor.held("o") is None:  # noqa: ASYNC110 (nobody tells)
+                while executor.unstored_reason("o") is None:  # noqa: ASYNC110 (no event exists)
                     await asyncio.sleep(0.01)
-            assert "free space there" in str(executor.held("o"))
+            assert "free space there" in str(executor.unstored_reason("o"))
             assert told.empty()
             disk.free()
             method, report = await in_time(told.get())
             assert method == "operation_finished"
-            assert executor.held("o") is None
+            assert executor.unstored_reason("o") is None
             assert heard.empty(), "the workers were asked again"
             stored = await BlobStore(disk.path / "blobs").read(BlobRef(report["result"]))
             assert bytes(stored) == b"x" * 5000

@@ -13,7 +13,7 @@ from plexrl.router.dispatch.micro_batches import packed_count, padded_count
 from plexrl.router.dispatch.plan import DispatchPlan, plan_batch
 from plexrl.router.dispatch.reductions import gather_metrics
 from tests.layouts import DENSE_LAYOUTS, LAYOUTS
-from tests.router.simulated_model import batch, run_by_plan, run_whole
+from tests.router.dispatch.simulated_model import batch, run_by_plan, run_whole
 
 batches = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 layouts = st.sampled_from(LAYOUTS)

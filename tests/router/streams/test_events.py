@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
 from plexrl.router.streams import events as stream_events
-from plexrl.router.streams.events import Cursor, read_cursor, server_sent, tokens_event, told_again
+from plexrl.router.streams.events import (
+    Cursor,
+    read_cursor,
+    result_events,
+    server_sent,
+    tokens_event,
+)
 from plexrl.wire.tensors import Arrays
 from plexrl.worker.rollout.token_streams import TokenLog
 
@@ -48,7 +54,7 @@ def test_result_and_log_tell_the_same_behind_every_place(order: list[int], after
     log, arrays = drawn(order)
     part = log.read(after)
     live = read([tokens_event(Cursor(log.name, part["next"]), part["rows"])])
-    again = read(told_again(Cursor(log.name, after), log.name, arrays))
+    again = read(result_events(Cursor(log.name, after), log.name, arrays))
     assert live == again
     wanted: Rows = {}
     for place, row in enumerate(order[after:], start=after):
@@ -59,14 +65,14 @@ def test_result_and_log_tell_the_same_behind_every_place(order: list[int], after
 def test_a_long_stream_comes_in_several_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_events, "TOKENS_MAX", 4)
     log, arrays = drawn([0, 1, 1, 2, 0, 0, 3, 4, 0])
-    events = list(told_again(Cursor(), log.name, arrays))
+    events = list(result_events(Cursor(), log.name, arrays))
     assert [event["cursor"] for event in events] == [f"{log.name}.{end}" for end in (4, 8, 9)]
-    assert read(events) == read(told_again(Cursor(), log.name, arrays))
+    assert read(events) == read(result_events(Cursor(), log.name, arrays))
 
 
 def test_a_place_in_an_earlier_run_is_void() -> None:
     log, arrays = drawn([0, 1, 0])
-    first, *rest = told_again(Cursor("other", 2), log.name, arrays)
+    first, *rest = result_events(Cursor("other", 2), log.name, arrays)
     assert first == {"restart": True}
     assert read(rest) == {0: [1000, 1002], 1: [1001]}
 
@@ -74,13 +80,13 @@ def test_a_place_in_an_earlier_run_is_void() -> None:
 def test_what_was_not_streamed_cannot_be_told() -> None:
     _, arrays = drawn([0])
     del arrays["stream_order"]
-    with pytest.raises(InvalidRequestError, match="not submitted with `stream`"):
-        list(told_again(Cursor(), "", arrays))
+    with pytest.raises(InvalidRequestError, match="submitted without `stream`"):
+        list(result_events(Cursor(), "", arrays))
 
 
 @pytest.mark.parametrize("text", ["7", "a.b", ".3", "a.-1", "a b.1", "a.1\n", "ä.1", "a.²"])
 def test_a_cursor_that_nobody_wrote_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match="no place in a stream"):
+    with pytest.raises(InvalidRequestError, match="is not a cursor"):
         read_cursor(text)
 
 

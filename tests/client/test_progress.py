@@ -79,7 +79,7 @@ def test_logging_is_as_before_once_the_block_ends(caplog: pytest.LogCaptureFixtu
 
 
 def test_the_readme_shows_the_first_controller_as_it_is() -> None:
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     example = (root / "examples/first_controller.py").read_text()
     core = example[example.index("import random") :]
     assert f"```python\n{core}```\n" in (root / "README.md").read_text()

@@ -10,8 +10,8 @@ from plexrl.errors import UnavailableError, UnknownDeploymentError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import tiny_qwen2
+from plexrl.router.execution.deployment_specs import DeploymentSpecs
 from plexrl.router.execution.scheduler_link import SchedulerLink
-from plexrl.router.execution.specs import DeploymentSpecs
 from plexrl.wire.rpc import Peer
 
 SPEC = DeploymentSpec(

@@ -1,4 +1,4 @@
-"""How many connections this process can have, and what it does when descriptors run out anyway."""
+"""Limits on this process's connections, and what happens when file descriptors run out."""
 
 import asyncio
 import logging
@@ -16,13 +16,14 @@ from plexrl.router.http.server.connections import (
 LOG = logging.getLogger(__name__)
 
 QUIET_S = 60.0
-"""Between two lines in the log about the same."""
-SHED = 64
-"""Connections that are ended when there is no descriptor for a new one."""
+"""Shortest time between two log messages about the same event."""
+SHED_COUNT = 64
+"""Connections to close if there is no descriptor for a new one."""
 
 
 def make_connections(config: RouterConfig) -> Connections:
-    """Bounded as configured, and by the limit on descriptors, which is raised as far as it goes."""
+    """Connections bounded as configured and by the descriptor limit, which is raised to its
+    maximum."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     wanted = config.connections_max or CONNECTIONS_MAX
@@ -40,10 +41,10 @@ def make_connections(config: RouterConfig) -> Connections:
     return Connections(count, min(of_address, count))
 
 
-class AcceptFailures:
-    """An event loop's exception handler: makes room where a connection could not be accepted.
+class AcceptErrorHandler:
+    """An event loop's exception handler that closes connections if a new one cannot be accepted.
 
-    asyncio reports each of the thousands of attempts that it makes in a row. One is logged.
+    asyncio reports each of thousands of failed attempts in a row; only one is logged.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -58,27 +59,27 @@ class AcceptFailures:
         if now - self._shed_at < 0.5:
             return
         self._shed_at = now
-        ended = self._connections.shed(SHED)
+        ended = self._connections.shed(SHED_COUNT)
         if now - self._logged_at >= QUIET_S:
             self._logged_at = now
             LOG.error(
-                "no connection can be accepted (%s): %d of %d connections were ended; raise the "
-                "limit on descriptors, or lower connections_max",
+                "no connection can be accepted (%s): %d of %d connections were closed; raise the "
+                "limit on file descriptors, or lower connections_max",
                 context.get("exception"),
                 ended,
                 self._connections.count + ended,
             )
 
 
-class SparseWarnings(logging.Filter):
-    """Lets a warning pass once in `QUIET_S`: strangers cause them, as often as they like."""
+class RateLimitedWarnings(logging.Filter):
+    """Passes each warning once in `QUIET_S`, because clients can cause as many as they like."""
 
     def __init__(self) -> None:
         super().__init__()
         self._passed_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be logged."""
+        """Whether to log the record."""
         if record.levelno != logging.WARNING:
             return True
         now = time.monotonic()

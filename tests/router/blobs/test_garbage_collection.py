@@ -8,8 +8,8 @@ from typing import Any
 
 from plexrl.errors import UnavailableError
 from plexrl.ids import BlobRef
+from plexrl.router.blobs.garbage_collection import collect_orphans
 from plexrl.router.blobs.store import BlobStore
-from plexrl.router.blobs.sweeping import discard_orphans
 
 LIMIT_S = 60.0
 
@@ -42,7 +42,7 @@ def test_old_payloads_that_no_operation_needs_go_once_the_scheduler_says_so(tmp_
         age(tmp_path, long_ago)
         scheduler = Knowing({"j:1/a.0.in"})
         sweeping = asyncio.create_task(
-            discard_orphans(store, scheduler, older_than_s=3600.0, every_s=0.01)
+            collect_orphans(store, scheduler, older_than_s=3600.0, every_s=0.01)
         )
         async with asyncio.timeout(LIMIT_S):
             asked = [await scheduler.asked.get() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Deployments' specifications, asked of the scheduler once: they never change."""
+"""Cache of deployments' specifications, which never change."""
 
 import asyncio
 from collections import OrderedDict
@@ -14,18 +14,18 @@ Plain = dict[str, Any]
 
 
 class DeploymentSpecs:
-    """A bounded cache, apart for every scope, so that no tenant reads another's."""
+    """A bounded cache with separate entries for every scope, so that no tenant reads another's."""
 
     def __init__(self, scheduler: SchedulerLink) -> None:
         self._scheduler = scheduler
         self._specs: OrderedDict[tuple[str, str | None], DeploymentSpec] = OrderedDict()
 
     async def read(self, deployment: str, scope: str | None) -> DeploymentSpec:
-        """The specification, for a tenant or (None) whoever asks.
+        """Return a specification in the scope of a tenant, or in every scope (None).
 
         Raises:
-            UnknownDeploymentError: there is none in that scope.
-            UnavailableError: there is no scheduler now.
+            UnknownDeploymentError: the scope has no such deployment.
+            UnavailableError: no scheduler is connected.
         """
         key = (deployment, scope)
         found = self._specs.get(key)
@@ -41,11 +41,11 @@ class DeploymentSpecs:
         return found
 
     async def await_own(self, deployment: str) -> DeploymentSpec:
-        """The specification of a deployment that the scheduler gave this router work for, however
-        long the scheduler is away: the run itself outlives its restart.
+        """Return the specification of a deployment whose run this router executes. While the
+        scheduler is unreachable the call waits: the run outlives a restart of the scheduler.
 
         Raises:
-            UnknownDeploymentError: it is gone meanwhile.
+            UnknownDeploymentError: the deployment was deleted meanwhile.
         """
         while True:
             try:
