@@ -162,6 +162,10 @@ STATE_WRITERS = {
     "state": {"job.py", "operation.py", "wpg.py"},
 }
 """Fields of state machines, and the modules of `plexrl/scheduler/state` that write them."""
+DEPLOYMENT_PARTS = {
+    *("backoff", "burst", "cycles", "moves", "processes", "replay", "stored", "switch_times"),
+}
+"""Records of `plexrl/scheduler/state/deployment`, which only their own modules write."""
 
 
 def test_fields_that_follow_a_state_machine_have_one_writer() -> None:
