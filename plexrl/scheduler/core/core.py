@@ -92,6 +92,7 @@ from plexrl.scheduler.queries.views import (
     usage_view,
 )
 from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import Command
 from plexrl.scheduler.state.estimates import Estimates
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -249,7 +250,7 @@ class SchedulerCore:
             halts_on_failure=event.halts_on_failure,
         )
         context.count_live_job(event.tenant, +1)
-        context.wake(now + event.controller_timeout_s, f"job:{event.job}")
+        context.wake(now + event.controller_timeout_s, timers.silence(event.job))
 
     def _deployment_created(self, event: ev.DeploymentCreated, now: float) -> None:
         context = self._context

@@ -68,9 +68,8 @@ def displace(context: Context, deployment: Deployment, reason: str, now: float) 
     deployment.replaying.clear()
     forget_open_cycle(deployment)
     if deployment.queue:
-        deployment.wants_since = now
-    deployment.burst_started_at = None
-    deployment.idle_since = None
+        deployment.burst.want(now)
+    deployment.burst.interrupt()
     deployment.moved_because = reason
     _evacuate(context, deployment, now)
 

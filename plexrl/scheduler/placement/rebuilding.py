@@ -11,6 +11,7 @@ from plexrl.errors import PlexRLError
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.operations.operations import enqueue_publish, payload_bytes, publish_name
 from plexrl.scheduler.placement.placement import shares
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
@@ -38,7 +39,7 @@ def rebuild(context: Context, deployment: Deployment, now: float) -> bool:
         node = nodes[name]
         begins_at = (node.lost_at or 0.0) + _replay_s(context, deployment)
         if now < begins_at and not node.is_draining:
-            context.wake(begins_at, f"node:{name}")
+            context.wake(begins_at, timers.node_check(name))
             return False
     return _restart_from_initial(deployment)
 

@@ -33,7 +33,7 @@ from plexrl.scheduler.placement.placement import (
     vacate,
 )
 from plexrl.scheduler.placement.policies import PlacementMode
-from plexrl.scheduler.state import wpg
+from plexrl.scheduler.state import timers, wpg
 from plexrl.scheduler.state.commands import MigrateState, ReleaseState, StopWorkers
 from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.state.machines.residency_states import Residency
@@ -183,7 +183,7 @@ def cancel_move(context: Context, deployment: Deployment, now: float) -> None:
     context.relocating.pop(deployment.deployment, None)
     deployment.no_move_until = now + BACK_OFF_S
     for node in deployment.nodes:
-        context.wake(deployment.no_move_until, f"node:{node}")
+        context.wake(deployment.no_move_until, timers.node_check(node))
 
 
 def finish(context: Context, deployment: Deployment, now: float) -> bool:
@@ -206,7 +206,7 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     deployment.replaying.clear()
     forget_open_cycle(deployment)
     if deployment.queue:
-        deployment.wants_since = now
+        deployment.burst.want(now)
     vacate(context, deployment, now)
     if choice.mode == PlacementMode.DEDICATED:
         joined = place(context, deployment, now, only=(PlacementMode.DEDICATED,))

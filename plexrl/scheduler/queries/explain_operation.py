@@ -71,7 +71,7 @@ def _reason(
         if nodes:
             return f"it waits for {nodes} to return with its GPUs and state", "recovering", None
     if deployment.launch_at is not None:
-        why = deployment.held_back_reason
+        why = deployment.backoff.reason
         return (
             f"its workers had not enough memory to start, and are started again: {why}",
             "no room",
@@ -93,12 +93,12 @@ def _reason(
             eta_s = None if found is None else found.eta_s
             why = "" if found is None else f": {found.reason}"
             return f"the weights it pulls are not published yet{why}", "dependency", eta_s
-    if now < deployment.held_back_until:
-        wait_s = deployment.held_back_until - now
-        if deployment.held_code:
-            why = f"it is held and will be tried again: {deployment.held_back_reason}"
+    if now < deployment.backoff.until:
+        wait_s = deployment.backoff.until - now
+        if deployment.backoff.code:
+            why = f"it is held and will be tried again: {deployment.backoff.reason}"
             return why, "held", wait_s + ahead
-        return f"a switch to it failed ({deployment.held_back_reason})", "backoff", wait_s + ahead
+        return f"a switch to it failed ({deployment.backoff.reason})", "backoff", wait_s + ahead
     if group.holder == deployment.deployment:
         if deployment.moving is not None or deployment.replaying:
             return "its model's state is being moved", "switch", ahead
