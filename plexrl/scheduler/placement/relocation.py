@@ -18,7 +18,7 @@ from plexrl.ids import NodeId
 from plexrl.scheduler.admission.scarcity import is_scarce
 from plexrl.scheduler.capacity.overlaps import overlap_s
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.dispatch.switch_cost import HOST, round_trip_s, state_lies
+from plexrl.scheduler.dispatch.switch_cost import HOST, record_tier, round_trip_s
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.operations.operations import forget_previous
@@ -261,7 +261,7 @@ def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
     deployment.state_nodes = list(deployment.nodes)
     # Only the durable version was copied.
     forget_previous(context, deployment)
-    state_lies(deployment, HOST)
+    record_tier(deployment, HOST)
     wpg.resume(deployment)
     return True
 

@@ -1,4 +1,4 @@
-"""Writes snapshots of the core: at intervals, when asked, and to free space in a full journal."""
+"""Writes snapshots of the core: at intervals, on request, and to free space in a full journal."""
 
 import asyncio
 import logging

@@ -147,7 +147,7 @@ def test_a_pass_places_what_an_independent_oracle_places(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_of_a_backlog_of_which_no_two_are_alike_few_are_looked_at(policy: str) -> None:
+def test_few_deployments_of_a_backlog_without_equal_ones_are_considered(policy: str) -> None:
     cluster = FakeCluster(policy=policy, searches_max=5)
     cluster.start_node(GPUS)
     for number in range(120):
@@ -162,7 +162,7 @@ def test_of_a_backlog_of_which_no_two_are_alike_few_are_looked_at(policy: str) -
     assert len(looks._seen) <= 6
 
 
-def test_the_room_of_who_may_not_be_passed_is_not_offered_to_the_backlog_behind_it() -> None:
+def test_capacity_for_a_blocking_deployment_is_not_offered_to_the_backlog() -> None:
     cluster = FakeCluster(policy="pack", load_max=0.5)
     cluster.start_node(GPUS)
     cluster.job("small")
@@ -182,7 +182,7 @@ def test_the_room_of_who_may_not_be_passed_is_not_offered_to_the_backlog_behind_
 
 @pytest.mark.parametrize("policy", ["pack", "spread", "spread+backfill"])
 @pytest.mark.parametrize("first", [{"exclusive": True}, {"trace": trace(90.0)}])
-def test_no_newcomer_joins_a_group_that_a_job_of_another_size_may_not_be_passed_for(
+def test_no_newcomer_joins_a_group_that_a_blocking_job_of_another_size_needs(
     policy: str, first: dict[str, object]
 ) -> None:
     cluster = FakeCluster(policy=policy)
@@ -200,7 +200,7 @@ def test_no_newcomer_joins_a_group_that_a_job_of_another_size_may_not_be_passed_
 
 
 @pytest.mark.parametrize("policy", ["pack", "spread+backfill"])
-def test_who_had_no_room_any_more_joins_a_group_that_is_made_before_its_turn(policy: str) -> None:
+def test_a_deployment_that_did_not_fit_joins_a_group_formed_before_its_turn(policy: str) -> None:
     cluster = FakeCluster(policy=policy)
     for node_type in ("x", "y"):
         cluster.join_node(GPUS, f"n-{node_type}", node_type=node_type)
@@ -223,7 +223,7 @@ def test_who_had_no_room_any_more_joins_a_group_that_is_made_before_its_turn(pol
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_of_a_backlog_of_gangs_few_are_looked_at(policy: str) -> None:
+def test_few_gangs_of_a_backlog_are_considered(policy: str) -> None:
     cluster = FakeCluster(policy=policy, searches_max=5)
     cluster.start_node(GPUS)
     for number in range(100):
@@ -243,7 +243,7 @@ def test_of_a_backlog_of_gangs_few_are_looked_at(policy: str) -> None:
     assert len(context.waiting) == 196
 
 
-def test_jobs_of_any_expected_lengths_stand_in_few_queues() -> None:
+def test_jobs_of_any_expected_length_need_few_queues() -> None:
     cluster = FakeCluster(policy="isolated")
     cluster.start_node(GPUS)
     for number in range(200):
@@ -254,7 +254,7 @@ def test_jobs_of_any_expected_lengths_stand_in_few_queues() -> None:
     assert len(indexes) <= 19
 
 
-def test_a_pass_opens_no_queues_of_tenants_whose_turn_does_not_come() -> None:
+def test_a_pass_opens_no_queues_of_tenants_it_does_not_reach() -> None:
     cluster = FakeCluster(policy="isolated")
     cluster.start_node(GPUS)
     for number in range(100):

@@ -76,7 +76,7 @@ def test_the_micro_shift_is_the_smallest_that_brute_force_finds(
 
 @settings(max_examples=200)
 @given(st.lists(footprints(), max_size=3), footprints(), st.integers(0, HORIZON - 1))
-def test_what_a_strict_search_finds_fits_on_the_ring_whatever_the_periods(
+def test_a_strict_fit_fits_on_the_ring_for_any_periods(
     residents: list[Footprint], job: Footprint, start: int
 ) -> None:
     index = index_with(residents)
@@ -127,7 +127,7 @@ def test_a_release_restores_the_index_exactly(
 
 
 @given(st.lists(footprints(), min_size=1, max_size=3), st.data())
-def test_a_footprint_replaced_leaves_the_index_as_one_made_anew(
+def test_replacing_footprints_gives_the_same_index_as_a_rebuild(
     residents: list[Footprint], data: st.DataObject
 ) -> None:
     index = index_with(residents)
@@ -141,7 +141,7 @@ def test_a_footprint_replaced_leaves_the_index_as_one_made_anew(
 
 
 @given(st.lists(footprints(), max_size=4))
-def test_no_slot_is_given_twice_and_a_refused_reservation_changes_nothing(
+def test_no_slot_is_reserved_twice_and_a_refused_reservation_changes_nothing(
     wanted: list[Footprint],
 ) -> None:
     index = index_with([])
