@@ -117,4 +117,4 @@ def test_what_waits_through_a_move_is_counted_as_waiting() -> None:
     while member(cluster, "a").moves == 0:
         cluster.execute(cluster.runs[0])
     assert member(cluster, "a").queue
-    assert member(cluster, "a").wants_since == cluster.now
+    assert member(cluster, "a").burst.wants_since == cluster.now

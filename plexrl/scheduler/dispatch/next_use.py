@@ -39,9 +39,9 @@ def is_overdue(due_s: float, pause_s: float) -> bool:
 
 def worked_until(member: "Deployment") -> float | None:
     """When the last burst ended; for a holder that pauses, when the pause began."""
-    if member.burst_started_at is not None and member.idle_since is not None:
-        return member.idle_since
-    return member.burst_ended_at
+    if member.burst.started_at is not None and member.burst.idle_since is not None:
+        return member.burst.idle_since
+    return member.burst.ended_at
 
 
 def _pause_s(member: "Deployment") -> float | None:

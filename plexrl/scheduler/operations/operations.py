@@ -18,7 +18,6 @@ from plexrl.scheduler.jobs.usage import bill, count_failure, meter
 from plexrl.scheduler.operations.backpressure import ended, taken_in
 from plexrl.scheduler.operations.failures import earlier_failure, failure_of, read_error
 from plexrl.scheduler.operations.gradients import gradients_after
-from plexrl.scheduler.operations.holding import hold_over
 from plexrl.scheduler.operations.latency_breakdown import note_start
 from plexrl.scheduler.state.commands import RunOperation
 from plexrl.scheduler.state.events import OperationFinished, OperationSubmitted
@@ -104,8 +103,8 @@ def enqueue_zero_grad(context: Context, deployment: Deployment, now: float) -> N
 
 
 def _queue(context: Context, deployment: Deployment, operation: OperationId, now: float) -> None:
-    if not deployment.running and (deployment.wants_since is None or not deployment.queue):
-        deployment.wants_since = now
+    if not deployment.running and (deployment.burst.wants_since is None or not deployment.queue):
+        deployment.burst.want(now)
     deployment.queue.append(operation)
     if len(deployment.queue) == 1:
         # Behind another one it changes nothing about who goes next now.
@@ -290,7 +289,7 @@ def _note_run(context: Context, deployment: Deployment, operation: Operation, no
                 overlapped = True
     run_ended(deployment, operation.kind, began_at, now, overlapped=overlapped)
     if deployment.queue:
-        deployment.wants_since = now
+        deployment.burst.want(now)
 
 
 def fail(
@@ -309,7 +308,7 @@ def fail(
     own = context.deployment(operation.deployment)
     _into_history(context, own, operation, now)
     if not own.queue and not own.running and not own.replaying:
-        hold_over(own)
+        own.backoff.clear()
     if operation.state is _FAILED and operation.kind in _MISSED:
         _halt(context, own, operation, error, now, place)
     dependent = _served(context, operation)

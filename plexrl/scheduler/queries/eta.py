@@ -36,9 +36,9 @@ def group_free_s(context: Context, group: Group, now: float) -> float:
         moving = context.state.operations[holder.moving.operation]
         running_s = _left_s(context, moving.operation, holder, now)
     burst_s = 0.0
-    if holder.burst_started_at is not None:
-        elapsed_s = now - holder.burst_started_at
-        burst_s = max(0.0, estimates.burst_s(holder.burst_tokens) - elapsed_s)
+    if holder.burst.started_at is not None:
+        elapsed_s = now - holder.burst.started_at
+        burst_s = max(0.0, estimates.burst_s(holder.burst.tokens) - elapsed_s)
     return max(running_s + queued_s, burst_s)
 
 

@@ -41,7 +41,7 @@ from plexrl.statemanager.store.versions.state_location import StateLocation, sta
 from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.transfer.copy.data_plane import DataPlane, OnMap
 from plexrl.statemanager.transfer.copy.mover import Mover
-from plexrl.statemanager.transfer.resumable_receive import Arrivals, Fetch
+from plexrl.statemanager.transfer.resumable_receive import Fetch, ResumableReceive
 
 LOG = logging.getLogger(__name__)
 
@@ -115,7 +115,9 @@ class Store:
         """Host memory of workers. `allocate_host` allocates it, within the quotas."""
         self.quotas = TenantQuotas(config, self._catalog, self.host_allocations)
         recover(self._catalog, self._tiers, self._pool, self._objects, clock())
-        self._arrivals = Arrivals(self._catalog, host, self._pool, self._allocator, self._faults)
+        self._arrivals = ResumableReceive(
+            self._catalog, host, self._pool, self._allocator, self._faults
+        )
         self._arrivals.recover()
         self.host_allocations.recover()
         self._pool.remove_unclaimed()

@@ -21,19 +21,19 @@ from enum import StrEnum
 from functools import partial
 
 from plexrl.errors import ConnectionLostError, CorruptStateError, StateLostError, UnavailableError
-from plexrl.statemanager.client.connection import until_reached
+from plexrl.statemanager.client.connection import retry_connect
 from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan
-from plexrl.statemanager.layout.strided_copies import Runs, concatenated, without
+from plexrl.statemanager.layout.strided_copies import StridedCopies, concatenated, without
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.pace import DeltaPace
-from plexrl.statemanager.transfer.transport.source import OpenSource, Shard, ShardRuns
+from plexrl.statemanager.transfer.transport.source import OpenSource, Shard, ShardCopies
 
 
-class PullWay(StrEnum):
+class PullMode(StrEnum):
     """What was brought."""
 
     FULL = "full"
@@ -59,7 +59,7 @@ class PullResult:
     """That were brought; `bytes_wanted` where no source was lost on the way."""
     bytes_by_source: dict[str, int]
     """Address → bytes that it brought."""
-    way: PullWay
+    mode: PullMode
     attempts: int
 
 
@@ -149,7 +149,7 @@ class Puller:
             InvalidRequestError: a tensor has another shape there, or a dtype that no rule casts.
             UnavailableError: sources are lost again and again.
         """
-        arrived: list[Runs] = []
+        arrived: list[StridedCopies] = []
         moved_bytes = 0
         arrived_bytes = 0
         by_source: dict[str, int] = {}
@@ -173,11 +173,11 @@ class Puller:
             for job, result in zip(jobs, fetched, strict=True):
                 address = job.source.address
                 moved_bytes += result.nbytes
-                arrived_bytes += result.runs.nbytes
+                arrived_bytes += result.copies.nbytes
                 if result.lost is not None:
                     suspects[address] = result.lost
                 if result.lost is None or job.source.arrives_whole:
-                    arrived.append(result.runs)
+                    arrived.append(result.copies)
                     by_source[address] = by_source.get(address, 0) + result.nbytes
             if not suspects:
                 if attempt == 1:
@@ -192,7 +192,7 @@ class Puller:
                     bytes_moved=moved_bytes,
                     bytes_by_source={name: size for name, size in by_source.items() if size},
                     attempts=attempt,
-                    way=PullWay.DELTA if moved_bytes < arrived_bytes else PullWay.FULL,
+                    mode=PullMode.DELTA if moved_bytes < arrived_bytes else PullMode.FULL,
                 )
         lost = next(iter(suspects.values()))
         raise UnavailableError(
@@ -210,7 +210,7 @@ class Puller:
         suspects: Mapping[str, Exception],
         version: tuple[str, int],
         wants: Layout,
-        arrived: Sequence[Runs],
+        arrived: Sequence[StridedCopies],
     ) -> list["_Job"]:
         """What each source is to bring, without what has arrived already.
 
@@ -226,7 +226,7 @@ class Puller:
                 opened.append(held.enter_context(closing(self._open(address, version))))
             except (ConnectionLostError, OSError):
                 awaited.append(address)
-        done = concatenated([runs for runs in arrived if len(runs)])
+        done = concatenated([copies for copies in arrived if len(copies)])
         while True:
             try:
                 return self._jobs(opened, version, wants, done)
@@ -235,7 +235,7 @@ class Puller:
                     raise
                 address = awaited.pop(0)
                 attempt = partial(self._open, address, version)
-                found = until_reached(address, self._timeout_s, attempt)
+                found = retry_connect(address, self._timeout_s, attempt)
                 opened.append(held.enter_context(closing(found)))
 
     def _open(self, address: str, version: tuple[str, int]) -> OpenSource:
@@ -245,7 +245,11 @@ class Puller:
         return source
 
     def _jobs(
-        self, opened: Sequence[OpenSource], version: tuple[str, int], wants: Layout, done: Runs
+        self,
+        opened: Sequence[OpenSource],
+        version: tuple[str, int],
+        wants: Layout,
+        done: StridedCopies,
     ) -> list["_Job"]:
         held = [
             (source, index, shard) for source in opened for index, shard in enumerate(source.shards)
@@ -267,12 +271,12 @@ _Held = tuple[OpenSource, int, Shard]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     source: OpenSource
-    parts: tuple[ShardRuns, ...]
+    parts: tuple[ShardCopies, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fetched:
-    runs: Runs
+    copies: StridedCopies
     """That have arrived."""
     nbytes: int
     """That it took."""
@@ -280,15 +284,15 @@ class _Fetched:
     """Why the source is to be done without."""
 
 
-def _by_source(held: Sequence[_Held], plan: Plan, done: Runs) -> list[_Job]:
-    parts: dict[int, list[ShardRuns]] = {}
+def _by_source(held: Sequence[_Held], plan: Plan, done: StridedCopies) -> list[_Job]:
+    parts: dict[int, list[ShardCopies]] = {}
     sources: dict[int, OpenSource] = {}
-    for number, runs in plan.targets[0].runs.items():
+    for number, copies in plan.targets[0].copies.items():
         source, index, _ = held[number]
-        rest = without(runs, done) if len(done) else runs
+        rest = without(copies, done) if len(done) else copies
         if len(rest):
             sources[id(source)] = source
-            parts.setdefault(id(source), []).append(ShardRuns(shard=index, runs=rest))
+            parts.setdefault(id(source), []).append(ShardCopies(shard=index, copies=rest))
     return [_Job(source=sources[key], parts=tuple(found)) for key, found in parts.items()]
 
 
@@ -328,11 +332,11 @@ def _fetch_all(jobs: Sequence[_Job], target: Bytes, delta: DeltaPolicy | None) -
 
 
 def _fetch(job: _Job, target: Bytes, delta: DeltaPolicy | None) -> _Fetched:
-    arrived: list[Runs] = []
+    arrived: list[StridedCopies] = []
     moved: list[int] = []
 
-    def tell(runs: Runs, nbytes: int) -> None:
-        arrived.append(runs)
+    def tell(copies: StridedCopies, nbytes: int) -> None:
+        arrived.append(copies)
         moved.append(nbytes)
 
     lost: Exception | None = None
@@ -341,4 +345,4 @@ def _fetch(job: _Job, target: Bytes, delta: DeltaPolicy | None) -> _Fetched:
         job.source.confirm()
     except (ConnectionLostError, CorruptStateError, OSError) as error:
         lost = error
-    return _Fetched(runs=concatenated(arrived), nbytes=sum(moved), lost=lost)
+    return _Fetched(copies=concatenated(arrived), nbytes=sum(moved), lost=lost)

@@ -57,7 +57,7 @@ Fetch = Callable[[int, Sequence[memoryview]], None]
 
 
 @dataclass(slots=True, eq=False)
-class Arrival:
+class PartialVersion:
     """One version, as far as it has come."""
 
     manifest: Manifest
@@ -74,7 +74,7 @@ class Arrival:
     """A byte for each block of `own`, one object after the other."""
 
 
-class Arrivals:
+class ResumableReceive:
     """Thread-safe; one version of a name arrives at a time."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Arrivals:
         self._allocator = allocator
         self._faults = faults
         self._changed = threading.Condition(catalog.lock)
-        self._idle: dict[str, Arrival] = {}
+        self._idle: dict[str, PartialVersion] = {}
         self._busy: dict[str, tuple[str, threading.Event]] = {}
         """Names of what is under way: whose it is, and what ends it."""
         allocator.on_shortage = self.drop_idle
@@ -174,7 +174,7 @@ class Arrivals:
                 else:
                     self._idle[arrival.manifest.name] = arrival
 
-    def _begun(self, manifest: Manifest, digests: Sequence[bytes]) -> Arrival:
+    def _begun(self, manifest: Manifest, digests: Sequence[bytes]) -> PartialVersion:
         with self._catalog.lock:
             arrival = self._idle.pop(manifest.name, None)
             if arrival is not None and arrival.manifest.stamp != manifest.stamp:
@@ -186,7 +186,7 @@ class Arrivals:
             found.digests = made
         return arrival
 
-    def _begin(self, manifest: Manifest, digests: Sequence[bytes]) -> Arrival:
+    def _begin(self, manifest: Manifest, digests: Sequence[bytes]) -> PartialVersion:
         catalog = self._catalog
         with catalog.lock:
             manifest = replace(manifest, ordinal=catalog.next_ordinal())
@@ -240,7 +240,7 @@ class Arrivals:
         own: Sequence[StoredObject],
         reserved: int,
         blocks: int,
-    ) -> Arrival:
+    ) -> PartialVersion:
         record = VersionRecord(manifest, tuple(found.record(HOST) for found in objects))
         page = encode_page(MAGIC, msgspec.json.encode((record, [found.id for found in own])))
         path = self._tier.directory / f"{manifest.file_name}{SUFFIX}"
@@ -251,7 +251,7 @@ class Arrivals:
         except OSError as error:
             part.unlink(missing_ok=True)
             raise self._tier.write_error(error) from error
-        return Arrival(
+        return PartialVersion(
             manifest=manifest,
             objects=tuple(objects),
             own=tuple(own),
@@ -261,7 +261,7 @@ class Arrivals:
             marks=bytearray(blocks),
         )
 
-    def _recovered(self, path: Path) -> Arrival | None:
+    def _recovered(self, path: Path) -> PartialVersion | None:
         """What a record says, its memory claimed; None where that is another's by now."""
         try:
             contents = path.read_bytes()
@@ -299,7 +299,7 @@ class Arrivals:
         self._catalog.acquire(objects, HOST)
         self._pool.reserve_other(reserved)
         self._catalog.last_ordinal = max(self._catalog.last_ordinal, record.manifest.ordinal)
-        return Arrival(
+        return PartialVersion(
             manifest=record.manifest,
             objects=tuple(objects),
             own=tuple(claimed),
@@ -309,7 +309,7 @@ class Arrivals:
             marks=bytearray(contents[marks_at:]),
         )
 
-    def _bring(self, arrival: Arrival, found: StoredObject, start: int, fetch: Fetch) -> int:
+    def _bring(self, arrival: PartialVersion, found: StoredObject, start: int, fetch: Fetch) -> int:
         section = arrival.manifest.sections[arrival.objects.index(found)]
         count = min(BLOCK_BYTES, found.nbytes - start)
         pieces = subrange(found.pieces or (), start, padded(count))
@@ -328,14 +328,14 @@ class Arrivals:
             f"object {found.id}): check the network and the source's memory"
         )
 
-    def _mark(self, arrival: Arrival, at: int) -> None:
+    def _mark(self, arrival: PartialVersion, at: int) -> None:
         fd = os.open(arrival.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.pwrite(fd, b"\1", arrival.marks_at + at)
         finally:
             os.close(fd)
 
-    def _finish(self, arrival: Arrival) -> Version:
+    def _finish(self, arrival: PartialVersion) -> Version:
         catalog = self._catalog
         with catalog.lock:
             # Versions of its name may have come and gone while it arrived.
@@ -361,12 +361,12 @@ class Arrivals:
         self._pool.reserve_other(header)
         return version
 
-    def _drop(self, arrival: Arrival) -> None:
+    def _drop(self, arrival: PartialVersion) -> None:
         for found in arrival.own:
             self._catalog.finish_object(found, ObjectState.FAILED)
         self._let_go(arrival)
 
-    def _let_go(self, arrival: Arrival) -> None:
+    def _let_go(self, arrival: PartialVersion) -> None:
         """Remove the record; objects that no version has go with it. The lock is held."""
         arrival.path.unlink(missing_ok=True)
         self._catalog.release(arrival.objects, HOST)
@@ -380,7 +380,7 @@ class Arrivals:
         return bool(found)
 
 
-def _missing(arrival: Arrival) -> Iterator[tuple[StoredObject, int, int]]:
+def _missing(arrival: PartialVersion) -> Iterator[tuple[StoredObject, int, int]]:
     """(object, place in it, number of its mark) of each block that is still to come."""
     at = 0
     for found in arrival.own:

@@ -18,7 +18,7 @@ from plexrl.statemanager.transfer.copy.strided_copy import Bytes, Copier
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.stream import copy_changed
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
-from plexrl.statemanager.transfer.transport.source import Arrived, LayoutOf, Shard, ShardRuns
+from plexrl.statemanager.transfer.transport.source import Arrived, LayoutOf, Shard, ShardCopies
 
 BYTES_PER_S = 10e9
 REQUEST_S = 1e-6
@@ -40,7 +40,7 @@ class SharedMemory:
     def open(
         self, address: str, deployment: str, seq: int, known: Collection[str]
     ) -> "SharedMemorySource":
-        """As `Way.open`."""
+        """As `Transport.open`."""
         connection = connect(address, self._timeout_s, self._ticket)
         try:
             request = OpenPublished(source=deployment, seq=seq, known=tuple(known))
@@ -85,7 +85,7 @@ class SharedMemorySource:
 
     def read(
         self,
-        parts: tuple[ShardRuns, ...],
+        parts: tuple[ShardCopies, ...],
         target: Bytes,
         arrived: Arrived,
         delta: DeltaPolicy | None = None,
@@ -94,14 +94,14 @@ class SharedMemorySource:
         if delta is not None and delta.only_where_quicker:
             delta = None
         whole = [part for part in parts if delta is None or part.base is None]
-        jobs = [job for part in whole for job in self._data[part.shard].jobs(part.runs)]
+        jobs = [job for part in whole for job in self._data[part.shard].jobs(part.copies)]
         self._copier.copy(jobs, target)
         for part in whole:
-            arrived(part.runs, part.runs.nbytes)
+            arrived(part.copies, part.copies.nbytes)
         for part in parts:
             if delta is not None and part.base is not None:
-                moved = copy_changed(self._data[part.shard], part.runs, target, delta)
-                arrived(part.runs, moved)
+                moved = copy_changed(self._data[part.shard], part.copies, target, delta)
+                arrived(part.copies, moved)
 
     def confirm(self) -> None:
         """As `OpenSource.confirm`."""

@@ -3,7 +3,7 @@
 After the handshake a client sends frames, and each is answered by one:
 
     open     {source, seq, known}  →  {shards}            the version is held for this connection
-    read     {shard, stamp, verify, base, delta} + runs  →  the runs' bytes as the payload, then
+    read     {shard, stamp, verify, base, delta} + copies  →  the copies' bytes as the payload, then
              their digest; or, with {delta}, what has changed of them since the base
     lend     {}                    →  {agent, shards}     where NIXL finds what is open
     confirm  {}                    →  {}                  all this time the version was held
@@ -38,22 +38,22 @@ from plexrl.statemanager.store.versions.published import (
 )
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.stream import encode_delta
-from plexrl.statemanager.transfer.transport.handshake import greet_client
-from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
-from plexrl.statemanager.transfer.transport.nixl import NixlLender
-from plexrl.statemanager.transfer.transport.run_stream import (
+from plexrl.statemanager.transfer.transport.copy_stream import (
     DIGEST_BYTES,
     Digest,
     HeldData,
-    send_runs,
+    send_copies,
 )
+from plexrl.statemanager.transfer.transport.handshake import greet_client
+from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
+from plexrl.statemanager.transfer.transport.nixl import NixlLender
 from plexrl.statemanager.transfer.transport.tcp.sockets import set_timeout
 from plexrl.statemanager.transfer.transport.tcp.state_server import (
     BegunError,
-    OpenState,
-    ReadState,
+    OpenStateFrame,
+    ReadStateFrame,
     StateReading,
-    checked_runs,
+    checked_copies,
 )
 from plexrl.wire.framing import encode_head, recv_frame, send_frame
 
@@ -197,12 +197,12 @@ class _Reader:
         header, payload = recv_frame(connection, payload_bytes_max=REQUEST_BYTES_MAX)
         try:
             request = msgspec.convert(
-                header, _Open | _Read | _Lend | _Confirm | OpenState | ReadState
+                header, _Open | _Read | _Lend | _Confirm | OpenStateFrame | ReadStateFrame
             )
             match request:
-                case OpenState():
+                case OpenStateFrame():
                     send_frame(connection, {"result": self._states.open(request)})
-                case ReadState():
+                case ReadStateFrame():
                     self._states.read(connection, request, payload)
                 case _Open():
                     send_frame(connection, {"result": self._open(request)})
@@ -247,19 +247,19 @@ class _Reader:
 
     def _read(self, connection: socket.socket, request: _Read, payload: bytearray) -> None:
         shard, data = self._shard(request)
-        runs = checked_runs(payload, shard.manifest.nbytes)
+        copies = checked_copies(payload, shard.manifest.nbytes)
         if request.base is not None and request.delta is not None:
             base = self._base(shard, request.base)
             if base is not None:
                 new, verify = data.map_all(), request.verify
-                parts = encode_delta(base, new, runs, request.delta, verify=verify)
+                parts = encode_delta(base, new, copies, request.delta, verify=verify)
                 if parts is not None:
                     send_frame(connection, {"result": {"delta": True}}, b"".join(parts))
                     return
         trailer = DIGEST_BYTES if request.verify else 0
-        connection.sendall(encode_head({"result": {}}, runs.nbytes + trailer))
+        connection.sendall(encode_head({"result": {}}, copies.nbytes + trailer))
         try:
-            send_runs(connection, data, runs, Digest(request.verify))
+            send_copies(connection, data, copies, Digest(request.verify))
         except PlexRLError as error:
             raise BegunError(error) from error
 
