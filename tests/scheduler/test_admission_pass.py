@@ -51,7 +51,7 @@ def by_walking(context: Context, now: float) -> list[DeploymentId]:
     return placed
 
 
-wishes = st.lists(
+requests = st.lists(
     st.tuples(
         st.sampled_from(("t", "t", "u", "v")),
         st.integers(1, GPUS),
@@ -71,7 +71,7 @@ wishes = st.lists(
 @settings(max_examples=50, deadline=None)
 @given(
     st.sampled_from(POLICIES),
-    wishes,
+    requests,
     st.lists(st.integers(0, 99), min_size=1, max_size=6),
     st.booleans(),
 )
@@ -217,9 +217,9 @@ def test_jobs_of_any_expected_lengths_stand_in_few_queues() -> None:
     for number in range(200):
         cluster.job(f"j{number}", expected_s=1.5**number % 1e9)
         cluster.deploy(f"j{number}/a", workers=1)
-    (owners,) = cluster.core._context.waiting.files.values()
-    (files,) = owners.values()
-    assert len(files) <= 19
+    (owners,) = cluster.core._context.waiting.heads.values()
+    (indexes,) = owners.values()
+    assert len(indexes) <= 19
 
 
 def test_a_pass_opens_no_queues_of_tenants_whose_turn_does_not_come() -> None:
@@ -234,4 +234,4 @@ def test_a_pass_opens_no_queues_of_tenants_whose_turn_does_not_come() -> None:
     )
     looks = admission_pass.AdmissionPass(context, cluster.now, None)
     assert len(looks.run()) == 1
-    assert len(looks._bundles) >= 90
+    assert len(looks._unreached) >= 90

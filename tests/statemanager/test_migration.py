@@ -302,7 +302,7 @@ def test_a_target_without_room_refuses_and_keeps_what_it_has(
     other = make_shard(target, deployment="b/actor")
     kept = other.fill(7)
     other.offload(1)
-    with pytest.raises(StateTierFullError, match="end a job or raise a bound"):
+    with pytest.raises(StateTierFullError, match="end a job or raise host_bytes"):
         move(source, target)
     # The first rank has come, for which the other deployment's version was spilled.
     assert ranks_held(target) == {0: "host"}

@@ -129,8 +129,8 @@ def test_a_stuck_move_and_a_dead_socket_are_told(config: StateManagerConfig) -> 
         health = Health(config, store, line, lambda: False)
         with line.place("Save", "rank 0 of 'job/actor'"):
             told = " ".join(health.reasons())
-        assert f"nobody accepts connections on {config.listen}" in told
-        assert "Save of rank 0 of 'job/actor' has been under way for 0 s" in told
+        assert f"no connections are accepted on {config.listen}" in told
+        assert "Save of rank 0 of 'job/actor' has been running for 0 s" in told
         patient = Health(replace(config, stuck_move_s=60.0), store, line, lambda: True)
         with line.place("Save", "x"):
             assert not patient.reasons()

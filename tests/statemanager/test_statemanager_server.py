@@ -168,7 +168,7 @@ def test_meta_that_no_load_could_answer_with_is_not_stored(
 ) -> None:
     shard = make_shard(daemon)
     request = Save(seq=1, keep_seq=0, token=1, parts=tuple(ALL_PARTS), meta_json=meta, same_as=None)
-    with pytest.raises(InvalidRequestError, match="meta is no JSON"):
+    with pytest.raises(InvalidRequestError, match="metadata is not valid JSON"):
         shard.client._link.call(request)
     assert not daemon.host_files()
 
@@ -179,7 +179,7 @@ def test_a_connection_beyond_the_bound_is_told_so(
     daemon = start_daemon(connections_max=3)
     served = [make_shard(daemon, rank=rank, world_size=4) for rank in range(3)]
     late = make_shard(daemon, rank=3, world_size=4, registered=False)
-    with pytest.raises(OverloadedError, match="serves 3 connections already"):
+    with pytest.raises(OverloadedError, match="serves 3 connections, its maximum"):
         late.client.request(Confirm())
     served[0].client.close()
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
 from plexrl.scheduler.admission.deadlocks import break_deadlocks
-from plexrl.scheduler.admission.preemption import give_way
+from plexrl.scheduler.admission.preemption import preempt_detached
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import advance
 from plexrl.scheduler.jobs.cycles import cycle_over
@@ -59,7 +59,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
             or cycles_over
             or context.place_waiting
             or context.newcomers
-            or (GIVING_WAY not in skipped and give_way(context, now))
+            or (GIVING_WAY not in skipped and preempt_detached(context, now))
         ):
             if context.place_waiting or context.newcomers:
                 step, name = "placement", ""

@@ -13,7 +13,7 @@ import msgspec
 
 from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_full
 from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
-from plexrl.scheduler.admission.admission import enqueue_deployment, wake_patient
+from plexrl.scheduler.admission.admission import enqueue_deployment, reset_patience_timers
 from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
 from plexrl.scheduler.config import SchedulerConfig, with_core_settings
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault, has_work, work_off
@@ -201,7 +201,7 @@ class SchedulerCore:
     def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
         if event.settings_json:
             self._take_settings(event.settings_json)
-            wake_patient(self._context)
+            reset_patience_timers(self._context)
         state = self._context.state
         state.routers.clear()
         for node in state.nodes.values():

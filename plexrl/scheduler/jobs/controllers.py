@@ -9,7 +9,7 @@ that does without fencing.
 from typing import TYPE_CHECKING
 
 from plexrl.errors import ControllerReplacedError, InvalidRequestError
-from plexrl.scheduler.admission.preemption import come_back
+from plexrl.scheduler.admission.preemption import resume
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.core.lookups import find_deployment, find_job, find_live_job, find_operation
 from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach_or_cancel, end_job
@@ -51,7 +51,7 @@ def seen(context: Context, job: Job, now: float) -> None:
     if not job.attached:
         job.attached = True
         context.detached.pop(job.job, None)
-        come_back(context, job, now)
+        resume(context, job, now)
         context.wake(now + job.controller_timeout_s, f"job:{job.job}")
 
 

@@ -24,8 +24,8 @@ from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.holding import hold, hold_over, is_held
 from plexrl.scheduler.operations.latency_breakdown import switch_ended
 from plexrl.scheduler.operations.operations import complete, fail, finish, retire_log
-from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, is_republished
-from plexrl.scheduler.placement.relocation import call_off
+from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, republish
+from plexrl.scheduler.placement.relocation import cancel_move
 from plexrl.scheduler.state import group_lock, wpg
 from plexrl.scheduler.state.events import OperationFailed, OperationFinished
 from plexrl.scheduler.state.job import change_job
@@ -120,7 +120,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     command = deployment.running[event.operation]
     if command.replay:
-        if is_republished(context, deployment, operation, error, now):
+        if republish(context, deployment, operation, error, now):
             context.touch(deployment.group)
             return
         if is_held(error, state_intact=event.state_intact):
@@ -258,7 +258,7 @@ def _move_called_off(
         deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         return
     if deployment.relocation is not None:
-        call_off(context, deployment, now)
+        cancel_move(context, deployment, now)
         if operation.kind == OperationKind.OFFLOAD and held_back is deployment:
             # Nobody waits for the group: it goes on with its own work.
             return

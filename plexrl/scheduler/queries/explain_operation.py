@@ -7,7 +7,7 @@ from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import candidate
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.placement.evacuation import awaited
-from plexrl.scheduler.placement.relocation import stops
+from plexrl.scheduler.placement.relocation import is_stopping
 from plexrl.scheduler.queries.eta import goes_before, start_s
 from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -80,7 +80,7 @@ def _reason(
     if deployment.state == WpgState.MIGRATING:
         nodes = ", ".join(deployment.awaited_nodes)
         return f"its state is on the way to {nodes}", "migrating", None
-    if deployment.relocation is not None and stops(context, deployment):
+    if deployment.relocation is not None and is_stopping(context, deployment):
         return f"it is about to be moved: {deployment.relocation.reason}", "relocation", None
     ahead = _seconds_ahead(context, operation, deployment)
     if operation.after is not None:

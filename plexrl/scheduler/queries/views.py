@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from plexrl.ids import BlobRef, DeploymentId, OperationId, TenantId
-from plexrl.scheduler.admission.admission import quota_of
 from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.feasibility import count_impossible
+from plexrl.scheduler.admission.quotas import limits_of
 from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
@@ -295,7 +295,7 @@ def tenant_view(context: Context, tenant: Tenant, now: float) -> View:
         "keys": [
             {"key": key_id(each), "created_at": at or None} for each, at in tenant.keys.items()
         ],
-        **quota_of(tenant),
+        **limits_of(tenant),
         "gpus_held": gpus,
         "jobs_running": jobs,
         "live_jobs": context.live_jobs.get(tenant.tenant, 0),

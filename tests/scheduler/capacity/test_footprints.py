@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl import errors
-from plexrl.scheduler.capacity.overlaps import meet
+from plexrl.scheduler.capacity.overlaps import footprints_overlap
 from plexrl.scheduler.state.demand import (
     CRITICAL_WEIGHT,
     DemandTrace,
@@ -46,7 +46,7 @@ def test_footprints_meet_where_they_share_a_slot(
 ) -> None:
     for each in (one.at(shift), one.at(float(slots))):
         shares = each.busy() & other.busy() != 0
-        assert meet(each, other) == meet(other, each) == shares
+        assert footprints_overlap(each, other) == footprints_overlap(other, each) == shares
 
 
 @given(st.floats(4, 50_000), st.sampled_from((0.0, 0.02, 0.1)))

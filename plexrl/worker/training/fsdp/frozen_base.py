@@ -1,7 +1,7 @@
 """One rank's part of a model's frozen weights, in memory that deployments of the same model share.
 
-The node's StateManager lends that memory (`plexrl.statemanager.device.shared_bases`). Whoever finds
-it empty fills it, from the model as it was just built or, later, built again.
+The node's StateManager lends that memory (`plexrl.statemanager.device.frozen_weights`). Whoever
+finds it empty fills it, from the model as it was just built or, later, built again.
 """
 
 import hashlib

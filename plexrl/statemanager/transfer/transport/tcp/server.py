@@ -31,7 +31,11 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.daemon.handlers.caller import OPENED_MAX, Services
 from plexrl.statemanager.protocol.tickets import Claims
-from plexrl.statemanager.store.versions.published import HeldShard, hold_published, hold_stamp
+from plexrl.statemanager.store.versions.published import (
+    LeasedShard,
+    lease_by_stamp,
+    lease_published,
+)
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.stream import encode_delta
 from plexrl.statemanager.transfer.transport.copy_stream import (
@@ -185,7 +189,7 @@ class _Reader:
         self._opened = 0
         self._lender = lender
         self._leases = leases
-        self._held: list[tuple[HeldShard, HeldData]] = []
+        self._held: list[tuple[LeasedShard, HeldData]] = []
         self._bases: dict[str, MappedData | None] = {}
         self._states = StateReading(self._store, claims, leases)
 
@@ -226,7 +230,7 @@ class _Reader:
                 retry_after_s=0.0,
             )
         self._opened += 1
-        for shard in hold_published(self._store, self._leases, request):
+        for shard in lease_published(self._store, self._leases, request):
             self._held.append((shard, _held_data(shard)))
         return {
             "shards": [
@@ -259,7 +263,7 @@ class _Reader:
         except PlexRLError as error:
             raise BegunError(error) from error
 
-    def _shard(self, request: _Read) -> tuple[HeldShard, HeldData]:
+    def _shard(self, request: _Read) -> tuple[LeasedShard, HeldData]:
         if not 0 <= request.shard < len(self._held):
             raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
         shard, data = self._held[request.shard]
@@ -270,18 +274,18 @@ class _Reader:
             )
         return shard, data
 
-    def _base(self, shard: HeldShard, stamp: str) -> MappedData | None:
+    def _base(self, shard: LeasedShard, stamp: str) -> MappedData | None:
         """The data of an earlier version of the shard, if it is kept and laid out alike."""
         if stamp not in self._bases:
             if len(self._bases) >= BASES_MAX + len(self._held):
                 raise InvalidRequestError("too many versions are asked for as bases: pull again")
-            earlier = hold_stamp(self._store, self._leases, shard.manifest.shard, stamp)
+            earlier = lease_by_stamp(self._store, self._leases, shard.manifest.shard, stamp)
             alike = earlier is not None and earlier.layout.digest == shard.layout.digest
             self._bases[stamp] = _held_data(earlier).map_all() if earlier and alike else None
         return self._bases[stamp]
 
 
-def _held_data(shard: HeldShard) -> HeldData:
+def _held_data(shard: LeasedShard) -> HeldData:
     mapped: list[MappedData] = []
 
     def map_all() -> MappedData:

@@ -1,7 +1,7 @@
-"""Copies of versions on NVMe ahead of pressure, so that room in the host tier is made at once.
+"""Draining: copies versions to NVMe before the host tier is full, so that eviction is immediate.
 
-One at a time, in the order in which they would spill, and given up for whatever is more urgent: the
-copy is made again later.
+Versions are copied one at a time, in eviction order. A more urgent move cancels the copy, which is
+retried later.
 """
 
 import logging
@@ -14,13 +14,13 @@ from plexrl.statemanager.store.store import Store
 LOG = logging.getLogger(__name__)
 
 DRAIN_FROM = 0.5
-"""Share of the host tier that is in use before anything is copied: most versions are superseded
-before they would ever have to spill."""
-LOOK_AGAIN_S = 1.0
+"""Usage of the host tier from which versions are copied. Most versions are superseded before they
+have to be spilled."""
+POLL_INTERVAL_S = 1.0
 
 
 class Drainer:
-    """A thread that copies until `close`."""
+    """A thread that copies versions until `close`."""
 
     def __init__(self, store: Store, host_bytes: int) -> None:
         self._store = store
@@ -30,20 +30,20 @@ class Drainer:
         self._thread.start()
 
     def close(self) -> None:
-        """Have the copy under way given up."""
+        """Cancel the current copy and end the thread."""
         self._closing.set()
-        self._store.cancel()
+        self._store.cancel_background()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closing.wait(LOOK_AGAIN_S):
+        while not self._closing.wait(POLL_INTERVAL_S):
             if self._store.used_bytes(TierName.HOST) < self._threshold_bytes:
                 continue
-            for name in self._store.undrained():
+            for name in self._store.without_nvme_copy():
                 if self._closing.is_set():
                     return
                 try:
-                    self._store.keep_copy(name)
+                    self._store.copy_to_nvme(name)
                 except PlexRLError as error:
                     LOG.info("%s was not copied to NVMe: %s", name, error)
                     break

@@ -1,9 +1,10 @@
-"""Objects on NVMe: a file each, written and read past the page cache, checked block by block.
+"""Objects on NVMe: one file each, with direct I/O and a digest per block.
 
     magic | u64 bytes of JSON | u64 xxh3 of JSON | id, size, digests | zeros up to a page | data
 
-The data is followed by zeros up to a page. A digest stands for each `BLOCK_BYTES` of it, the last
-one for what is left. A file is written under another name, synced, and renamed when it is whole.
+The data is padded with zeros to a page. There is one digest per `BLOCK_BYTES` of data; the last
+block may be shorter. A file is written under a temporary name, synced, and renamed when it is
+complete.
 """
 
 import errno
@@ -20,7 +21,7 @@ import msgspec
 import xxhash
 
 from plexrl.errors import CorruptStateError, PlexRLError
-from plexrl.statemanager.store.tier import PART_SUFFIX, Tier
+from plexrl.statemanager.store.tiers.tier import PART_SUFFIX, Tier
 from plexrl.statemanager.store.versions.versions import decode_page, encode_page, padded
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, DataPlane
 
@@ -29,13 +30,13 @@ DIGEST_BYTES = 16
 
 _SUFFIX = ".object"
 _VECTORS_MAX = 1024
-"""Of one system call (IOV_MAX)."""
+"""Buffers per system call (IOV_MAX)."""
 
 Views = Sequence[memoryview]
 
 BlockSource = Callable[[int, int], AbstractContextManager[Views]]
-"""Given a place in an object's data and a size, its bytes there, in memory that a drive takes: page
-aligned, and in whole pages, the last one filled up with zeros."""
+"""Takes an offset and a size; returns those bytes of an object's data, in memory that direct I/O
+accepts: page aligned and in whole pages, the last page padded with zeros."""
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
@@ -45,14 +46,15 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NvmeObjects:
-    """The object files of the NVMe tier. Thread-safe, but for two moves of one object."""
+    """The object files of the NVMe tier. Thread-safe, except for two concurrent moves of one
+    object."""
 
     def __init__(self, tier: Tier, plane: DataPlane) -> None:
         self._tier = tier
         self._plane = plane
 
     def ids(self) -> Iterator[str]:
-        """Every object that is there."""
+        """Ids of all objects in the tier."""
         for path in self._tier.directory.glob(f"*{_SUFFIX}"):
             yield path.name.removesuffix(_SUFFIX)
 
@@ -62,8 +64,8 @@ class NvmeObjects:
         """Store an object; returns its digests.
 
         Raises:
-            StateTierFullError: the file system has no room; nothing is left behind.
-            StorageError: it cannot be written; nothing is left behind.
+            StateTierFullError: the file system is full; nothing is left behind.
+            StorageError: the file cannot be written; nothing is left behind.
             OperationCancelledError: `cancelled` was set; nothing is left behind.
         """
         part = self._path(object_id).with_suffix(PART_SUFFIX)
@@ -95,7 +97,7 @@ class NvmeObjects:
             self._tier.sync()
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise self._tier.refused(error) from error
+            raise self._tier.write_error(error) from error
         except PlexRLError:
             part.unlink(missing_ok=True)
             raise
@@ -104,10 +106,10 @@ class NvmeObjects:
 
     @contextmanager
     def reading(self, object_id: str, nbytes: int) -> Iterator["NvmeReader"]:
-        """The object's file, open.
+        """Open an object's file for verified reads.
 
         Raises:
-            CorruptStateError: it is gone, or its header is damaged.
+            CorruptStateError: the file is missing or its header is damaged.
         """
         try:
             fd = self.open(object_id)
@@ -119,11 +121,11 @@ class NvmeObjects:
             raise damaged(object_id, str(error)) from error
 
     def open(self, object_id: str) -> int:
-        """A read-only descriptor of the object's file. Raises OSError."""
+        """A read-only descriptor of an object's file. Raises OSError."""
         return _open_direct(self._path(object_id), os.O_RDONLY)
 
     def remove(self, object_id: str) -> None:
-        """Delete an object."""
+        """Delete an object's file."""
         self._path(object_id).unlink(missing_ok=True)
         self._tier.faults.reach("drop.object")
 
@@ -132,7 +134,7 @@ class NvmeObjects:
 
 
 class NvmeReader:
-    """Reads an object's blocks, and checks each before its bytes count for anything."""
+    """Reads an object's blocks and verifies the digest of each."""
 
     def __init__(self, fd: int, header: _Header) -> None:
         self.digests = header.digests
@@ -141,10 +143,10 @@ class NvmeReader:
         self._data_start = data_offset(header.id, header.nbytes)
 
     def read_block(self, start: int, views: Views) -> int:
-        """Fill `views` (whole pages) with the block that begins at `start`; returns its bytes.
+        """Read the block at offset `start` into `views` (whole pages); returns its size.
 
         Raises:
-            CorruptStateError: they are not those that were written; says which block.
+            CorruptStateError: the block is damaged; the message names the block.
         """
         count = min(BLOCK_BYTES, self._header.nbytes - start)
         block = start // BLOCK_BYTES
@@ -162,12 +164,12 @@ class NvmeReader:
 
 
 def file_bytes(object_id: str, nbytes: int) -> int:
-    """Of the file that an object makes."""
+    """Size of an object's file."""
     return data_offset(object_id, nbytes) + padded(nbytes)
 
 
 def digests_bytes(nbytes: int) -> int:
-    """Of the digests of so much data."""
+    """Size of the digests of `nbytes` of data."""
     return -(-nbytes // BLOCK_BYTES) * DIGEST_BYTES
 
 
@@ -181,7 +183,7 @@ def digest(views: Views, nbytes: int) -> bytes:
 
 
 def damaged(object_id: str, why: str) -> CorruptStateError:
-    """For an object on NVMe; whoever knows its version says which that is."""
+    """The error for a damaged object on NVMe; the caller adds the version's name."""
     return CorruptStateError(f"object {object_id} in the nvme tier is damaged: {why}")
 
 
@@ -195,7 +197,7 @@ def _encode(header: _Header) -> bytes:
 
 
 def _read_header(fd: int, object_id: str, nbytes: int) -> _Header:
-    # Its length follows from what it must say, so no damaged length is ever believed.
+    # The expected contents determine the length, so a damaged length is never used.
     page = mmap.mmap(-1, data_offset(object_id, nbytes))
     _transfer(os.preadv, fd, [memoryview(page)], 0)
     try:
@@ -207,7 +209,7 @@ def _read_header(fd: int, object_id: str, nbytes: int) -> _Header:
         nbytes,
         digests_bytes(nbytes),
     ):
-        raise damaged(object_id, "the file is another object's")
+        raise damaged(object_id, "the file belongs to another object")
     return header
 
 
@@ -221,14 +223,15 @@ def _write_header(fd: int, header: bytes, buffer: memoryview) -> None:
 def _transfer(
     move: Callable[[int, list[memoryview], int], int], fd: int, views: Views, offset: int
 ) -> int:
-    """Move all of `views` at `offset`; returns the bytes moved, fewer only at a file's end."""
+    """Read or write all of `views` at `offset`; returns the byte count, smaller only at the end of
+    the file."""
     left = list(views)
     total = 0
     while left:
         try:
             count = move(fd, left[:_VECTORS_MAX], offset + total)
         except OSError as error:
-            # Some file systems take O_DIRECT at open and refuse it, or our alignment, later.
+            # Some file systems accept O_DIRECT at open and reject it, or the alignment, later.
             if error.errno != errno.EINVAL or not use_cache(fd):
                 raise
             continue
@@ -243,7 +246,7 @@ def _transfer(
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Have the file system set the space aside now, where it can."""
+    """Allocate the file's space now, if the file system supports it."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
@@ -252,7 +255,7 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 
 def _open_direct(path: Path, flags: int) -> int:
-    """A descriptor that bypasses the page cache, where the file system allows it."""
+    """A descriptor that bypasses the page cache, if the file system supports it."""
     try:
         return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o600)
     except OSError as error:
@@ -262,7 +265,7 @@ def _open_direct(path: Path, flags: int) -> int:
 
 
 def use_cache(fd: int) -> bool:
-    """Have a descriptor go through the page cache from now on; False where it did already."""
+    """Switch a descriptor to the page cache; returns False if it used the cache already."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
     return bool(flags & os.O_DIRECT)

@@ -1,7 +1,7 @@
-"""Versions brought to the host tier ahead of their load or pull, one after the other.
+"""Prefetch: promotes versions to the host tier before their load, one at a time.
 
-Hints only: whatever stands in the way of one is logged, and the load reads from where the version
-lies.
+A request is only a hint. If a prefetch fails, the failure is logged, and the load reads the version
+from its current tier.
 """
 
 import logging
@@ -16,14 +16,14 @@ from plexrl.statemanager.store.versions.versions import VersionKind
 LOG = logging.getLogger(__name__)
 
 HINTS_MAX = 256
-"""Hints that wait; later ones are passed over."""
+"""Queued hints; further ones are discarded."""
 
 _Hint = tuple[str, int]
 """Deployment and sequence number."""
 
 
 class Prefetcher:
-    """A thread that follows hints until `close`."""
+    """A thread that prefetches versions until `close`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -33,28 +33,29 @@ class Prefetcher:
         self._thread.start()
 
     def hint(self, deployment: str, seq: int) -> None:
-        """Bring every rank's version `seq` to the host tier as soon as may be."""
+        """Queue the prefetch of every rank's version `seq`."""
         if self._hints.qsize() >= HINTS_MAX:
-            LOG.warning("too many hints wait; version %d of %s is not prefetched", seq, deployment)
+            LOG.warning(
+                "the prefetch queue is full; version %d of %s is not prefetched", seq, deployment
+            )
             return
         self._hints.put((deployment, seq))
 
     def close(self) -> None:
-        """Have the version under way given up; nothing is moved to the host tier afterwards.
+        """Cancel the current prefetch and wait for the thread to end.
 
-        Waits as long as that takes: what was brought there behind the back of the daemon's exit
-        would be deleted with the host tier.
+        A version that reached the host tier during the daemon's exit would be deleted with it.
         """
         self._closing.set()
-        self._store.cancel()
+        self._store.cancel_background()
         self._hints.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         while (hint := self._hints.get()) is not None:
-            self._follow(*hint)
+            self._prefetch(*hint)
 
-    def _follow(self, deployment: str, seq: int) -> None:
+    def _prefetch(self, deployment: str, seq: int) -> None:
         found = self._store.find(
             lambda m: (m.deployment, m.seq, m.kind) == (deployment, seq, VersionKind.STATE)
         )
@@ -66,6 +67,6 @@ class Prefetcher:
             manifest = version.manifest
             try:
                 if not self._store.prefetch(manifest.name, manifest.description):
-                    LOG.info("no room to prefetch %s", manifest.description)
+                    LOG.info("%s is not prefetched: the host tier is full", manifest.description)
             except PlexRLError as error:
                 LOG.info("%s was not prefetched: %s", manifest.description, error)

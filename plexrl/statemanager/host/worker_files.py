@@ -1,6 +1,8 @@
-"""Files of the host tier that lie apart from its segments: each is lent whole to one worker at a
-time, which may write to it, or is a version's object that was made so. A worker's descriptor thus
-reaches nothing but what is its own."""
+"""Host-tier files that are allocated whole to one worker at a time, outside the segments.
+
+The worker may write to its file. A version may take the file over as an object. A worker's
+descriptor gives access to nothing but its own file.
+"""
 
 import ctypes
 import os
@@ -15,19 +17,20 @@ from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, MappedFi
 SUFFIX = ".lent"
 
 
-class LentFile:
-    """One of them, mapped here too; touched here only while nobody can write to it."""
+class WorkerFile:
+    """One file, also mapped in the daemon, which accesses it only while no worker can write to
+    it."""
 
     def __init__(self, directory: Path, number: int, nbytes: int | None = None) -> None:
-        """Make one of `nbytes`, of zeros; absent: map the one that is there.
+        """Create a file of `nbytes` zeros; absent: map the existing file.
 
         Raises:
-            OSError: that cannot be; nothing new is left behind.
+            OSError: it failed; no new file is left behind.
         """
         self.number = number
         self.path = directory / f"{number:06d}{SUFFIX}"
         self.owner = ""
-        """For whom it was made, or used last; empty where that is not known."""
+        """Last owner; empty if unknown."""
         self.is_idle = nbytes is None
         flags = os.O_RDWR | os.O_CLOEXEC | (0 if nbytes is None else os.O_CREAT | os.O_EXCL)
         fd = os.open(self.path, flags, 0o600)
@@ -48,91 +51,92 @@ class LentFile:
 
     @property
     def whole(self) -> Piece:
-        """All of it."""
+        """The whole file."""
         return Piece(self.number, 0, self.nbytes)
 
     def is_intact(self) -> bool:
-        """Whether it has all its pages: its borrower could cut it."""
+        """Whether the file has all its pages; a worker could have truncated it."""
         found = os.fstat(self.reader)
         return found.st_size == self.nbytes and found.st_blocks * 512 >= self.nbytes
 
     def close(self) -> None:
-        """Unmap it; the file stays."""
+        """Unmap the file without deleting it."""
         os.close(self.reader)
-        # A view may linger in the traceback of an error; the memory goes when that does.
+        # An exception's traceback may still hold a view; the mapping ends with it.
         with suppress(BufferError):
             self._file.close()
 
     def remove(self) -> None:
-        """Unmap and delete it. Who still has it mapped keeps it."""
+        """Unmap and delete the file. Other processes keep their mappings."""
         self.path.unlink(missing_ok=True)
         self.close()
 
 
-class LentFiles:
-    """Those of one host tier, by number. Not thread-safe."""
+class WorkerFiles:
+    """All worker files of a host tier, by number. Not thread-safe."""
 
     def __init__(self, directory: Path) -> None:
-        """Take in what is there, all of it idle."""
+        """Open the existing files; all are idle."""
         self._directory = directory
-        self._files: dict[int, LentFile] = {}
+        self._files: dict[int, WorkerFile] = {}
         for path in sorted(directory.glob(f"*{SUFFIX}")):
             if not path.stat().st_size or path.stat().st_size % PAGE_BYTES:
-                # Its borrower cut it, or it never got its size.
+                # A worker truncated the file, or its creation was interrupted.
                 path.unlink()
                 continue
             number = int(path.name.removesuffix(SUFFIX))
-            self._files[number] = LentFile(directory, number)
+            self._files[number] = WorkerFile(directory, number)
 
     def __contains__(self, number: int) -> bool:
         return number in self._files
 
-    def __getitem__(self, number: int) -> LentFile:
+    def __getitem__(self, number: int) -> WorkerFile:
         return self._files[number]
 
-    def __iter__(self) -> Iterator[LentFile]:
+    def __iter__(self) -> Iterator[WorkerFile]:
         return iter(list(self._files.values()))
 
     @property
     def idle_bytes(self) -> int:
-        """Kept for the next to borrow."""
+        """Bytes of idle files, which are kept for the next allocation."""
         return sum(file.nbytes for file in self._files.values() if file.is_idle)
 
     @property
     def nbytes(self) -> int:
-        """Of all."""
+        """Bytes of all files."""
         return sum(file.nbytes for file in self._files.values())
 
-    def take_idle(self, nbytes: int, owner: str) -> LentFile | None:
-        """An idle one of just this size, of zeros or of what `owner` left; None: there is none."""
+    def take_idle(self, nbytes: int, owner: str) -> WorkerFile | None:
+        """An idle file of exactly this size, with zeros or the contents that `owner` left; None if
+        there is none."""
         found = [file for file in self._files.values() if file.is_idle and file.nbytes == nbytes]
         if not found:
             return None
-        # The owner's own need not be cleared.
+        # A file of the same owner need not be cleared.
         file = min(found, key=lambda one: (one.owner != owner, one.number))
         if file.owner != owner:
             ctypes.memset(file.address, 0, file.nbytes)
         file.is_idle, file.owner = False, owner
         return file
 
-    def make(self, number: int, nbytes: int, owner: str) -> LentFile:
-        """A new one. Raises OSError: the file system has no room."""
-        file = self._files[number] = LentFile(self._directory, number, nbytes)
+    def make(self, number: int, nbytes: int, owner: str) -> WorkerFile:
+        """Create a file. Raises OSError: the file system is full."""
+        file = self._files[number] = WorkerFile(self._directory, number, nbytes)
         file.owner = owner
         return file
 
-    def keep_or_remove(self, file: LentFile) -> LentFile | None:
-        """Have a file idle that nobody needs; returns it where it has to go instead, because
-        somebody still holds it, or cut it."""
+    def keep_or_remove(self, file: WorkerFile) -> WorkerFile | None:
+        """Mark a freed file as idle. Returns the file if it must be removed instead, because a
+        process still holds it or truncated it."""
         if has_holder(file.reader) or not file.is_intact():
             return self.forget(file)
         file.is_idle = True
         return None
 
-    def forget(self, file: LentFile) -> LentFile:
-        """It is to be removed."""
+    def forget(self, file: WorkerFile) -> WorkerFile:
+        """Stop tracking a file; the caller removes it."""
         return self._files.pop(file.number)
 
-    def first_idle(self) -> LentFile | None:
-        """The one to go first."""
+    def first_idle(self) -> WorkerFile | None:
+        """The first idle file; None if there is none."""
         return next((file for file in self._files.values() if file.is_idle), None)

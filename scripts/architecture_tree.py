@@ -3,7 +3,7 @@
 The tree is the first paragraph of the docstring of each package. Pure folders and import direction
 are the lists of tests/test_tidy.py.
 
-    python -m tests.docs.architecture_tree    # writes docs/architecture.md
+    python -m scripts.architecture_tree    # writes docs/architecture.md
 """
 
 import ast

@@ -1,14 +1,14 @@
-"""The laws of a simulated run, checked while it goes on from what the core is told and answers.
+"""Checks the invariants of a simulated run from its events and commands. Pure.
 
-* No over-commit: `plexrl.sim.checks.occupancy`; and at most one deployment's operation runs on a
-  group at a time, moves included, with its own state on the GPUs.
-* Conservation: every operation that is submitted runs to its end exactly once, unless its workers
-  were lost; a run takes what it says, and all runs of a job what its cycles were drawn with.
-* Causality: time does not go back; a run follows its submission and its workers' start, a finish
-  its run; a deployment's operations run in their order; fencing tokens do not go back.
-* The core's own laws (`plexrl.scheduler.core.invariants`), every `CORE_CHECK_EVENTS` events.
+* No over-commit: `plexrl.sim.checks.occupancy`. At most one deployment runs operations on a group
+  at a time, moves included, with its own state on the GPUs.
+* Conservation: every submitted operation completes exactly once, unless its workers were lost. A
+  run takes as long as it reports, and all runs of a job take as long as its cycles were drawn.
+* Causality: time never decreases. A run follows its submission and the start of its workers; a
+  completion follows its run. A deployment's operations run in order. Fencing tokens never decrease.
+* The core's own invariants (`plexrl.scheduler.core.invariants`), every `CORE_CHECK_EVENTS` events.
 
-Knows nothing of how the core decides, and keeps nothing of what has ended. Pure.
+The checker does not use the core's decision logic, and keeps no state of ended jobs.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.operations.operations import MOVES, OWN_MARK
 from plexrl.scheduler.state import commands as cmd
 from plexrl.scheduler.state import events as ev
-from plexrl.sim.checks.occupancy import Occupancy, Place
+from plexrl.sim.checks.occupancy import Allocation, Occupancy
 from plexrl.sim.workload.scenario import Scenario
 from plexrl.wire.operations import OperationKind
 
@@ -30,13 +30,13 @@ __all__ = ["CORE_CHECK_EVENTS", "Checker", "InvariantError"]
 CORE_CHECK_EVENTS = 5000
 
 TOLERANCE = 1e-9
-"""Of a time, relative: clocks are sums of many floats."""
+"""Relative tolerance of a time: clocks are sums of many floats."""
 TOLERANCE_S = 1e-6
 
 TOKENS_MAX = 4096
-"""Groups that were given up, whose fencing tokens are still known: one can be taken up again."""
+"""Dissolved groups whose fencing tokens are kept: a group may be formed again."""
 
-Law = Literal["over-commit", "conservation", "causality", "core"]
+Invariant = Literal["over-commit", "conservation", "causality", "core"]
 
 
 @dataclass(slots=True)
@@ -47,12 +47,12 @@ class _Run:
 
 @dataclass(slots=True)
 class _Deployment:
-    place: Place
+    allocation: Allocation
     job: "_Job"
     pending: deque[str] = field(default_factory=deque)
-    """Submitted and not running, in order."""
+    """Operations that are submitted and not running, in order."""
     has_failed: bool = False
-    """Its workers were lost at some time: what ran may run again."""
+    """Whether its workers were ever lost, so that operations may run again."""
 
 
 @dataclass(slots=True)
@@ -60,31 +60,31 @@ class _Job:
     name: str
     deployments: dict[str, _Deployment] = field(default_factory=dict)
     ran_s: float = 0.0
-    """Of all operations that completed, repetitions not counted."""
+    """Run time of all completed operations, without repetitions."""
     drawn_s: float | None = None
-    """Of all cycles that it was told of; absent: it was told of none."""
+    """Drawn run time of all reported cycles; absent if none was reported."""
 
 
 @dataclass(slots=True)
 class _Lock:
-    """A group's turn."""
+    """The lock of a group."""
 
     token: int = 0
     owner: str = ""
-    """Whose operations run under that token."""
+    """Deployment that holds the token."""
     running: dict[str, _Run] = field(default_factory=dict)
     resident: str | None = None
-    """Whose state is on the GPUs; absent: nobody's."""
+    """Deployment whose state is on the GPUs; absent: none."""
 
 
 class Checker:
-    """To be told of every event, and of all commands that it gave rise to, in that order.
+    """Receives every event and then its commands.
 
-    Raises `InvariantError` where a law is broken; the run is worth nothing from there on.
+    Raises `InvariantError` if an invariant is broken; the run is invalid from there on.
     """
 
     def __init__(self, scenario: Scenario, core: SchedulerCore | None = None) -> None:
-        """`core`: whose own laws are to be checked too."""
+        """`core`: also check the invariants of this core."""
         self._gpus = scenario.gpus
         self._control_s = scenario.control_s
         self._core = core
@@ -96,15 +96,15 @@ class Checker:
         self._locks: dict[str, _Lock] = {}
         self._former_tokens: dict[str, int] = {}
         self._running: dict[str, _Lock] = {}
-        """By operation."""
+        """Lock under which each running operation runs."""
 
-    def watch(self, event: ev.Event, commands: Sequence[cmd.Command], now: float) -> None:
-        """An event and what it gave rise to, at once."""
+    def observe(self, event: ev.Event, commands: Sequence[cmd.Command], now: float) -> None:
+        """Check an event and its commands."""
         self.event(event, now)
         self.commands(event, commands, now)
 
     def event(self, event: ev.Event, now: float) -> None:
-        """The core was told, and has not refused it."""
+        """Check an event that the core has accepted."""
         if now < self._now:
             self._broken("causality", f"{type(event).__name__} comes at {now!r}, in the past")
         self._now = now
@@ -120,11 +120,11 @@ class Checker:
                 self._run_failed(event)
             case ev.WorkerExited():
                 deployment = self._deployments.get(event.deployment)
-                if deployment and deployment.place.incarnation == event.incarnation:
+                if deployment and deployment.allocation.incarnation == event.incarnation:
                     self._lost(deployment)
             case ev.NodeLost():
-                for place in self._occupancy.node_lost(event.node):
-                    self._lost(self._deployments[place.created.deployment])
+                for allocation in self._occupancy.node_lost(event.node):
+                    self._lost(self._deployments[allocation.created.deployment])
             case ev.NodeJoined():
                 self._node_joined(event)
             case ev.OperationCancelled():
@@ -141,9 +141,9 @@ class Checker:
                 pass
 
     def commands(self, event: ev.Event, commands: Sequence[cmd.Command], now: float) -> None:
-        """What the core answered to `event`."""
+        """Check the commands that the core returned for `event`."""
         if now != self._now:
-            self._broken("causality", f"the answer to {type(event).__name__} comes at {now!r}")
+            self._broken("causality", f"the commands for {type(event).__name__} come at {now!r}")
         for command in commands:
             match command:
                 case cmd.RunOperation():
@@ -158,34 +158,34 @@ class Checker:
             self._check_core(self._core)
 
     def drawn(self, job: str, busy_s: float) -> None:
-        """A cycle of the job was drawn, with so many seconds of runs in it."""
+        """Record a drawn cycle of the job with so many seconds of runs."""
         known = self._jobs[job]
         known.drawn_s = (known.drawn_s or 0.0) + busy_s
 
-    def given_up(self, job: str) -> None:
-        """The core has ended the job by itself."""
+    def job_failed(self, job: str) -> None:
+        """Record that the core has ended the job."""
         known = self._jobs.get(job)
         if known is None:
             return
         if not any(each.has_failed for each in known.deployments.values()):
-            self._broken("conservation", f"{job} was given up, and none of its workers was lost")
+            self._broken("conservation", f"{job} failed although none of its workers was lost")
         self._forget(known)
 
     def finish(self, now: float) -> None:
-        """The run is over: nothing may be left."""
+        """Check that no job is left at the end of the run."""
         if now < self._now:
             self._broken("causality", f"the run ends at {now!r}, in the past")
         self._now = now
         for job in self._jobs.values():
-            self._broken("conservation", f"the run is over, and {job.name} has not ended")
+            self._broken("conservation", f"the run is over but {job.name} has not ended")
         if self._core is not None:
             self._check_core(self._core)
 
-    def _broken(self, law: Law, what: str) -> NoReturn:
+    def _broken(self, invariant: Invariant, what: str) -> NoReturn:
         raise InvariantError(
-            f"{law}: {what}; at {self._now!r} s, after {self._events} events. The same scenario "
-            "breaks it again: please report it",
-            law=law,
+            f"{invariant}: {what}; at {self._now!r} s, after {self._events} events. This is a bug "
+            "that the same scenario reproduces: please report it",
+            law=invariant,
             at_s=self._now,
             events=self._events,
         )
@@ -201,15 +201,15 @@ class Checker:
     def _node_joined(self, event: ev.NodeJoined) -> None:
         self._occupancy.node_joined(event)
         if self._occupancy.gpus > self._gpus:
-            self._broken("over-commit", f"with {event.node} there are more than {self._gpus} GPUs")
+            self._broken("over-commit", f"with {event.node} the cluster has over {self._gpus} GPUs")
 
     def _created(self, event: ev.DeploymentCreated) -> None:
         if event.deployment in self._deployments:
             return
         job = self._jobs.get(event.job)
         if job is None:
-            self._broken("causality", f"{event.deployment} is of {event.job}, which is not there")
-        created = _Deployment(Place(event), job)
+            self._broken("causality", f"{event.deployment} belongs to unknown {event.job}")
+        created = _Deployment(Allocation(event), job)
         job.deployments[event.deployment] = created
         self._deployments[event.deployment] = created
 
@@ -223,15 +223,15 @@ class Checker:
         deployment.pending.append(event.operation)
 
     def _worker_ready(self, event: ev.WorkerReady) -> None:
-        place = self._known(event.deployment, f"worker {event.rank}").place
-        if event.incarnation > place.incarnation:
+        allocation = self._known(event.deployment, f"worker {event.rank}").allocation
+        if event.incarnation > allocation.incarnation:
             self._broken(
                 "causality",
-                f"incarnation {event.incarnation} of {event.deployment} is ready; launched was "
-                f"{place.incarnation}",
+                f"incarnation {event.incarnation} of {event.deployment} is ready but "
+                f"{allocation.incarnation} was launched",
             )
-        if event.incarnation == place.incarnation and place.group is not None:
-            place.ready.add(event.rank)
+        if event.incarnation == allocation.incarnation and allocation.group is not None:
+            allocation.ready.add(event.rank)
 
     def _finished(self, event: ev.OperationFinished) -> None:
         lock, run = self._ended(event.operation, event.token)
@@ -241,7 +241,7 @@ class Checker:
         if abs(computed_s - event.compute_s) > TOLERANCE_S + TOLERANCE * self._now:
             self._broken(
                 "conservation",
-                f"{event.operation} says that it took {event.compute_s!r} s; it ran {took_s!r} s",
+                f"{event.operation} reports {event.compute_s!r} s but ran {took_s!r} s",
             )
         if command.kind == OperationKind.LOAD:
             lock.resident = command.deployment
@@ -258,28 +258,28 @@ class Checker:
     def _ended(self, operation: str, token: int) -> tuple[_Lock, _Run]:
         lock = self._running.pop(operation, None)
         if lock is None:
-            self._broken("causality", f"{operation} ends, and does not run")
+            self._broken("causality", f"{operation} ends but does not run")
         run = lock.running.pop(operation)
         if run.command.token != token:
             self._broken(
                 "causality",
-                f"{operation} ends under token {token}; it runs under {run.command.token}",
+                f"{operation} ends under token {token} but runs under {run.command.token}",
             )
         return lock, run
 
     def _lost(self, deployment: _Deployment) -> None:
-        """A fault took its workers: what ran may run again."""
+        """Record a loss of workers, after which operations may run again."""
         deployment.has_failed = True
         self._interrupt(deployment)
 
     def _interrupt(self, deployment: _Deployment) -> None:
-        """Its workers end, and what they were at is yet to be done."""
-        place = deployment.place
-        place.ready.clear()
-        lock = None if place.group is None else self._locks.get(place.group)
+        """End its workers and return their operations to the queue."""
+        allocation = deployment.allocation
+        allocation.ready.clear()
+        lock = None if allocation.group is None else self._locks.get(allocation.group)
         if lock is None:
             return
-        name = place.created.deployment
+        name = allocation.created.deployment
         runs = [run.command for run in lock.running.values() if run.command.deployment == name]
         for command in runs:
             del lock.running[command.operation], self._running[command.operation]
@@ -303,25 +303,25 @@ class Checker:
             if drawn_s is not None and abs(job.ran_s - drawn_s) > 1e-6 * max(1.0, drawn_s):
                 self._broken(
                     "conservation",
-                    f"{job.name} ran {job.ran_s!r} s; its cycles were drawn with {drawn_s!r} s",
+                    f"{job.name} ran {job.ran_s!r} s but its cycles were drawn with {drawn_s!r} s",
                 )
         self._forget(job)
 
     def _check_done(self, deployment: _Deployment) -> None:
-        place = deployment.place
+        allocation = deployment.allocation
         left = list(deployment.pending)
-        lock = None if place.group is None else self._locks.get(place.group)
+        lock = None if allocation.group is None else self._locks.get(allocation.group)
         if lock is not None:
             left += [
                 run.command.operation
                 for run in lock.running.values()
-                if run.command.deployment == place.created.deployment
+                if run.command.deployment == allocation.created.deployment
                 and run.command.kind not in MOVES
             ]
         if left:
             self._broken(
                 "conservation",
-                f"{deployment.job.name} is completed; not so {', '.join(left[:5])}",
+                f"{deployment.job.name} is completed but not {', '.join(left[:5])}",
             )
 
     def _forget(self, job: _Job) -> None:
@@ -332,11 +332,11 @@ class Checker:
         del self._jobs[job.name]
 
     def _leave(self, deployment: _Deployment) -> None:
-        group = deployment.place.group
+        group = deployment.allocation.group
         if group is None:
             return
-        was_alone = self._occupancy.is_alone(deployment.place)
-        self._occupancy.left(deployment.place)
+        was_alone = self._occupancy.is_alone(deployment.allocation)
+        self._occupancy.left(deployment.allocation)
         if was_alone and group in self._locks:
             self._former_tokens[group] = self._locks.pop(group).token
             if len(self._former_tokens) > TOKENS_MAX:
@@ -346,14 +346,14 @@ class Checker:
 
     def _launched(self, command: cmd.LaunchWorkers) -> None:
         deployment = self._known(command.deployment, "its workers")
-        self._occupancy.launched(deployment.place, command)
+        self._occupancy.launched(deployment.allocation, command)
         if command.group not in self._locks:
             token = self._former_tokens.pop(command.group, 0)
             self._locks[command.group] = _Lock(token=token)
 
     def _stopped(self, command: cmd.StopWorkers) -> None:
         deployment = self._deployments.get(command.deployment)
-        if deployment is None or command.incarnation < deployment.place.incarnation:
+        if deployment is None or command.incarnation < deployment.allocation.incarnation:
             return
         if not deployment.has_failed:
             self._check_nothing_runs(deployment)
@@ -361,36 +361,38 @@ class Checker:
         self._leave(deployment)
 
     def _check_nothing_runs(self, deployment: _Deployment) -> None:
-        group, name = deployment.place.group, deployment.place.created.deployment
+        group, name = deployment.allocation.group, deployment.allocation.created.deployment
         lock = None if group is None else self._locks.get(group)
         for run in () if lock is None else lock.running.values():
             if run.command.deployment == name:
                 self._broken(
                     "conservation",
-                    f"{name} is stopped while {run.command.operation} runs, and has lost no worker",
+                    f"{name} is stopped while {run.command.operation} runs without a lost worker",
                 )
 
     def _run(self, command: cmd.RunOperation) -> None:
         operation = command.operation
         deployment = self._known(command.deployment, operation)
-        place = deployment.place
-        if place.group != command.group:
-            self._broken("over-commit", f"{operation} runs on {command.group}, not {place.group}")
+        allocation = deployment.allocation
+        if allocation.group != command.group:
+            self._broken(
+                "over-commit", f"{operation} runs on {command.group}, not {allocation.group}"
+            )
         lock = self._locks[command.group]
         before = lock.running.get(operation)
         if before is not None and before.command.token == command.token:
-            # Issued again: the shell is to tell what came of the first.
+            # A repeated command: the shell reports the result of the first run.
             return
-        if not place.is_ready:
-            self._broken("causality", f"{operation} runs before all its workers are there")
-        self._check_turn(lock, command)
+        if not allocation.is_ready:
+            self._broken("causality", f"{operation} runs before all its workers are ready")
+        self._check_exclusive(lock, command)
         self._check_token(lock, command)
         self._check_state(lock, command)
         self._check_order(deployment, command)
         lock.running[operation] = _Run(command, self._now)
         self._running[operation] = lock
 
-    def _check_turn(self, lock: _Lock, command: cmd.RunOperation) -> None:
+    def _check_exclusive(self, lock: _Lock, command: cmd.RunOperation) -> None:
         for run in lock.running.values():
             other = run.command
             both_generate = {command.kind, other.kind} <= {
@@ -412,10 +414,10 @@ class Checker:
             )
         is_newer = command.token > lock.token
         if command.kind == OperationKind.OFFLOAD:
-            # Under the token of whoever comes next, so that nothing of the former holder's runs.
+            # An offload uses the next holder's token, which fences the former holder off.
             if not is_newer:
                 self._broken(
-                    "causality", f"{command.operation} fences nothing: {command.token} is not new"
+                    "causality", f"{command.operation} fences nobody: {command.token} is not new"
                 )
             lock.token, lock.owner = command.token, ""
             return
@@ -438,11 +440,11 @@ class Checker:
             return
         if command.replay:
             if not deployment.has_failed:
-                self._broken("conservation", f"{operation} is repeated, and nothing was lost")
+                self._broken("conservation", f"{operation} is repeated although no worker was lost")
             return
         if operation not in pending:
             self._broken(
-                "conservation", f"{operation} runs, and was not submitted, or has run already"
+                "conservation", f"{operation} runs but was not submitted, or has run already"
             )
         if pending[0] != operation:
             self._broken("causality", f"{operation} overtakes {pending[0]}")
@@ -451,5 +453,5 @@ class Checker:
     def _known(self, deployment: str, what: str) -> _Deployment:
         found = self._deployments.get(deployment)
         if found is None:
-            self._broken("causality", f"{what} is of {deployment}, which is not there")
+            self._broken("causality", f"{what} belongs to unknown {deployment}")
         return found

@@ -1,8 +1,8 @@
-"""Earlier versions, kept in case a newer one turns out to be damaged or lost.
+"""Earlier versions, kept as a fallback if a newer version is damaged or lost.
 
-They are moved to NVMe, so that they outlive the host tier, one after the other and only where NVMe
-has room. Whatever is more urgent goes first. Any of them is dropped before anything else is when
-room is short (`room`).
+A thread moves them to NVMe one at a time, while NVMe has space, so that they survive the host tier.
+More urgent moves cancel such a move. Earlier versions are dropped first when space is short
+(`TierAllocator.expendable_names`).
 """
 
 import logging
@@ -14,14 +14,14 @@ from plexrl.statemanager.store.store import Store
 
 LOG = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 1.0
-"""After a move that gave way to another."""
+RETRY_S = 1.0
+"""Delay before a cancelled move is retried."""
 WAITING_MAX = 1024
-"""Versions that wait to be moved; beyond it the oldest stays in the host tier."""
+"""Queued versions; beyond this the oldest stays in the host tier."""
 
 
 class EarlierVersions:
-    """A thread that moves them until `close`."""
+    """A thread that moves earlier versions to NVMe until `close`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -32,8 +32,8 @@ class EarlierVersions:
         self._thread.start()
 
     def keep(self, names: list[str]) -> None:
-        """Keep versions only while there is room, and soon on NVMe only."""
-        self._store.keep_while_room(names)
+        """Mark versions as expendable and queue their move to NVMe."""
+        self._store.mark_expendable(names)
         with self._changed:
             self._waiting.update(dict.fromkeys(names))
             while len(self._waiting) > WAITING_MAX:
@@ -41,21 +41,21 @@ class EarlierVersions:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Have the move under way given up."""
+        """Cancel the current move and end the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._store.cancel()
+        self._store.cancel_background()
         self._thread.join()
 
     def _run(self) -> None:
         while (name := self._next()) is not None:
             try:
-                self._store.move_out(name)
+                self._store.move_to_nvme(name)
             except OperationCancelledError:
                 with self._changed:
                     self._waiting[name] = None
-                    self._changed.wait_for(lambda: self._is_closing, LOOK_AGAIN_S)
+                    self._changed.wait_for(lambda: self._is_closing, RETRY_S)
             except PlexRLError as error:
                 LOG.info("%s stays in the host tier: %s", name, error)
 

@@ -1,7 +1,7 @@
-"""One tier's directory, which one process at a time may use, and the header files in it.
+"""A tier's directory, locked by one process, and the header files in it.
 
-The host tier's lies on a memory file system, so that what is there outlives the daemon. The NVMe
-tier's is persistent: what is renamed there was synced before.
+The host tier's directory lies on a memory file system, so its files survive the daemon. The NVMe
+tier's directory is persistent: a file is synced before it is renamed.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ _SUFFIX = ".version"
 
 
 class Tier:
-    """A locked directory of version headers, beside what they speak of."""
+    """A locked directory of version headers, next to the objects that they refer to."""
 
     def __init__(self, name: TierName, directory: Path, faults: FaultPoints | None = None) -> None:
         self.name = name
@@ -39,41 +39,42 @@ class Tier:
         except BlockingIOError as error:
             os.close(self._lock_fd)
             raise ConflictError(
-                f"{directory} is in use by another StateManager: give each a directory of its own"
+                f"{directory} is in use by another StateManager: give each its own directory"
             ) from error
         for path in directory.glob(f"*{PART_SUFFIX}"):
             path.unlink()
 
     def close(self) -> None:
-        """Let another process use the directory."""
+        """Unlock the directory."""
         os.close(self._lock_fd)
 
     def sync(self) -> None:
-        """Make renames in the directory durable, where it is persistent."""
+        """Make renames in the directory durable, if the tier is persistent."""
         if self._persistent:
             os.fsync(self._lock_fd)
 
     def headers(self) -> Iterator[tuple[VersionRecord, int]]:
-        """Every version named here, with the bytes of its header; a damaged one is deleted."""
+        """Every version with a header here, and the header's size; deletes damaged headers."""
         for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
             try:
                 contents = path.read_bytes()
                 yield decode_header(contents), len(contents)
             except (OSError, CorruptStateError) as error:
-                LOG.warning("%s is no version any more (%s); removed", path, error)
+                LOG.warning("the header %s is damaged and was removed (%s)", path, error)
                 path.unlink(missing_ok=True)
 
-    def name_version(self, record: VersionRecord, move: str) -> None:
-        """Write a version's header: it is stored here from now on. Raises as `prepare`."""
-        self.prepare(record, move)
-        self.commit(record, move)
+    def write_header(self, record: VersionRecord, move: str) -> None:
+        """Write a version's header, which makes the version stored here. Raises as
+        `prepare_header`."""
+        self.prepare_header(record, move)
+        self.commit_header(record, move)
 
-    def prepare(self, record: VersionRecord, move: str) -> None:
-        """Write a version's header under another name. `move` is for fault points.
+    def prepare_header(self, record: VersionRecord, move: str) -> None:
+        """Write a version's header under a temporary name. `move` names the fault points.
 
         Raises:
-            StateTierFullError: the file system has no room; nothing is left behind.
-            StorageError: it cannot be written; nothing is left behind.
+            StateTierFullError: the file system is full; nothing is left behind.
+            StorageError: the header cannot be written; nothing is left behind.
         """
         part = self._path(record).with_suffix(PART_SUFFIX)
         try:
@@ -84,11 +85,11 @@ class Tier:
                     os.fsync(file.fileno())
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise self.refused(error) from error
+            raise self.write_error(error) from error
         self.faults.reach(f"{move}.header")
 
-    def commit(self, record: VersionRecord, move: str) -> None:
-        """Give a header its name. Raises StorageError: that cannot be; nothing is left behind."""
+    def commit_header(self, record: VersionRecord, move: str) -> None:
+        """Rename a prepared header. Raises StorageError: it failed; nothing is left behind."""
         path = self._path(record)
         part = path.with_suffix(PART_SUFFIX)
         try:
@@ -96,21 +97,21 @@ class Tier:
             self.sync()
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise self.refused(error) from error
+            raise self.write_error(error) from error
         self.faults.reach(f"{move}.named")
 
-    def withdraw(self, record: VersionRecord) -> None:
-        """Delete a header that was prepared."""
+    def discard_header(self, record: VersionRecord) -> None:
+        """Delete a prepared header."""
         self._path(record).with_suffix(PART_SUFFIX).unlink(missing_ok=True)
 
-    def forget_version(self, record: VersionRecord) -> None:
+    def delete_header(self, record: VersionRecord) -> None:
         """Delete a version's header."""
         self._path(record).unlink(missing_ok=True)
 
-    def refused(self, error: OSError) -> StorageError:
-        """What to raise when the file system refuses to take something."""
+    def write_error(self, error: OSError) -> StorageError:
+        """The error for a failed write to this tier."""
         what = f"the {self.name} tier {self.directory}"
-        return disk_space.refused(what, error, tier=self.name.value)
+        return disk_space.write_error(what, error, tier=self.name.value)
 
     def _path(self, record: VersionRecord) -> Path:
         return self.directory / f"{record.manifest.file_name}{_SUFFIX}"
