@@ -115,10 +115,10 @@ class Store:
         """Host memory of workers. `allocate_host` allocates it, within the quotas."""
         self.quotas = TenantQuotas(config, self._catalog, self.host_allocations)
         recover(self._catalog, self._tiers, self._pool, self._objects, clock())
-        self._arrivals = ResumableReceive(
+        self._receiver = ResumableReceive(
             self._catalog, host, self._pool, self._allocator, self._faults
         )
-        self._arrivals.recover()
+        self._receiver.recover()
         self.host_allocations.recover()
         self._pool.remove_unclaimed()
         if config.host_prefault_bytes:
@@ -193,7 +193,7 @@ class Store:
             OperationCancelledError: the deployment was released meanwhile.
             PlexRLError: raised by `fetch`.
         """
-        with self._arrivals.turn(manifest) as cancelled:
+        with self._receiver.turn(manifest) as cancelled:
             for stored in self.find(lambda m: m.name == manifest.name):
                 if stored.manifest.stamp == manifest.stamp:
                     return stored, 0
@@ -201,7 +201,7 @@ class Store:
                 host_allowed = self.quotas.check(manifest, frozenset())
             if host_allowed:
                 try:
-                    version, moved = self._arrivals.receive(manifest, digests, fetch, cancelled)
+                    version, moved = self._receiver.receive(manifest, digests, fetch, cancelled)
                 except StateTierFullError as error:
                     LOG.info("%s goes to NVMe: %s", manifest.description, error)
                 else:
@@ -303,11 +303,8 @@ class Store:
     def without_nvme_copy(self) -> list[str]:
         """Names of the versions without a copy on NVMe, in eviction order."""
         with self._catalog.lock:
-            found = [
-                version
-                for version in self._catalog.current.values()
-                if NVME not in version.header_bytes
-            ]
+            versions = self._catalog.current.values()
+            found = [version for version in versions if NVME not in version.header_bytes]
             found.sort(key=lambda v: (-self._allocator.next_use(v), v.last_use, v.manifest.name))
             return [version.manifest.name for version in found]
 
@@ -362,7 +359,7 @@ class Store:
     def release(self, deployment: str) -> None:
         """Cancel a deployment's background moves, then drop its versions."""
         self._allocator.cancel_background(deployment)
-        self._arrivals.release(deployment)
+        self._receiver.release(deployment)
         self._allocator.expect_use(deployment, None)
         versions = self.find(lambda manifest: manifest.deployment == deployment)
         self.drop(version.manifest.name for version in versions)
@@ -397,14 +394,11 @@ class Store:
         Returns the names of the versions that could not be spilled.
         """
         with self._catalog.lock:
-            found = [
-                version
-                for version in self._catalog.current.values()
-                if version.manifest.kind == VersionKind.STATE and version.tier == HOST
-            ]
-        return self._allocator.spill_all(
-            sorted(found, key=lambda v: (-v.manifest.seq, v.manifest.name))
-        )
+            versions = self._catalog.current.values()
+            in_host = [version for version in versions if version.tier == HOST]
+        states = [each for each in in_host if each.manifest.kind == VersionKind.STATE]
+        states.sort(key=lambda version: (-version.manifest.seq, version.manifest.name))
+        return self._allocator.spill_all(states)
 
     def close(self) -> None:
         """Unlock the directories. No call may be in progress."""
@@ -419,7 +413,7 @@ class Store:
         self._pool.check()
         with self._catalog.lock:
             headers = sum(v.header_bytes.get(HOST, 0) for v in self._catalog.current.values())
-            headers += self._arrivals.reserved_bytes()
+            headers += self._receiver.reserved_bytes()
             assert self._catalog.used_bytes[HOST] == self._pool.used_bytes + headers
             assert set(self._objects.ids()) == {
                 found.id
@@ -449,9 +443,9 @@ class Store:
             host_allowed = self.quotas.check(manifest, superseded | expendable, donated_bytes)
             manifest = replace(manifest, ordinal=self._catalog.next_ordinal())
             self.quotas.begin(manifest, superseded, host_allowed=host_allowed)
-        saved = partial(self._saver.save, manifest, memory, extents, superseded)
+        save = partial(self._saver.save, manifest, memory, extents, superseded)
         try:
-            version = saved(host_allowed=host_allowed, digest_wanted=digest, donated=donated)
+            version = save(host_allowed=host_allowed, digest_wanted=digest, donated=donated)
         finally:
             self.quotas.end(manifest)
         with self._catalog.lock:

@@ -66,7 +66,7 @@ class StoreHistory(RuleBasedStateMachine):
 
     UNIT = PAGE
     """Unit of sizes and capacities."""
-    SIZES = (0, 1, PAGE, 2 * PAGE + 7, 3 * PAGE, 5 * PAGE - 1, 5 * PAGE)
+    SIZES: tuple[int, ...] = (0, 1, PAGE, 2 * PAGE + 7, 3 * PAGE, 5 * PAGE - 1, 5 * PAGE)
     HEADER_PAGES = 0
     """Capacity in addition to the drawn units, for headers."""
     DATA_THREADS = 1
