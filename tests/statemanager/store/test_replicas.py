@@ -247,7 +247,7 @@ def test_a_copy_on_nvme_makes_eviction_free(open_store: OpenStore) -> None:
     store = open_store(host_bytes=11 * MIB, nvme_bytes=11 * MIB)
     [rank] = ranks_of(store, 1)
     rank.put(1)
-    assert store.copy_to_nvme(rank.manifest(1).name)
+    assert store.allocator.copy_to_nvme(rank.manifest(1).name)
     written = sorted(path.stat().st_mtime_ns for path in nvme_files(store))
     rank.put(2)
     assert sorted(path.stat().st_mtime_ns for path in nvme_files(store)) == written
@@ -262,7 +262,7 @@ def test_a_copy_on_nvme_is_dropped_for_a_version_without_one(open_store: OpenSto
         rank.put(seq)
     # Its use is expected soon, so the other version is evicted; NVMe is full with the copy.
     store.touch(rank.manifest(1).name)
-    assert store.copy_to_nvme(rank.manifest(1).name)
+    assert store.allocator.copy_to_nvme(rank.manifest(1).name)
     rank.put(3)
     assert [v.tier for v in store.find(lambda _: True)] in ([HOST, NVME, HOST], [NVME, HOST, HOST])
     store.check()
@@ -273,9 +273,9 @@ def test_the_latest_expected_use_is_spilled_first(open_store: OpenStore) -> None
     [rank] = ranks_of(store, 1)
     for name in ("a", "b", "c"):
         rank.put(1, deployment=name)
-    store.expect_use("a", 5.0)
-    store.expect_use("b", 50.0)
-    store.expect_use("c", 20.0)
+    store.allocator.expect_use("a", 5.0)
+    store.allocator.expect_use("b", 50.0)
+    store.allocator.expect_use("c", 20.0)
     rank.put(1, deployment="d")
     tiers = {v.manifest.deployment: v.tier for v in store.find(lambda _: True)}
     assert tiers == {"a": HOST, "b": NVME, "c": HOST, "d": HOST}
@@ -357,12 +357,12 @@ def test_a_release_cancels_a_background_copy(open_store: OpenStore) -> None:
 
     def copy() -> None:
         try:
-            outcome.append(store.copy_to_nvme(rank.manifest(1).name))
+            outcome.append(store.allocator.copy_to_nvme(rank.manifest(1).name))
         except OperationCancelledError as error:
             outcome.append(error)
 
     def release() -> None:
-        wait_until(lambda: bool(store._allocator._moves) or bool(outcome))
+        wait_until(lambda: bool(store.allocator._moves) or bool(outcome))
         store.release("job/actor")
 
     run_together(copy, release)
@@ -397,14 +397,14 @@ def test_a_replica_that_is_promoted_and_evicted_during_a_save_is_kept(
     other.fill(1, 3)
     first.put(5)
     name = first.manifest(5).name
-    store._allocator.spill(name)
+    store.allocator.spill(name)
 
     def bring() -> None:
         with store.lease_in_memory(name, name) as lease:
             assert lease.tier == HOST
 
     happens: dict[str, Callable[[], None]]
-    happens = {"put.reserved": bring, "put.copied": lambda: store._allocator.spill(name)}
+    happens = {"put.reserved": bring, "put.copied": lambda: store.allocator.spill(name)}
     monkeypatch.setattr(store._faults, "reach", once(happens))
     other.put(5)
     assert not happens

@@ -232,7 +232,7 @@ class StoreHistory(RuleBasedStateMachine):
     def copy_to_nvme(self, name: tuple[int, int]) -> None:
         before = self.tiers_of_versions()
         try:
-            is_there = self.store.copy_to_nvme(manifest(*name, 0).name)
+            is_there = self.store.allocator.copy_to_nvme(manifest(*name, 0).name)
         except StateTierFullError:
             is_there = False
         if is_there:
@@ -242,7 +242,9 @@ class StoreHistory(RuleBasedStateMachine):
     @rule(seconds=st.one_of(st.none(), st.floats(0, 100)), passed=st.floats(0, 10))
     def expect(self, seconds: float | None, passed: float) -> None:
         self.now += passed
-        self.store.expect_use("job/actor", None if seconds is None else self.now + seconds)
+        self.store.allocator.expect_use(
+            "job/actor", None if seconds is None else self.now + seconds
+        )
 
     @rule()
     def persist(self) -> None:
@@ -394,5 +396,5 @@ def _one_rank(store: Store, rank: int, seed: int) -> None:
                     if action == "prefetch":
                         store.prefetch(name, name)
                     else:
-                        store.copy_to_nvme(name)
+                        store.allocator.copy_to_nvme(name)
     arena.close()
