@@ -43,7 +43,7 @@ from tests.statemanager.conftest import (
     wait_until,
 )
 
-DEPLOY = Path(__file__).parents[2] / "deploy" / "systemd"
+DEPLOY = Path(__file__).parents[3] / "deploy" / "systemd"
 TUNABLE = "glibc.cpu.x86_non_temporal_threshold=0x80000"
 
 
@@ -223,8 +223,8 @@ def worker(daemon: Daemon) -> Iterator["subprocess.Popen[str]"]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert process.stdout is not None
     assert process.stdin is not None
