@@ -88,7 +88,7 @@ def with_a_damaged_log(core: SchedulerCore) -> None:
     """The end of what runs on `a` trips; to start its workers over does not."""
     for name, each in core._context.state.deployments.items():
         if name == "a/actor":
-            each.log.append(OperationId("nobody's"))
+            each.replay.log.append(OperationId("nobody's"))
 
 
 def with_an_endless_sum(core: SchedulerCore) -> None:
