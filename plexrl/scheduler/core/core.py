@@ -94,6 +94,7 @@ from plexrl.scheduler.queries.views import (
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import Command
+from plexrl.scheduler.state.deployment.replay_log import ReplayLog
 from plexrl.scheduler.state.estimates import Estimates
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
@@ -279,7 +280,7 @@ class SchedulerCore:
             exclusive=event.exclusive or event.kind == "rollout",
             spec_json=event.spec_json,
             created_at=now,
-            past_is_whole=True,
+            replay=ReplayLog(past_is_whole=True),
             estimates=Estimates(event.state_bytes),
             node_type=event.node_type,
             trace=event.trace,

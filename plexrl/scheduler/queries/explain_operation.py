@@ -100,7 +100,7 @@ def _reason(
             return why, "held", wait_s + ahead
         return f"a switch to it failed ({deployment.backoff.reason})", "backoff", wait_s + ahead
     if group.holder == deployment.deployment:
-        if deployment.moving is not None or deployment.replaying:
+        if deployment.moving is not None or deployment.replay.replaying:
             return "its model's state is being moved", "switch", ahead
         return "operations of its deployment that were submitted before it", "order", ahead
     return _why_another_holds(context, deployment, group, now, ahead)

@@ -89,11 +89,11 @@ def deployment_view(context: Context, deployment: Deployment) -> View:
             for rank in deployment.ranks
         ],
         "incarnation": deployment.incarnation,
-        "applied_seq": deployment.completed_seq,
+        "applied_seq": deployment.replay.completed_seq,
         "waiting_gradients": deployment.waiting_gradients,
         "trainer_step": deployment.trainer_step,
         "failure": failure_view(halting_failure(deployment)),
-        "durable_seq": deployment.durable_seq,
+        "durable_seq": deployment.replay.durable_seq,
         "state_bytes": deployment.state_bytes,
         "nvme_bytes": deployment.nvme_bytes,
         "load_s": load_s(context, deployment),

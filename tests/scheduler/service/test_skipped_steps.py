@@ -88,7 +88,7 @@ def with_a_damaged_log(core: SchedulerCore) -> None:
     """Handling the end of the run on `a` fails; restarting its workers does not."""
     for name, each in core._context.state.deployments.items():
         if name == "a/actor":
-            each.log.append(OperationId("nobody's"))
+            each.replay.log.append(OperationId("nobody's"))
 
 
 def with_an_endless_sum(core: SchedulerCore) -> None:

@@ -1,4 +1,4 @@
-"""What a daemon that starts makes of the moment at which the one before it ended."""
+"""Recovery after a crash in the middle of a move."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.store.store import Store
-from tests.statemanager.test_replicas import OpenStore, Rank, open_store
+from tests.statemanager.store.test_replicas import OpenStore, Rank, open_store
 
 __all__ = ["open_store"]
 
@@ -19,8 +19,7 @@ def directory_of(store: Store, tier: TierName) -> Path:
 def test_a_crash_while_a_version_is_replaced_leaves_its_replicas_whole(
     open_store: OpenStore, tier: TierName
 ) -> None:
-    """Both headers of the replaced version are there, and another rank shares the old one's
-    bytes."""
+    """The headers of the old and new version exist, and another rank shares the old objects."""
     store = open_store(**({"host_bytes": 4096} if tier == TierName.NVME else {}))
     first, other = Rank(store, 0, 2), Rank(store, 1, 2)
     first.fill(1, 2)
@@ -40,7 +39,7 @@ def test_a_crash_while_a_version_is_replaced_leaves_its_replicas_whole(
     store.check()
     first.check(5)
     other.check(5)
-    # What is written now must not come to lie where the replica is.
+    # New objects must not overwrite the replica.
     fresh = Rank(store, 0, 2)
     fresh.fill(6, 7)
     fresh.put(6)

@@ -1,4 +1,4 @@
-"""The choice of what gives way, against an oracle that tries every choice there is."""
+"""The eviction policy against an oracle that tries every choice."""
 
 from itertools import chain, combinations
 
@@ -20,7 +20,7 @@ Node = tuple[list[EvictionCandidate], TierUsage, TierUsage]
 
 @st.composite
 def nodes(draw: st.DrawFn) -> Node:
-    """A few versions over two tiers whose bounds they respect."""
+    """A few versions in two tiers, within the capacities."""
     sizes = st.integers(0, 9)
     residents = [
         EvictionCandidate(
@@ -37,7 +37,7 @@ def nodes(draw: st.DrawFn) -> Node:
     ]
     rooms = []
     for tier in (HOST, NVME):
-        # What is still being written counts as used and is no resident yet.
+        # A version that is being written counts as used and is no candidate.
         used = total(residents, tier) + draw(sizes)
         rooms.append(TierUsage(used_bytes=used, bytes_max=used + draw(st.integers(0, 20))))
     return residents, rooms[0], rooms[1]
@@ -48,7 +48,7 @@ def total(residents: list[EvictionCandidate], tier: TierName) -> int:
 
 
 def free_after(node: Node, drop: set[str], spill: set[str]) -> tuple[int, int]:
-    """Room in both tiers once the named versions are gone or moved."""
+    """Free bytes in both tiers after the named versions are dropped or spilled."""
     residents, host, nvme = node
     dropped = [r for r in residents if r.name in drop]
     moved = sum(r.nbytes for r in residents if r.name in spill)
@@ -73,7 +73,8 @@ def is_possible(node: Node, needed: int, placement: EvictionPlan) -> bool:
 
 
 def every_spill(node: Node, needed: int) -> list[set[str]]:
-    """All sets of versions whose spilling makes room in the host tier, what can go dropped."""
+    """All sets of versions whose spilling frees enough of the host tier, after all possible
+    drops."""
     residents = node[0]
     movable = [r.name for r in residents if r.tier == HOST and not r.in_use and not r.superseded]
     drop = {r.name for r in residents if r.superseded and not r.in_use}
@@ -87,29 +88,31 @@ def every_spill(node: Node, needed: int) -> list[set[str]]:
 
 
 @given(nodes(), st.integers(1, 20))
-def test_what_is_planned_is_possible(node: Node, needed: int) -> None:
+def test_a_plan_is_feasible(node: Node, needed: int) -> None:
     placement = plan_eviction(needed, *node)
     if placement is not None:
         assert is_possible(node, needed, placement)
 
 
 @given(nodes(), st.integers(1, 20))
-def test_a_refusal_means_that_nothing_would_have_helped(node: Node, needed: int) -> None:
+def test_no_plan_means_that_no_choice_is_feasible(node: Node, needed: int) -> None:
     if plan_eviction(needed, *node) is not None:
         return
     drop = {r.name for r in node[0] if r.superseded and not r.in_use}
-    assert free_after(node, drop, set())[1] < needed, "NVMe would have taken it"
-    assert not every_spill(node, needed), "the host tier could have made room"
+    assert free_after(node, drop, set())[1] < needed, "NVMe has space"
+    assert not every_spill(node, needed), "eviction frees enough of the host tier"
 
 
 @given(nodes(), st.integers(1, 20))
-def test_the_host_tier_is_used_whenever_it_can_make_room(node: Node, needed: int) -> None:
+def test_the_host_tier_is_used_whenever_eviction_frees_enough(node: Node, needed: int) -> None:
     placement = plan_eviction(needed, *node)
     assert (placement is not None and placement.tier == HOST) == bool(every_spill(node, needed))
 
 
 @given(nodes(), st.integers(1, 20), st.integers(1, 20))
-def test_nvme_may_need_more_or_less_than_host(node: Node, needed: int, nvme_needed: int) -> None:
+def test_the_size_on_nvme_may_differ_from_the_size_in_host(
+    node: Node, needed: int, nvme_needed: int
+) -> None:
     placement = plan_eviction(needed, *node, nvme_needed)
     assert (placement is not None and placement.tier == HOST) == bool(every_spill(node, needed))
     drop = {r.name for r in node[0] if r.superseded and not r.in_use}
@@ -126,7 +129,7 @@ def test_nvme_may_need_more_or_less_than_host(node: Node, needed: int, nvme_need
     st.floats(0, 50),
     st.floats(0, 50),
 )
-def test_an_expected_use_is_never_over_and_keeps_the_order(
+def test_an_expected_use_is_never_past_and_keeps_the_lru_order(
     first: float | None, second: float | None, first_use: float, second_use: float
 ) -> None:
     now = 50.0
@@ -135,11 +138,11 @@ def test_an_expected_use_is_never_over_and_keeps_the_order(
     if first is not None and second is not None and now <= first <= second:
         assert uses[0] <= uses[1]
     if first is second is None and first_use <= second_use:
-        assert uses[0] >= uses[1], "what was used longest ago is expected last"
+        assert uses[0] >= uses[1], "the least recently used is expected last"
 
 
 @given(nodes(), st.integers(1, 20))
-def test_nothing_goes_that_need_not(node: Node, needed: int) -> None:
+def test_no_version_is_evicted_needlessly(node: Node, needed: int) -> None:
     placement = plan_eviction(needed, *node)
     if placement is None or placement.tier == NVME:
         return
@@ -167,7 +170,7 @@ def test_nothing_goes_that_need_not(node: Node, needed: int) -> None:
     ),
     3,
 )
-def test_of_what_is_spilled_the_first_to_be_used_again_is_as_far_off_as_can_be(
+def test_the_earliest_next_use_among_spilled_versions_is_as_late_as_possible(
     node: Node, needed: int
 ) -> None:
     residents, host, nvme = node

@@ -1,4 +1,4 @@
-"""Bytes that several ranks hold alike are stored once; quotas, drains and predictions beside."""
+"""Replicas are stored once; also quotas, draining and predicted uses."""
 
 import shutil
 import tempfile
@@ -31,7 +31,7 @@ OpenStore = Callable[..., Store]
 
 @pytest.fixture
 def open_store(tmp_path: Path) -> Iterator[OpenStore]:
-    """Opens a store on directories that stay for the test; closes it."""
+    """Opens stores on the same directories, and closes them."""
     host_dir = tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm")
     opened: list[Store] = []
 
@@ -57,7 +57,7 @@ def open_store(tmp_path: Path) -> Iterator[OpenStore]:
 
 
 class Rank:
-    """Of a deployment whose ranks all hold `w`, and each its own `o`."""
+    """A rank whose deployment replicates `w`; each rank has its own `o`."""
 
     def __init__(self, store: Store, rank: int, world_size: int, nbytes: int = 5 * MIB) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
@@ -113,7 +113,7 @@ class Rank:
 
 
 def once(happens: dict[str, Callable[[], None]]) -> Callable[[str], None]:
-    """What a fault point does: what `happens` there, the first time."""
+    """Fault points that call `happens` on their first visit."""
 
     def reach(at: str) -> None:
         happens.pop(at, lambda: None)()
@@ -140,7 +140,7 @@ def test_replicas_are_stored_once(open_store: OpenStore, count: int) -> None:
     store.check()
 
 
-def test_a_replica_that_differs_in_one_byte_is_stored_apart(
+def test_a_replica_that_differs_in_one_byte_is_stored_separately(
     open_store: OpenStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_store()
@@ -154,7 +154,9 @@ def test_a_replica_that_differs_in_one_byte_is_stored_apart(
     second.check(1)
 
 
-def test_a_manifest_that_names_one_replica_twice_waits_for_nobody(open_store: OpenStore) -> None:
+def test_a_manifest_that_names_one_replica_twice_does_not_wait_for_itself(
+    open_store: OpenStore,
+) -> None:
     store = open_store()
     [rank] = ranks_of(store, 1)
     manifest = rank.manifest(1)
@@ -164,7 +166,7 @@ def test_a_manifest_that_names_one_replica_twice_waits_for_nobody(open_store: Op
     store.check()
 
 
-def test_shared_bytes_go_with_the_last_that_has_them(open_store: OpenStore) -> None:
+def test_shared_bytes_are_freed_with_the_last_version(open_store: OpenStore) -> None:
     store = open_store()
     first, second = ranks_of(store, 2)
     first.put(1)
@@ -177,7 +179,7 @@ def test_shared_bytes_go_with_the_last_that_has_them(open_store: OpenStore) -> N
     store.check()
 
 
-def test_sharing_outlives_the_daemon_and_the_host_tier(open_store: OpenStore) -> None:
+def test_sharing_survives_a_restart_and_a_spill(open_store: OpenStore) -> None:
     store = open_store()
     ranks = ranks_of(store, 2)
     for rank in ranks:
@@ -195,10 +197,10 @@ def test_sharing_outlives_the_daemon_and_the_host_tier(open_store: OpenStore) ->
 
 
 @pytest.mark.parametrize("tier", [HOST, NVME])
-def test_a_version_that_was_replaced_when_the_daemon_died_takes_nothing_from_those_that_share(
+def test_recovery_of_a_replaced_version_keeps_the_objects_that_others_share(
     open_store: OpenStore, tier: TierName
 ) -> None:
-    """Its header is still there: the daemon died before it deleted it."""
+    """The daemon died before it deleted the replaced version's header."""
     store = open_store()
     first, second = ranks_of(store, 2)
     first.put(1)
@@ -216,7 +218,7 @@ def test_a_version_that_was_replaced_when_the_daemon_died_takes_nothing_from_tho
     assert not replaced.exists()
     first.store = second.store = store
     store.check()
-    # Whatever is taken for free is written over.
+    # Free ranges are overwritten.
     other = Rank(store, 0, 1)
     other.fill(7, 8)
     other.put(1, deployment="b/actor")
@@ -225,7 +227,7 @@ def test_a_version_that_was_replaced_when_the_daemon_died_takes_nothing_from_tho
     store.check()
 
 
-def test_versions_that_share_leave_the_host_tier_together(open_store: OpenStore) -> None:
+def test_versions_that_share_objects_are_evicted_together(open_store: OpenStore) -> None:
     store = open_store(host_bytes=22 * MIB)
     ranks = ranks_of(store, 2)
     for rank in ranks:
@@ -240,12 +242,12 @@ def test_versions_that_share_leave_the_host_tier_together(open_store: OpenStore)
         rank.check(1)
 
 
-def test_a_copy_on_nvme_makes_leaving_the_host_tier_free(open_store: OpenStore) -> None:
-    # NVMe takes one version: the copy must be all that is written.
+def test_a_copy_on_nvme_makes_eviction_free(open_store: OpenStore) -> None:
+    # NVMe holds one version, so the copy must be the only write.
     store = open_store(host_bytes=11 * MIB, nvme_bytes=11 * MIB)
     [rank] = ranks_of(store, 1)
     rank.put(1)
-    assert store.copy_to_nvme(rank.manifest(1).name)
+    assert store.allocator.copy_to_nvme(rank.manifest(1).name)
     written = sorted(path.stat().st_mtime_ns for path in nvme_files(store))
     rank.put(2)
     assert sorted(path.stat().st_mtime_ns for path in nvme_files(store)) == written
@@ -253,33 +255,33 @@ def test_a_copy_on_nvme_makes_leaving_the_host_tier_free(open_store: OpenStore) 
     store.check()
 
 
-def test_a_copy_on_nvme_gives_way_to_what_has_none(open_store: OpenStore) -> None:
+def test_a_copy_on_nvme_is_dropped_for_a_version_without_one(open_store: OpenStore) -> None:
     store = open_store(host_bytes=22 * MIB, nvme_bytes=11 * MIB)
     [rank] = ranks_of(store, 1)
     for seq in (1, 2):
         rank.put(seq)
-    # Expected soon, so it is the other that has to go, and NVMe has no room beside the copy.
+    # Its use is expected soon, so the other version is evicted; NVMe is full with the copy.
     store.touch(rank.manifest(1).name)
-    assert store.copy_to_nvme(rank.manifest(1).name)
+    assert store.allocator.copy_to_nvme(rank.manifest(1).name)
     rank.put(3)
     assert [v.tier for v in store.find(lambda _: True)] in ([HOST, NVME, HOST], [NVME, HOST, HOST])
     store.check()
 
 
-def test_what_is_expected_last_is_spilled_first(open_store: OpenStore) -> None:
+def test_the_latest_expected_use_is_spilled_first(open_store: OpenStore) -> None:
     store = open_store(host_bytes=32 * MIB)
     [rank] = ranks_of(store, 1)
     for name in ("a", "b", "c"):
         rank.put(1, deployment=name)
-    store.expect_use("a", 5.0)
-    store.expect_use("b", 50.0)
-    store.expect_use("c", 20.0)
+    store.allocator.expect_use("a", 5.0)
+    store.allocator.expect_use("b", 50.0)
+    store.allocator.expect_use("c", 20.0)
     rank.put(1, deployment="d")
     tiers = {v.manifest.deployment: v.tier for v in store.find(lambda _: True)}
     assert tiers == {"a": HOST, "b": NVME, "c": HOST, "d": HOST}
 
 
-def test_what_nobody_expects_is_ordered_by_its_last_use(open_store: OpenStore) -> None:
+def test_versions_without_prediction_are_spilled_in_lru_order(open_store: OpenStore) -> None:
     now = [0.0]
     store = open_store(host_bytes=32 * MIB, clock=lambda: now[0])
     [rank] = ranks_of(store, 1)
@@ -304,12 +306,12 @@ def test_a_quota_refuses_before_anything_changes(open_store: OpenStore) -> None:
     assert caught.value.details["needed_bytes"] == 10 * MIB
     assert store.find(lambda _: True) == before
     rank.put(3, tenant="u")
-    # What is replaced, or superseded, does not count against what replaces it.
+    # Replaced and superseded versions do not count.
     rank.put(2, tenant="t")
     store.put(rank.manifest(4, tenant="t"), HostMemory(rank.arena), [rank.manifest(1).name])
 
 
-def test_a_tenant_at_its_share_of_the_host_tier_goes_to_nvme(open_store: OpenStore) -> None:
+def test_a_version_beyond_its_tenants_host_quota_goes_to_nvme(open_store: OpenStore) -> None:
     store = open_store()
     [rank] = ranks_of(store, 1)
     store.quotas.limits["t"] = TenantLimit(host_bytes=15 * MIB)
@@ -323,8 +325,8 @@ def test_a_tenant_at_its_share_of_the_host_tier_goes_to_nvme(open_store: OpenSto
     assert store.quotas.used_by("nobody") == {HOST: 0, NVME: 0}
 
 
-def test_recycled_memory_shows_nothing_of_who_had_it(open_store: OpenStore) -> None:
-    """Gaps between extents and the end of the last page are zero, whoever wrote there before."""
+def test_recycled_memory_shows_no_old_data(open_store: OpenStore) -> None:
+    """Gaps between extents and the end of the last page are zero."""
     store = open_store(host_bytes=2 * MIB)
     [rank] = ranks_of(store, 1, nbytes=512 << 10)
     rank.memory[:] = 0xAA
@@ -347,7 +349,7 @@ def test_recycled_memory_shows_nothing_of_who_had_it(open_store: OpenStore) -> N
         assert not found[228:].any()
 
 
-def test_a_background_copy_gives_way_to_a_release(open_store: OpenStore) -> None:
+def test_a_release_cancels_a_background_copy(open_store: OpenStore) -> None:
     store = open_store()
     [rank] = ranks_of(store, 1, nbytes=16 * MIB)
     rank.put(1)
@@ -355,22 +357,22 @@ def test_a_background_copy_gives_way_to_a_release(open_store: OpenStore) -> None
 
     def copy() -> None:
         try:
-            outcome.append(store.copy_to_nvme(rank.manifest(1).name))
+            outcome.append(store.allocator.copy_to_nvme(rank.manifest(1).name))
         except OperationCancelledError as error:
             outcome.append(error)
 
     def release() -> None:
-        wait_until(lambda: bool(store._allocator._moves) or bool(outcome))
+        wait_until(lambda: bool(store.allocator._moves) or bool(outcome))
         store.release("job/actor")
 
     run_together(copy, release)
-    # Whoever was first, nothing of it is left.
+    # Nothing is left, regardless of the order.
     assert len(outcome) == 1
     assert store.used_bytes(HOST) == store.used_bytes(NVME) == 0
     store.check()
 
 
-def test_a_drain_copies_what_would_spill(open_store: OpenStore) -> None:
+def test_draining_copies_versions_in_eviction_order(open_store: OpenStore) -> None:
     store = open_store(host_bytes=16 * MIB)
     [rank] = ranks_of(store, 1)
     rank.put(1)
@@ -386,7 +388,7 @@ def nvme_files(store: Store) -> list[Path]:
     return list(store._tiers[NVME].directory.iterdir())
 
 
-def test_a_replica_that_comes_to_memory_and_leaves_again_meanwhile_is_kept(
+def test_a_replica_that_is_promoted_and_evicted_during_a_save_is_kept(
     open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()
@@ -395,14 +397,14 @@ def test_a_replica_that_comes_to_memory_and_leaves_again_meanwhile_is_kept(
     other.fill(1, 3)
     first.put(5)
     name = first.manifest(5).name
-    store._allocator.spill(name)
+    store.allocator.spill(name)
 
     def bring() -> None:
         with store.lease_in_memory(name, name) as lease:
             assert lease.tier == HOST
 
     happens: dict[str, Callable[[], None]]
-    happens = {"put.reserved": bring, "put.copied": lambda: store._allocator.spill(name)}
+    happens = {"put.reserved": bring, "put.copied": lambda: store.allocator.spill(name)}
     monkeypatch.setattr(store._faults, "reach", once(happens))
     other.put(5)
     assert not happens
@@ -413,7 +415,7 @@ def test_a_replica_that_comes_to_memory_and_leaves_again_meanwhile_is_kept(
     other.check(5)
 
 
-def test_a_copy_of_a_replica_whose_name_is_longer_finds_its_room(open_store: OpenStore) -> None:
+def test_a_longer_object_name_grows_the_reservation(open_store: OpenStore) -> None:
     store = open_store(tenant_host_bytes_max=3 * MIB)
     first, tenth = Rank(store, 0, 11, MIB), Rank(store, 10, 11, MIB)
     first.fill(1, 2)
@@ -424,7 +426,7 @@ def test_a_copy_of_a_replica_whose_name_is_longer_finds_its_room(open_store: Ope
         record = store._catalog.current[tenth.manifest(5).name].record(NVME)
     store.release("job/actor")
     assert not store.used_bytes(NVME)
-    # The header fills its last page, but for the longer name of what the tenth rank stores itself.
+    # The header fills its last page; the tenth rank's own object has a longer name.
     text = len(msgspec.json.encode(record)) - len("{}") - 1
     room = -(text + 24) % 4096
     first.put(6)
@@ -432,10 +434,10 @@ def test_a_copy_of_a_replica_whose_name_is_longer_finds_its_room(open_store: Ope
     tenth.check(6)
 
 
-def test_what_is_being_stored_counts_towards_the_quota(
+def test_versions_being_stored_count_against_the_quota(
     open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replicas once, and not beside what they replace."""
+    """Replicas count once, and not in addition to the versions that they replace."""
     store = open_store(tenant_bytes_max=5 * MIB)
     ranks = [Rank(store, rank, 2, MIB) for rank in range(2)]
     stranger = Rank(store, 0, 1, MIB)
@@ -443,7 +445,7 @@ def test_what_is_being_stored_counts_towards_the_quota(
         former = [rank.manifest(seq - 1).name for rank in ranks]
         for rank in ranks:
             rank.fill(seq, seq + 10 + rank.rank)
-        # It waits for what the first one writes of both.
+        # It waits for the first rank's write of the shared object.
         second = threading.Thread(target=ranks[1].put, args=(seq,))
 
         def meanwhile(second: threading.Thread = second) -> None:

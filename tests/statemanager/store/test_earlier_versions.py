@@ -1,4 +1,4 @@
-"""An earlier version stays while there is room, on NVMe, and goes before anything else does."""
+"""Earlier versions stay on NVMe while there is space, and are dropped first."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from plexrl.statemanager.eviction.tenant_limit import TenantLimit
 from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon, wait_until
 
 STATE = MIB // 2
-"""Bytes of a shard as `make_shard` makes it."""
+"""State size of a shard from `make_shard`."""
 
 
 def with_an_earlier_version(daemon: Daemon, make_shard: MakeShard) -> Shard:
-    """Versions 1 and 4 are stored; 1 is the earlier one."""
+    """Store versions 1 (the earlier one) and 4."""
     shard = make_shard(daemon)
     for seq, keep_seq, previous_seq in ((1, 0, 0), (2, 1, 0), (3, 2, 1), (4, 3, 1), (4, 4, 1)):
         shard.fill(seq)
@@ -30,14 +30,16 @@ def holds(shard: Shard, seq: int) -> bool:
     return np.array_equal(shard.contents, shard.version(seq))
 
 
-def test_an_earlier_version_is_kept_and_those_between_are_not(
+def test_the_earlier_version_is_kept_and_versions_in_between_are_not(
     daemon: Daemon, make_shard: MakeShard
 ) -> None:
     shard = with_an_earlier_version(daemon, make_shard)
     assert [holds(shard, seq) for seq in (1, 2, 3, 4)] == [True, False, False, True]
 
 
-def test_it_outlives_the_host_tier_and_the_daemon(daemon: Daemon, make_shard: MakeShard) -> None:
+def test_an_earlier_version_survives_the_host_tier_and_the_daemon(
+    daemon: Daemon, make_shard: MakeShard
+) -> None:
     shard = with_an_earlier_version(daemon, make_shard)
     wait_until(lambda: len(daemon.nvme_files()) == 1 and len(daemon.host_files()) == 1)
     daemon.kill()
@@ -48,9 +50,7 @@ def test_it_outlives_the_host_tier_and_the_daemon(daemon: Daemon, make_shard: Ma
     assert holds(shard, 1)
 
 
-def test_a_load_says_which_version_is_the_earlier_one(
-    daemon: Daemon, make_shard: MakeShard
-) -> None:
+def test_a_load_names_the_earlier_version(daemon: Daemon, make_shard: MakeShard) -> None:
     shard = make_shard(daemon)
     for seq in (1, 2):
         shard.fill(seq)
@@ -64,7 +64,7 @@ def test_a_load_says_which_version_is_the_earlier_one(
 
 
 @pytest.mark.parametrize("nvme_bytes", [1, STATE + MIB // 4])
-def test_it_goes_before_others_are_refused(
+def test_an_earlier_version_is_dropped_before_a_save_is_refused(
     start_daemon: StartDaemon, make_shard: MakeShard, nvme_bytes: int
 ) -> None:
     host_bytes = 4 * STATE + MIB // 4
@@ -83,7 +83,9 @@ def test_it_goes_before_others_are_refused(
         assert np.array_equal(other.contents, other.version(index))
 
 
-def test_it_counts_against_no_quota(start_daemon: StartDaemon, make_shard: MakeShard) -> None:
+def test_an_earlier_version_does_not_count_against_the_quota(
+    start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
     limit = TenantLimit(total_bytes=2 * STATE + MIB // 4, host_bytes=None)
     daemon = start_daemon(tenant_limits={"": limit})
     shard = make_shard(daemon)

@@ -1,4 +1,4 @@
-"""A hint brings a version to memory ahead of its load, where nothing has to give way."""
+"""A prefetch promotes a version before its load, if that needs no eviction."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaem
 
 STATE = MIB // 2
 ROOM = STATE + MIB // 4
-"""Bound of a host tier that takes one shard."""
+"""Capacity of a host tier for one shard."""
 
 
 def tier_of(shard: Shard, deployment: str, rank: int = 0) -> str:
@@ -17,8 +17,8 @@ def tier_of(shard: Shard, deployment: str, rank: int = 0) -> str:
 
 @pytest.fixture
 def crowded(start_daemon: StartDaemon, make_shard: MakeShard) -> tuple[Daemon, Shard, Shard]:
-    """A daemon whose host tier the second shard's version all but fills; the first's lies on NVMe,
-    and so does a small one."""
+    """A daemon whose host tier is almost full with the second shard's version; the first shard's
+    version and a small one are on NVMe."""
     daemon = start_daemon(host_bytes=ROOM)
     first = make_shard(daemon, deployment="a/actor")
     second = make_shard(daemon, deployment="b/actor")
@@ -62,17 +62,17 @@ def test_every_rank_is_prefetched(start_daemon: StartDaemon, make_shard: MakeSha
         assert np.array_equal(shard.contents, shard.version(rank))
 
 
-def test_nothing_gives_way_to_a_hint(crowded: tuple[Daemon, Shard, Shard]) -> None:
+def test_a_prefetch_evicts_nothing(crowded: tuple[Daemon, Shard, Shard]) -> None:
     _, first, second = crowded
     first.agent.prefetch("a/actor", 1)
-    _wait_until_followed(first)
+    _wait_until_handled(first)
     assert (tier_of(first, "a/actor"), tier_of(first, "b/actor")) == ("nvme", "host")
     assert first.load(1).tier == "nvme"
     assert np.array_equal(first.contents, first.version(1))
     assert second.load(1).tier == "host"
 
 
-def test_an_unknown_version_and_a_damaged_one_are_passed_over(
+def test_unknown_and_damaged_versions_are_skipped(
     crowded: tuple[Daemon, Shard, Shard],
 ) -> None:
     daemon, first, second = crowded
@@ -83,12 +83,12 @@ def test_an_unknown_version_and_a_damaged_one_are_passed_over(
     path.write_bytes(contents)
     for deployment, seq in (("a/actor", 7), ("nobody", 1), ("a/actor", 1)):
         first.agent.prefetch(deployment, seq)
-    _wait_until_followed(first)
+    _wait_until_handled(first)
     assert tier_of(first, "a/actor") == "nvme"
     assert [path.name[0] for path in daemon.host_files()] == ["z"]
 
 
-def test_a_clean_exit_amid_hints_loses_nothing(
+def test_a_clean_exit_during_prefetches_loses_nothing(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     daemon = start_daemon(host_bytes=1)
@@ -97,7 +97,7 @@ def test_a_clean_exit_amid_hints_loses_nothing(
         shard.fill(rank)
         shard.offload(1)
     daemon.terminate()
-    # A daemon with a larger bound finds all of it on NVMe, with room to spare.
+    # A daemon with a larger capacity recovers all of it from NVMe.
     roomy = start_daemon(nvme_dir=daemon.config.nvme_dir)
     asking = make_shard(roomy, deployment="b/actor")
     for _ in range(3):
@@ -110,7 +110,7 @@ def test_a_clean_exit_amid_hints_loses_nothing(
         assert np.array_equal(shard.contents, shard.version(rank))
 
 
-def _wait_until_followed(shard: Shard) -> None:
-    """Hints are followed in turn, so one whose effect can be seen tells of those before it."""
+def _wait_until_handled(shard: Shard) -> None:
+    """Hints are handled in order, so a visible effect proves that earlier ones were handled."""
     shard.agent.prefetch("z/actor", 1)
     wait_until(lambda: tier_of(shard, "z/actor") == "host")

@@ -1,4 +1,4 @@
-"""Pooled memory: one owner for each page, never beyond the bound, and found again after a crash."""
+"""The memory pool: one owner per page, within the capacity, and recovered after a crash."""
 
 import errno
 import mmap
@@ -60,11 +60,11 @@ def test_free_ranges_are_a_set_of_bytes(steps: list[tuple[bool, int, int]]) -> N
         assert {b for p in ranges for b in range(p.offset, p.offset + p.nbytes)} == oracle
         assert free.nbytes == len(oracle)
         ends = [piece.offset + piece.nbytes for piece in ranges]
-        assert not set(ends) & {piece.offset for piece in ranges}, "neighbours are not joined"
+        assert not set(ends) & {piece.offset for piece in ranges}, "neighbours are not merged"
 
 
 @given(st.sets(st.integers(0, 40)), st.integers(1, 45))
-def test_what_is_taken_lies_in_as_few_ranges_as_can_be(free_bytes: set[int], wanted: int) -> None:
+def test_an_allocation_uses_as_few_ranges_as_possible(free_bytes: set[int], wanted: int) -> None:
     free = FreeRanges(Piece(0, byte, 1) for byte in free_bytes)
     lengths = sorted((piece.nbytes for piece in free), reverse=True)
     taken = free.take(wanted)
@@ -76,7 +76,7 @@ def test_what_is_taken_lies_in_as_few_ranges_as_can_be(free_bytes: set[int], wan
 
 
 @given(st.lists(st.integers(1, 5), max_size=5), st.integers(0, 25), st.integers(0, 25))
-def test_a_cut_is_a_slice(sizes: list[int], start: int, nbytes: int) -> None:
+def test_a_subrange_is_a_slice(sizes: list[int], start: int, nbytes: int) -> None:
     pieces = [Piece(index, 10 * index, size) for index, size in enumerate(sizes)]
 
     def places(found: list[Piece]) -> list[tuple[int, int]]:
@@ -86,8 +86,8 @@ def test_a_cut_is_a_slice(sizes: list[int], start: int, nbytes: int) -> None:
 
 
 class PoolHistory(RuleBasedStateMachine):
-    """Every page that was handed out holds the number of its owner, and who was lent a segment of
-    one tenant never sees another's number in it."""
+    """Every allocated page holds its owner's number, and a holder of one tenant's segment never
+    reads another tenant's number."""
 
     @initialize(bound=st.integers(0, 40), segment=st.integers(1, 16))
     def start(self, bound: int, segment: int) -> None:
@@ -157,7 +157,7 @@ class PoolHistory(RuleBasedStateMachine):
             del self.owned[number]
         for number, pieces in self.owned.items():
             assert self.pool.claim(pieces, TENANTS[number % 3])
-            assert not self.pool.claim(pieces, TENANTS[number % 3]), "it was given to two"
+            assert not self.pool.claim(pieces, TENANTS[number % 3]), "a range was claimed twice"
             assert not self.pool.claim(pieces, TENANTS[(number + 1) % 3])
         self.pool.remove_unclaimed()
         self.pool.reserve_other(self.aside)
@@ -189,13 +189,13 @@ class PoolHistory(RuleBasedStateMachine):
                 os.close(fd)
 
 
-def test_any_history_of_the_pool() -> None:
+def test_any_history_keeps_the_pools_invariants() -> None:
     run_state_machine_as_test(
         PoolHistory, settings=settings(max_examples=100, stateful_step_count=30, deadline=None)
     )
 
 
-def test_freed_memory_stays_and_is_handed_out_again(directory: Path) -> None:
+def test_freed_memory_stays_resident_and_is_reused(directory: Path) -> None:
     pool = HostPool(directory, 4 * MIB)
     first = pool.alloc(3 * MIB, "ours")
     pool.free(first)
@@ -213,7 +213,7 @@ def test_prefaulting_makes_memory_resident(directory: Path) -> None:
     pool.close()
 
 
-def test_a_device_is_told_of_memory_that_is_there_and_stays(directory: Path) -> None:
+def test_pinned_memory_is_resident_and_stays(directory: Path) -> None:
     told: list[tuple[str, int, int]] = []
     pool = HostPool(
         directory,
@@ -230,7 +230,7 @@ def test_a_device_is_told_of_memory_that_is_there_and_stays(directory: Path) -> 
     assert told[1:] == [("unmap", address, nbytes)]
 
 
-def test_a_segment_that_lost_its_tail_is_not_claimed(directory: Path) -> None:
+def test_a_truncated_segment_is_not_claimed(directory: Path) -> None:
     pool = HostPool(directory, 4 * MIB)
     pieces = pool.alloc(MIB, "ours")
     pool.close()
@@ -246,7 +246,7 @@ def open_files(directory: Path) -> set[Path]:
     return set(directory.glob("*.segment"))
 
 
-def test_an_idle_segment_goes_to_another_tenant_empty_and_with_its_pages(directory: Path) -> None:
+def test_an_idle_segment_is_reassigned_cleared_and_resident(directory: Path) -> None:
     pool = HostPool(directory, 4 * MIB)
     [piece] = pieces = pool.alloc(MIB, "ours")
     pool.view(piece)[:] = b"ours" * (MIB // 4)
@@ -254,14 +254,14 @@ def test_an_idle_segment_goes_to_another_tenant_empty_and_with_its_pages(directo
     [other] = pool.alloc(MIB // 2, "theirs")
     assert other.segment == piece.segment
     [rest] = pool.alloc(MIB // 2, "theirs")
-    assert not any(pool.view(other)), "another tenant's bytes are there"
+    assert not any(pool.view(other)), "another tenant's data is visible"
     assert not any(pool.view(rest))
     assert resident(directory) == MIB
     pool.check()
     pool.close()
 
 
-def test_a_segment_in_use_is_shared_with_no_other_tenant(directory: Path) -> None:
+def test_a_segment_in_use_is_not_reassigned(directory: Path) -> None:
     pool = HostPool(directory, 4 * MIB)
     [ours] = pool.alloc(PAGE, "ours")
     [theirs] = pool.alloc(PAGE, "theirs")
@@ -270,7 +270,7 @@ def test_a_segment_in_use_is_shared_with_no_other_tenant(directory: Path) -> Non
     pool.close()
 
 
-def test_a_segment_that_was_lent_is_deleted_before_another_tenant_gets_its_room(
+def test_a_shared_segment_is_deleted_before_its_space_is_reassigned(
     directory: Path,
 ) -> None:
     pool = HostPool(directory, MIB)
@@ -284,12 +284,12 @@ def test_a_segment_that_was_lent_is_deleted_before_another_tenant_gets_its_room(
     assert other.segment != piece.segment
     assert not open_files(directory) & before
     assert not any(os.pread(kept, MIB, 0))
-    assert os.fstat(kept).st_blocks == 0, "whoever kept it keeps the memory too"
+    assert os.fstat(kept).st_blocks == 0, "a kept descriptor keeps memory allocated"
     os.close(kept)
     pool.close()
 
 
-def test_what_is_lent_can_be_read_only(directory: Path) -> None:
+def test_a_shared_descriptor_is_read_only(directory: Path) -> None:
     pool = HostPool(directory, MIB)
     [piece] = pool.alloc(PAGE, "ours")
     fd = pool.descriptor(piece.segment)
@@ -302,7 +302,7 @@ def test_what_is_lent_can_be_read_only(directory: Path) -> None:
     pool.close()
 
 
-def test_a_restart_knows_whose_a_segment_is_and_deletes_nobodys(directory: Path) -> None:
+def test_recovery_finds_the_segments_tenants_and_deletes_unclaimed_ones(directory: Path) -> None:
     pool = HostPool(directory, 4 * MIB)
     ours, theirs = pool.alloc(PAGE, "ours"), pool.alloc(PAGE, "theirs")
     for piece in (*ours, *theirs):
@@ -319,9 +319,8 @@ def test_a_restart_knows_whose_a_segment_is_and_deletes_nobodys(directory: Path)
     again.close()
 
 
-def test_what_is_not_claimed_yet_is_not_given_back_to_the_system(directory: Path) -> None:
-    """A full pool is found again, header by header, and each header takes from the bound, which
-    may be lower than it was."""
+def test_unclaimed_pages_stay_during_recovery(directory: Path) -> None:
+    """Each recovered header reserves capacity, which may be smaller than before."""
     pool = HostPool(directory, 2 * MIB)
     versions = [pool.alloc(MIB, "ours") for _ in range(2)]
     for pieces in versions:
@@ -342,7 +341,7 @@ def test_what_is_not_claimed_yet_is_not_given_back_to_the_system(directory: Path
     again.close()
 
 
-def test_pinned_memory_that_is_idle_makes_way_for_another_tenant(directory: Path) -> None:
+def test_idle_pinned_memory_is_freed_for_another_tenant(directory: Path) -> None:
     pinned: dict[int, int] = {}
     pool = HostPool(
         directory, MIB, on_map=pinned.__setitem__, on_unmap=lambda at, _: pinned.__delitem__(at)
@@ -368,7 +367,7 @@ def test_memory_nodes_are_read_from_the_system(tmp_path: Path) -> None:
 def test_a_preference_for_a_node_is_accepted_by_the_kernel(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This machine may have one node only, so it is told of two."""
+    """The test passes two nodes, because the machine may have only one."""
     pool = HostPool(directory, MIB)
     [piece] = pool.alloc(MIB, "ours")
     set_memory_policy(pool.address(piece), piece.nbytes, node=0, nodes=(0, 1))
@@ -378,14 +377,14 @@ def test_a_preference_for_a_node_is_accepted_by_the_kernel(
     pool.close()
 
 
-def test_what_is_expected_has_its_pages_before_it_comes(directory: Path) -> None:
+def test_expected_writes_are_prefaulted(directory: Path) -> None:
     pool = HostPool(directory, 4 * MIB)
     try:
         first = pool.alloc(MIB, "")
         pool.prefault_free(2 * MIB)
         wait_until(lambda: pool.resident_bytes == 3 * MIB)
         assert resident(directory) >= 3 * MIB
-        # No more than the bound has room for, whatever is expected.
+        # Never more than the capacity.
         pool.prefault_free(64 * MIB)
         wait_until(lambda: pool.resident_bytes == 4 * MIB)
         second = pool.alloc(3 * MIB, "")
@@ -395,7 +394,7 @@ def test_what_is_expected_has_its_pages_before_it_comes(directory: Path) -> None
         pool.close()
 
 
-def test_pages_that_could_not_be_faulted_in_are_not_taken_for_resident(
+def test_pages_that_cannot_be_prefaulted_do_not_count_as_resident(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -403,7 +402,7 @@ def test_pages_that_could_not_be_faulted_in_are_not_taken_for_resident(
 
     pool = HostPool(directory, 4 * MIB)
     with monkeypatch.context() as patched:
-        patched.setattr(HostSegment, "reserve_other", fail)
+        patched.setattr(HostSegment, "fallocate", fail)
         pool.prefault(2 * MIB)
         assert pool._prefaulting is not None
         pool._prefaulting.join()

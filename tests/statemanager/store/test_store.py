@@ -1,13 +1,17 @@
-"""Any history of the store, crashes included, against a dictionary."""
+"""Random histories of the store, crashes included, against a dictionary."""
 
 import shutil
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,13 +23,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from plexrl.errors import CorruptStateError, StateTierFullError
+from plexrl.errors import CorruptStateError, OperationCancelledError, StateTierFullError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.lease import Lease
 from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section, VersionKind
+from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, THREADED_BYTES_MIN
 from plexrl.statemanager.transfer.copy.file_memory import version_memory
 from tests.statemanager.host_memory import HostMemory
 
@@ -35,11 +40,11 @@ SEQS = st.integers(0, 1)
 NAMES = st.tuples(SHARDS, SEQS)
 
 
-def manifest(rank: int, seq: int, nbytes: int, shared: int = 0) -> Manifest:
-    """Its first `shared` pages are what other ranks call a replica."""
+def manifest(rank: int, seq: int, nbytes: int, shared_bytes: int = 0) -> Manifest:
+    """A version whose first `shared_bytes` are declared to be a replica."""
     sections = [
-        Section(start=0, nbytes=min(shared * PAGE, nbytes), share_key="replica"),
-        Section(start=shared * PAGE, nbytes=nbytes - shared * PAGE),
+        Section(start=0, nbytes=min(shared_bytes, nbytes), share_key="replica"),
+        Section(start=shared_bytes, nbytes=nbytes - shared_bytes),
     ]
     return Manifest(
         deployment="job/actor",
@@ -57,15 +62,26 @@ def manifest(rank: int, seq: int, nbytes: int, shared: int = 0) -> Manifest:
 
 
 class StoreHistory(RuleBasedStateMachine):
-    """The model is what each name should hold, and what each open lease should read."""
+    """The model stores the expected contents of each name and of each open lease."""
 
-    @initialize(host_pages=st.integers(1, 24), nvme_pages=st.integers(1, 32))
-    def start(self, host_pages: int, nvme_pages: int) -> None:
+    UNIT = PAGE
+    """Unit of sizes and capacities."""
+    SIZES: tuple[int, ...] = (0, 1, PAGE, 2 * PAGE + 7, 3 * PAGE, 5 * PAGE - 1, 5 * PAGE)
+    HEADER_PAGES = 0
+    """Capacity in addition to the drawn units, for headers."""
+    DATA_THREADS = 1
+
+    @initialize(host_units=st.integers(1, 24), nvme_units=st.integers(1, 32))
+    def start(self, host_units: int, nvme_units: int) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm"))
         self.now = 0.0
-        self.bounds = {TierName.HOST: host_pages * PAGE, TierName.NVME: nvme_pages * PAGE}
+        headers = self.HEADER_PAGES * PAGE
+        self.bounds = {
+            TierName.HOST: host_units * self.UNIT + headers,
+            TierName.NVME: nvme_units * self.UNIT + headers,
+        }
         self.model: dict[str, npt.NDArray[np.uint8]] = {}
-        self.arena = Arena(8 * PAGE)
+        self.arena = Arena(max(*self.SIZES, 3 * self.UNIT) + PAGE)
         self.memory = np.frombuffer(self.arena.buffer, dtype=np.uint8)
         self.written = 0
         self.open()
@@ -79,8 +95,8 @@ class StoreHistory(RuleBasedStateMachine):
                 host_bytes=self.bounds[TierName.HOST],
                 nvme_dir=str(self.directory / "nvme"),
                 nvme_bytes=self.bounds[TierName.NVME],
-                segment_bytes_max=4 * PAGE,
-                data_threads=1,
+                segment_bytes_max=4 * PAGE if self.UNIT == PAGE else self.UNIT,
+                data_threads=self.DATA_THREADS,
                 nvme_queue_depth=2,
             ),
             clock=lambda: self.now,
@@ -88,7 +104,7 @@ class StoreHistory(RuleBasedStateMachine):
         self.leases: list[tuple[ExitStack, Lease, npt.NDArray[np.uint8]]] = []
 
     def read(self, lease: Lease) -> npt.NDArray[np.uint8]:
-        """By each of the ways there are."""
+        """Read a version both with `load` and with `read_data`."""
         self.memory[:] = 0xEE
         lease.load(HostMemory(self.arena))
         loaded = self.memory[: lease.manifest.nbytes].copy()
@@ -99,12 +115,22 @@ class StoreHistory(RuleBasedStateMachine):
 
     @rule(
         name=NAMES,
-        nbytes=st.sampled_from([0, 1, PAGE, 2 * PAGE + 7, 3 * PAGE, 5 * PAGE - 1, 5 * PAGE]),
+        size=st.integers(0, 6),
         superseded=st.sets(NAMES, max_size=2),
         shared=st.integers(0, 2),
         same=st.booleans(),
     )
     def put(
+        self,
+        name: tuple[int, int],
+        size: int,
+        superseded: set[tuple[int, int]],
+        shared: int,
+        same: bool,
+    ) -> None:
+        self.save(name, self.SIZES[size % len(self.SIZES)], superseded, shared, same)
+
+    def save(
         self,
         name: tuple[int, int],
         nbytes: int,
@@ -115,10 +141,10 @@ class StoreHistory(RuleBasedStateMachine):
         self.written += 1
         contents = np.random.default_rng(self.written).integers(0, 256, nbytes, dtype=np.uint8)
         if same:
-            contents[: shared * PAGE] = name[1]
+            contents[: shared * self.UNIT] = name[1]
         self.memory[:] = 0xDD
         self.memory[:nbytes] = contents
-        wanted = manifest(*name, nbytes, shared)
+        wanted = manifest(*name, nbytes, shared * self.UNIT)
         names = {manifest(*other, 0).name for other in superseded} - {wanted.name}
         try:
             self.store.put(wanted, HostMemory(self.arena), sorted(names))
@@ -126,16 +152,16 @@ class StoreHistory(RuleBasedStateMachine):
             assert np.array_equal(self.memory[:nbytes], contents)
         else:
             self.model[wanted.name] = contents
-        # What was superseded may be gone now, or not; from here on the model knows.
+        # The store may have dropped superseded versions.
         stored = self.names()
         for gone in names - stored:
             self.model.pop(gone, None)
 
     @rule(names=st.sets(NAMES), seed=st.integers(0, 250))
     def put_replicas(self, names: set[tuple[int, int]], seed: int) -> None:
-        """Ranks that hold the same, or say so: one of them differs now and then."""
+        """Ranks save declared replicas; sometimes the bytes differ."""
         for name in sorted(names):
-            self.put(name, 3 * PAGE, set(), 2, seed % 3 > 0)
+            self.save(name, 3 * self.UNIT, set(), 2, seed % 3 > 0)
 
     @rule(name=NAMES)
     def drop(self, name: tuple[int, int]) -> None:
@@ -167,8 +193,7 @@ class StoreHistory(RuleBasedStateMachine):
 
     @rule(name=NAMES, source=NAMES, is_damaged=st.booleans())
     def adopt(self, name: tuple[int, int], source: tuple[int, int], is_damaged: bool) -> None:
-        """What another node would hand over is played by a version that is here under another
-        name."""
+        """Adopt a version of this store under another name, in place of another node's version."""
         held = manifest(*source, 0).name
         if held not in self.model:
             return
@@ -201,13 +226,13 @@ class StoreHistory(RuleBasedStateMachine):
         is_in_host = self.store.prefetch(wanted, wanted)
         after = self.tiers_of_versions()
         assert is_in_host == (after[wanted] == TierName.HOST)
-        assert {**before, wanted: after[wanted]} == after, "something gave way to a hint"
+        assert {**before, wanted: after[wanted]} == after, "a prefetch evicted a version"
 
     @rule(name=NAMES)
     def copy_to_nvme(self, name: tuple[int, int]) -> None:
         before = self.tiers_of_versions()
         try:
-            is_there = self.store.copy_to_nvme(manifest(*name, 0).name)
+            is_there = self.store.allocator.copy_to_nvme(manifest(*name, 0).name)
         except StateTierFullError:
             is_there = False
         if is_there:
@@ -217,7 +242,9 @@ class StoreHistory(RuleBasedStateMachine):
     @rule(seconds=st.one_of(st.none(), st.floats(0, 100)), passed=st.floats(0, 10))
     def expect(self, seconds: float | None, passed: float) -> None:
         self.now += passed
-        self.store.expect_use("job/actor", None if seconds is None else self.now + seconds)
+        self.store.allocator.expect_use(
+            "job/actor", None if seconds is None else self.now + seconds
+        )
 
     @rule()
     def persist(self) -> None:
@@ -227,14 +254,14 @@ class StoreHistory(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        """The process is gone, its leases with it, its files as they are."""
-        former, self.leases = self.leases, []
+        """The process and its leases end; its files stay."""
+        previous, self.leases = self.leases, []
         gone = self.store
         for tier in gone._tiers.values():
-            # Its locks go with a process; nothing else of it may have an effect any more.
+            # The kernel drops the locks of a process that ends.
             tier.close()
         self.open()
-        for stack, lease, _ in former:
+        for stack, lease, _ in previous:
             lease.close()
             stack.pop_all()
         gone.plane.close()
@@ -256,7 +283,7 @@ class StoreHistory(RuleBasedStateMachine):
                 assert np.array_equal(self.read(lease), contents), name
 
     @invariant()
-    def no_tier_is_over_its_bound(self) -> None:
+    def no_tier_exceeds_its_capacity(self) -> None:
         if not hasattr(self, "store"):
             return
         for name, bound in self.bounds.items():
@@ -277,7 +304,97 @@ class StoreHistory(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-def test_any_history_keeps_whole_versions_within_the_bounds() -> None:
+class LargeStoreHistory(StoreHistory):
+    """The same histories with versions of several blocks, whose copies use several threads."""
+
+    UNIT = BLOCK_BYTES
+    SIZES = (1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 7, 3 * BLOCK_BYTES)
+    HEADER_PAGES = 32
+    DATA_THREADS = 3
+
+    @initialize(host_units=st.integers(1, 8), nvme_units=st.integers(1, 10))
+    def start(self, host_units: int, nvme_units: int) -> None:
+        assert max(self.SIZES) > max(2 * BLOCK_BYTES, THREADED_BYTES_MIN)
+        super().start(host_units, nvme_units)
+
+
+def test_any_history_keeps_whole_versions_within_the_capacities() -> None:
     run_state_machine_as_test(
         StoreHistory, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
     )
+
+
+def test_any_history_of_versions_of_several_blocks_keeps_them_whole() -> None:
+    run_state_machine_as_test(
+        LargeStoreHistory, settings=settings(max_examples=8, stateful_step_count=15, deadline=None)
+    )
+
+
+RANKS = 4
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Host memory for half of what the ranks keep, so that versions are spilled all the time."""
+    host = tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm")
+    opened = Store(
+        StateManagerConfig(
+            node="n",
+            listen="",
+            host_dir=host,
+            host_bytes=RANKS * 2 * BLOCK_BYTES,
+            nvme_dir=str(tmp_path),
+            nvme_bytes=RANKS * 16 * BLOCK_BYTES,
+            segment_bytes_max=BLOCK_BYTES,
+            data_threads=3,
+            nvme_queue_depth=3,
+        )
+    )
+    with closing(opened):
+        yield opened
+    shutil.rmtree(host)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_concurrent_ranks_load_exactly_what_they_saved(store: Store, seed: int) -> None:
+    """Four ranks save replicas and own data of several blocks, and load, prefetch and copy them."""
+    with ThreadPoolExecutor(RANKS) as threads:
+        for each in [threads.submit(_one_rank, store, rank, seed) for rank in range(RANKS)]:
+            each.result()
+    store.check()
+    assert store.replicas.shared
+    assert not store.replicas.different
+
+
+def _one_rank(store: Store, rank: int, seed: int) -> None:
+    random = Random(f"{seed} {rank}")
+    arena = Arena(3 * BLOCK_BYTES + PAGE)
+    memory = np.frombuffer(arena.buffer, dtype=np.uint8)
+    name, contents = "", memory[:0].copy()
+    for seq in range(1, 7):
+        shared = np.random.default_rng([seed, seq]).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
+        own_bytes = random.choice([1, BLOCK_BYTES, 2 * BLOCK_BYTES - 7])
+        own = np.random.default_rng([seed, seq, rank]).integers(0, 256, own_bytes, dtype=np.uint8)
+        previous, contents = name, np.concatenate([shared, own])
+        memory[: len(contents)] = contents
+        saved = manifest(rank, seq, len(contents), BLOCK_BYTES)
+        name = saved.name
+        store.put(saved, HostMemory(arena), [previous] if previous else [])
+        store.drop([previous])
+        for action in random.choices(["load", "read", "prefetch", "copy"], k=3):
+            memory[:] = 0xEE
+            if action == "load":
+                store.load(name, name, HostMemory(arena))
+                assert np.array_equal(memory[: len(contents)], contents), (seed, rank, seq)
+            elif action == "read":
+                with store.lease_in_memory(name, name) as lease:
+                    lease.read_data(0, arena.buffer[: len(contents)])
+                assert np.array_equal(memory[: len(contents)], contents), (seed, rank, seq)
+            else:
+                # Another rank's save may cancel a background move.
+                with suppress(OperationCancelledError):
+                    if action == "prefetch":
+                        store.prefetch(name, name)
+                    else:
+                        store.allocator.copy_to_nvme(name)
+    arena.close()

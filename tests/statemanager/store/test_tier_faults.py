@@ -34,16 +34,16 @@ from tests.statemanager.conftest import (
 )
 
 STATE = MIB // 2
-"""Bytes of a shard as `make_shard` makes it."""
+"""State size of a shard from `make_shard`."""
 
 
 BOUND_BY_PERMISSIONS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
-"""Starts a process of root that a directory's permissions stop as they stop its owner."""
+"""Starts a process of root without the capability to ignore permissions."""
 
 
 @pytest.fixture
 def spilled(start_daemon: StartDaemon, make_shard: MakeShard) -> tuple[Daemon, Shard]:
-    """A daemon whose only version lies on NVMe, and the shard it was taken from."""
+    """A daemon whose only version lies on NVMe, and the version's shard."""
     daemon = start_daemon(host_bytes=1)
     shard = make_shard(daemon)
     shard.fill(1)
@@ -90,7 +90,7 @@ def test_a_deleted_file_is_refused(spilled: tuple[Daemon, Shard]) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 8, 24, 100])
-def test_a_file_with_a_damaged_header_is_not_taken_for_a_version(
+def test_a_version_with_a_damaged_header_is_removed(
     spilled: tuple[Daemon, Shard], position: int
 ) -> None:
     daemon, shard = spilled
@@ -100,7 +100,7 @@ def test_a_file_with_a_damaged_header_is_not_taken_for_a_version(
     with pytest.raises(StateLostError):
         shard.load(1)
     assert not daemon.nvme_files()
-    assert not daemon.nvme_objects(), "its data is of no use any more"
+    assert not daemon.nvme_objects(), "its object is unreferenced"
 
 
 @pytest.mark.parametrize("position", [0, 8, 16, 30])
@@ -142,7 +142,7 @@ def test_a_damaged_published_version_is_not_pulled(
         )
 
 
-def test_full_tiers_refuse_and_leave_the_arena(
+def test_full_tiers_refuse_a_save_and_keep_the_arena(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     bound = STATE + MIB // 4
@@ -163,10 +163,10 @@ def test_full_tiers_refuse_and_leave_the_arena(
     assert np.array_equal(shards[2].contents, expected[2])
 
 
-def test_versions_that_are_superseded_make_room(
+def test_superseded_versions_are_dropped_for_space(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
-    # Room for two and no NVMe: a third fits only because the middle one is of no more use.
+    # Space for two and no NVMe: a third fits only because the middle one is superseded.
     daemon = start_daemon(host_bytes=2 * STATE + MIB // 4, nvme_bytes=1)
     shard = make_shard(daemon)
     for seq in (1, 2, 3):
@@ -177,10 +177,10 @@ def test_versions_that_are_superseded_make_room(
     shard.load(1)
 
 
-def test_a_disk_that_is_really_full_refuses_and_leaves_the_arena(
+def test_a_full_file_system_refuses_a_save_and_keeps_the_arena(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
-    """The file systems refuse here, while the tiers' bounds would still let it pass."""
+    """The file systems are full, while the tiers' capacities are not reached."""
     daemon = start_daemon()
     large = make_shard(daemon, deployment="a/actor", elements=256 * 1024)
     small = make_shard(daemon, deployment="b/actor")
@@ -191,11 +191,11 @@ def test_a_disk_that_is_really_full_refuses_and_leaves_the_arena(
     expected = large.fill(2)
 
     def save_until_full() -> None:
-        # As much is ready ahead as is lent, which does not do for three versions.
+        # The prefaulted memory equals the allocated memory, which is too little for three versions.
         for seq in range(2, 6):
             large.snapshot(seq, keep_seq=1)
 
-    with pytest.raises(StateTierFullError, match="no room on its file system"):
+    with pytest.raises(StateTierFullError, match=r"file system is full|has no space"):
         save_until_full()
     assert np.array_equal(large.contents, expected)
     usage = large.agent.usage()
@@ -205,7 +205,7 @@ def test_a_disk_that_is_really_full_refuses_and_leaves_the_arena(
     assert np.array_equal(small.contents, kept)
 
 
-def test_a_spill_that_meets_a_full_disk_leaves_the_version_in_the_host_tier(
+def test_a_spill_to_a_full_disk_keeps_the_version_in_the_host_tier(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     daemon = start_daemon(host_bytes=STATE + MIB // 4)
@@ -213,7 +213,7 @@ def test_a_spill_that_meets_a_full_disk_leaves_the_version_in_the_host_tier(
     second = make_shard(daemon, deployment="b/actor")
     kept, expected = first.fill(1), second.fill(2)
     first.offload(1)
-    # The lock keeps the directory open, so nothing else takes its place.
+    # The lock keeps the directory open, so its inode is not reused.
     Path(daemon.config.nvme_dir).rmdir()
     with pytest.raises(StorageError, match="cannot be written"):
         second.offload(2)
@@ -222,10 +222,10 @@ def test_a_spill_that_meets_a_full_disk_leaves_the_version_in_the_host_tier(
     assert np.array_equal(first.contents, kept)
 
 
-def test_memory_that_is_all_lent_to_readers_is_refused_with_the_reason(
+def test_memory_that_readers_use_cannot_be_evicted(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
-    """Nothing that is read can make way, and nobody waits for a reader that may never end."""
+    """A version in use is not evicted, and a save does not wait for readers."""
     bound = STATE + MIB // 8
     daemon = start_daemon(host_bytes=bound, nvme_bytes=1)
     held, other = (make_shard(daemon, deployment=f"{name}/actor") for name in "ab")
@@ -235,7 +235,7 @@ def test_memory_that_is_all_lent_to_readers_is_refused_with_the_reason(
     with connect(daemon.config.listen, DEADLINE_S, daemon.ticket(role=Role.AGENT)) as reader:
         _, fds = exchange(reader, request)
         close_all(fds)
-        # Released, it has no name any more; its bytes count until the reader is gone.
+        # A released version is no longer named; its bytes count until the reader is done.
         held.agent.release("a/actor")
         for _ in range(3):
             with pytest.raises(StateTierFullError, match="not enough can be evicted"):
@@ -249,7 +249,7 @@ def test_memory_that_is_all_lent_to_readers_is_refused_with_the_reason(
     assert not np.array_equal(kept, expected)
 
 
-def test_a_file_that_may_not_be_read_is_refused_and_the_others_load(
+def test_an_unreadable_file_is_refused_and_other_versions_load(
     spilled: tuple[Daemon, Shard], make_shard: MakeShard
 ) -> None:
     daemon, shard = spilled
@@ -257,7 +257,7 @@ def test_a_file_that_may_not_be_read_is_refused_and_the_others_load(
     expected = other.fill(2)
     other.offload(2)
     path = next(p for p in daemon.nvme_objects() if p.name.startswith("job"))
-    # No permission stops root, and a directory in the file's place stops everybody.
+    # Root ignores permissions, but cannot read a directory as a file.
     path.rename(path.with_suffix(".away"))
     path.mkdir()
     with pytest.raises(CorruptStateError, match=r"Is a directory|Invalid argument"):
@@ -269,7 +269,7 @@ def test_a_file_that_may_not_be_read_is_refused_and_the_others_load(
     shard.load(1)
 
 
-def test_a_directory_without_permission_is_refused_with_the_state_where_it_was(
+def test_a_spill_to_an_unwritable_directory_keeps_the_state(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     daemon = start_daemon(host_bytes=1)
@@ -293,9 +293,7 @@ def test_two_daemons_do_not_share_a_directory(daemon: Daemon, tmp_path: Path) ->
     Tier(TierName.HOST, tmp_path / "free").close()
 
 
-def test_a_worker_cannot_cut_its_memory_short_under_the_daemon(
-    daemon: Daemon, make_shard: MakeShard
-) -> None:
+def test_a_worker_cannot_truncate_its_memory(daemon: Daemon, make_shard: MakeShard) -> None:
     shard = make_shard(daemon)
     expected = shard.fill(1)
     for segment in shard.arena.segments:
@@ -307,7 +305,7 @@ def test_a_worker_cannot_cut_its_memory_short_under_the_daemon(
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, (4 << 20) + 1, (8 << 20) - 1])
-def test_an_object_file_gives_back_any_number_of_bytes(tmp_path: Path, nbytes: int) -> None:
+def test_an_object_file_returns_any_number_of_bytes(tmp_path: Path, nbytes: int) -> None:
     contents = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8).tobytes()
     tier, plane = Tier(TierName.NVME, tmp_path / "tier"), DataPlane(queue_depth=2)
     objects = NvmeObjects(tier, plane)
@@ -355,10 +353,10 @@ MOVES: dict[str, Callable[[Shard], object]] = {
 
 
 @pytest.mark.parametrize("move", sorted(MOVES))
-def test_full_file_systems_refuse_every_move_with_the_state_as_it_was(
+def test_full_file_systems_refuse_every_move_and_change_nothing(
     daemon: Daemon, make_shard: MakeShard, move: str
 ) -> None:
-    """Not even the token of the new grant can be noted then."""
+    """Even the new fencing token cannot be recorded."""
     shard = make_shard(daemon)
     expected = shard.fill(1)
     shard.snapshot(1)
@@ -367,7 +365,7 @@ def test_full_file_systems_refuse_every_move_with_the_state_as_it_was(
         with pytest.raises(StateTierFullError, match="has no room"):
             MOVES[move](shard)
         assert np.array_equal(shard.contents, expected)
-    # The refused grant was not noted, so the former one still holds.
+    # The new token was not recorded, so the previous one is still valid.
     assert shard.load(1).tier == "host"
     daemon.limit_files_no_more()
     MOVES[move](shard)
@@ -378,7 +376,7 @@ def test_full_file_systems_refuse_every_move_with_the_state_as_it_was(
     assert not leftovers
 
 
-def test_a_worker_that_comes_while_the_file_systems_are_full_registers_later(
+def test_a_worker_that_starts_while_the_file_systems_are_full_registers_later(
     daemon: Daemon, make_shard: MakeShard
 ) -> None:
     shard = make_shard(daemon, registered=False, token=2)

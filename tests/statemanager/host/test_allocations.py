@@ -1,4 +1,4 @@
-"""State that stays in host memory: lent, taken over by versions, read from them, and never lost."""
+"""State in host memory: allocated, taken over by versions, read from them, and never lost."""
 
 import os
 import random
@@ -71,7 +71,7 @@ def last_said(hears: Connection) -> int:
 
 
 def check(daemon: Daemon) -> None:
-    """Accounts of a daemon that is dead are what is there."""
+    """The accounts of an ended daemon match its files."""
     store = Store(replace(daemon.config, fault_points=()))
     store.check()
     store.close()
@@ -90,7 +90,7 @@ def test_moves_leave_host_memory_where_it_is(
     shard.step()
     shard.step()
     assert shard.is_after(3)
-    # Nothing but the parameter is copied, though the worker keeps working.
+    # Only the parameter is copied, and the worker continues.
     assert shard.snapshot(3, keep_seq=1) == NBYTES
     shard.step()
     assert shard.is_after(4)
@@ -100,9 +100,7 @@ def test_moves_leave_host_memory_where_it_is(
     assert shard.is_after(1)
 
 
-def test_steady_switching_takes_memory_for_two(
-    daemon: Daemon, make_host_shard: MakeHostShard
-) -> None:
+def test_steady_switching_uses_two_files(daemon: Daemon, make_host_shard: MakeHostShard) -> None:
     shard = make_host_shard(daemon)
     for seq in range(1, 6):
         shard.step()
@@ -111,7 +109,7 @@ def test_steady_switching_takes_memory_for_two(
         shard.load(seq)
     assert shard.is_after(5)
     files = list(Path(daemon.config.host_dir).glob("*.lent"))
-    assert len(files) == 2, "the version's and the one before, which is used again"
+    assert len(files) == 2, "the version's file and the previous one, which is reused"
 
 
 def test_a_version_that_was_spilled_is_loaded_as_a_copy(
@@ -131,7 +129,7 @@ def test_a_version_that_was_spilled_is_loaded_as_a_copy(
     assert shard.is_after(2)
 
 
-def test_who_can_still_write_to_memory_makes_no_version_of_it(
+def test_memory_with_a_writer_cannot_become_a_version(
     daemon: Daemon, make_host_shard: MakeHostShard
 ) -> None:
     shard = make_host_shard(daemon)
@@ -147,7 +145,7 @@ def test_who_can_still_write_to_memory_makes_no_version_of_it(
     assert shard.is_after(1)
 
 
-def test_memory_cut_short_by_its_borrower_harms_nobody_else(
+def test_a_worker_that_truncates_its_memory_harms_only_itself(
     daemon: Daemon, make_host_shard: MakeHostShard
 ) -> None:
     shard = make_host_shard(daemon)
@@ -157,14 +155,14 @@ def test_memory_cut_short_by_its_borrower_harms_nobody_else(
     os.ftruncate(kept.writer, 0)
     os.close(kept.writer)
     os.close(kept.reader)
-    with pytest.raises(Exception, match="cut short"):
+    with pytest.raises(Exception, match="was truncated"):
         shard.snapshot(2)
     shard.load(1)
     assert shard.is_after(0)
     assert daemon.is_alive()
 
 
-def test_lent_memory_counts_in_the_tier_and_on_its_tenant(
+def test_allocated_memory_counts_in_the_tier_and_the_quota(
     start_daemon: StartDaemon, make_host_shard: MakeHostShard
 ) -> None:
     daemon = start_daemon(host_bytes=8 * NBYTES, tenant_bytes_max=7 * NBYTES // 2)
@@ -180,7 +178,7 @@ def test_lent_memory_counts_in_the_tier_and_on_its_tenant(
     stranger.snapshot(1)
 
 
-def test_a_full_tier_refuses_to_lend_and_nothing_is_lost(
+def test_a_full_tier_refuses_an_allocation_and_loses_nothing(
     start_daemon: StartDaemon, make_host_shard: MakeHostShard
 ) -> None:
     daemon = start_daemon(host_bytes=3 * NBYTES // 2 + NBYTES, nvme_bytes=MIB // 1024)
@@ -191,7 +189,7 @@ def test_a_full_tier_refuses_to_lend_and_nothing_is_lost(
     assert shard.is_after(0)
 
 
-def test_a_stale_token_borrows_nothing(daemon: Daemon, make_host_shard: MakeHostShard) -> None:
+def test_a_stale_token_cannot_allocate(daemon: Daemon, make_host_shard: MakeHostShard) -> None:
     shard = make_host_shard(daemon, token=1)
     shard.snapshot(1)
     make_host_shard(daemon, deployment="other/actor", token=2)
@@ -200,13 +198,13 @@ def test_a_stale_token_borrows_nothing(daemon: Daemon, make_host_shard: MakeHost
     assert shard.is_after(0)
 
 
-def test_a_rank_without_host_bytes_borrows_none(daemon: Daemon, make_shard: MakeShard) -> None:
+def test_a_rank_without_host_bytes_cannot_allocate(daemon: Daemon, make_shard: MakeShard) -> None:
     shard = make_shard(daemon)
     with pytest.raises(InvalidRequestError):
         shard.client.request(BorrowHost(token=1))
 
 
-def test_another_deployment_sees_nothing_of_what_was_left(
+def test_another_deployment_sees_no_old_data(
     daemon: Daemon, make_host_shard: MakeHostShard
 ) -> None:
     shard = make_host_shard(daemon)
@@ -226,7 +224,7 @@ def test_another_deployment_sees_nothing_of_what_was_left(
     os.close(lent.writer)
 
 
-def test_holders_are_known_by_what_is_left_of_them(
+def test_holders_are_detected_by_descriptors_and_mappings(
     daemon: Daemon, make_host_shard: MakeHostShard
 ) -> None:
     shard = make_host_shard(daemon)
@@ -248,12 +246,12 @@ def test_the_daemon_killed_between_steps_and_moves_loses_nothing(
     shard.snapshot(1)
     daemon.kill()
     daemon.start()
-    # The version's memory is read while nobody serves it, then copied.
+    # The worker reads the version's memory without a daemon; then a copy is allocated.
     shard.step()
     assert shard.is_after(2)
     daemon.kill()
     daemon.start()
-    # What was lent by the one before becomes a version of this one.
+    # A new daemon takes an allocation of the previous one over.
     shard.step()
     assert shard.offload(3, keep_seq=1) == NBYTES
     daemon.kill()
@@ -320,7 +318,7 @@ def test_a_worker_killed_at_any_moment_leaves_whole_versions_and_no_memory(
         versions = agent.usage()["deployments"]["job/actor"]["versions"]
         agent.close()
         stored = sorted(version["seq"] for version in versions)
-        # One may have become whole that its worker did not live to hear of.
+        # A version may be complete although its worker died before the reply.
         assert whole in stored
         for seq in stored:
             shard.load(seq)
@@ -356,7 +354,7 @@ def test_a_daemon_killed_at_any_moment_of_training_loses_nothing(
     check(daemon)
 
 
-def test_no_version_changes_once_it_is_made(daemon: Daemon, make_host_shard: MakeHostShard) -> None:
+def test_a_stored_version_never_changes(daemon: Daemon, make_host_shard: MakeHostShard) -> None:
     shard = make_host_shard(daemon)
     for seq in range(1, 4):
         shard.step()

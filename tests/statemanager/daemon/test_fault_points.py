@@ -16,7 +16,7 @@ from tests.statemanager.conftest import (
     StartDaemon,
     wait_until,
 )
-from tests.statemanager.test_statemanager_crashes import stored_versions
+from tests.statemanager.daemon.test_crashes import stored_versions
 
 ELEMENTS = MIB
 STATE = 8 * ELEMENTS

@@ -39,7 +39,7 @@ def soak(start_daemon: StartDaemon, folder: Path, *, kills: int, seed: int) -> N
     ]
     before = [daemon.descriptors() for daemon in daemons]
     here = len(list(Path("/proc/self/fd").iterdir()))
-    print(f"seed {seed}")  # noqa: T201  # with it the choices can be made again
+    print(f"replay with PLEXRL_SOAK_SEED={seed}")  # noqa: T201
     played = Soak(daemons[0], daemons[1], folder, seed)
     try:
         played.run(kills)

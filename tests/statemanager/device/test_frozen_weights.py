@@ -1,4 +1,4 @@
-"""Frozen weights that many adapters lie on: lent once, read by many, gone when room is wanted."""
+"""Frozen weights: allocated once, read by many ranks, evicted when memory is short."""
 
 import mmap
 import os
@@ -18,7 +18,7 @@ from tests.statemanager.conftest import DEADLINE_S, MIB, MakeShard, Shard, Start
 
 
 class Reader:
-    """A rank's base, and how often it had to fill it."""
+    """A rank that maps frozen weights, and counts how often it fills them."""
 
     def __init__(self, shard: Shard, content: str = "model", nbytes: int = MIB) -> None:
         self.shard, self.content = shard, content
@@ -32,7 +32,7 @@ class Reader:
         )
 
     def fill(self) -> None:
-        assert not self.bytes.any(), "a base is lent clean"
+        assert not self.bytes.any(), "new memory is clean"
         self.fills += 1
         np.copyto(self.bytes, self.expected)
 
@@ -50,7 +50,7 @@ MakeReader = Callable[[Shard], Reader]
 
 @pytest.fixture
 def make_reader() -> Iterator[MakeReader]:
-    """Makes readers; takes from them what they have mapped."""
+    """Makes readers, and closes them."""
     readers: list[Reader] = []
 
     def make(shard: Shard) -> Reader:
@@ -79,7 +79,7 @@ def bases(device: CpuDevice) -> Iterator[FrozenWeightsCache]:
 
 
 def protection(arena: Arena) -> str:
-    """Of the arena's first pages, as the kernel tells it."""
+    """Protection of the arena's first pages, from /proc."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, allowed, *_ = line.split()
         first, end = (int(part, 16) for part in addresses.split("-"))
@@ -92,7 +92,7 @@ def lent_bytes(shard: Shard) -> int:
     return int(shard.agent.usage()["device"]["lent_bytes"])
 
 
-def test_two_ranks_read_one_base_and_a_switch_moves_none_of_it(
+def test_two_ranks_share_weights_and_a_switch_copies_none_of_them(
     start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
 ) -> None:
     daemon = start_daemon(device_bytes=2 * MIB)
@@ -102,13 +102,13 @@ def test_two_ranks_read_one_base_and_a_switch_moves_none_of_it(
     assert lent_bytes(one) == 2 * MIB
     expected = one.fill(1)
     assert second.borrow() == 0
-    assert lent_bytes(one) == 2 * MIB, "it is counted once"
+    assert lent_bytes(one) == 2 * MIB, "shared memory counts once"
     assert first.holds()
     assert second.holds()
     for _ in range(3):
         moved = one.offload(1).bytes_moved
         assert moved <= expected.size
-        assert not first.bytes.any(), "what was given back is not there"
+        assert not first.bytes.any(), "returned weights are unmapped"
         one.load(1)
         assert first.borrow() == 0
         assert first.holds()
@@ -116,7 +116,7 @@ def test_two_ranks_read_one_base_and_a_switch_moves_none_of_it(
     assert (first.fills, second.fills) == (1, 0)
 
 
-def test_a_base_that_is_whole_is_read_only_for_who_filled_it_too(
+def test_filled_weights_are_read_only_for_the_filler_too(
     start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
 ) -> None:
     daemon = start_daemon()
@@ -126,7 +126,7 @@ def test_a_base_that_is_whole_is_read_only_for_who_filled_it_too(
     assert all(reader.holds() for reader in readers)
 
 
-def test_a_base_that_nobody_uses_gives_way_and_is_filled_again(
+def test_idle_weights_are_evicted_and_filled_again(
     start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
 ) -> None:
     daemon = start_daemon(device_bytes=2 * MIB)
@@ -136,9 +136,9 @@ def test_a_base_that_nobody_uses_gives_way_and_is_filled_again(
     full = make_shard(daemon, registered=False, deployment="b/actor", elements=MIB // 4)
     with pytest.raises(DeviceMemoryFullError):
         full.register()
-    assert reader.holds(), "what is in use stays"
+    assert reader.holds(), "weights in use stay"
     shard.offload(1)
-    assert lent_bytes(shard) == MIB, "nobody wants the room yet"
+    assert lent_bytes(shard) == MIB, "memory is not short yet"
     full.register()
     with pytest.raises(DeviceMemoryFullError):
         shard.load(1)
@@ -149,7 +149,7 @@ def test_a_base_that_nobody_uses_gives_way_and_is_filled_again(
     assert reader.fills == 2
 
 
-def test_a_base_that_finds_no_room_gives_back_what_was_loaded_before_it(
+def test_weights_that_do_not_fit_undo_the_load_before_them(
     start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
 ) -> None:
     daemon = start_daemon(device_bytes=2 * MIB)
@@ -167,7 +167,7 @@ def test_a_base_that_finds_no_room_gives_back_what_was_loaded_before_it(
     assert np.array_equal(shard.contents, expected)
 
 
-def test_a_base_whose_filler_failed_is_filled_by_the_next(
+def test_weights_of_a_failed_filler_are_filled_by_the_next_rank(
     start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
 ) -> None:
     daemon = start_daemon()
@@ -184,7 +184,7 @@ def test_a_base_whose_filler_failed_is_filled_by_the_next(
     assert reader.holds()
 
 
-def test_a_filler_that_dies_leaves_its_base_to_whoever_waits(
+def test_weights_of_a_dead_filler_are_filled_by_a_waiting_rank(
     start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
 ) -> None:
     daemon = start_daemon(device_bytes=4 * MIB)
@@ -196,7 +196,7 @@ def test_a_filler_that_dies_leaves_its_base_to_whoever_waits(
         def die() -> None:
             borrowed.append(pool.submit(waiting.borrow))
             dying.bytes[:] = 7
-            # As the kernel does it for a process that is killed.
+            # The kernel does the same for a killed process.
             one.client.close()
             raise OSError("killed")
 
@@ -207,7 +207,7 @@ def test_a_filler_that_dies_leaves_its_base_to_whoever_waits(
     assert waiting.fills == 1
 
 
-def test_a_deployment_that_waits_for_a_base_can_be_released(
+def test_a_deployment_that_waits_for_weights_can_be_released(
     start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
 ) -> None:
     daemon = start_daemon()
@@ -228,7 +228,7 @@ def test_a_deployment_that_waits_for_a_base_can_be_released(
     assert filling.holds()
 
 
-def test_a_restarted_daemon_has_bases_filled_again(
+def test_weights_are_filled_again_after_a_restart_of_the_daemon(
     start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
 ) -> None:
     daemon = start_daemon()
@@ -238,7 +238,7 @@ def test_a_restarted_daemon_has_bases_filled_again(
     expected = shard.fill(1)
     daemon.kill()
     daemon.start()
-    assert reader.holds(), "what the worker has mapped stays"
+    assert reader.holds(), "mapped weights stay"
     shard.offload(1)
     shard.load(1)
     assert reader.borrow() == MIB
@@ -249,7 +249,7 @@ def test_a_restarted_daemon_has_bases_filled_again(
     assert reader.borrow() == 0
 
 
-def test_a_base_goes_with_the_last_process_that_used_it(
+def test_weights_are_freed_with_the_last_process_that_used_them(
     start_daemon: StartDaemon, make_shard: MakeShard, make_reader: MakeReader
 ) -> None:
     daemon = start_daemon()
@@ -281,7 +281,7 @@ def close(fds: list[int]) -> None:
 
 
 @pytest.mark.parametrize("other", [{"tenant": "u"}, {"uid": 2}, {"content": "n"}])
-def test_what_tenants_users_and_models_have_is_kept_apart(
+def test_tenants_users_and_models_do_not_share_weights(
     device: CpuDevice, bases: FrozenWeightsCache, other: dict[str, Any]
 ) -> None:
     fds, _, _ = lent(bases.borrow(key(), "a"))
@@ -296,8 +296,8 @@ def test_what_tenants_users_and_models_have_is_kept_apart(
 def test_readers_cannot_write(bases: FrozenWeightsCache) -> None:
     fds, _, _ = lent(bases.borrow(key(), "a"))
     close(fds)
-    assert bases.borrow(key(), "b") is None, "another fills it"
-    assert not bases.mark_filled(key(), "b"), "only who fills it says that it is whole"
+    assert bases.borrow(key(), "b") is None, "another rank fills them"
+    assert not bases.mark_filled(key(), "b"), "only the filler can mark them filled"
     assert bases.mark_filled(key(), "a")
     fds, _, is_whole = lent(bases.borrow(key(), "b"))
     assert is_whole
@@ -306,7 +306,7 @@ def test_readers_cannot_write(bases: FrozenWeightsCache) -> None:
     close(fds)
 
 
-def test_memory_of_a_user_that_vanished_is_not_lent_again(
+def test_memory_of_a_disconnected_user_is_not_reused(
     device: CpuDevice, bases: FrozenWeightsCache
 ) -> None:
     for user in ("a", "b"):
