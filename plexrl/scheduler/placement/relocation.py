@@ -29,7 +29,6 @@ from plexrl.scheduler.placement.placement import (
     modes,
     nearest,
     place,
-    shares,
     vacate,
 )
 from plexrl.scheduler.placement.policies import PlacementMode
@@ -86,7 +85,7 @@ def consider_repacking(context: Context, deployment: Deployment, now: float) -> 
 def consider_relief(context: Context, deployment: Deployment, now: float) -> None:
     """After a cycle: close the group if a member waits too much, and move the one that waits
     most."""
-    if deployment.group is None or not shares(deployment):
+    if deployment.group is None or not deployment.shares:
         return
     group = context.state.groups[deployment.group]
     if len(group.members) == 1 and not group.is_closed:

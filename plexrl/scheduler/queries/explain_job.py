@@ -7,7 +7,6 @@ import msgspec
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.jobs.profiler import waiting_part
 from plexrl.scheduler.operations.failures import earlier_failure, job_failure
-from plexrl.scheduler.placement.placement import shares
 from plexrl.scheduler.queries.explain_holders import holders
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import attempts, near_groups, why_no_gpus
@@ -91,7 +90,7 @@ def _deployment(context: Context, deployment: Deployment, now: float) -> View:
         }
     if deployment.state == WpgState.WAITING:
         view["attempts"] = attempts(context, deployment, now, searches=True)
-    if shares(deployment) and trace is not None and deployment.state != WpgState.STOPPED:
+    if deployment.shares and trace is not None and deployment.state != WpgState.STOPPED:
         view["near"] = near_groups(context, deployment, now)
     return view
 

@@ -143,6 +143,16 @@ def test_guests_keep_out_of_exclusive_slots() -> None:
     assert predict(residents, SLACK_RULE).group > predict(residents).group + 0.01
 
 
+def test_a_starving_member_goes_first() -> None:
+    """Short bursts pass a long one until it has waited for the bound."""
+    residents = [resident(busy_s=100.0, period_s=1000.0)]
+    residents += [resident(busy_s=10.0, period_s=40.0, jitter_s=4.0)] * 5
+    patient, starving = (
+        predict(residents, ContentionConfig(starvation_bound_s=bound_s)) for bound_s in (1e9, 100.0)
+    )
+    assert starving.members[0] < patient.members[0]
+
+
 def test_a_starving_guest_is_no_longer_held_back() -> None:
     residents = [resident(busy_s=30.0, period_s=120.0)] * 2 + [
         resident(busy_s=60.0, period_s=120.0)
