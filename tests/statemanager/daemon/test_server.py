@@ -101,9 +101,9 @@ def test_a_stream_out_of_bounds_ends_its_connection_only(
     ("fields", "message"),
     [
         ({"segment_bytes": (1 << 18,)}, "do not hold an arena of"),
-        ({"segment_bytes": (1 << 30,)}, "0 segments came; 1 are named"),
+        ({"segment_bytes": (1 << 30,)}, "0 descriptors came for 1 segments"),
         ({"keeps_memory": True}, "registered no arena on that device before"),
-        ({"kind": DeviceKind.CUDA}, "this node's StateManager lends cpu memory"),
+        ({"kind": DeviceKind.CUDA}, "this node's StateManager allocates cpu memory"),
     ],
 )
 def test_a_registration_of_memory_that_is_not_there_is_refused(
@@ -137,7 +137,7 @@ def test_a_registration_of_memory_that_is_not_there_is_refused(
         ({"arena_offset": 4}, "not a multiple of 64"),
         ({"offset": (1,)}, "out of its tensor"),
         ({"shape": (-1,)}, "out of its tensor"),
-        ({"shape": (1, 1)}, "numbers of dimensions"),
+        ({"shape": (1, 1)}, "of different ranks"),
         ({"dtype": "F99"}, "unknown dtype"),
     ],
 )
