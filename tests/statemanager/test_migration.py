@@ -418,7 +418,7 @@ def test_a_manifest_that_cannot_be_is_refused(
             client.adopt(replace(shard, manifest=wrong), fds)
         for offset in (-4096, 1):
             elsewhere = replace(shard.regions[0], offset=offset)
-            with pytest.raises(InvalidRequestError, match="is said to lie at"):
+            with pytest.raises(InvalidRequestError, match="at the invalid offset"):
                 client.adopt(replace(shard, regions=(elsewhere,)), fds)
         with pytest.raises(CorruptStateError, match="its data ends"):
             client.adopt(replace(shard, regions=()), fds)

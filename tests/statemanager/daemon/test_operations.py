@@ -33,7 +33,7 @@ from plexrl.statemanager.observe.health import Health
 from plexrl.statemanager.observe.http import ObservationServer
 from plexrl.statemanager.protocol.messages import Confirm
 from plexrl.statemanager.store.store import Store
-from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
+from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -124,15 +124,15 @@ def config(tmp_path: Path) -> Iterator[StateManagerConfig]:
 
 
 def test_a_stuck_move_and_a_closed_socket_are_reported(config: StateManagerConfig) -> None:
-    line = MoveLine(1, 1)
+    line = FairQueue(1, 1)
     with closing(Store(config)) as store:
         health = Health(config, store, line, lambda: False)
-        with line.place("Save", "rank 0 of 'job/actor'"):
+        with line.slot("Save", "rank 0 of 'job/actor'"):
             told = " ".join(health.reasons())
         assert f"no connections are accepted on {config.listen}" in told
         assert "Save of rank 0 of 'job/actor' has been running for 0 s" in told
         patient = Health(replace(config, stuck_move_s=60.0), store, line, lambda: True)
-        with line.place("Save", "x"):
+        with line.slot("Save", "x"):
             assert not patient.reasons()
 
 

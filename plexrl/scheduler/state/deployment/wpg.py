@@ -73,7 +73,7 @@ def end_load(deployment: Deployment) -> None:
 def refuse_load(deployment: Deployment) -> None:
     """A load ended and changed nothing."""
     trigger = ResidencyTrigger.FIRST_LOAD_REFUSED
-    if deployment.durable_seq:
+    if deployment.replay.durable_seq:
         trigger = ResidencyTrigger.LOAD_REFUSED
     _change_residency(deployment, trigger)
 

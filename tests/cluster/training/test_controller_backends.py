@@ -14,7 +14,7 @@ from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.model.capabilities import BACKENDS
 from plexrl.model.parallelism import Parallelism
 
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "grpo_digits.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_digits.py"
 LIBRARIES = {"megatron": "megatron.core", "deepspeed": "deepspeed"}
 LAYOUTS = ("dp=2", "dp=1,tp=2", "pp=2", "cp=2")
 """Those that a backend can run are run on it."""

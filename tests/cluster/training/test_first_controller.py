@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plexrl.cluster.embedded.start import EmbeddedCluster
 
-EXAMPLE = Path(__file__).parents[2] / "examples/first_controller.py"
+EXAMPLE = Path(__file__).parents[3] / "examples/first_controller.py"
 SIZES = "STEPS, PROMPTS, SAMPLES = 150, 64, 8"
 
 

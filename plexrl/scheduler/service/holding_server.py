@@ -1,7 +1,7 @@
-"""The scheduler's socket before the scheduler can serve: it answers that the cluster holds.
+"""Serves the scheduler's socket before the scheduler can: answers every call with an outage.
 
-While the journal cannot be opened, routers and agents connect and are told the reason. So clients
-wait; without an answer they would fail. The door never opens where another scheduler listens.
+While the journal cannot be opened, routers and agents connect and receive the reason, so clients
+wait and retry instead of failing. The server never listens where another scheduler does.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 1.0
 
 
-class HeldDoor:
-    """Listens at `listen` from the first `hold` to `close`; `opened` is called when it does."""
+class HoldingServer:
+    """Listens at `listen` from the first `hold` to `close`; calls `opened` when it starts."""
 
     def __init__(self, listen: str, opened: Callable[[], None]) -> None:
         self._listen = listen
@@ -31,7 +31,7 @@ class HeldDoor:
         self._reason: StorageError | None = None
 
     async def hold(self, error: StorageError) -> None:
-        """Answer every call with `error` from here on."""
+        """Answer every call with `error` until `close`."""
         if self._reason is None or self._reason.code != error.code:
             LOG.error("holding: %s", error)
         error.details.setdefault("retry_after_s", RETRY_AFTER_S)
@@ -45,10 +45,10 @@ class HeldDoor:
         self._opened()
 
     async def close(self) -> None:
-        """Listen no more and end all connections: who was there connects again."""
+        """Stop listening and close all connections; peers connect again."""
         if self._server is None:
             return
-        LOG.warning("the journal can be used: going on")
+        LOG.warning("the journal can be used: continuing")
         self._server.close()
         self._server = None
         remove_socket(self._listen)
@@ -73,12 +73,12 @@ class HeldDoor:
 
     async def _refuse(self, peer: Peer, params: Plain) -> Plain:
         del peer, params
-        assert self._reason is not None, "the door is open without a reason"
+        assert self._reason is not None, "it listens without a reason"
         raise self._reason
 
 
 class _Answers(Mapping[str, Handler]):
-    """Every method has a handler."""
+    """Handlers for every method name."""
 
     def __init__(self, hello: Handler, conditions: Handler, other: Handler) -> None:
         self._known = {"hello": hello, "conditions": conditions}
@@ -95,7 +95,7 @@ class _Answers(Mapping[str, Handler]):
 
 
 async def _is_served(path: str) -> bool:
-    """Whether somebody listens at the socket."""
+    """Whether a process listens at the socket."""
     try:
         _, writer = await asyncio.open_unix_connection(path)
     except OSError:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from plexrl import errors
-from plexrl.scheduler.service.connection import ASK_NODE_TIMEOUT_S
+from plexrl.scheduler.service.connection import QUERY_NODE_TIMEOUT_S
 from plexrl.wire.rpc import Peer
 from tests.scheduler.live_service import (
     GRACE_S,
@@ -181,7 +181,7 @@ def test_one_node_without_an_answer_does_not_hide_the_others_logs(tmp_path: Path
             assert len({await asked.get() for _ in range(5)}) == 5
             # The others' answers are in their sockets, and a round through the journal reads them.
             await heard(router, "asked")
-            pass_time(ASK_NODE_TIMEOUT_S + 1.0)
+            pass_time(QUERY_NODE_TIMEOUT_S + 1.0)
             found = await reading
             assert found["logs"] == [{"deployment": "j/actor", "rank": 0, "text": "hello"}]
             failed = {note["node"]: note["reason"] for note in found["failed"]}

@@ -17,7 +17,7 @@ from plexrl.process.children.processes import PartProcesses
 from plexrl.process.folders.folders import Folders
 from tests.cluster.tools import DEADLINE_S, wait_until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def is_running(pid: int) -> bool:
@@ -32,7 +32,7 @@ def test_a_killed_part_is_started_again_though_its_child_holds_its_output(tmp_pa
     pids = tmp_path / "pids"
     folders = Folders(tmp_path / "data", tmp_path / "run", tmp_path / "memory")
     folders.make()
-    part = Part("leaky", "tests.cluster.part_with_children", {"pids": str(pids)})
+    part = Part("leaky", "tests.cluster.start_and_stop.part_with_children", {"pids": str(pids)})
 
     def orphans() -> list[int]:
         return [int(line) for line in pids.read_text().splitlines()]
@@ -59,7 +59,7 @@ def starting_part(folders: Folders, pids: Path, **config: object) -> Part:
     served = str(pids.with_name("served"))
     usual = {"hangs": False, "works_s": 0.0, "ends_s": 0.0}
     fields = {"pids": str(pids), "served": served, **usual, **config}
-    return Part("slow", "tests.cluster.part_that_starts", fields)
+    return Part("slow", "tests.cluster.start_and_stop.part_that_starts", fields)
 
 
 def started(file: Path) -> list[int]:
@@ -124,7 +124,11 @@ def test_a_start_that_ends_is_noticed_though_its_child_holds_its_output(tmp_path
     pids = tmp_path / "pids"
     folders = Folders(tmp_path / "data", tmp_path / "run", tmp_path / "memory")
     folders.make()
-    part = Part("leaky", "tests.cluster.part_with_children", {"pids": str(pids), "ends": True})
+    part = Part(
+        "leaky",
+        "tests.cluster.start_and_stop.part_with_children",
+        {"pids": str(pids), "ends": True},
+    )
 
     async def run() -> None:
         processes = PartProcesses(folders)

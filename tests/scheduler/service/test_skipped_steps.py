@@ -88,7 +88,7 @@ def with_a_damaged_log(core: SchedulerCore) -> None:
     """The end of what runs on `a` trips; to start its workers over does not."""
     for name, each in core._context.state.deployments.items():
         if name == "a/actor":
-            each.log.append(OperationId("nobody's"))
+            each.replay.log.append(OperationId("nobody's"))
 
 
 def with_an_endless_sum(core: SchedulerCore) -> None:
@@ -117,7 +117,7 @@ def shell_of(journal: SqlJournal, restored: Restored, snapshot_events: int = 50_
         position=restored.position,
         snapshot_position=restored.snapshot_position,
         snapshot_events=snapshot_events,
-        aside=restored.aside,
+        skipped=restored.skipped,
     )
 
 
@@ -174,7 +174,7 @@ def test_who_sends_an_event_that_fails_is_told_and_nothing_has_changed(
     caplog.clear()
     again = restore(cluster.config, journal)
     assert again.core.dump() == shell.core.dump()
-    assert again.aside.view()["steps_set_aside"] == 1
+    assert again.skipped.view()["steps_set_aside"] == 1
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
@@ -190,7 +190,7 @@ def test_of_an_event_only_the_step_that_fails_is_left_out(
     assert asyncio.run(told(shell, tenant("t1"), submitted("a/actor", "y"))) == [None, None]
     assert shell.core.tenants() == ["t1", "last"]
     assert shell.core.operation_view(OperationId("y"), 0.0)["state"] == "pending"
-    assert journal.steps_set_aside() == {restored.position + 1: {step}}
+    assert journal.skipped_steps() == {restored.position + 1: {step}}
     assert restore(cluster.config, journal).core.dump() == shell.core.dump()
 
 
@@ -213,8 +213,8 @@ def test_a_journal_with_an_event_that_fails_is_read_all_the_same(journal: SqlJou
         found = restore(cluster.config, journal)
         assert found.position == restored.position + 3
         assert found.core.tenants() == ["t1", "t2"]
-        assert found.aside.view()["steps_set_aside"] == 1
-        assert journal.steps_set_aside() == {restored.position + 2: {EVENT}}
+        assert found.skipped.view()["steps_set_aside"] == 1
+        assert journal.skipped_steps() == {restored.position + 2: {EVENT}}
 
 
 def test_a_state_that_cannot_be_written_down_does_not_end_the_service(
@@ -227,7 +227,7 @@ def test_a_state_that_cannot_be_written_down_does_not_end_the_service(
     shell = shell_of(journal, restored, snapshot_events=1)
     assert asyncio.run(told(shell, tenant("t1"), tenant("t2"))) == [None, None]
     assert "OverflowError" in str(shell.faults()["snapshot_error"])
-    assert "cannot be written down" in caplog.text
+    assert "cannot be encoded" in caplog.text
     assert journal.snapshot() is None
     restored.core._context.state.jobs[JobId("a")].usage.clear()
     assert asyncio.run(told(shell_of(journal, restored, 1), tenant("t3"))) == [None]

@@ -197,7 +197,7 @@ def test_a_leader_that_cannot_reach_its_journal_ends_where_another_listens_in_it
         async with asyncio.timeout(WAIT_S):
             await keep_lead(SlowJournal(StorageError("no server")), 0.05, lambda: True)
 
-    with pytest.raises(LeaseLostError, match="listens in this one's place"):
+    with pytest.raises(LeaseLostError, match="listens at this address"):
         asyncio.run(run())
 
 

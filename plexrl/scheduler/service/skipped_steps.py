@@ -1,10 +1,10 @@
-"""Steps of events that failed by a fault of ours: left out from then on, in every replay too.
+"""Records steps of events that failed because of a bug, so that every replay skips them too.
 
-An event is in the journal before the core sees it, and every replay does what the core did. So an
-event that the core cannot take in would end the scheduler at every start. Instead the step that
-failed (see `plexrl.scheduler.core.advance`) is written down beside the event, the core is made anew
-from the newest snapshot and the events behind it, and the event is taken in without that step.
-Operators are told: by the log, and by `plexrl status`.
+An event is in the journal before the core handles it, and a replay repeats what the core did. So an
+event that the core cannot handle would stop the scheduler at every start. Instead the failed step
+(see `plexrl.scheduler.core.advance`) is recorded in the journal (table `set_aside`), the core is
+rebuilt from the newest snapshot and the later events, and the event is handled without that step.
+The log and `plexrl status` report it to operators.
 """
 
 import logging
@@ -21,33 +21,33 @@ from plexrl.scheduler.state import events as ev
 
 LOG = logging.getLogger(__name__)
 
-NOTHING_ASIDE: Final[dict[str, Any]] = {"steps_set_aside": 0, "newest_set_aside": ""}
+NONE_SKIPPED: Final[dict[str, Any]] = {"steps_set_aside": 0, "newest_set_aside": ""}
 
 STEPS_MAX = 8
-"""Of one event; an event of which more fail is left out whole."""
+"""Maximum skipped steps of one event; if more fail, the whole event is skipped."""
 
 
-class SetAside:
-    """What the journal says is left out, and what is added to it."""
+class SkippedSteps:
+    """The skipped steps in the journal."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._steps = journal.steps_set_aside()
+        self._steps = journal.skipped_steps()
         self._newest = ""
 
     def steps(self, position: int) -> frozenset[str]:
-        """The steps of the event at `position` that are left out."""
+        """The skipped steps of the event at `position`."""
         return self._steps.get(position, frozenset())
 
     def view(self) -> dict[str, Any]:
-        """For operators: how much is left out, and the newest of this process."""
+        """For operators: the number of skipped steps, and the newest one of this process."""
         return {
             "steps_set_aside": sum(len(steps) for steps in self._steps.values()),
             "newest_set_aside": self._newest,
         }
 
     def add(self, position: int, event: ev.Event, fault: Fault) -> None:
-        """Leave out the step that failed, or the whole event where that is not enough.
+        """Skip the step that failed, or the whole event if that is not enough.
 
         Raises:
             LeaseLostError: another scheduler leads.
@@ -59,33 +59,33 @@ class SetAside:
         error = repr(fault.error)
         self._newest = f"event {position} ({type(event).__name__}), step {step!r}: {error}"[:1000]
         LOG.critical(
-            "a fault of PlexRL: it is left out from now on, please report it: %s",
+            "a bug in PlexRL: the step is skipped from now on, please report it: %s",
             self._newest,
             exc_info=fault,
         )
         try:
-            self._journal.set_aside(position, step, error)
+            self._journal.skip_step(position, step, error)
         except LeaseLostError:
             raise
         except StorageError as refused:
-            # The next replay meets the same fault and writes it down then.
-            LOG.error("what is left out could not be written down: %s", refused)
+            # The next replay meets the same bug and records it then.
+            LOG.error("the skipped step could not be recorded: %s", refused)
 
 
-def answer(event: ev.Event, position: int) -> SchedulerFaultError:
-    """What whoever sent an event that was left out whole is told."""
+def fault_error(event: ev.Event, position: int) -> SchedulerFaultError:
+    """The error for the sender of an event that was skipped as a whole."""
     return SchedulerFaultError(
-        f"the scheduler has a fault that this {type(event).__name__} meets: nothing was changed, "
-        f"and the same request meets it again; give the operator the number {position}",
+        f"the scheduler has a bug that this {type(event).__name__} triggers: nothing was changed, "
+        f"and the same request triggers it again; give the operator the number {position}",
         position=position,
     )
 
 
-def follow_up(core: SchedulerCore, event: ev.Event, now: float) -> ev.Event | None:
-    """What is reported instead of a report that was left out whole, so that nobody waits for it for
-    ever: first that the workers must start over, and if that cannot be taken in either, that the
-    job has failed. None: there is nothing to say."""
-    reason = "a fault of the scheduler: see its log"
+def substitute_report(core: SchedulerCore, event: ev.Event, now: float) -> ev.Event | None:
+    """The event to report in place of a skipped report, so that nothing waits for it for ever:
+    first that the workers must restart, and if that fails too, that the job has failed. None: no
+    event is needed."""
+    reason = "a bug in the scheduler: see its log"
     try:
         match event:
             case ev.OperationFailed(state_intact=False):

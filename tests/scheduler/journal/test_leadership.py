@@ -154,7 +154,7 @@ def test_a_scheduler_started_on_a_full_journal_holds_and_says_so(
     full = SchedulerProcess(folder, "a", path, journal_bytes_max=1, tenants=tenants)
     with closing(full):
         full.wait_ready()
-        asyncio.run(full.wait_log("has no room"))
+        asyncio.run(full.wait_log("is full"))
         assert "Traceback" not in full.log
     roomy = SchedulerProcess(folder, "a", path, tenants=tenants)
     with closing(roomy):

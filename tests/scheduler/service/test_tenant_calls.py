@@ -12,7 +12,7 @@ from plexrl.scheduler.state import events as ev
 from plexrl.wire.rpc import Peer
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.live_service import OPERATOR, Plain, digest, live, run_live
-from tests.scheduler.test_service import refusal
+from tests.scheduler.service.test_service import refusal
 
 OLD, NEW = digest("old"), digest("new")
 

@@ -234,7 +234,7 @@ def test_a_job_that_is_attached_again_does_not_add_to_gradients_of_before(
         actor.forward_backward(some_batch(3), plexrl.losses.grpo())
         wanted = actor.optim_step(learning_rate=1e-3).result().metrics["grad_norm"]
     name = f"resumed-{keep_gradients}"
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     controller = subprocess.Popen(
         [sys.executable, "-c", HALF_A_STEP, name],
         env={**environment(embedded), "PYTHONPATH": root},

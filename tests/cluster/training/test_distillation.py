@@ -7,7 +7,7 @@ import pytest
 
 import plexrl
 
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "distill_digits.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "distill_digits.py"
 
 
 @pytest.mark.slow

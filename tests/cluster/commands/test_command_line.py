@@ -21,7 +21,7 @@ from rich.cells import cell_len
 
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
-from tests.cluster.command_walk import MARK, run
+from tests.cluster.commands.command_walk import MARK, run
 from tests.cluster.tools import VOCABULARY, some_batch
 
 TENANT = "a-tenant-whose-name-is-rather-long"
@@ -118,7 +118,8 @@ def environment(scene: Scene) -> dict[str, str]:
 
 
 def walk(scene: Scene) -> list[str]:
-    return [sys.executable, "-m", "tests.cluster.command_walk", json.dumps(commands(scene))]
+    module = "tests.cluster.commands.command_walk"
+    return [sys.executable, "-m", module, json.dumps(commands(scene))]
 
 
 def at_a_terminal(scene: Scene) -> str:
