@@ -153,7 +153,9 @@ def test_a_source_that_always_cuts_is_given_up_and_leaves_the_target_marked(
     proxy = Proxy(node.tcp, lambda data, seen: data if seen < 30_000 else None)
     with pytest.raises(UnavailableError, match="could not be pulled in 4 attempts"):
         rollout.pull([proxy.address], 1)
-    with pytest.raises(StateLostError, match="was cut, so its arena is of no version"):
+    with pytest.raises(
+        StateLostError, match="failed midway, so its arena holds no complete version"
+    ):
         rollout.client.publish(seq=9, token=1)
     rollout.pull([node.tcp], 1)
     rollout.client.publish(seq=9, token=1)
