@@ -22,9 +22,9 @@ def run_of(steps: int | None, file: "io.TextIOBase") -> None:
 
 
 def all_of(leader: int) -> str:
-    """What a terminal is told until nobody has it open any more."""
+    """All output of a terminal until it is closed."""
     told = b""
-    # Linux says so by an error.
+    # Linux reports the close as an error.
     with contextlib.suppress(OSError):
         while chunk := os.read(leader, 4096):
             told += chunk
@@ -32,7 +32,7 @@ def all_of(leader: int) -> str:
     return told.decode()
 
 
-def test_lines_that_are_piped_have_no_escape_codes_and_no_bar() -> None:
+def test_piped_output_has_no_escape_codes_and_no_bar() -> None:
     told = io.StringIO()
     run_of(2, told)
     lines = [line.partition(" s  ")[2] for line in told.getvalue().splitlines()]
@@ -43,13 +43,13 @@ def test_lines_that_are_piped_have_no_escape_codes_and_no_bar() -> None:
     assert len(lines) == 3
 
 
-def test_steps_of_an_unknown_number_are_counted() -> None:
+def test_steps_are_counted_without_a_known_total() -> None:
     told = io.StringIO()
     run_of(None, told)
     assert "step    2  reward/mean" in told.getvalue()
 
 
-def test_at_a_terminal_a_bar_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_a_terminal_a_bar_shows_the_current_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     leader, follower = os.openpty()
     with ThreadPoolExecutor(1) as pool:
@@ -62,7 +62,7 @@ def test_at_a_terminal_a_bar_says_what_is_waited_for(monkeypatch: pytest.MonkeyP
     assert "2/2" in shown.replace("step 2/2", "")
 
 
-def test_logging_is_as_before_once_the_block_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_is_restored_after_the_block(caplog: pytest.LogCaptureFixture) -> None:
     before = (LOGGER.level, LOGGER.propagate, list(LOGGER.handlers))
     told = io.StringIO()
 
@@ -78,7 +78,7 @@ def test_logging_is_as_before_once_the_block_ends(caplog: pytest.LogCaptureFixtu
     assert "once" not in caplog.text
 
 
-def test_the_readme_shows_the_first_controller_as_it_is() -> None:
+def test_the_readme_contains_the_first_controller_unchanged() -> None:
     root = Path(__file__).parents[2]
     example = (root / "examples/first_controller.py").read_text()
     core = example[example.index("import random") :]

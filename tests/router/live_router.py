@@ -1,4 +1,4 @@
-"""A scheduler and a router as real processes, without nodes: enough to speak HTTP to."""
+"""A scheduler and a router as real processes, without nodes, for tests over HTTP."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ END_S = 30.0
 
 @dataclass(frozen=True)
 class LiveRouter:
-    """Where the router listens, and what it wrote to its log."""
+    """Port, log and process of the router."""
 
     port: int
     log: Path
@@ -38,7 +38,7 @@ class LiveRouter:
 
 @contextmanager
 def live_router(*, descriptors: int | None = None, **config: Any) -> Iterator[LiveRouter]:
-    """A router with that configuration; `descriptors` is its hard limit on them."""
+    """A router with this configuration; `descriptors` is its hard limit on descriptors."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
         scheduler = str(folder / "s.sock")

@@ -1,4 +1,4 @@
-"""What people and programs see of every command for live clusters, and what the commands do."""
+"""Output and effect of every command for live clusters, for people and for programs."""
 
 import csv
 import fcntl
@@ -35,7 +35,7 @@ MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
 
 @dataclass(frozen=True)
 class Scene:
-    """A cluster with something in every table."""
+    """A cluster with at least one row in every table."""
 
     cluster: EmbeddedCluster
     tenant: plexrl.Cluster
@@ -73,12 +73,12 @@ def scene(embedded: EmbeddedCluster) -> Iterator[Scene]:
 
 @pytest.fixture(autouse=True)
 def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside a terminal a width is only asked for by this variable."""
+    """Without this variable, output outside a terminal has no width."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 def commands(scene: Scene) -> list[list[str]]:
-    """Everything that shows something of a live cluster."""
+    """All commands that show a live cluster."""
     job = scene.job.job
     return [
         ["status"],
@@ -123,7 +123,7 @@ def walk(scene: Scene) -> list[str]:
 
 
 def at_a_terminal(scene: Scene) -> str:
-    """What the commands show on a terminal of 80 by 24."""
+    """Output of the commands on a terminal of 80 by 24."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
     process = subprocess.Popen(
@@ -135,7 +135,7 @@ def at_a_terminal(scene: Scene) -> str:
         try:
             more = os.read(ours, 1 << 16)
         except OSError:
-            # The other side of a terminal is closed with its last process.
+            # The terminal is closed when its last process ends.
             break
         shown += more
     os.close(ours)
@@ -154,7 +154,7 @@ def by_command(shown: str) -> dict[str, str]:
 
 
 def cli(scene: Scene, *words: str, ends_with: int = 0) -> str:
-    """What one command says to a program, standard error too."""
+    """Output of one command without a terminal, standard error included."""
     told = io.StringIO()
     where = ("--data-dir", str(scene.cluster.data_dir))
     with redirect_stdout(told), redirect_stderr(told):
@@ -163,12 +163,12 @@ def cli(scene: Scene, *words: str, ends_with: int = 0) -> str:
     return told.getvalue()
 
 
-def test_at_a_terminal_of_80_columns_no_word_is_broken(scene: Scene) -> None:
+def test_no_word_is_broken_on_a_terminal_of_80_columns(scene: Scene) -> None:
     shown = by_command(at_a_terminal(scene))
     assert len(shown) == len(commands(scene))
     for command, text in shown.items():
         assert "\x1b" not in text
-        # The help's own "COMMAND [ARGS]..." is no cut.
+        # "COMMAND [ARGS]..." in the help is not a truncation.
         assert "…" not in text
         for line in text.splitlines():
             fits = cell_len(line) <= WIDTH
@@ -231,7 +231,7 @@ def test_jobs_that_have_ended_are_listed_when_asked_for(scene: Scene) -> None:
     assert "--state takes queued" in cli(scene, "jobs", "--state", "happy", ends_with=1)
 
 
-def test_cancel_ends_jobs_and_says_what_became_of_each(scene: Scene) -> None:
+def test_cancel_ends_jobs_and_reports_each_outcome(scene: Scene) -> None:
     first, second = (scene.tenant.create_job(f"doomed{number}") for number in range(2))
     told = cli(scene, "cancel", first.job, "no-such-job", ends_with=1)
     assert "there is no job 'no-such-job'" in told
@@ -307,7 +307,7 @@ def test_checkpoints_are_listed_and_deleted(scene: Scene) -> None:
     job.finish()
 
 
-def test_a_waiting_job_names_the_job_that_has_the_gpus_and_does_nothing(scene: Scene) -> None:
+def test_a_waiting_job_shows_the_idle_job_that_holds_the_gpus(scene: Scene) -> None:
     rows = json.loads(cli(scene, "explain", scene.waiting.job, "--json"))["holders"]
     assert [(row["job"], row["tenant"], row["gpus"]) for row in rows] == [
         (scene.job.job, TENANT, 2)

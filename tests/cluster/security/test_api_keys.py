@@ -1,4 +1,4 @@
-"""Keys are rotated and revoked by an operator at the command line, on real processes."""
+"""An operator rotates and revokes keys at the command line, on real processes."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def cli(cluster: EmbeddedCluster, *words: str, fails: bool = False) -> Any:
 
 
 def answers(cluster: EmbeddedCluster, key: str) -> list[int]:
-    """Each router's answer to a request under this key."""
+    """Each router's status for a request with this key."""
     headers = {"Authorization": f"Bearer {key}"}
     return [
         httpx.get(f"{url}/v1/jobs", headers=headers, timeout=60).status_code

@@ -1,4 +1,4 @@
-"""What tenants call things and give as reasons does not steer an operator's terminal."""
+"""Names and reasons given by tenants cannot control an operator's terminal."""
 
 import subprocess
 import sys
@@ -59,7 +59,7 @@ def test_reasons_are_shown_with_escapes(embedded: EmbeddedCluster, cluster: plex
     assert_plain(cli(embedded, "jobs", CLEAR, ends_with=1))
 
 
-def test_names_that_steer_a_terminal_are_refused(
+def test_names_with_control_characters_are_refused(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster
 ) -> None:
     job = cluster.create_job("größer 訓練", job_id="wide")

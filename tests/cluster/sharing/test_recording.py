@@ -1,4 +1,4 @@
-"""A live cluster's history is a trace."""
+"""The history of a live cluster becomes a trace."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.cluster.tools import VOCABULARY, some_batch
 CYCLES = 3
 
 
-def test_what_a_job_did_is_recorded(
+def test_a_jobs_operations_are_recorded(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster, tmp_path: Path
 ) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=5)

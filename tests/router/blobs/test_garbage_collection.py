@@ -1,4 +1,4 @@
-"""Payloads that no operation needs go; others, and new ones, stay."""
+"""Unreferenced payloads are deleted; referenced and new ones stay."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ LIMIT_S = 60.0
 
 
 class Knowing:
-    """A scheduler that knows some payloads, and is away at first."""
+    """A scheduler that references some payloads and is unreachable at first."""
 
     def __init__(self, known: set[str]) -> None:
         self.known = known
@@ -31,7 +31,7 @@ class Knowing:
         return {"blobs": [blob for blob in params["blobs"] if blob not in self.known]}
 
 
-def test_old_payloads_that_no_operation_needs_go_once_the_scheduler_says_so(tmp_path: Path) -> None:
+def test_old_unreferenced_payloads_are_deleted_after_the_schedulers_reply(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     names = ("j:1/a.0.in", "j:2.0.in", "new.0.in", "result.out", f"{'a:' * 99}.0.in")
     long_ago = time.time() - 7200

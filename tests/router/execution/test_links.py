@@ -1,4 +1,4 @@
-"""The router's connections outlive what goes wrong at their other ends."""
+"""The router's connections survive faults of the scheduler and of workers."""
 
 import asyncio
 import socket
@@ -54,7 +54,7 @@ def abort_of(*addresses: str) -> Plain:
 async def worker_at(
     address: Path,
 ) -> AsyncIterator[tuple["asyncio.Queue[Plain]", list[FrameSocket]]]:
-    """A worker that only listens: what it is sent, and its connections."""
+    """A worker that only listens: its received messages and its connections."""
     heard: asyncio.Queue[Plain] = asyncio.Queue()
     connections: list[FrameSocket] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
@@ -78,10 +78,10 @@ async def worker_at(
                 each.close()
 
 
-def test_an_abort_reaches_the_workers_that_are_left(tmp_path: Path) -> None:
+def test_an_abort_reaches_the_remaining_workers(tmp_path: Path) -> None:
     async def run() -> Plain:
         executor = Executor(BlobStore(tmp_path / "blobs"))
-        # No worker was ever at the first address, and none listens at the second any more.
+        # The first address never had a worker; the worker of the second has ended.
         (tmp_path / "w0").touch()
         told = abort_of(*(str(tmp_path / name) for name in ("none", "w0", "w1")))
         async with worker_at(tmp_path / "w1") as (heard, _):
@@ -93,7 +93,7 @@ def test_an_abort_reaches_the_workers_that_are_left(tmp_path: Path) -> None:
     assert asyncio.run(run())["request"] == "abort"
 
 
-def test_a_run_asked_for_anew_keeps_its_answer_when_the_former_one_ends(tmp_path: Path) -> None:
+def test_a_repeated_run_keeps_its_reply_when_the_earlier_one_ends(tmp_path: Path) -> None:
     async def run() -> Plain:
         async with worker_at(tmp_path / "w") as (heard, connections):
             link = WorkerLink(str(tmp_path / "w"))
@@ -111,7 +111,7 @@ def test_a_run_asked_for_anew_keeps_its_answer_when_the_former_one_ends(tmp_path
     assert asyncio.run(run())["reply"] == "finished"
 
 
-def test_a_worker_that_is_gone_leaves_no_link_behind(tmp_path: Path) -> None:
+def test_the_link_of_a_dead_worker_is_dropped(tmp_path: Path) -> None:
     async def run() -> None:
         executor = Executor(BlobStore(tmp_path / "blobs"))
         gone = str(tmp_path / "none")
@@ -125,7 +125,7 @@ def test_a_worker_that_is_gone_leaves_no_link_behind(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_scheduler_that_is_stopping_when_greeted_is_greeted_again(tmp_path: Path) -> None:
+def test_hello_is_repeated_after_a_stopping_scheduler_refused_it(tmp_path: Path) -> None:
     greeted = 0
 
     async def hello(peer: Peer, params: Plain) -> Plain:
@@ -150,7 +150,7 @@ def test_a_scheduler_that_is_stopping_when_greeted_is_greeted_again(tmp_path: Pa
     assert greeted == 2
 
 
-def test_a_bug_met_by_one_order_does_not_end_the_connection_for_good(tmp_path: Path) -> None:
+def test_a_bug_in_one_handler_does_not_end_the_connection_for_good(tmp_path: Path) -> None:
     greeted: asyncio.Queue[Peer] = asyncio.Queue()
 
     async def hello(peer: Peer, params: Plain) -> Plain:
@@ -177,7 +177,7 @@ def test_a_bug_met_by_one_order_does_not_end_the_connection_for_good(tmp_path: P
     asyncio.run(run())
 
 
-def test_a_report_that_a_stopping_scheduler_refuses_is_made_again(tmp_path: Path) -> None:
+def test_a_report_refused_by_a_stopping_scheduler_is_repeated(tmp_path: Path) -> None:
     told: list[int] = []
     all_told = asyncio.Event()
 
@@ -228,7 +228,7 @@ def run_of(kind: OperationKind, *addresses: str) -> Plain:
 async def executor_at(
     folder: Path, blobs: Path
 ) -> AsyncIterator[tuple[Executor, "asyncio.Queue[tuple[str, Plain]]"]]:
-    """An executor, and what it reports to its scheduler."""
+    """An executor, and its reports to the scheduler."""
     told: asyncio.Queue[tuple[str, Plain]] = asyncio.Queue()
 
     def note(method: str) -> Handler:
@@ -256,7 +256,7 @@ async def executor_at(
         server.close()
 
 
-def test_a_result_waits_for_room_and_is_neither_lost_nor_computed_again(tmp_path: Path) -> None:
+def test_a_result_waits_for_disk_space_and_is_not_computed_again(tmp_path: Path) -> None:
     async def run(disk: SmallDisk) -> None:
         async with (
             executor_at(tmp_path, disk.path / "blobs") as (executor, told),
@@ -288,7 +288,7 @@ def test_a_result_waits_for_room_and_is_neither_lost_nor_computed_again(tmp_path
 @pytest.mark.parametrize(
     ("kind", "intact"), [(OperationKind.PUBLISH, True), (OperationKind.OPTIM_STEP, False)]
 )
-def test_ranks_that_differ_are_as_before_only_if_the_kind_changes_nothing(
+def test_partial_failure_keeps_state_intact_only_for_unchanging_kinds(
     tmp_path: Path, kind: OperationKind, intact: bool
 ) -> None:
     async def run() -> Plain:
