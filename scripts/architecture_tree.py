@@ -48,7 +48,7 @@ def summary(path: Path) -> str:
 
 
 def filled_in(page: str) -> str:
-    """The page with its generated parts written anew.
+    """The page with its generated parts updated.
 
     Raises:
         ValueError: a part has no markers in the page.

@@ -9,6 +9,7 @@ what the cluster was told, without the core's own rules of turns.
 from collections.abc import Iterator
 
 from plexrl.ids import DeploymentId, OperationId
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, State
@@ -53,7 +54,7 @@ class _Look:
             f"{deployment.deployment} {deployment.state} {deployment.residency} queue="
             f"{deployment.queue[:4]} running={list(deployment.running)} moving="
             f"{deployment.moving and deployment.moving.operation} replaying="
-            f"{deployment.replaying[:3]} relocation={deployment.relocation} group={group}"
+            f"{deployment.replay.replaying[:3]} relocation={deployment.relocation} group={group}"
         )
 
     def _has_cause(
@@ -86,13 +87,13 @@ class _Look:
                 key = (deployment.deployment, deployment.incarnation)
                 return (
                     key in self._launches
-                    or f"launch:{deployment.deployment}" in self._timers
+                    or timers.launch(deployment.deployment) in self._timers
                     or self._misses_a_node(deployment)
                 )
             case WpgState.MIGRATING:
                 return (
                     deployment.deployment in self._migrations
-                    or f"migration:{deployment.deployment}" in self._timers
+                    or timers.migration(deployment.deployment) in self._timers
                     or self._misses_a_node(deployment)
                 )
             case WpgState.READY:
@@ -129,8 +130,8 @@ class _Look:
         """The publish that the deployment's next operation waits for, if it has not ended."""
         group = self._state.groups[deployment.group or ""]  # type: ignore[index]
         names: list[OperationId] = []
-        if group.holder == deployment.deployment and deployment.replaying:
-            names = deployment.replaying[:1]
+        if group.holder == deployment.deployment and deployment.replay.replaying:
+            names = deployment.replay.replaying[:1]
         elif deployment.queue:
             names = deployment.queue[:1]
         for name in names:
@@ -142,7 +143,7 @@ class _Look:
 
     def _group_goes_on(self, group: Group, deployment: Deployment) -> bool:
         """Whether a member's report, or a timer, has the group looked at."""
-        if f"group:{group.group}" in self._timers:
+        if timers.group_step(group.group) in self._timers:
             return True
         members = [self._state.deployments[name] for name in group.members]
         if any(self._is_busy(member) for member in members):

@@ -18,11 +18,11 @@ from plexrl.errors import (
     UnavailableError,
     from_wire,
 )
-from plexrl.statemanager.layout.strided_copies import Runs, concatenated
+from plexrl.statemanager.layout.strided_copies import StridedCopies, concatenated
 from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
+from plexrl.statemanager.transfer.transport.copy_stream import encode_copies
 from plexrl.statemanager.transfer.transport.handshake import greet_server
-from plexrl.statemanager.transfer.transport.run_stream import encode_runs
-from plexrl.statemanager.transfer.transport.source import ShardRuns
+from plexrl.statemanager.transfer.transport.source import ShardCopies
 from plexrl.statemanager.transfer.transport.tcp.client import Tcp
 from plexrl.statemanager.transfer.transport.tcp.server import BASES_MAX
 from plexrl.wire.framing import recv_frame, send_frame
@@ -162,7 +162,7 @@ def test_a_source_that_always_cuts_is_given_up_and_leaves_the_target_marked(
 
 def read_all(
     tcp: Tcp, node_address: str
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], list[Runs]]:
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], list[StridedCopies]]:
     """The trainer's version, in small pieces that make several batches."""
     source = tcp.open(node_address.removeprefix("tcp://"), "job/actor", 1, ())
     with closing(source):
@@ -170,18 +170,20 @@ def read_all(
         starts = np.arange(0, nbytes, 64)
         ends = np.minimum(starts + 64, nbytes)
         ones, zeros = np.ones(len(starts), np.int64), np.zeros(len(starts), np.int64)
-        runs = Runs(
-            places=starts,
-            targets=starts,
+        copies = StridedCopies(
+            src_offsets=starts,
+            dst_offsets=starts,
             items=ends - starts,
             counts=ones,
-            strides=zeros,
-            target_strides=zeros,
+            src_strides=zeros,
+            dst_strides=zeros,
             casts=zeros - 1,
         )
         target = np.zeros(nbytes, np.uint8)
-        arrived: list[Runs] = []
-        source.read((ShardRuns(shard=0, runs=runs),), target, lambda part, _: arrived.append(part))
+        arrived: list[StridedCopies] = []
+        source.read(
+            (ShardCopies(shard=0, copies=copies),), target, lambda part, _: arrived.append(part)
+        )
         source.confirm()
     return target, arrived
 
@@ -203,10 +205,16 @@ def ask(connection: socket.socket, header: dict[str, object], payload: bytes = b
 
 
 def run(place: int, items: int, count: int = 1, stride: int = 0, cast: int = -1) -> bytes:
-    one = {"places": place, "items": items, "counts": count, "strides": stride, "casts": cast}
+    one = {
+        "src_offsets": place,
+        "items": items,
+        "counts": count,
+        "src_strides": stride,
+        "casts": cast,
+    }
     columns = {name: np.array([value], dtype=np.int64) for name, value in one.items()}
     zero = np.zeros(1, np.int64)
-    return encode_runs(Runs(**columns, targets=zero, target_strides=zero))
+    return encode_copies(StridedCopies(**columns, dst_offsets=zero, dst_strides=zero))
 
 
 @pytest.mark.usefixtures("trainer")
@@ -238,9 +246,9 @@ def test_nothing_but_the_version_is_read(node: Daemon) -> None:
         ):
             with pytest.raises(InvalidRequestError):
                 ask(connection, read, payload)
-        with pytest.raises(StateLostError, match="not of the stamp"):
+        with pytest.raises(StateLostError, match="no longer has the stamp"):
             ask(connection, {**read, "stamp": "other"}, run(0, 64))
-        with pytest.raises(InvalidRequestError, match="no shard 1"):
+        with pytest.raises(InvalidRequestError, match="shard 1 is not open"):
             ask(connection, {**read, "shard": 1}, run(0, 64))
         with pytest.raises(InvalidRequestError, match="malformed"):
             ask(connection, {"type": "remove"})
@@ -274,5 +282,5 @@ def test_a_reader_cannot_have_stamps_remembered_without_end(node: Daemon) -> Non
         read["stamp"] = opened["shards"][0]["stamp"]
         for number in range(BASES_MAX + 1):
             ask(connection, {**read, "base": str(number)}, run(0, 1))
-        with pytest.raises(InvalidRequestError, match="too many versions"):
+        with pytest.raises(InvalidRequestError, match="too many bases"):
             ask(connection, {**read, "base": "one more"}, run(0, 1))

@@ -75,7 +75,7 @@ def test_a_ticket_with_anything_changed_is_refused(data: st.DataObject) -> None:
 
 
 def test_a_ticket_of_another_key_is_refused() -> None:
-    with pytest.raises(AuthenticationError, match="not of this node's key"):
+    with pytest.raises(AuthenticationError, match="not signed with this node's key"):
         TicketKey(b"l" * 32).verify(KEY.mint(AGENT))
 
 
@@ -105,7 +105,7 @@ def test_the_key_is_made_once_and_for_its_user_only(tmp_path: Path) -> None:
     assert make_ticket_key(path).verify(ticket) == read_ticket_key(path).verify(ticket) == AGENT
     assert [entry.name for entry in path.parent.iterdir()] == ["ticket.key"]
     path.chmod(0o640)
-    with pytest.raises(PermissionDeniedError, match="others can mint"):
+    with pytest.raises(PermissionDeniedError, match="other users can mint"):
         read_ticket_key(path)
     path.chmod(0o600)
     path.write_bytes(b"short")

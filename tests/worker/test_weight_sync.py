@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from plexrl.errors import StateLostError, UnavailableError
-from plexrl.statemanager.transfer.pull import PullWay
+from plexrl.statemanager.transfer.pull import PullMode
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.state.residency import StateMover
 from plexrl.worker.state.weight_sync import SplitVersionError
@@ -36,7 +36,7 @@ PULLED = SimpleNamespace(
     bytes_moved=1,
     bytes_wanted=1,
     fraction=1.0,
-    way=PullWay.FULL,
+    mode=PullMode.FULL,
     seconds=0.1,
     tier="host",
 )

@@ -11,6 +11,7 @@ from plexrl.scheduler.admission.admission_pass import AdmissionPass
 from plexrl.scheduler.admission.fair_shares import begin_to_wait
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.placement.placement import patience_ends_at, shares
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.records import Deployment
 
 
@@ -31,7 +32,7 @@ def reset_patience_timers(context: Context) -> None:
 def _wake_when_patience_ends(context: Context, deployment: Deployment) -> None:
     if context.policy.repacks and shares(deployment):
         # From then on the deployment may share a group.
-        context.wake(patience_ends_at(context, deployment), "placement:")
+        context.wake(patience_ends_at(context, deployment), timers.PLACEMENT)
 
 
 def admit(context: Context, now: float) -> list[Deployment]:

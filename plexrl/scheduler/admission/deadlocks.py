@@ -28,6 +28,7 @@ from plexrl.scheduler.admission.quotas import allows_gpus, over_quota
 from plexrl.scheduler.capacity.node_pool import NodeKind
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.placement.evacuation import displace, may_displace
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.records import Deployment, Job
 
 CHECK_EACH_S = 60.0
@@ -65,7 +66,7 @@ def _idle_partial_jobs(context: Context, now: float) -> list[Job]:
         else:
             again_at = max(idle_at, now + CHECK_EACH_S) if math.isfinite(idle_at) else now
             # Rounded, so that many checks share one timer.
-            context.wake((again_at // CHECK_EACH_S + 1) * CHECK_EACH_S, "placement:")
+            context.wake((again_at // CHECK_EACH_S + 1) * CHECK_EACH_S, timers.PLACEMENT)
     return found
 
 
@@ -78,9 +79,9 @@ def _idle_at(context: Context, deployment: Deployment) -> float:
     """When a deployment becomes idle; infinite while it works."""
     if deployment.running or deployment.moving is not None:
         return math.inf
-    if not deployment.served_at:
+    if not deployment.burst.served_at:
         return -math.inf
-    return deployment.served_at + context.config.starvation_bound_s
+    return deployment.burst.served_at + context.config.starvation_bound_s
 
 
 def _stuck(context: Context, idle: Sequence[Job]) -> list[Job]:

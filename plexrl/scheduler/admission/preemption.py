@@ -11,6 +11,7 @@ from plexrl.scheduler.admission.deadlocks import is_waited_for, placed_of
 from plexrl.scheduler.admission.fair_shares import begin_to_wait
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.placement.evacuation import displace, may_displace
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Job
 
@@ -38,7 +39,7 @@ def resume(context: Context, job: Job, now: float) -> None:
             context.wait(deployment)
             for node in deployment.state_nodes:
                 # A node may have been lost in the meantime.
-                context.wake(now, f"node:{node}")
+                context.wake(now, timers.node_check(node))
     context.place_waiting = True
 
 

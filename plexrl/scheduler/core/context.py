@@ -15,6 +15,7 @@ from plexrl.scheduler.placement.policies import PlacementPolicy, make_policy
 from plexrl.scheduler.state.commands import Command, DiscardBlobs, SetTimer
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Group, HeldTime, Job, State
+from plexrl.scheduler.state.timers import Subject, Timer, TimerKind
 
 TIMERS_MIN = 1024
 """Fewer are not worth a look."""
@@ -32,7 +33,7 @@ class Context:
     """Groups whose next step must be decided again, in the order they were touched; those among
     them that are no more are passed over."""
     place_waiting: bool = False
-    timers: list[tuple[float, str]] = field(default_factory=list)
+    timers: list[Timer] = field(default_factory=list)
     """Heap of (time, what to look at again); an entry may have become pointless."""
     timer_at: float | None = None
     """Of the last `SetTimer` that has not come due."""
@@ -186,9 +187,8 @@ class Context:
         if group is not None:
             self.dirty[group] = None
 
-    def wake(self, at: float, what: str) -> None:
-        """Look at `what` again at `at`: `group:<id>`, `job:<id>`, `placement:`, `migration:<id>`,
-        `node:<id>`, `launch:<id>` or `deadline:<id>`."""
+    def wake(self, at: float, what: Subject) -> None:
+        """Look at `what` again at `at`."""
         heapq.heappush(self.timers, (at, what))
         if self.timer_at is not None and at < self.timer_at:
             self.wakes_sooner = True
@@ -201,19 +201,19 @@ class Context:
         self.timers = sorted({timer for timer in self.timers if self._has_purpose(timer[1])})
         self.state.timers_swept = len(self.timers)
 
-    def _has_purpose(self, what: str) -> bool:
-        kind, _, name = what.partition(":")
-        if kind == "job":
+    def _has_purpose(self, what: Subject) -> bool:
+        kind, name = what
+        if kind is TimerKind.JOB:
             job = self.state.jobs.get(JobId(name))
             return job is not None and not job.state.is_final
-        if kind == "deadline":
+        if kind is TimerKind.DEADLINE:
             operation = self.state.operations.get(OperationId(name))
             return operation is not None and not operation.state.is_final
-        return kind != "group" or GroupId(name) in self.state.groups
+        return kind is not TimerKind.GROUP or GroupId(name) in self.state.groups
 
-    def due(self, now: float) -> list[str]:
+    def due(self, now: float) -> list[Subject]:
         """What was to be looked at by `now`, without repetitions, oldest first."""
-        found: dict[str, None] = {}
+        found: dict[Subject, None] = {}
         while self.timers and self.timers[0][0] <= now:
             found[heapq.heappop(self.timers)[1]] = None
         if self.timer_at is not None and self.timer_at <= now:

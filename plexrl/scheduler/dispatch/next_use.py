@@ -23,7 +23,7 @@ def next_use_s(member: "Deployment", now: float) -> float | None:
     expected one usual pause after its last burst. Before its first burst, the usual pause is the
     mean pause of the declared or remembered cycle.
     """
-    if member.queue or member.replaying:
+    if member.queue or member.replay.replaying:
         return 0.0
     pause_s, ended_at = _pause_s(member), worked_until(member)
     if pause_s is None or ended_at is None:
@@ -39,9 +39,9 @@ def is_overdue(due_s: float, pause_s: float) -> bool:
 
 def worked_until(member: "Deployment") -> float | None:
     """When the last burst ended; for a holder that pauses, when the pause began."""
-    if member.burst_started_at is not None and member.idle_since is not None:
-        return member.idle_since
-    return member.burst_ended_at
+    if member.burst.started_at is not None and member.burst.idle_since is not None:
+        return member.burst.idle_since
+    return member.burst.ended_at
 
 
 def _pause_s(member: "Deployment") -> float | None:

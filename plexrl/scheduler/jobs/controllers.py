@@ -16,6 +16,7 @@ from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach_or_cancel, end_job
 from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_error, root_of
 from plexrl.scheduler.operations.gradients import gradients_to_come
 from plexrl.scheduler.operations.operations import enqueue_zero_grad
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.events import (
     ControllerAttached,
     ControllerSeen,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 DETACHED = "detached"
 """What a controller says that leaves its job to another one."""
+
+OUTCOMES = frozenset({*ENDINGS, DETACHED})
 
 
 def check_controller(job: Job, controller: str) -> None:
@@ -52,7 +55,7 @@ def seen(context: Context, job: Job, now: float) -> None:
         job.attached = True
         context.detached.pop(job.job, None)
         resume(context, job, now)
-        context.wake(now + job.controller_timeout_s, f"job:{job.job}")
+        context.wake(now + job.controller_timeout_s, timers.silence(job.job))
 
 
 def controller_seen(context: Context, event: ControllerSeen, now: float) -> None:
@@ -112,8 +115,8 @@ def job_finished(context: Context, event: JobFinished, now: float) -> None:
     """End a job as its controller says; with a failure that it took no note of, as failed. One that
     is only to be detached lives on, as if its controller had been silent for its timeout."""
     job = find_job(context.state, event.job)
-    if event.outcome not in (*ENDINGS, DETACHED):
-        known = ", ".join(sorted((*ENDINGS, DETACHED)))
+    if event.outcome not in OUTCOMES:
+        known = ", ".join(sorted(OUTCOMES))
         raise InvalidRequestError(f"outcome {event.outcome!r} is unknown: use {known}")
     if job.state.is_final:
         return

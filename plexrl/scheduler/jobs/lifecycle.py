@@ -10,12 +10,13 @@ from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.usage import meter
 from plexrl.scheduler.operations.cancellation import abort, early_end, is_over
-from plexrl.scheduler.operations.holding import hold_over, note_condition
-from plexrl.scheduler.operations.operations import drop_log, drop_past, fail
+from plexrl.scheduler.operations.operations import fail
+from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
-from plexrl.scheduler.state import wpg
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
+from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.events import Event, RouterJoined, RouterLost
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobState, JobTrigger
@@ -133,7 +134,7 @@ def granted(context: Context, deployment: Deployment) -> None:
         context.deployment(name).kind != "train" for name in job.deployments
     ):
         change_job(job, JobTrigger.GRANTED)
-        had_a_cycle = not context.policy.repacks and deployment.burst_ended_at is not None
+        had_a_cycle = not context.policy.repacks and deployment.burst.ended_at is not None
         if deployment.trace is not None or had_a_cycle:
             change_job(job, JobTrigger.CYCLE_ENDED)
 
@@ -188,9 +189,9 @@ def restart_when_there_is_room(
     """As `restart`, for processes that ended because a file system was full: that is no failure of
     theirs, and they are tried again for as long as it lasts."""
     if stop(context, deployment, reason, now, counts=False):
-        note_condition(deployment, StorageFullError.code, reason, now)
+        deployment.backoff.report(StorageFullError.code, reason, now)
         deployment.launch_at = now + NO_ROOM_PAUSE_S
-        context.wake(deployment.launch_at, f"launch:{deployment.deployment}")
+        context.wake(deployment.launch_at, timers.launch(deployment.deployment))
 
 
 def launch_if_due(context: Context, deployment: Deployment, now: float) -> None:
@@ -235,12 +236,11 @@ def stop(
             now,
         )
         return False
-    deployment.replaying.clear()
+    deployment.replay.end_replay()
     forget_open_cycle(deployment)
     if deployment.queue:
-        deployment.wants_since = now
-    deployment.burst_started_at = None
-    deployment.idle_since = None
+        deployment.burst.want(now)
+    deployment.burst.interrupt()
     release_lock(context, deployment)
     context.emit(
         StopWorkers(
@@ -264,11 +264,11 @@ def worker_ready(
     if not deployment.is_ready:
         wpg.connect(deployment, now)
         context.touch(deployment.group)
-        if not deployment.queue and not deployment.log:
-            hold_over(deployment)
-        if now < deployment.held_back_until:
+        if not deployment.queue and not deployment.replay.log:
+            deployment.backoff.clear()
+        if now < deployment.backoff.until and deployment.group is not None:
             # The group that was to be looked at then may have been another.
-            context.wake(deployment.held_back_until, f"group:{deployment.group}")
+            context.wake(deployment.backoff.until, timers.group_step(deployment.group))
 
 
 def router_joined(context: Context, event: RouterJoined, now: float) -> None:
@@ -310,12 +310,12 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
         return
     gone_at = job.seen_at + job.controller_timeout_s
     if now < gone_at:
-        context.wake(gone_at, f"job:{job.job}")
+        context.wake(gone_at, timers.silence(job.job))
         return
     detach(context, job)
     cancelled_at = gone_at + job.reattach_timeout_s
     if now < cancelled_at:
-        context.wake(cancelled_at, f"job:{job.job}")
+        context.wake(cancelled_at, timers.silence(job.job))
         return
     end_job(
         context,

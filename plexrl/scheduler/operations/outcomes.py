@@ -21,12 +21,13 @@ from plexrl.scheduler.jobs.retention import owner_of
 from plexrl.scheduler.jobs.usage import meter_run
 from plexrl.scheduler.operations.cancellation import early_end, is_over
 from plexrl.scheduler.operations.failures import read_error
-from plexrl.scheduler.operations.holding import hold, hold_over, is_held
-from plexrl.scheduler.operations.latency_breakdown import switch_ended
-from plexrl.scheduler.operations.operations import complete, fail, finish, retire_log
+from plexrl.scheduler.operations.holding import hold, is_held
+from plexrl.scheduler.operations.operations import complete, fail, finish
+from plexrl.scheduler.operations.replay import retire_log
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, republish
 from plexrl.scheduler.placement.relocation import cancel_move
-from plexrl.scheduler.state import group_lock, wpg
+from plexrl.scheduler.state import group_lock, timers
+from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.events import OperationFailed, OperationFinished
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
@@ -62,9 +63,9 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         _move_finished(context, deployment, operation, event, now)
     else:
         deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
-        hold_over(deployment)
+        deployment.backoff.clear()
         if command.replay:
-            deployment.replaying.remove(name)
+            deployment.replay.replayed(name)
             if deployment.no_snapshot_until:
                 # The newest snapshot found no room: new work is done before the next one is tried.
                 deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
@@ -74,7 +75,7 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
             deployment.failures = 0
             complete(context, deployment, operation, event, now)
         if not deployment.running:
-            deployment.idle_since = now
+            deployment.burst.pause(now)
         if operation.kind == _PUBLISH:
             _published(context, deployment, operation, now)
         elif operation.ends_burst and not command.replay:
@@ -136,12 +137,12 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
             return
         error = early_end(operation, now)
     else:
-        hold_over(deployment)
+        deployment.backoff.clear()
     fail(context, operation, error, now)
     if event.state_intact:
         deployment.failures = 0
         if not deployment.running:
-            deployment.idle_since = now
+            deployment.burst.pause(now)
         context.touch(deployment.group)
     else:
         # Workers that say so are sound: only what they hold is not.
@@ -185,11 +186,13 @@ def _move_finished(
     if kind == _LOAD:
         observe_move(context, deployment, operation, event)
         wpg.end_load(deployment)
-        switch_ended(deployment, now)
-        deployment.replaying = deployment.log.copy()
+        deployment.switch_times.end(now)
+        deployment.replay.begin_replay()
         # Without anything to run the load was made in anticipation: no burst has begun.
-        begins = bool(deployment.queue or deployment.replaying)
-        deployment.burst_started_at = deployment.idle_since = now if begins else None
+        if deployment.queue or deployment.replay.replaying:
+            deployment.burst.begin_loaded(now)
+        else:
+            deployment.burst.stay_over()
         group_lock.count_load(_group_of(context, deployment), now - began_at)
         granted(context, deployment)
     elif kind == _OFFLOAD:
@@ -205,16 +208,15 @@ def _move_finished(
         deployment.estimates.observe(kind, operation.tokens, event.compute_s)
         _version_made(context, deployment, event)
         deployment.no_snapshot_until = 0.0
-        deployment.idle_since = now
+        deployment.burst.pause(now)
 
 
 def _version_made(context: Context, deployment: Deployment, event: OperationFinished) -> None:
-    former_seq = deployment.durable_seq
-    deployment.durable_seq = deployment.completed_seq
+    former_seq = deployment.replay.store()
     deployment.state_nodes[:] = deployment.nodes
     moved = event.moved
     state_lies(deployment, HOST if moved is None else moved.tier)
-    if former_seq < deployment.durable_seq:
+    if former_seq < deployment.replay.durable_seq:
         retire_log(context, deployment, former_seq)
 
 
@@ -242,16 +244,16 @@ def _move_called_off(
     del context.state.operations[operation.operation]
     held_back = deployment
     if operation.kind == OperationKind.LOAD:
-        switch_ended(deployment, now)
+        deployment.switch_times.end(now)
         wpg.refuse_load(deployment)
         group_lock.release(group)
     else:
-        deployment.idle_since = now
+        deployment.burst.pause(now)
         if operation.kind == OperationKind.OFFLOAD:
             wpg.refuse_offload(deployment)
             if group.incoming is not None:
                 held_back = context.deployment(group.incoming)
-                switch_ended(held_back, now)
+                held_back.switch_times.end(now)
                 group_lock.end_switch(group)
     context.touch(group.group)
     if operation.kind == OperationKind.SNAPSHOT:
@@ -262,9 +264,8 @@ def _move_called_off(
         if operation.kind == OperationKind.OFFLOAD and held_back is deployment:
             # Nobody waits for the group: it goes on with its own work.
             return
-    held_back.held_back_until = now + BACK_OFF_S
-    held_back.held_back_reason = reason
-    context.wake(held_back.held_back_until, f"group:{group.group}")
+    held_back.backoff.wait(now + BACK_OFF_S, reason)
+    context.wake(held_back.backoff.until, timers.group_step(group.group))
 
 
 def _published(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
@@ -279,6 +280,6 @@ def _burst_over(context: Context, deployment: Deployment, now: float) -> None:
     """A cycle's last step was made: unless more waits already, the group is free for others."""
     if not deployment.queue:
         end_burst(deployment, now)
-        deployment.idle_since = None
+        deployment.burst.forget_pause()
         if not context.policy.repacks or deployment.trace is not None:
             change_job(context.job(deployment.job), JobTrigger.CYCLE_ENDED)

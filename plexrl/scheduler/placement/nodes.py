@@ -7,6 +7,7 @@ from plexrl.scheduler.jobs.lifecycle import end_job, launch, restart, send_launc
 from plexrl.scheduler.placement.evacuation import placed_on, reconcile_node, replace_shrunk
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back
 from plexrl.scheduler.placement.relocation import migrated, send_migration, settle
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.state.events import NodeDrainChanged, NodeJoined, NodeLost, StateMigrated
 from plexrl.scheduler.state.machines.job_states import JobTrigger
@@ -105,13 +106,13 @@ def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
     deployment = context.state.deployments.get(event.deployment)
     if deployment is None or deployment.state != WpgState.MIGRATING:
         return
-    if event.seq != deployment.durable_seq:
+    if event.seq != deployment.replay.durable_seq:
         return
     if event.code in LOST_CODES:
         _copy_another(context, deployment, event, now)
     elif event.error:
-        deployment.held_back_reason = event.error
-        context.wake(now + MIGRATION_RETRY_S, f"migration:{event.deployment}")
+        deployment.backoff.explain(event.error)
+        context.wake(now + MIGRATION_RETRY_S, timers.migration(event.deployment))
     elif migrated(context, deployment, event.node):
         launch(context, deployment)
         context.touch(deployment.group)
@@ -148,7 +149,7 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
     node.alive = False
     if node.lost_at is None:
         node.lost_at = now
-    context.wake(node.lost_at + context.config.node_replace_s, f"node:{event.node}")
+    context.wake(node.lost_at + context.config.node_replace_s, timers.node_check(event.node))
     context.inventory.node_changed(node)
     # Deployments that waited for its GPUs block others no longer.
     context.place_waiting = True

@@ -42,8 +42,8 @@ from plexrl.statemanager.protocol.messages import (
     Usage,
 )
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
-from plexrl.statemanager.transfer.pull import KnownLayouts, Puller, PullWay
-from plexrl.statemanager.transfer.transport.choice import Ways
+from plexrl.statemanager.transfer.pull import KnownLayouts, Puller, PullMode
+from plexrl.statemanager.transfer.transport.choice import Transports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class PullReport(MoveReport):
     as a delta."""
     bytes_by_source: dict[str, int]
     attempts: int
-    way: PullWay = PullWay.FULL
+    mode: PullMode = PullMode.FULL
 
     @property
     def fraction(self) -> float:
@@ -111,8 +111,8 @@ class StateManagerClient:
         """Seq and stamp of the stored version that the arena equals while it has that seq."""
         self._wants: tuple[Sequence[StateSlice], Layout] | None = None
         self._layouts = KnownLayouts()
-        self._ways = Ways(self._layouts.find, ticket=ticket, timeout_s=timeout_s)
-        self._puller = Puller(self._ways.open, self._layouts, timeout_s)
+        self._transports = Transports(self._layouts.find, ticket=ticket, timeout_s=timeout_s)
+        self._puller = Puller(self._transports.open, self._layouts, timeout_s)
 
     def register(
         self,
@@ -326,7 +326,7 @@ class StateManagerClient:
         try:
             result = self._puller.pull(sources, source, seq, self._wants[1], target, delta)
         finally:
-            self._ways.forget_unused()
+            self._transports.forget_unused()
         return PullReport(
             bytes_moved=result.bytes_moved,
             seconds=time.perf_counter() - started,
@@ -334,7 +334,7 @@ class StateManagerClient:
             bytes_wanted=result.bytes_wanted,
             bytes_by_source=result.bytes_by_source,
             attempts=result.attempts,
-            way=result.way,
+            mode=result.mode,
         )
 
     def forget_pulled(self) -> None:
@@ -376,7 +376,7 @@ class StateManagerClient:
 
     def close(self) -> None:
         """End the connection; the daemon forgets the arena, not the versions."""
-        self._ways.close()
+        self._transports.close()
         self._link.close()
 
     def stamp(self, seq: int) -> str | None:

@@ -10,7 +10,7 @@ from plexrl.errors import ConflictError, DeviceError, InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceAllocation, DeviceBackend
 from plexrl.statemanager.host.allocations import HostAllocations, HostState
 from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StatePart, StateSlice
-from plexrl.statemanager.layout.layout import Layout, lay_out
+from plexrl.statemanager.layout.layout import DataLayout, lay_out
 
 LOG = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Registration:
     """Owner of `host`."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     ended: bool = False
-    layouts: dict[tuple[StatePart, ...], tuple[int, Layout]] = field(default_factory=dict)
+    layouts: dict[tuple[StatePart, ...], tuple[int, DataLayout]] = field(default_factory=dict)
     """Last layout of each set of parts, with the registry's generation at that time."""
 
     @property
@@ -135,7 +135,7 @@ class Registry:
         for registration in own:
             self.remove(registration)
 
-    def layout(self, own: Registration, parts: Iterable[StatePart]) -> Layout:
+    def layout(self, own: Registration, parts: Iterable[StatePart]) -> DataLayout:
         """The layout of a version of these parts, given the other registered ranks.
 
         Cached until a rank registers or leaves: with many slices it takes milliseconds.

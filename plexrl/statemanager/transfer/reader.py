@@ -19,7 +19,7 @@ from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.layout import slices_in_data
 from plexrl.statemanager.layout.plan.columns import Ints
-from plexrl.statemanager.layout.strided_copies import Runs, cut_at, one_range
+from plexrl.statemanager.layout.strided_copies import StridedCopies, cut_at, one_range
 from plexrl.statemanager.protocol.address import host_and_port, nearest
 from plexrl.statemanager.protocol.channel import Channel, close_all
 from plexrl.statemanager.protocol.messages import Confirm, regions_of
@@ -29,14 +29,14 @@ from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES
 from plexrl.statemanager.transfer.copy.file_memory import version_memory
 from plexrl.statemanager.transfer.copy.mapped_memory import Region, address_of
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_runs
+from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
 from plexrl.statemanager.transfer.transport.tcp.state_client import RemoteShard, RemoteState
 
 TIMEOUT_S = 30.0
 """Timeout of another StateManager's answer."""
 BLOCKS_KEPT = 8
-"""Cached blocks of a version on NVMe: neighbouring runs mostly need the same block."""
+"""Cached blocks of a version on NVMe: neighbouring copies mostly need the same block."""
 
 
 class VersionReader(Protocol):
@@ -63,8 +63,8 @@ class VersionReader(Protocol):
         """The data in this process's memory; absent where it is not mapped."""
         ...
 
-    def read(self, runs: Runs, target: Bytes) -> None:
-        """Copy runs of the data to their offsets in `target`.
+    def read(self, copies: StridedCopies, target: Bytes) -> None:
+        """Copy copies of the data to their offsets in `target`.
 
         Raises:
             CorruptStateError: the version is damaged.
@@ -106,17 +106,17 @@ class LocalReader:
         """As `VersionReader.mapped`."""
         return self._lease.mapped()
 
-    def read(self, runs: Runs, target: Bytes) -> None:
+    def read(self, copies: StridedCopies, target: Bytes) -> None:
         """As `VersionReader.read`."""
         if self.mapped is not None:
-            for memory, job in self.mapped.jobs(runs):
-                copy_runs(memory, target, job)
+            for memory, job in self.mapped.jobs(copies):
+                copy_strided(memory, target, job)
             return
         edges = self._edges
-        cut, homes = cut_at(runs, edges)
+        cut, homes = cut_at(copies, edges)
         for home in np.unique(homes).tolist():
             block = self._block(int(edges[home]), self._ends[home])
-            copy_runs(block, target, cut.chosen(homes == home).moved(-int(edges[home])))
+            copy_strided(block, target, cut.chosen(homes == home).moved(-int(edges[home])))
 
     def read_data(self, start: int, buffer: memoryview) -> None:
         """As `VersionReader.read_data`."""
@@ -185,10 +185,10 @@ class NeighbourReader:
         """As `VersionReader.mapped`; the first use is by one thread."""
         return MappedData.of(self._regions, self._files.of(self._regions))
 
-    def read(self, runs: Runs, target: Bytes) -> None:
+    def read(self, copies: StridedCopies, target: Bytes) -> None:
         """As `VersionReader.read`."""
-        for memory, job in self.mapped.jobs(runs):
-            copy_runs(memory, target, job)
+        for memory, job in self.mapped.jobs(copies):
+            copy_strided(memory, target, job)
 
     def read_data(self, start: int, buffer: memoryview) -> None:
         """As `VersionReader.read_data`, without mapping the files."""
@@ -220,11 +220,11 @@ class RemoteReader:
         """As `VersionReader.slices`."""
         return slices_in_data(self.manifest)
 
-    def read(self, runs: Runs, target: Bytes) -> None:
+    def read(self, copies: StridedCopies, target: Bytes) -> None:
         """As `VersionReader.read`."""
         try:
             with self._lock:
-                self._state.read(self._shard, runs, target, verify=True)
+                self._state.read(self._shard, copies, target, verify=True)
         except (ConnectionLostError, OSError) as error:
             raise _gone(self.manifest, error) from error
 

@@ -58,7 +58,7 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: Plain) -
         "bytes_moved": report.bytes_moved,
         "bytes_wanted": report.bytes_wanted,
         "fraction": report.fraction,
-        "way": report.way.value,
+        "way": report.mode.value,
         "sources": sources,
         "seconds": report.seconds,
         "tier": report.tier,

@@ -4,7 +4,7 @@ from fastapi.routing import APIRoute
 
 from plexrl.router.http.routes import cluster, deployments, jobs, operations, rollouts, streams
 
-ROUTES = """
+PATHS = """
 DELETE /v1/jobs/{job}/checkpoints/{name}
 DELETE /v1/operations/{operation:path}
 DELETE /v1/tenants/{name}/keys/{key}
@@ -54,4 +54,4 @@ def test_the_api_has_these_routes() -> None:
         if isinstance(route, APIRoute)
         for method in route.methods or ()
     ]
-    assert sorted(found) == ROUTES.split("\n")[1:-1]
+    assert sorted(found) == PATHS.split("\n")[1:-1]

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
-from plexrl.statemanager.layout.strided_copies import Runs
+from plexrl.statemanager.layout.strided_copies import StridedCopies
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind, padded
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_runs
+from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
 
 Tensors = dict[StateKey, tuple[str, npt.NDArray[np.generic]]]
 """Dtype and values, as unsigned integers of the dtype's size."""
@@ -32,9 +32,9 @@ class MemoryReader:
         self.data = data
         self.closed = False
 
-    def read(self, runs: Runs, target: Bytes) -> None:
+    def read(self, copies: StridedCopies, target: Bytes) -> None:
         assert not self.closed
-        copy_runs(np.frombuffer(self.data, dtype=np.uint8), target, runs)
+        copy_strided(np.frombuffer(self.data, dtype=np.uint8), target, copies)
 
     def read_data(self, start: int, buffer: memoryview) -> None:
         assert not self.closed

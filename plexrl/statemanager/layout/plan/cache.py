@@ -1,4 +1,4 @@
-"""Plans by the layouts that they join: made once, replayed at every sync. Pure."""
+"""Cache of plans, by the layouts of sources and targets. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _Key = tuple[tuple[tuple[str, str, str, float, float], ...], tuple[str, ...]]
 
 
 class PlanCache:
-    """The most recently used plans. Not for use by several threads at once."""
+    """The most recently used plans. Not thread-safe."""
 
     def __init__(self, plans_max: int = 16) -> None:
         """`plans_max`: a plan of 100 000 transfers takes about 20 MB."""
@@ -25,7 +25,7 @@ class PlanCache:
         return len(self._plans)
 
     def plan(self, sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
-        """As `make_plan`; in microseconds where the same layouts were planned lately."""
+        """As `make_plan`; takes microseconds if the plan is cached."""
         key = (
             tuple((s.id, s.link, s.layout.digest, s.bytes_per_s, s.request_s) for s in sources),
             tuple(layout.digest for layout in targets),

@@ -1,13 +1,13 @@
-"""Who sends which bytes of which tensor to whom: one plan for load, weight sync, migration. Pure.
+"""Transfer plans: which source sends which bytes to which target, for loads and weight sync. Pure.
 
-Laws:
+Invariants:
 
-- Every wanted element is delivered exactly once: bytes received are the bytes of the target's own
-  slices (redundancy 1.0), and nothing is read outside of a source's slices.
-- Where several sources hold a piece, the one of the least accumulated latency gives it (StaleFlow
+- Every wanted element is delivered exactly once: a target receives the bytes of its own slices, and
+  nothing outside a source's slices is read.
+- If several sources hold a piece, the one with the least accumulated latency sends it (StaleFlow
   App. A.2).
-- A plan speaks of places in layouts, not of versions or addresses: it is made once for a set of
-  layouts and replayed at every sync. Equal inputs give equal plans.
+- A plan contains offsets in layouts, not versions or addresses. It is made once for a set of
+  layouts and reused at every sync. Equal inputs give equal plans.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,60 +27,65 @@ from plexrl.statemanager.layout.plan.columns import (
     widened,
 )
 from plexrl.statemanager.layout.plan.match import Boxes, Matches, match
-from plexrl.statemanager.layout.strided_copies import NO_RUNS, Runs, coalesced, runs_of_boxes
+from plexrl.statemanager.layout.strided_copies import (
+    NO_COPIES,
+    StridedCopies,
+    coalesced,
+    copies_of_boxes,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TargetPlan:
-    """What one target receives, by source, in the order it is to be asked for."""
+    """The copies that one target receives, by source, in the order of their requests."""
 
-    runs: Mapping[int, Runs]
-    """Source's index → its runs, in order of their places."""
+    copies: Mapping[int, StridedCopies]
+    """Source index → its copies, in order of source offset."""
     nbytes: int
-    """That arrive; those of the target's own slices."""
+    """Bytes received: those of the target's own slices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """All transfers between a set of sources and a set of targets."""
+    """All copies between a set of sources and a set of targets."""
 
     targets: tuple[TargetPlan, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Transfers:
-    """Boxes to move, one a row."""
+    """Boxes to move, one row each."""
 
     held: "Pool"
     wanted: "Pool"
     rows: Ints
-    """[transfer] of the pool of held slices."""
+    """[transfer] row in `held`."""
     wants: Ints
-    """[transfer] of the pool of wanted slices."""
+    """[transfer] row in `wanted`."""
     offsets: Ints
     shapes: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pool:
-    """Slices of several layouts in common columns."""
+    """The slices of several layouts, concatenated."""
 
     layouts: tuple[Layout, ...]
     first: Ints
-    """[layout] its first row."""
+    """[layout] index of its first row."""
     owners: Ints
-    """[row] index of the layout."""
+    """[row] index of its layout."""
     dtypes: Ints
     global_shapes: Ints
     offsets: Ints
     shapes: Ints
     strides: Ints
-    places: Ints
+    byte_offsets: Ints
     dims: Ints
 
     @classmethod
     def of(cls, layouts: Sequence[Layout], width: int) -> "Pool":
-        """One after the other, with `width` dimensions."""
+        """Concatenate layouts, with `width` dimensions."""
         counts = np.array([len(layout) for layout in layouts], dtype=np.int64)
         shapes = np.concatenate([widened(layout.shapes, width, 1) for layout in layouts])
         return cls(
@@ -94,12 +99,12 @@ class Pool:
             offsets=np.concatenate([widened(layout.offsets, width, 0) for layout in layouts]),
             shapes=shapes,
             strides=np.concatenate([widened(layout.strides, width, 1) for layout in layouts]),
-            places=np.concatenate([layout.places for layout in layouts]),
+            byte_offsets=np.concatenate([layout.byte_offsets for layout in layouts]),
             dims=np.concatenate([layout.dims for layout in layouts]),
         )
 
     def key(self, row: int) -> StateKey:
-        """Of one slice."""
+        """The key of one slice."""
         owner = int(self.owners[row])
         return self.layouts[owner].key(row - int(self.first[owner]))
 
@@ -107,12 +112,12 @@ class Pool:
 def make_plan(sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
     """The plan that fills every slice of every target from `sources`.
 
-    Of two sources that are equally good the one that comes first in the input gives.
+    Ties between sources go to the first in the input.
 
     Raises:
-        StateLostError: no source has some piece of a wanted slice.
-        InvalidRequestError: a tensor is held with another shape than it is wanted with, or with a
-            dtype that no rule casts.
+        StateLostError: no source holds some part of a wanted slice.
+        InvalidRequestError: a source and a target give a tensor different shapes, or dtypes between
+            which no cast is supported.
     """
     layouts = [source.layout for source in sources]
     width = max((layout.shapes.shape[1] for layout in (*layouts, *targets)), default=1)
@@ -171,7 +176,7 @@ def _check_alike(
     needed: Ints,
     global_shapes: Ints,
 ) -> None:
-    """Everybody speaks of the same tensors, in dtypes that a rule joins."""
+    """Check that shapes agree and that dtypes are equal or castable."""
     for pool, keys, rows in ((wanted, want_keys, needed), (held, held_keys, useful)):
         wrong = rows[(pool.global_shapes[rows] != global_shapes[keys[rows]]).any(axis=1)]
         if len(wrong):
@@ -205,8 +210,8 @@ def _check_alike(
             )
             name = wanted.key(row).name
             raise InvalidRequestError(
-                f"{name} is held as {pair[0]} and wanted as {pair[1]}, which no rule casts: ask "
-                "for it in the dtype it has",
+                f"{name} is held as {pair[0]} and wanted as {pair[1]}; that cast is not supported: "
+                "request it in the dtype it has",
                 key=name,
             )
 
@@ -222,38 +227,38 @@ def _check_complete(matches: Matches, wanted: Pool) -> None:
         )
 
 
-def _places(pool: Pool, rows: Ints, offsets: Ints) -> Ints:
+def _byte_offsets(pool: Pool, rows: Ints, offsets: Ints) -> Ints:
     inner = ((offsets - pool.offsets[rows]) * pool.strides[rows]).sum(axis=1)
-    places: Ints = pool.places[rows] + inner * ITEM_BYTES[pool.dtypes[rows]]
-    return places
+    byte_offsets: Ints = pool.byte_offsets[rows] + inner * ITEM_BYTES[pool.dtypes[rows]]
+    return byte_offsets
 
 
 def _target_plans(transfers: _Transfers, targets: int, sources: int) -> tuple[TargetPlan, ...]:
     held, wanted = transfers.held, transfers.wanted
     rows, wants = transfers.rows, transfers.wants
-    runs, box = runs_of_boxes(
+    copies, box = copies_of_boxes(
         transfers.shapes,
         held.strides[rows],
         wanted.strides[wants],
-        _places(held, rows, transfers.offsets),
-        _places(wanted, wants, transfers.offsets),
+        _byte_offsets(held, rows, transfers.offsets),
+        _byte_offsets(wanted, wants, transfers.offsets),
         (held.dtypes[rows], wanted.dtypes[wants]),
     )
-    # One number for each pair of target and source, targets first.
+    # One number for each (target, source) pair.
     pairs = wanted.owners[wants][box] * max(1, sources) + held.owners[rows][box]
-    order = np.lexsort((runs.places, pairs))
-    runs, pairs = coalesced(runs.chosen(order), pairs[order])
+    order = np.lexsort((copies.src_offsets, pairs))
+    copies, pairs = coalesced(copies.chosen(order), pairs[order])
     edges = np.searchsorted(pairs, np.arange(targets * max(1, sources) + 1))
     plans = []
     for target in range(targets):
-        mine: dict[int, Runs] = {}
+        mine: dict[int, StridedCopies] = {}
         for source in range(sources):
             pair = target * sources + source
             if edges[pair] < edges[pair + 1]:
-                mine[source] = runs.chosen(slice(int(edges[pair]), int(edges[pair + 1])))
+                mine[source] = copies.chosen(slice(int(edges[pair]), int(edges[pair + 1])))
         plans.append(
             TargetPlan(
-                runs=mine, nbytes=sum((part.nbytes for part in mine.values()), NO_RUNS.nbytes)
+                copies=mine, nbytes=sum((part.nbytes for part in mine.values()), NO_COPIES.nbytes)
             )
         )
     return tuple(plans)

@@ -1,4 +1,4 @@
-"""The way to a StateManager on another node: TCP, one or several streams."""
+"""Transport to a StateManager on another node, over TCP."""
 
 import socket
 from collections import deque
@@ -10,29 +10,29 @@ import msgspec
 from plexrl.errors import ConnectionLostError, InvalidRequestError, from_wire
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.plan.columns import Layout
-from plexrl.statemanager.layout.strided_copies import Runs
+from plexrl.statemanager.layout.strided_copies import StridedCopies
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.stream import apply_delta
-from plexrl.statemanager.transfer.transport.handshake import greet_server
-from plexrl.statemanager.transfer.transport.run_stream import (
+from plexrl.statemanager.transfer.transport.copy_stream import (
     ANSWER_BYTES_MAX,
     DIGEST_BYTES,
     Digest,
-    encode_runs,
+    encode_copies,
     receive_bytes,
-    receive_runs,
+    receive_copies,
 )
-from plexrl.statemanager.transfer.transport.source import Arrived, LayoutOf, Shard, ShardRuns
+from plexrl.statemanager.transfer.transport.handshake import greet_server
+from plexrl.statemanager.transfer.transport.source import Arrived, LayoutOf, Shard, ShardCopies
 from plexrl.statemanager.transfer.transport.tcp.sockets import set_timeout
 from plexrl.wire.framing import recv_head, send_frame
 
 BYTES_PER_S = 3e9
 REQUEST_S = 20e-6
 BATCH_BYTES = 32 << 20
-"""One request's bytes: what is asked for again when a source is lost on the way."""
-BATCH_RUNS = 1024
-"""Keeps two requests within the socket's buffers, so that both ends never wait to send."""
+"""Size of one request, and so of what is requested again after a connection is lost."""
+BATCH_COPIES = 1024
+"""Limit of one request: two requests fit the socket buffers, so the ends cannot deadlock."""
 
 
 class _Offered(msgspec.Struct):
@@ -44,11 +44,11 @@ class _Offered(msgspec.Struct):
 
 
 class _Batch(NamedTuple):
-    """What one request asks for. What may come as a delta is always verified: a target whose bytes
-    are not those of the base after all is brought in whole then."""
+    """The content of one request. A possible delta is always verified: if the target does not hold
+    the base after all, the whole is pulled instead."""
 
     shard: int
-    runs: Runs
+    copies: StridedCopies
     base: str | None
     delta: DeltaPolicy | None
 
@@ -67,7 +67,7 @@ class Tcp:
         self._ticket = ticket
 
     def open(self, address: str, deployment: str, seq: int, known: Collection[str]) -> "TcpSource":
-        """As `Way.open`."""
+        """As `Transport.open`."""
         connection = connect_tcp(address, self._ticket, self._timeout_s)
         try:
             request = {"type": "open", "source": deployment, "seq": seq, "known": list(known)}
@@ -95,7 +95,7 @@ class TcpSource:
 
     def read(
         self,
-        parts: tuple[ShardRuns, ...],
+        parts: tuple[ShardCopies, ...],
         target: Bytes,
         arrived: Arrived,
         delta: DeltaPolicy | None = None,
@@ -104,8 +104,8 @@ class TcpSource:
         waiting = deque(
             _Batch(part.shard, few, None if delta is None else part.base, delta)
             for part in parts
-            for batch in part.runs.batches(BATCH_BYTES)
-            for few in _at_most(batch, BATCH_RUNS)
+            for batch in part.copies.batches(BATCH_BYTES)
+            for few in _at_most(batch, BATCH_COPIES)
         )
         requested: deque[_Batch] = deque()
         while waiting or requested:
@@ -113,10 +113,10 @@ class TcpSource:
                 requested.append(waiting.popleft())
                 self._request(requested[-1])
             batch = requested.popleft()
-            arrived(batch.runs, self._receive(batch, target))
+            arrived(batch.copies, self._receive(batch, target))
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The result of a request without a payload."""
+        """Send a request without a payload; returns the result."""
         send_frame(self._connection, request)
         result, _ = head_of(self._connection)
         return result
@@ -139,34 +139,36 @@ class TcpSource:
         if batch.base is not None and batch.delta is not None:
             header["base"] = batch.base
             header["delta"] = msgspec.to_builtins(batch.delta)
-        send_frame(self._connection, header, encode_runs(batch.runs))
+        send_frame(self._connection, header, encode_copies(batch.copies))
 
     def _receive(self, batch: "_Batch", target: Bytes) -> int:
-        """Bring one batch to its place; returns the bytes that crossed the network."""
+        """Receive one batch into `target`; returns the bytes that crossed the network."""
         result, nbytes = head_of(self._connection)
         if result.get("delta"):
             payload = memoryview(bytearray(nbytes))
             receive_bytes(self._connection, payload)
             assert batch.delta is not None, "the source sends a delta only on request"
             block_bytes = batch.delta.block_bytes
-            apply_delta(payload, batch.runs, target, block_bytes, verify=batch.verify)
+            apply_delta(payload, batch.copies, target, block_bytes, verify=batch.verify)
             return nbytes
-        if nbytes != batch.runs.nbytes + (DIGEST_BYTES if batch.verify else 0):
+        if nbytes != batch.copies.nbytes + (DIGEST_BYTES if batch.verify else 0):
             raise ConnectionLostError(
-                f"the source announced {nbytes} bytes for a request of {batch.runs.nbytes}"
+                f"the source announced {nbytes} bytes for a request of {batch.copies.nbytes}"
             )
-        receive_runs(self._connection, batch.runs, target, Digest(batch.verify))
-        return batch.runs.nbytes
+        receive_copies(self._connection, batch.copies, target, Digest(batch.verify))
+        return batch.copies.nbytes
 
 
 def connect_tcp(address: str, ticket: bytes, timeout_s: float) -> socket.socket:
-    """A blocking connection, both ends known to each other. Raises as `RemoteState`."""
+    """A blocking, authenticated connection. Raises as `RemoteState`."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
-        raise InvalidRequestError(f"a remote StateManager is tcp://host:port, not {address!r}")
+        raise InvalidRequestError(
+            f"the address of a remote StateManager is tcp://host:port, not {address!r}"
+        )
     connection = socket.create_connection((host, int(port)), timeout=timeout_s)
     try:
-        # From here on a blocking socket, whose waits the kernel bounds.
+        # The socket is blocking from here on; the kernel applies the timeouts.
         connection.settimeout(None)
         set_timeout(connection, timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -178,7 +180,7 @@ def connect_tcp(address: str, ticket: bytes, timeout_s: float) -> socket.socket:
 
 
 def head_of(connection: socket.socket) -> tuple[dict[str, Any], int]:
-    """The head of an answer, and the size of the payload that is still to come."""
+    """The head of an answer, and the size of its payload, which is not received yet."""
     header, announced = recv_head(connection, payload_bytes_max=ANSWER_BYTES_MAX)
     if "error" in header:
         raise from_wire(header["error"])
@@ -189,9 +191,9 @@ def head_of(connection: socket.socket) -> tuple[dict[str, Any], int]:
 def _shard(offered: _Offered, layout_of: LayoutOf) -> Shard:
     layout = layout_of(offered.layout) if offered.slices is None else Layout.of(offered.slices)
     if layout is None or layout.digest != offered.layout:
-        raise ConnectionLostError("the source answered with a layout that was not asked for")
+        raise ConnectionLostError("the source sent a layout with another digest")
     return Shard(rank=offered.rank, stamp=offered.stamp, layout=layout, nbytes=offered.nbytes)
 
 
-def _at_most(runs: Runs, count: int) -> list[Runs]:
-    return [runs.chosen(slice(at, at + count)) for at in range(0, len(runs), count)]
+def _at_most(copies: StridedCopies, count: int) -> list[StridedCopies]:
+    return [copies.chosen(slice(at, at + count)) for at in range(0, len(copies), count)]
