@@ -160,7 +160,7 @@ def test_an_unsupported_layout_is_refused_with_the_supporting_backends(
     with pytest.raises(errors.LayoutError, match="fsdp: dp, tp; megatron: dp, tp, pp") as refused:
         job.train_deployment("a", MODEL, parallelism=plexrl.Parallelism(dp=2, pp=2))
     assert refused.value.details == {"field": "pp", "backend": "fsdp"}
-    with pytest.raises(errors.LayoutError, match="3 workers were asked for and dp=2 needs 2"):
+    with pytest.raises(errors.LayoutError, match="workers is 3, but dp=2 needs 2"):
         job.train_deployment("a", MODEL, workers=3, parallelism=plexrl.Parallelism(dp=2))
 
 
