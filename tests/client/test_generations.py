@@ -14,7 +14,7 @@ ROWS = {0: list(range(100, 108)), 1: list(range(200, 205))}
 """Tokens of two samples of one prompt."""
 
 
-def told(run: int, row: int, tokens: list[int]) -> str:
+def event_line(run: int, row: int, tokens: list[int]) -> str:
     """A line with tokens of a row, from one run of a generation."""
     rows = [{"sample": row, "tokens": tokens, "logprobs": [-0.5] * len(tokens)}]
     return json.dumps({"cursor": f"run{run}.1", "rows": rows})
@@ -39,14 +39,14 @@ def test_a_stream_over_several_restarts_repeats_no_token(
         if number:
             # After a broken connection the event is sent again.
             lines += [json.dumps({"restart": True})] * (1 + repeated)
-        lines += [told(number, row, ROWS[row][:count]) for row, count in enumerate(reached)]
+        lines += [event_line(number, row, ROWS[row][:count]) for row, count in enumerate(reached)]
     assert given_by(StreamState("op", 2), lines) == ROWS
 
 
 def test_different_tokens_after_a_restart_are_an_error() -> None:
     reading = StreamState("op", 2)
     restart: dict[str, Any] = {"restart": True}
-    assert given_by(reading, [told(0, 0, [1, 2, 3]), json.dumps(restart)])[0] == [1, 2, 3]
-    assert given_by(reading, [told(1, 0, [1]), json.dumps(restart)])[0] == []
+    assert given_by(reading, [event_line(0, 0, [1, 2, 3]), json.dumps(restart)])[0] == [1, 2, 3]
+    assert given_by(reading, [event_line(1, 0, [1]), json.dumps(restart)])[0] == []
     with pytest.raises(ExecutionError, match="draws other tokens of sample 0"):
-        reading.take(told(2, 0, [1, 2, 4]))
+        reading.take(event_line(2, 0, [1, 2, 4]))

@@ -23,20 +23,20 @@ def run_of(steps: int | None, file: "io.TextIOBase") -> None:
 
 def all_of(leader: int) -> str:
     """All output of a terminal until it is closed."""
-    told = b""
+    output = b""
     # Linux reports the close as an error.
     with contextlib.suppress(OSError):
         while chunk := os.read(leader, 4096):
-            told += chunk
+            output += chunk
     os.close(leader)
-    return told.decode()
+    return output.decode()
 
 
 def test_piped_output_has_no_escape_codes_and_no_bar() -> None:
-    told = io.StringIO()
-    run_of(2, told)
-    lines = [line.partition(" s  ")[2] for line in told.getvalue().splitlines()]
-    assert ESCAPE not in told.getvalue()
+    output = io.StringIO()
+    run_of(2, output)
+    lines = [line.partition(" s  ")[2] for line in output.getvalue().splitlines()]
+    assert ESCAPE not in output.getvalue()
     assert lines[0] == "cluster: http://[::1]:8000"
     assert lines[1].startswith("step 1/2  reward/mean  0.2500  loss     nan  ")
     assert lines[2].startswith("step 2/2  reward/mean  0.5000  loss -1.5000  ")
@@ -44,9 +44,9 @@ def test_piped_output_has_no_escape_codes_and_no_bar() -> None:
 
 
 def test_steps_are_counted_without_a_known_total() -> None:
-    told = io.StringIO()
-    run_of(None, told)
-    assert "step    2  reward/mean" in told.getvalue()
+    output = io.StringIO()
+    run_of(None, output)
+    assert "step    2  reward/mean" in output.getvalue()
 
 
 def test_at_a_terminal_a_bar_shows_the_current_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,17 +64,17 @@ def test_at_a_terminal_a_bar_shows_the_current_wait(monkeypatch: pytest.MonkeyPa
 
 def test_logging_is_restored_after_the_block(caplog: pytest.LogCaptureFixture) -> None:
     before = (LOGGER.level, LOGGER.propagate, list(LOGGER.handlers))
-    told = io.StringIO()
+    output = io.StringIO()
 
     def fail() -> None:
-        with Progress(file=told):
+        with Progress(file=output):
             LOGGER.warning("once")
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
     assert (LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)) == before
-    assert told.getvalue().count("once") == 1
+    assert output.getvalue().count("once") == 1
     assert "once" not in caplog.text
 
 

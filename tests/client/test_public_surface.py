@@ -67,10 +67,10 @@ def sync_of(call: Callable[..., Any]) -> Callable[..., Any] | None:
         return None
     # The base class of all deployments is reached by any of them.
     name = "TrainDeployment" if found[1] == "Deployment" else found[1]
-    told: Callable[..., Any] = getattr(plexrl, name)
+    documented: Callable[..., Any] = getattr(plexrl, name)
     if found[2] is not None:
-        told = getattr(told, found[2])
-    return told
+        documented = getattr(documented, found[2])
+    return documented
 
 
 @pytest.mark.parametrize("call", CALLS, ids=ident)
@@ -84,13 +84,13 @@ def test_every_argument_is_named(call: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("call", CALLS, ids=ident)
 def test_every_argument_is_in_the_docstring(call: Callable[..., Any]) -> None:
     names = [each.name for each in arguments(call)]
-    told = sync_of(call)
-    if told is None or names != [each.name for each in arguments(told)]:
-        told = call
-    text = inspect.getdoc(told) or ""
-    assert text, f"{told.__qualname__} has no docstring"
+    documented = sync_of(call)
+    if documented is None or names != [each.name for each in arguments(documented)]:
+        documented = call
+    text = inspect.getdoc(documented) or ""
+    assert text, f"{documented.__qualname__} has no docstring"
     missing = [name for name in names if not re.search(rf"\b{name}\b", text)]
-    assert not missing, f"the docstring of {told.__qualname__} says nothing of {missing}"
+    assert not missing, f"the docstring of {documented.__qualname__} says nothing of {missing}"
 
 
 def test_the_guide_has_every_argument() -> None:

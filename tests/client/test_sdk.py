@@ -175,8 +175,10 @@ def test_retries_go_on_while_the_cluster_is_unavailable_beyond_the_timeout(
         router.faults = ["overloaded"] * 100
         with pytest.raises(errors.OverloadedError):
             actor.barrier()
-    told = [record.message for record in caplog.records if "unavailable for now" in record.message]
-    assert len(told) == 2, "one message for each reason"
+    messages = [
+        record.message for record in caplog.records if "unavailable for now" in record.message
+    ]
+    assert len(messages) == 2, "one message for each reason"
 
 
 def test_a_timeout_while_the_cluster_is_unavailable_is_not_the_operations_error(
@@ -401,7 +403,7 @@ def test_an_invalid_deadline_is_refused(router: FakeRouter, seconds: Any) -> Non
 
 @pytest.mark.parametrize("example", ["grpo_digits", "distill_digits"])
 def test_an_example_shows_a_refusal_as_one_line(example: str) -> None:
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{example}.py")],
         env={**os.environ, "PLEXRL_URL": " , ", "PLEXRL_API_KEY": "key"},
         capture_output=True,
@@ -409,11 +411,11 @@ def test_an_example_shows_a_refusal_as_one_line(example: str) -> None:
         check=False,
         timeout=120,
     )
-    assert told.returncode == 1
-    assert told.stderr.startswith("InvalidRequestError: "), told.stderr
+    assert result.returncode == 1
+    assert result.stderr.startswith("InvalidRequestError: "), result.stderr
 
 
 def test_a_trace_that_cannot_be_written_is_reported(router: FakeRouter, tmp_path: Path) -> None:
     where = ["--url", router.url, "--api-key", "key"]
-    told = CliRunner().invoke(app, ["trace", "--out", str(tmp_path / "no" / "x.json"), *where])
-    assert isinstance(told.exception, errors.StorageError), told.output
+    result = CliRunner().invoke(app, ["trace", "--out", str(tmp_path / "no" / "x.json"), *where])
+    assert isinstance(result.exception, errors.StorageError), result.output

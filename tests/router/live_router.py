@@ -56,7 +56,7 @@ def live_router(*, descriptors: int | None = None, **config: Any) -> Iterator[Li
         wrapper = []
         if descriptors is not None:
             wrapper = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
-        told = {
+        router_config = {
             "router": "router0",
             "scheduler": scheduler,
             "host": "127.0.0.1",
@@ -64,7 +64,7 @@ def live_router(*, descriptors: int | None = None, **config: Any) -> Iterator[Li
             "data_dir": str(folder / "data"),
             **config,
         }
-        router, ready = stack.enter_context(_process(folder, "router", told, wrapper))
+        router, ready = stack.enter_context(_process(folder, "router", router_config, wrapper))
         yield LiveRouter(ready["port"], folder / "router.log", router.pid)
 
 

@@ -126,8 +126,8 @@ def test_a_job_without_gpus_is_explained_with_an_estimate(
     assert json.loads(cli(tenant, "explain", third.job, "--json"))["summary"] == story["summary"]
     words = " ".join(cli(operator, "explain", third.job).split())
     assert words.startswith(f"third of {own_name(operator)} is QUEUED: {waiting.deployment}")
-    for told in ("capacity", "nobody", "starts in", "dedicated", "No estimate"):
-        assert told in words
+    for expected in ("capacity", "nobody", "starts in", "dedicated", "No estimate"):
+        assert expected in words
     first.finish()
     future.result(120)
     assert third.explain()["deployments"][0]["placement"]["way"] == "dedicated"
@@ -255,8 +255,8 @@ def test_an_exhausted_budget_refuses_new_work(
     job = tenant.create_job("before")
     actor = job.train_deployment("actor", MODEL)
     name = own_name(operator)
-    told = json.loads(cli(operator, "tenants", "set", name, "--gpu-seconds-max", "0", "--json"))
-    assert told["gpu_seconds_max"] == 0
+    changed = json.loads(cli(operator, "tenants", "set", name, "--gpu-seconds-max", "0", "--json"))
+    assert changed["gpu_seconds_max"] == 0
     with pytest.raises(errors.QuotaExceededError, match="ask an operator"):
         tenant.create_job("after")
     with pytest.raises(errors.QuotaExceededError):
@@ -383,7 +383,7 @@ def test_an_unknown_node_or_tenant_is_refused_by_name(operator: plexrl.Cluster) 
 
 
 def test_an_ignored_option_or_an_invalid_value_is_refused() -> None:
-    for words, told in (
+    for words, expected in (
         (("nodes", "--json", "drain", "node0"), "put --json behind drain"),
         (("tenants", "set", "a", "--jobs-max", "x"), "give a number or none"),
         (("tenants", "set", "a"), "nothing to set"),
@@ -391,7 +391,7 @@ def test_an_ignored_option_or_an_invalid_value_is_refused() -> None:
     ):
         found = CliRunner().invoke(app, words, env={"COLUMNS": "240"})
         assert found.exit_code == 2
-        assert told in found.output
+        assert expected in found.output
 
 
 def test_async_controllers_can_operate(operator: plexrl.Cluster, tenant: plexrl.Cluster) -> None:
@@ -422,5 +422,5 @@ def test_tables_are_readable(operator: plexrl.Cluster, tenant: plexrl.Cluster) -
     (log,) = json.loads(cli(tenant, "logs", job.job, "--json"))
     assert "is ready" in log["text"]
     assert f"rank 0 on {log['node']}" in cli(tenant, "logs", job.job)
-    told = cli(tenant, "explain", job.job)
-    assert "waits for its controller" in " ".join(told.split())
+    explanation = cli(tenant, "explain", job.job)
+    assert "waits for its controller" in " ".join(explanation.split())

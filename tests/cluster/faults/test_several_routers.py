@@ -218,8 +218,8 @@ def test_the_operation_log_has_phase_times_and_is_exported(
     where = ["--url", two.url, "--api-key", two.api_key]
     table = CliRunner().invoke(app, ["operations", name, *where], env={"COLUMNS": "200"})
     assert "forward_backward" in table.output, table.output
-    told = CliRunner().invoke(app, ["operations", name, "--json", "--kind", "load", *where])
-    assert [each["kind"] for each in json.loads(told.output)] == ["load"]
+    result = CliRunner().invoke(app, ["operations", name, "--json", "--kind", "load", *where])
+    assert [each["kind"] for each in json.loads(result.output)] == ["load"]
     typo = CliRunner().invoke(app, ["operations", name, "--kind", "laod", *where])
     assert "It has: " in typo.output, typo.output
     assert "actor load" in " ".join(typo.output.split())
@@ -238,4 +238,4 @@ def test_the_operation_log_has_phase_times_and_is_exported(
         ]
         return jobs.count(name) >= len(rows)
 
-    wait_until(arrived, "the collector was not told")
+    wait_until(arrived, "the collector received nothing")

@@ -252,9 +252,9 @@ def test_training_continues_elsewhere_after_its_node_is_killed(
         assert killed.actor.status()["durable_seq"] > 0, "no version of its state was made"
         (doomed,) = killed.nodes()
         killed.draw()
-        asked = killed.actor.forward(some_batch(0, rows=12))
+        forward = killed.actor.forward(some_batch(0, rows=12))
         machines.kill(doomed)
-        assert len(asked.result(RESULT_TIMEOUT_S).logprobs) == 12
+        assert len(forward.result(RESULT_TIMEOUT_S).logprobs) == 12
         # The trainer publishes the lost version again.
         killed.drawn()
         killed.step(2)

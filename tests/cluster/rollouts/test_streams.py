@@ -146,7 +146,7 @@ def test_a_stream_continues_after_its_last_event_on_another_router(
                 rollout.resume()
     assert names[0] == "tokens"
     assert names[-1] == "done"
-    assert names.count("tokens") > 1, "the other router told them as they were drawn"
+    assert names.count("tokens") > 1, "the other router streamed them as they were drawn"
     flat = [sample for samples in future.result(120).samples for sample in samples]
     assert rows == {index: sample.tokens for index, sample in enumerate(flat)}
 

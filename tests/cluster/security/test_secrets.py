@@ -71,9 +71,9 @@ def test_a_password_is_in_no_process_argument_response_or_log(
         tenant = {"Authorization": f"Bearer {created.json()['api_key']}"}
         server.stop()
         is_stopped = True
-        asked = {"job": "j", "name": "j"}
+        body = {"job": "j", "name": "j"}
         answers = [
-            httpx.post(f"{endpoint['url']}/v1/jobs", json=asked, headers=tenant, timeout=60),
+            httpx.post(f"{endpoint['url']}/v1/jobs", json=body, headers=tenant, timeout=60),
             httpx.get(f"{endpoint['url']}/v1/status", headers=tenant, timeout=60),
             httpx.get(f"{endpoint['url']}/v1/health", timeout=60),
         ]
@@ -82,14 +82,14 @@ def test_a_password_is_in_no_process_argument_response_or_log(
             lambda: "journal_unavailable" in httpx.get(f"{endpoint['url']}/v1/health").text,
             "health does not report that the database is away",
         )
-        told = " ".join(f"{each.text} {each.headers}" for each in answers)
+        shown = " ".join(f"{each.text} {each.headers}" for each in answers)
         for secret in (PASSWORD, "postgresql", "journal1", "host="):
-            assert secret not in told
+            assert secret not in shown
         status = operator.get(f"{endpoint['url']}/v1/status", timeout=60).json()
         operator.close()
         (condition,) = status["conditions"]
         assert condition["code"] == "journal_unavailable"
-        assert "does not answer" in condition["message"], "the operator is told more"
+        assert "does not answer" in condition["message"], "the operator sees the message"
         shown = subprocess.run(
             [sys.executable, "-m", "plexrl.cli.app", "status", "--data-dir", str(tmp_path)],
             capture_output=True,

@@ -20,14 +20,14 @@ def test_offered_policies_and_orderings_are_the_schedulers() -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "authority",
     [
         *("u:pw@h/db", "u:p[w@h/db", "u:p/w@h/db", "u:p?w@h/db", "u:p#w@h/db"),
         *("u@h/db?password=pw", "u@h/db?sslpassword=pw"),
     ],
 )
-def test_a_journals_password_is_found_anywhere_in_the_url(told: str) -> None:
-    url = f"postgresql://{told}"
+def test_a_journals_password_is_found_anywhere_in_the_url(authority: str) -> None:
+    url = f"postgresql://{authority}"
     found = make_url(url)
     assert found.password or found.query, "the journal is opened with it"
     with pytest.raises(InvalidRequestError, match="holds a password") as caught:

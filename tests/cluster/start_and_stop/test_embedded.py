@@ -62,9 +62,9 @@ class Script:
 
     def end(self) -> str:
         """End it; return its standard error."""
-        _, told = self.process.communicate("", timeout=120)
-        assert self.process.returncode == 0, told
-        return told
+        _, output = self.process.communicate("", timeout=120)
+        assert self.process.returncode == 0, output
+        return output
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def test_checkpoints_outlive_the_script_and_their_location_is_shown(
             check=True,
             timeout=300,
         )
-        told = os.read(ours, 65_536).decode()
+        output = os.read(ours, 65_536).decode()
     finally:
         os.close(ours)
         os.close(theirs)
@@ -206,10 +206,10 @@ def test_checkpoints_outlive_the_script_and_their_location_is_shown(
     for path in kept:
         assert path.is_relative_to(tmp_path / "checkpoints")
         assert (path / "model.safetensors").exists()
-    assert f"starting an embedded cluster on {tmp_path}" in told
-    assert "http://127.0.0.1:" in told
-    assert f"plexrl status --data-dir {tmp_path}" in told
-    assert f"checkpoints are in {tmp_path / 'checkpoints'}" in told
+    assert f"starting an embedded cluster on {tmp_path}" in output
+    assert "http://127.0.0.1:" in output
+    assert f"plexrl status --data-dir {tmp_path}" in output
+    assert f"checkpoints are in {tmp_path / 'checkpoints'}" in output
 
 
 def test_files_of_a_killed_cluster_do_not_count_even_if_its_pid_is_reused(

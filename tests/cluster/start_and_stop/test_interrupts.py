@@ -78,8 +78,8 @@ def training(data_dir: Path, *words: str) -> "subprocess.Popen[str]":
 
 
 def weights(process: "subprocess.Popen[str]") -> bytes:
-    said, told = process.communicate(timeout=300)
-    assert process.returncode == 0, told
+    said, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
     return (Path(said.splitlines()[-1]) / "model.safetensors").read_bytes()
 
 
@@ -91,10 +91,10 @@ def test_an_interrupted_script_of_an_embedded_cluster_is_resumed_with_the_same_b
         assert process.stdout is not None
         assert process.stdout.readline() == "step 0\n"
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode != 0
-    assert "job interrupted is detached" in told
-    assert f"plexrl.connect(data_dir={str(tmp_path)!r}).attach_job('interrupted')" in told
+    assert "job interrupted is detached" in errors
+    assert f"plexrl.connect(data_dir={str(tmp_path)!r}).attach_job('interrupted')" in errors
     resumed = training(tmp_path, "attach", "interrupted", "0")
     assert weights(resumed) == want
 
@@ -135,9 +135,9 @@ def test_a_killed_scripts_job_frees_its_gpus_and_can_be_resumed(
         process.kill()
     for words, of_former in ((("run", "next"), True), (("attach", "killed"), False)):
         with script(*words) as process:
-            said, told = process.communicate(timeout=300)
-        assert (process.returncode, said) == (0, "ready\n"), told
-        assert ("job killed of a former script has not ended" in told) == of_former
+            said, errors = process.communicate(timeout=300)
+        assert (process.returncode, said) == (0, "ready\n"), errors
+        assert ("job killed of a former script has not ended" in errors) == of_former
 
 
 @pytest.fixture
@@ -168,12 +168,12 @@ def test_one_interrupt_detaches_and_shows_how_to_resume_and_cancel(
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     url = cluster.url
-    assert f"resume it: plexrl.connect({url!r}).attach_job({name!r})" in told
-    assert f"cancel it: plexrl cancel {name} --url {url}" in told
-    assert "press Ctrl-C" not in told, "nobody is there to press it"
+    assert f"resume it: plexrl.connect({url!r}).attach_job({name!r})" in errors
+    assert f"cancel it: plexrl cancel {name} --url {url}" in errors
+    assert "press Ctrl-C" not in errors, "nobody is there to press it"
     job = cluster.attach_job(name)
     assert job.status()["ended_at"] is None
     job.cancel("no longer wanted")
@@ -197,9 +197,9 @@ def test_a_second_interrupt_at_a_terminal_cancels(
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        told = ""
-        while not re.search("press Ctrl-C again", told):
-            told += os.read(ours, 4096).decode()
+        errors = ""
+        while not re.search("press Ctrl-C again", errors):
+            errors += os.read(ours, 4096).decode()
         process.send_signal(signal.SIGINT)
         process.wait(60)
     job = cluster.attach_job(name, heartbeat=False)

@@ -94,7 +94,7 @@ def test_a_users_directory_named_like_a_temporary_one_stays(
 
 
 def test_host_tiers_stay_while_their_data_directory_may_exist(tmp_path: Path) -> None:
-    told: dict[str, str | bytes] = {
+    owners: dict[str, str | bytes] = {
         "unnamed": "",
         "relative": "data",
         "too-long": f"/{'x' * 5000}",
@@ -102,10 +102,10 @@ def test_host_tiers_stay_while_their_data_directory_may_exist(tmp_path: Path) ->
         "there": str(tmp_path),
         "gone": str(tmp_path / "gone"),
     }
-    for name, owner in told.items():
+    for name, owner in owners.items():
         (tmp_path / f"plexrl-{name}").mkdir(mode=0o700)
         content = owner if isinstance(owner, bytes) else owner.encode()
         (tmp_path / f"plexrl-{name}" / OWNER).write_bytes(content)
     sweep((tmp_path,), tmp_path)
     left = {path.name.removeprefix("plexrl-") for path in tmp_path.iterdir()}
-    assert left == set(told) - {"gone"}
+    assert left == set(owners) - {"gone"}

@@ -69,14 +69,14 @@ def test_up_refuses_a_missing_journal_unless_new_journal_is_given(data: Path) ->
 
 @pytest.mark.slow
 def test_up_prompts_at_a_terminal(data: Path) -> None:
-    for answer, told in ((b"n\n", b"--new-journal"), (b"y\n", b"PlexRL is up")):
+    for answer, expected in ((b"n\n", b"--new-journal"), (b"y\n", b"PlexRL is up")):
         ours, theirs = pty.openpty()
         process = subprocess.Popen(command(data), stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
         os.write(ours, answer)
         seen = b""
         try:
-            while told not in seen or b"Begin a new journal" not in seen:
+            while expected not in seen or b"Begin a new journal" not in seen:
                 seen += os.read(ours, 4096)
         finally:
             process.terminate()

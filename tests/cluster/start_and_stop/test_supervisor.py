@@ -147,9 +147,9 @@ def test_restarted_parts_are_counted_in_health_and_status(tmp_path: Path) -> Non
             assert list(status["parts"]) == ["scheduler"]
             assert status["parts"]["scheduler"]["last_restart_at"] == status["last_restart_at"]
             with plexrl.connect(running.url, cluster.create_tenant("alice")) as tenant:
-                told = tenant.status()
-                assert told["restarts"] == 1
-                assert "parts" not in told
+                status = tenant.status()
+                assert status["restarts"] == 1
+                assert "parts" not in status
             health = httpx.get(f"{running.url}/v1/health", timeout=60).json()
             assert (health["ok"], health["restarts"]) == (True, 1)
             assert "scheduler" not in str(health["conditions"])
@@ -194,9 +194,9 @@ def test_up_listens_on_the_given_host_warns_of_exposure_and_logs(
         assert addresses == {host}
     finally:
         process.terminate()
-        _, told = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
     is_exposed = host != "127.0.0.1"
-    assert ("without TLS" in told) == is_exposed
+    assert ("without TLS" in output) == is_exposed
     log = (tmp_path / "logs" / "up.log").read_text()
     for line in ("scheduler runs as process", "the cluster is up", "the cluster has ended"):
         assert line in log

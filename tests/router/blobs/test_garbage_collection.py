@@ -19,12 +19,12 @@ class Knowing:
 
     def __init__(self, known: set[str]) -> None:
         self.known = known
-        self.asked: asyncio.Queue[list[str]] = asyncio.Queue()
+        self.queries: asyncio.Queue[list[str]] = asyncio.Queue()
         self.is_away = True
 
     async def call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         assert method == "needless_payloads"
-        self.asked.put_nowait(list(params["blobs"]))
+        self.queries.put_nowait(list(params["blobs"]))
         if self.is_away:
             self.is_away = False
             raise UnavailableError("the scheduler is restarting")
@@ -45,10 +45,10 @@ def test_old_unreferenced_payloads_are_deleted_after_the_schedulers_reply(tmp_pa
             collect_orphans(store, scheduler, older_than_s=3600.0, every_s=0.01)
         )
         async with asyncio.timeout(LIMIT_S):
-            asked = [await scheduler.asked.get() for _ in range(3)]
+            queries = [await scheduler.queries.get() for _ in range(3)]
         sweeping.cancel()
         await asyncio.gather(sweeping, return_exceptions=True)
-        assert asked == [["j:1/a.0.in", "j:2.0.in"]] * 2 + [["j:1/a.0.in"]]
+        assert queries == [["j:1/a.0.in", "j:2.0.in"]] * 2 + [["j:1/a.0.in"]]
 
     asyncio.run(run())
     assert len(list(tmp_path.iterdir())) == len(names) - 1

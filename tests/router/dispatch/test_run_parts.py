@@ -118,8 +118,8 @@ def test_prompts_go_to_replica_leaders_and_samples_keep_the_order() -> None:
     )
     prompts = {name: array for name, array in batch_of(5).items() if name != "mask"}
     body = encode_body({}, prompts)
-    asked = structs.replace(command(4, OperationKind.GENERATE), params_json=params)
-    parts = asyncio.run(split(asked, body, spec))
+    generate = structs.replace(command(4, OperationKind.GENERATE), params_json=params)
+    parts = asyncio.run(split(generate, body, spec))
     assert parts.generation is not None
     assert [share.rank for share in parts.generation.shares] == [0, 2]
     sent = [bytearray(b"".join(payload)) for payload in parts.payloads]
@@ -128,4 +128,4 @@ def test_prompts_go_to_replica_leaders_and_samples_keep_the_order() -> None:
         name: array.tolist() for name, array in prompts.items()
     }
     alone = replace(spec, workers=2, parallelism=Parallelism(tp=2))
-    assert asyncio.run(split(asked, body, alone)).payloads == [(body,)], "as it came"
+    assert asyncio.run(split(generate, body, alone)).payloads == [(body,)], "as it came"

@@ -23,7 +23,7 @@ SPEC = DeploymentSpec(
 )
 
 
-async def scheduler_at(address: Path, asked: list[dict[str, Any]]) -> asyncio.Server:
+async def scheduler_at(address: Path, requests: list[dict[str, Any]]) -> asyncio.Server:
     """A scheduler with the deployment `j/a` of tenant `t`, and nothing else."""
 
     async def hello(peer: Peer, params: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ async def scheduler_at(address: Path, asked: list[dict[str, Any]]) -> asyncio.Se
 
     async def get_deployment(peer: Peer, params: dict[str, Any]) -> dict[str, Any]:
         del peer
-        asked.append(params)
+        requests.append(params)
         seen = params["tenant"] == "t" or params.get("as_operator") is True
         if params["deployment"] != "j/a" or not seen:
             raise UnknownDeploymentError("there is none")
@@ -46,8 +46,8 @@ async def scheduler_at(address: Path, asked: list[dict[str, Any]]) -> asyncio.Se
 
 def test_a_specification_is_requested_once_in_each_scope(tmp_path: Path) -> None:
     async def read() -> list[dict[str, Any]]:
-        asked: list[dict[str, Any]] = []
-        server = await scheduler_at(tmp_path / "s", asked)
+        requests: list[dict[str, Any]] = []
+        server = await scheduler_at(tmp_path / "s", requests)
         link = SchedulerLink(str(tmp_path / "s"), "r", {})
         running = asyncio.create_task(link.run())
         await link.connected.wait()
@@ -61,10 +61,10 @@ def test_a_specification_is_requested_once_in_each_scope(tmp_path: Path) -> None
             await specs.await_own("j/b")
         running.cancel()
         server.close()
-        return asked
+        return requests
 
-    asked = asyncio.run(read())
-    assert asked == [
+    requests = asyncio.run(read())
+    assert requests == [
         {"deployment": "j/a", "tenant": "t"},
         {"deployment": "j/a", "tenant": None, "as_operator": True},
         {"deployment": "j/a", "tenant": "other"},

@@ -23,11 +23,11 @@ SECRET = "postgresql://plexrl@db.internal/journal"
 def test_a_storage_error_keeps_its_class_without_locations(
     kind: type[errors.PlexRLError],
 ) -> None:
-    told = public_error(kind(f"{SECRET} is full", path=SECRET, holder="host7", retry_after_s=2.0))
-    assert type(told) is kind
-    assert told.details == {"retry_after_s": 2.0}
+    shown = public_error(kind(f"{SECRET} is full", path=SECRET, holder="host7", retry_after_s=2.0))
+    assert type(shown) is kind
+    assert shown.details == {"retry_after_s": 2.0}
     for secret in (SECRET, "host7"):
-        assert secret not in str(told.to_wire())
+        assert secret not in str(shown.to_wire())
 
 
 def test_other_errors_are_unchanged() -> None:

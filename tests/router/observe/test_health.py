@@ -21,10 +21,10 @@ def with_scheduler(
     """Run `test` with a scheduler with these conditions; `test` returns the expected queries."""
 
     async def talk() -> None:
-        asked: list[Plain] = []
+        requests: list[Plain] = []
 
         async def answer(_: Peer, params: Plain) -> Plain:
-            asked.append(params)
+            requests.append(params)
             return {"conditions": found}
 
         async def hello(_: Peer, __: Plain) -> Plain:
@@ -38,7 +38,7 @@ def with_scheduler(
         running = asyncio.create_task(link.run())
         await link.connected.wait()
         try:
-            assert await test(link) == len(asked)
+            assert await test(link) == len(requests)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -70,9 +70,9 @@ def test_many_probes_share_one_check_and_see_only_codes(tmp_path: Path) -> None:
 
 def test_a_cluster_without_conditions_is_ok(tmp_path: Path) -> None:
     async def test(link: SchedulerLink) -> int:
-        told = await ClusterHealth(link, tmp_path, tmp_path / "none").public()
-        assert told["ok"]
-        assert told["conditions"] == []
+        public = await ClusterHealth(link, tmp_path, tmp_path / "none").public()
+        assert public["ok"]
+        assert public["conditions"] == []
         return 1
 
     with_scheduler(tmp_path, [], test)
@@ -90,14 +90,14 @@ def test_a_full_disk_and_a_part_that_ended_are_conditions(tmp_path: Path) -> Non
         assert (part["code"], disk["code"]) == ("part_down", "storage_full")
         assert "agent-node0" in part["message"]
         assert str(tmp_path) in disk["message"]
-        told = await health.public()
-        assert told["restarts"] == 1
+        public = await health.public()
+        assert public["restarts"] == 1
         assert (
-            told["last_restart_at"]
+            public["last_restart_at"]
             == read_parts(tmp_path / "parts.json")["scheduler"].last_restart_at
         )
-        assert str(tmp_path) not in str(told)
-        assert "agent" not in str(told)
+        assert str(tmp_path) not in str(public)
+        assert "agent" not in str(public)
         return 1
 
     with_scheduler(tmp_path, [], test)
@@ -108,9 +108,9 @@ def test_an_unreachable_scheduler_is_a_condition_since_its_first_failure(tmp_pat
         health = ClusterHealth(SchedulerLink(str(tmp_path / "s"), "r", {}), tmp_path, None)
         (first,) = await health.conditions()
         assert first["code"] == "unavailable"
-        told = await health.public()
-        assert told["scheduler"] is False
-        assert told["conditions"] == [{"code": "unavailable", "since": first["since"]}]
+        public = await health.public()
+        assert public["scheduler"] is False
+        assert public["conditions"] == [{"code": "unavailable", "since": first["since"]}]
 
     asyncio.run(test())
 

@@ -37,11 +37,11 @@ class Log:
 
     def __init__(self, rows: list[Plain]) -> None:
         self.rows = rows
-        self.asked: list[Plain] = []
+        self.requests: list[Plain] = []
 
     async def call(self, method: str, params: Plain) -> Plain:
         assert method == "list_operations"
-        self.asked.append(params)
+        self.requests.append(params)
         found = [each for each in self.rows if each["index"] > params["after"]]
         return {"operations": found[: params["limit"]]}
 
@@ -58,7 +58,7 @@ async def send_until(log: Log, collector: Collector, place: Path, count: int) ->
     )
     sending = asyncio.create_task(sender.run())
     async with asyncio.timeout(DEADLINE_S):
-        while len(collector.spans) < count or log.asked[-1]["after"] < log.rows[-1]["index"]:
+        while len(collector.spans) < count or log.requests[-1]["after"] < log.rows[-1]["index"]:
             assert not sending.done()
             await asyncio.sleep(0.01)
     sending.cancel()
