@@ -237,7 +237,7 @@ def test_cancel_ends_jobs_and_says_what_became_of_each(scene: Scene) -> None:
     assert first.status()["state"] == "QUEUED", "a job that is not there stops all of it"
     first.train_deployment("actor", MODEL).barrier().result(120)
     told = cli(scene, "cancel", first.job, scene.ended.job, "doomed1", ends_with=1)
-    assert f"{first.job} is cancelled: 0 operations end unfinished, it gives back 1 GPU." in told
+    assert f"{first.job} is cancelled: 0 operations end unfinished, it releases 1 GPU." in told
     assert f"job {scene.ended.job!r} has ended (failed): there is nothing to cancel" in told
     for job in (first, second):
         view = job.status()
