@@ -255,7 +255,7 @@ def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
     path.write_text("a,b\n1,2\n")
     with pytest.raises(InvalidRequestError, match="no known trace has these columns"):
         load(path)
-    with pytest.raises(InvalidRequestError, match="no layout is called"):
+    with pytest.raises(InvalidRequestError, match="unknown layout"):
         open_trace(path, format="borg")
     with pytest.raises(TraceError, match="gpu_num is missing from the header; helios needs it"):
         load(path, "helios")

@@ -238,7 +238,7 @@ def test_cancel_ends_jobs_and_reports_each_outcome(scene: Scene) -> None:
     assert first.status()["state"] == "QUEUED", "a job that is not there stops all of it"
     first.train_deployment("actor", MODEL).barrier().result(120)
     output = cli(scene, "cancel", first.job, scene.ended.job, "doomed1", ends_with=1)
-    assert f"{first.job} is cancelled: 0 operations end unfinished, it gives back 1 GPU." in output
+    assert f"{first.job} is cancelled: 0 operations end unfinished, it releases 1 GPU." in output
     assert f"job {scene.ended.job!r} has ended (failed): there is nothing to cancel" in output
     for job in (first, second):
         view = job.status()
