@@ -54,7 +54,7 @@ class _Look:
             f"{deployment.deployment} {deployment.state} {deployment.residency} queue="
             f"{deployment.queue[:4]} running={list(deployment.running)} moving="
             f"{deployment.moving and deployment.moving.operation} replaying="
-            f"{deployment.replaying[:3]} relocation={deployment.relocation} group={group}"
+            f"{deployment.replay.replaying[:3]} relocation={deployment.relocation} group={group}"
         )
 
     def _has_cause(
@@ -130,8 +130,8 @@ class _Look:
         """The publish that the deployment's next operation waits for, if it has not ended."""
         group = self._state.groups[deployment.group or ""]  # type: ignore[index]
         names: list[OperationId] = []
-        if group.holder == deployment.deployment and deployment.replaying:
-            names = deployment.replaying[:1]
+        if group.holder == deployment.deployment and deployment.replay.replaying:
+            names = deployment.replay.replaying[:1]
         elif deployment.queue:
             names = deployment.queue[:1]
         for name in names:

@@ -178,7 +178,7 @@ def test_a_trace_called_compare_is_given_by_its_path(
     ("content", "told"),
     [
         (None, "cannot be read"),
-        ("job_id,submit_s\n", "is no JSON"),
+        ("job_id,submit_s\n", "is not JSON"),
         ('{"runs": []}', "is no results.json"),
         ('{"trace": {}, "runs": []}', "has no run that ended"),
         ('{"trace": {}, "runs": [{"scenario": {}}]}', "is no results.json"),

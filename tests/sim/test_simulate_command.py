@@ -333,12 +333,12 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
 ) -> None:
     path = tmp_path / "bad.csv"
     path.write_text("job_id,submit_s,gpus,duration_s\na,0,8,600\nb,x,8,60\n")
-    assert "line 3: submit_s is no number" in refused(monkeypatch, capsys, str(path))
+    assert "line 3: submit_s is not a number" in refused(monkeypatch, capsys, str(path))
     found = CliRunner().invoke(
         app, ["simulate", str(path), "--skip-bad", "--nodes", "1", "--workers", "1", "--json"]
     )
     assert found.exit_code == 0
-    assert f"{path}:3: submit_s is no number" in found.stderr
+    assert f"{path}:3: submit_s is not a number" in found.stderr
     assert json.loads(found.stdout)["trace"]["jobs"] == 1
 
 
@@ -411,7 +411,7 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
         (("--compress", "nan"), "--compress nan: give"),
         (("--from", ""), "--from is empty"),
         (("--out", "/proc/results"), "/proc cannot be written"),
-        (("--out", str(DOCS / "out")), r"--out .*simulating\.md is no folder"),
+        (("--out", str(DOCS / "out")), r"--out .*simulating\.md is not a folder"),
     ],
 )
 def test_what_cannot_be_answered_is_one_message_before_anything_runs(

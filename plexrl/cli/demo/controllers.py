@@ -27,7 +27,7 @@ def example_path() -> Path:
     Raises:
         NotFoundError: the package was installed without its examples.
     """
-    clone = Path(__file__).parent.parent.parent
+    clone = Path(__file__).parents[3]
     for folder in (clone / "examples", Path(sys.prefix) / "share" / "plexrl" / "examples"):
         if (folder / EXAMPLE).is_file():
             return folder / EXAMPLE

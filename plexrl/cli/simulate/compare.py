@@ -57,7 +57,7 @@ def _document(path: Path) -> dict[str, Any]:
             f"{file} cannot be read: {error.strerror}; name what `plexrl simulate --out` wrote"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{file} is no JSON: {error}") from error
+        raise InvalidRequestError(f"{file} is not JSON: {error}") from error
     if not _is_document(found):
         raise InvalidRequestError(
             f"{file} is no {RESULTS} of `plexrl simulate --out`: it has no trace and runs with a "

@@ -118,7 +118,7 @@ def check_folder(folder: Path) -> None:
     while not there.exists():
         there = there.parent
     if not there.is_dir():
-        raise InvalidRequestError(f"--out {folder}: {there} is no folder; name another")
+        raise InvalidRequestError(f"--out {folder}: {there} is not a folder; name another")
     try:
         # Asked for by trying: root may write by its rights where the file system lets nobody.
         with TemporaryDirectory(prefix=".plexrl-", dir=there):

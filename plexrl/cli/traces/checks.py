@@ -82,7 +82,7 @@ def check_out(
     if not folder.exists() and to_be_made is not None and folder == to_be_made.absolute():
         return
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "is not there: make it first"
+        what = "is not a folder" if folder.exists() else "is not there: make it first"
         raise InvalidRequestError(f"{out} cannot be written: {folder} {what}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InvalidRequestError(f"{out} cannot be written: {folder} is not yours to write")

@@ -18,7 +18,7 @@ from plexrl.cli.terminal.context import (
     write_json,
 )
 from plexrl.cli.traces.checks import SUFFIXES, check_amounts, check_out, given_options, refuse
-from plexrl.cli.traces.tables import print_description, print_laws
+from plexrl.cli.traces.tables import print_description, print_distributions
 from plexrl.process.plain_text import one_line
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from plexrl.traces import Problem, Shape, Source, TraceJob
     from plexrl.traces.formats.servegen import Draw
-    from plexrl.traces.generate.distributions import Law
+    from plexrl.traces.generate.distributions import Distribution
 
 traces_app = typer.Typer(
     help="Traces of jobs: check, convert, describe, generate, record.", no_args_is_help=True
@@ -203,14 +203,14 @@ def describe(
         else:
             model = fit_lengths(rows)
             found["group_correlation"] = model.correlation
-            laws = [("output_tokens", model.fit.law.describe(), model.fit.distance)]
+            laws = [("output_tokens", model.fit.distribution.describe(), model.fit.distance)]
         found["laws"] = [{"of": of, "law": law, "distance": off} for of, law, off in laws]
     if as_json:
         write_json(found)
         return
     print_description(trace, found)
     if laws:
-        print_laws(laws)
+        print_distributions(laws)
 
 
 OF_JOBS = {
@@ -282,7 +282,7 @@ def generate(
     )
     count = write_jobs(out, made)
     if not as_json:
-        print_laws(workload.describe())
+        print_distributions(workload.describe())
     _told(out, count, {}, as_json)
 
 
@@ -319,7 +319,7 @@ def _generate_lengths(
     from plexrl.traces.formats import read_histogram
     from plexrl.traces.generate.generator import GROUP_CORRELATION
 
-    law: Law
+    law: Distribution
     if fit is None:
         law = read_histogram(bundled("r1-lengths"))
     else:
@@ -327,7 +327,7 @@ def _generate_lengths(
         if source.table.name != "lengths":
             raise typer.BadParameter(f"{fit} has no response lengths to follow")
         model = fit_lengths(source.rows)
-        law = model.fit.law
+        law = model.fit.distribution
         correlation = model.correlation if correlation is None else correlation
     made = generate_lengths(
         law,

@@ -49,7 +49,7 @@ def print_description(title: str, found: dict[str, Any]) -> None:
         )
 
 
-def print_laws(laws: Iterable[tuple[str, str, float | None]]) -> None:
+def print_distributions(laws: Iterable[tuple[str, str, float | None]]) -> None:
     """Laws, and their Kolmogorov distance from what they were fitted on."""
     print_table(
         "Laws",

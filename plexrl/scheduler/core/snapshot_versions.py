@@ -15,6 +15,16 @@ _PARTS: Final[dict[str, dict[str, str]]] = {
         "idle_since": "idle_since",
         "wants_since": "wants_since",
     },
+    "replay": {
+        "log": "log",
+        "past": "past",
+        "past_payload_bytes": "past_payload_bytes",
+        "past_is_whole": "past_is_whole",
+        "previous_seq": "previous_seq",
+        "replaying": "replaying",
+        "completed_seq": "completed_seq",
+        "durable_seq": "durable_seq",
+    },
     "switch_times": {"switch_began_at": "began_at", "switch_ended_at": "ended_at"},
     "backoff": {
         "held_back_until": "until",

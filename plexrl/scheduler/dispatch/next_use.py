@@ -23,7 +23,7 @@ def next_use_s(member: "Deployment", now: float) -> float | None:
     expected one usual pause after its last burst. Before its first burst, the usual pause is the
     mean pause of the declared or remembered cycle.
     """
-    if member.queue or member.replaying:
+    if member.queue or member.replay.replaying:
         return 0.0
     pause_s, ended_at = _pause_s(member), worked_until(member)
     if pause_s is None or ended_at is None:

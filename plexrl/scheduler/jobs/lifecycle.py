@@ -10,11 +10,13 @@ from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.usage import meter
 from plexrl.scheduler.operations.cancellation import abort, early_end, is_over
-from plexrl.scheduler.operations.operations import drop_log, drop_past, fail
+from plexrl.scheduler.operations.operations import fail
+from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
-from plexrl.scheduler.state import timers, wpg
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
+from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.events import Event, RouterJoined, RouterLost
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobState, JobTrigger
@@ -234,7 +236,7 @@ def stop(
             now,
         )
         return False
-    deployment.replaying.clear()
+    deployment.replay.end_replay()
     forget_open_cycle(deployment)
     if deployment.queue:
         deployment.burst.want(now)
@@ -262,7 +264,7 @@ def worker_ready(
     if not deployment.is_ready:
         wpg.connect(deployment, now)
         context.touch(deployment.group)
-        if not deployment.queue and not deployment.log:
+        if not deployment.queue and not deployment.replay.log:
             deployment.backoff.clear()
         if now < deployment.backoff.until and deployment.group is not None:
             # The group that was to be looked at then may have been another.

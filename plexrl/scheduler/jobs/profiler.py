@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from plexrl.scheduler.state.cycle import BusySpan, Cycle, OpenCycle
 from plexrl.scheduler.state.demand import (
     PERIOD_S_MAX,
     PERIOD_S_MIN,
@@ -22,6 +21,7 @@ from plexrl.scheduler.state.demand import (
     DemandTrace,
     Segment,
 )
+from plexrl.scheduler.state.deployment.cycle import BusySpan, Cycle, OpenCycle
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 

@@ -45,7 +45,7 @@ def hold(
     context.touch(deployment.group)
     # The cycle at hand is no measure of the job's demand.
     deployment.cycle = None
-    if operation.operation in deployment.replaying:
+    if operation.operation in deployment.replay.replaying:
         return
     change_operation(operation, OperationTrigger.REQUEUED)
     operation.started_at = None

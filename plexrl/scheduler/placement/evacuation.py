@@ -19,8 +19,8 @@ from plexrl.scheduler.jobs.profiler import forget_open_cycle
 from plexrl.scheduler.placement.placement import vacate
 from plexrl.scheduler.placement.rebuilding import rebuild
 from plexrl.scheduler.placement.relocation import drain
-from plexrl.scheduler.state import wpg
 from plexrl.scheduler.state.commands import ReleaseState, StopWorkers
+from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -65,7 +65,7 @@ def may_displace(context: Context, deployment: Deployment) -> bool:
 def displace(context: Context, deployment: Deployment, reason: str, now: float) -> None:
     """Take the GPUs of a WPG that runs nothing; it waits for others and keeps its queue."""
     assert may_displace(context, deployment), f"{deployment.deployment} cannot be moved"
-    deployment.replaying.clear()
+    deployment.replay.end_replay()
     forget_open_cycle(deployment)
     if deployment.queue:
         deployment.burst.want(now)
@@ -92,7 +92,7 @@ def awaited(context: Context, deployment: Deployment) -> tuple[NodeId, ...]:
     Empty if it waits for its processes only."""
     nodes = context.state.nodes
     dead = [each for each in deployment.state_nodes if not nodes[each].alive]
-    if deployment.durable_seq and dead:
+    if deployment.replay.durable_seq and dead:
         return tuple(sorted(dead))
     lacking = {rank.node for rank in deployment.ranks if not has_gpu(context, rank)}
     return tuple(sorted(lacking))
@@ -119,7 +119,7 @@ def _is_written_off(context: Context, node: Node, now: float) -> bool:
 
 
 def _survives(context: Context, deployment: Deployment) -> bool:
-    if not deployment.durable_seq:
+    if not deployment.replay.durable_seq:
         return True
     nodes = context.state.nodes
     return context.config.migrates and all(nodes[each].alive for each in deployment.state_nodes)

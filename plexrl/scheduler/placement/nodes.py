@@ -106,7 +106,7 @@ def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
     deployment = context.state.deployments.get(event.deployment)
     if deployment is None or deployment.state != WpgState.MIGRATING:
         return
-    if event.seq != deployment.durable_seq:
+    if event.seq != deployment.replay.durable_seq:
         return
     if event.code in LOST_CODES:
         _copy_another(context, deployment, event, now)

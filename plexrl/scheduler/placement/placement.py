@@ -25,9 +25,9 @@ from plexrl.scheduler.placement.contention import Contention, ContentionConfig, 
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.commands import RankPlacement
 from plexrl.scheduler.state.demand import DemandTrace, project
+from plexrl.scheduler.state.deployment.wpg import lose_processes
 from plexrl.scheduler.state.group_lock import withdraw
 from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation
-from plexrl.scheduler.state.wpg import lose_processes
 
 CANDIDATES_PER_PASS = 256
 """Groups searched at a time, the least loaded first; the first pass with a fit ends the search.

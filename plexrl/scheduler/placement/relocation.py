@@ -21,7 +21,7 @@ from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.switch_cost import HOST, round_trip_s, state_lies
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.sharing import note_wait
-from plexrl.scheduler.operations.operations import forget_previous
+from plexrl.scheduler.operations.replay import forget_previous
 from plexrl.scheduler.placement.placement import (
     Choice,
     find,
@@ -33,8 +33,9 @@ from plexrl.scheduler.placement.placement import (
     vacate,
 )
 from plexrl.scheduler.placement.policies import PlacementMode
-from plexrl.scheduler.state import timers, wpg
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import MigrateState, ReleaseState, StopWorkers
+from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -165,7 +166,7 @@ def is_due(context: Context, deployment: Deployment) -> bool:
         deployment.relocation is not None
         and deployment.state == WpgState.READY
         and not deployment.running
-        and not deployment.replaying
+        and not deployment.replay.replaying
         and deployment.moving is None
         and not _has_pending_pulls(context, deployment)
     )
@@ -203,7 +204,7 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
             deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=old_nodes
         )
     )
-    deployment.replaying.clear()
+    deployment.replay.end_replay()
     forget_open_cycle(deployment)
     if deployment.queue:
         deployment.burst.want(now)
@@ -226,7 +227,7 @@ def settle(context: Context, deployment: Deployment) -> None:
     # With several nodes, each holds the parts of its former ranks only, which may have moved.
     held = set(deployment.state_nodes) if len(deployment.state_nodes) == 1 else set()
     missing = sorted(set(deployment.nodes) - held)
-    if deployment.durable_seq and missing:
+    if deployment.replay.durable_seq and missing:
         wpg.await_copies(deployment, missing)
         send_migration(context, deployment)
     else:
@@ -243,7 +244,7 @@ def send_migration(context: Context, deployment: Deployment) -> None:
         context.emit(
             MigrateState(
                 deployment=deployment.deployment,
-                seq=deployment.durable_seq,
+                seq=deployment.replay.durable_seq,
                 sources=sources,
                 nodes=alive,
             )
@@ -384,7 +385,7 @@ def _reachable(context: Context, deployment: Deployment, choices: list[Choice]) 
 
 
 def _has_state(deployment: Deployment) -> bool:
-    return deployment.durable_seq > 0 or deployment.residency == Residency.DEVICE
+    return deployment.replay.durable_seq > 0 or deployment.residency == Residency.DEVICE
 
 
 def _waiting(deployment: Deployment) -> float:

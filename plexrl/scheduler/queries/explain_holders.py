@@ -1,4 +1,4 @@
-"""Which jobs have the GPUs that a job waits for, the ones that do nothing with them first."""
+"""Lists the jobs that hold the GPUs a job waits for, idle ones first."""
 
 from enum import StrEnum
 from typing import Any
@@ -12,18 +12,18 @@ from plexrl.scheduler.state.records import Deployment, Job
 View = dict[str, Any]
 
 HOLDERS_MAX = 20
-"""Jobs that are named."""
+"""Maximum number of jobs in the list."""
 
 
 class Condition(StrEnum):
-    """What a job that has GPUs does with them, the most dispensable first."""
+    """What a job does with its GPUs, most dispensable first."""
 
     DETACHED = "detached"
-    """Its controller is taken for gone: it is cancelled unless one comes back."""
+    """Its controller is considered gone; the job is cancelled unless a controller attaches."""
     SILENT = "silent"
-    """Nothing was heard of its controller for half of the time after which it is taken for gone."""
+    """Its controller was silent for half of the timeout."""
     IDLE = "idle"
-    """Its controller lives, and has nothing to run."""
+    """Its controller is alive, and has nothing to run."""
     WORKING = "working"
 
 
@@ -31,9 +31,8 @@ _ORDER = tuple(Condition)
 
 
 def holders(context: Context, job: Job, now: float, *, sees_all: bool) -> list[View]:
-    """The jobs that have GPUs which a waiting deployment of `job` could use; where a quota keeps it
-    waiting, those of its tenant. Who another tenant's job is is told to an operator (`sees_all`).
-    """
+    """The jobs with GPUs that a waiting deployment of `job` could use; if it waits for a quota, the
+    jobs of its tenant. Only an operator (`sees_all`) sees the identity of other tenants' jobs."""
     waiting = [
         each for each in map(context.deployment, job.deployments) if each.state == WpgState.WAITING
     ]
@@ -50,7 +49,7 @@ def holders(context: Context, job: Job, now: float, *, sees_all: bool) -> list[V
 
 
 def _suitable(context: Context, waiting: Deployment, now: float) -> dict[JobId, int]:
-    """GPUs of each other job that would help the deployment if they came free."""
+    """GPUs of each other job that the deployment could use if they became free."""
     _, rule, _ = why_no_gpus(context, waiting, now)
     if rule not in ("capacity", "turn", "quota"):
         return {}
@@ -94,7 +93,7 @@ def _row(context: Context, job: Job, gpus: int, now: float) -> View:
 
 
 def _worked_at(deployment: Deployment) -> float:
-    """When it last did something, or could first have."""
+    """When the deployment last worked, or could first have worked."""
     metered_at = deployment.metered_at if deployment.metered_at is not None else 0.0
     return max(deployment.created_at, deployment.ready_at, deployment.burst.served_at, metered_at)
 

@@ -22,10 +22,11 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.scheduler.state.commands import RankPlacement, RunOperation
-from plexrl.scheduler.state.cycle import Cycle, OpenCycle
 from plexrl.scheduler.state.demand import DemandTrace
 from plexrl.scheduler.state.deployment.backoff import Backoff
 from plexrl.scheduler.state.deployment.burst import Burst
+from plexrl.scheduler.state.deployment.cycle import Cycle, OpenCycle
+from plexrl.scheduler.state.deployment.replay_log import ReplayLog
 from plexrl.scheduler.state.deployment.switch_times import SwitchTimes
 from plexrl.scheduler.state.estimates import Estimates, MoveLaw
 from plexrl.scheduler.state.machines.job_states import JobState
@@ -202,30 +203,11 @@ class Deployment:
     running: dict[OperationId, RunOperation] = field(default_factory=dict)
     moving: RunOperation | None = None
     """The internal move (load, offload, snapshot) in flight."""
-    log: list[OperationId] = field(default_factory=list)
-    """Completed mutations behind `durable_seq`, oldest first."""
-    past: list[OperationId] = field(default_factory=list)
-    """Mutations that led to `durable_seq`, oldest first, for the case that this version is damaged
-    or lost. They begin at the initial weights, or else at version `previous_seq`."""
-    past_payload_bytes: int = 0
-    """Of the operations in `past`."""
-    past_is_whole: bool = False
-    """`past` and `log` together make the present state out of the initial weights. False: some were
-    given up, being too many."""
-    previous_seq: int = 0
-    """An earlier complete version that the same StateManagers keep while they have room; `past`
-    leads from it to `durable_seq`. 0: there is none."""
-    replaying: list[OperationId] = field(default_factory=list)
-    """Part of `log` that the device's state still lacks."""
-    completed_seq: int = 0
-    """Number of the last completed mutation."""
     waiting_gradients: int = 0
     """Completed `forward_backward`s whose gradients wait for a step."""
     unacknowledged: list[Failure] = field(default_factory=list)
     """What halts its mutations, syncs and checkpoints until the controller takes note of it; the
     oldest first."""
-    durable_seq: int = 0
-    """Version that the StateManagers hold whole; 0: the initial weights, which are rebuilt."""
     published_seq: int | None = None
     trainer_step: int = 0
     """Optimizer steps in its weights; of a rollout or reference, those of its trainer that are in
@@ -261,6 +243,7 @@ class Deployment:
     in_flight: InFlight = field(default_factory=InFlight)
     no_snapshot_until: float = 0.0
     """After a snapshot that found no room; the log grows meanwhile. 0: the last one found room."""
+    replay: ReplayLog = field(default_factory=ReplayLog)
     burst: Burst = field(default_factory=Burst)
     switch_times: SwitchTimes = field(default_factory=SwitchTimes)
     backoff: Backoff = field(default_factory=Backoff)
