@@ -34,7 +34,7 @@ def load_s(
     """Predicted seconds to load the state onto the GPUs from its present tier. `ranks`: the GPUs to
     assume for a deployment that is not placed."""
     estimates = deployment.estimates
-    if not deployment.nvme_bytes:
+    if not deployment.stored.nvme_bytes:
         known = estimates.seconds_by_kind.get(_LOAD)
         return known if known is not None else _by_model(context, deployment, _LOAD, ranks=ranks)
     known = estimates.nvme_load_seconds
@@ -63,7 +63,7 @@ def moves_at_best_s(
     at_best_s = deployment.state_bytes / deployment.workers / LINK_BYTES_PER_S
     estimates = deployment.estimates
     load_tier, own_load_s = HOST, estimates.seconds_by_kind.get(_LOAD)
-    if deployment.nvme_bytes:
+    if deployment.stored.nvme_bytes:
         load_tier, own_load_s = NVME, estimates.nvme_load_seconds
     own_offload_s = estimates.seconds_by_kind.get(_OFFLOAD)
     loads = (
@@ -122,11 +122,7 @@ def record_tier(deployment: "Deployment", tier: str) -> None:
     """Record that the whole state is in `tier`, until its nodes report otherwise."""
     nodes = deployment.nodes
     per_node = deployment.state_bytes // max(1, len(nodes)) if tier == NVME else 0
-    if per_node:
-        deployment.nvme_bytes_by_node = dict.fromkeys(nodes, per_node)
-    else:
-        deployment.nvme_bytes_by_node.clear()
-    deployment.nvme_bytes = per_node
+    deployment.stored.put_in_tier(nodes, per_node)
 
 
 def state_reported(context: "Context", event: "StateReported", now: float) -> None:
@@ -136,9 +132,7 @@ def state_reported(context: "Context", event: "StateReported", now: float) -> No
         deployment = context.state.deployments.get(report.deployment)
         if deployment is None or event.node not in deployment.nodes:
             continue
-        by_node = deployment.nvme_bytes_by_node
-        by_node[event.node] = bounded_bytes(report.nvme_bytes)
-        deployment.nvme_bytes = max(by_node.values())
+        deployment.stored.report(event.node, bounded_bytes(report.nvme_bytes))
         context.touch(deployment.group)
 
 

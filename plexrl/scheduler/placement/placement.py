@@ -170,7 +170,7 @@ def vacate(context: Context, deployment: Deployment, now: float) -> None:
     release_lock(context, deployment)
     leave(context, deployment, now)
     lose_processes(deployment)
-    deployment.relocation = None
+    deployment.moves.cancel()
     context.relocating.pop(deployment.deployment, None)
 
 

@@ -32,7 +32,7 @@ def rebuild(context: Context, deployment: Deployment, now: float) -> bool:
     at most twice that of the better choice.
     """
     nodes = context.state.nodes
-    lost = [each for each in deployment.state_nodes if not nodes[each].alive]
+    lost = [each for each in deployment.stored.nodes if not nodes[each].alive]
     if not lost or not deployment.replay.past_is_whole:
         return False
     for name in lost if context.config.lost_nodes_return else ():
@@ -60,7 +60,7 @@ def fall_back(context: Context, deployment: Deployment) -> bool:
     operations = context.state.operations
     behind = [name for name in replay.past if operations[name].seq > replay.previous_seq]
     replay.fall_back(len(behind), payload_bytes(context, behind))
-    _forget_tier(deployment)
+    deployment.stored.forget_tier()
     return True
 
 
@@ -69,15 +69,8 @@ def _restart_from_initial(deployment: Deployment) -> bool:
     if not deployment.replay.past_is_whole:
         return False
     deployment.replay.begin_again()
-    deployment.state_nodes = []
-    _forget_tier(deployment)
+    deployment.stored.lose()
     return True
-
-
-def _forget_tier(deployment: Deployment) -> None:
-    """Forget the tier of the version."""
-    deployment.nvme_bytes = 0
-    deployment.nvme_bytes_by_node.clear()
 
 
 def republish(
@@ -94,12 +87,12 @@ def republish(
     if deployment.shares:
         # It would hold the group while it waits, and the trainer may be another member.
         return False
-    if deployment.failures >= context.config.launch_attempts:
+    if deployment.processes.failures >= context.config.launch_attempts:
         return False
-    deployment.failures += 1
+    deployment.processes.fail()
     del deployment.running[operation.operation]
     trainer = context.deployment(operation.source)
-    name = publish_name(context, operation.operation, str(deployment.failures))
+    name = publish_name(context, operation.operation, str(deployment.processes.failures))
     operation.after = name
     enqueue_publish(context, trainer, name, operation.operation, now)
     return True

@@ -95,7 +95,9 @@ def _row(context: Context, job: Job, gpus: int, now: float) -> View:
 def _worked_at(deployment: Deployment) -> float:
     """When the deployment last worked, or could first have worked."""
     metered_at = deployment.metered_at if deployment.metered_at is not None else 0.0
-    return max(deployment.created_at, deployment.ready_at, deployment.burst.served_at, metered_at)
+    return max(
+        deployment.created_at, deployment.processes.ready_at, deployment.burst.served_at, metered_at
+    )
 
 
 def _dispensable_first(row: View) -> tuple[int, float, float, str]:

@@ -65,16 +65,17 @@ def _summary(context: Context, job: Job, deployments: list[Deployment], now: flo
 
 def _deployment(context: Context, deployment: Deployment, now: float) -> View:
     record = deployment.placement
-    trace, kept_part = deployment.trace, deployment.waiting_part
+    measured = deployment.cycles.measured
+    trace, kept_part = deployment.trace, deployment.cycles.waiting_part
     view: View = {
         "deployment": deployment.deployment,
         "state": deployment.state.value,
         "group": deployment.group,
         "nodes": list(deployment.nodes),
         "placement": None if record is None else msgspec.to_builtins(record),
-        "moves": deployment.moves,
-        "moved_because": deployment.moved_because,
-        "waiting_part": waiting_part(deployment.cycles) if deployment.cycles else kept_part,
+        "moves": deployment.moves.count,
+        "moved_because": deployment.moves.last_reason,
+        "waiting_part": waiting_part(measured) if measured else kept_part,
         "profile": None,
         "attempts": [],
         "near": [],

@@ -110,11 +110,11 @@ def test_waiting_during_a_move_counts_as_waiting() -> None:
     cluster.settle()
     cluster.submit("a:0", "a/actor", "optim_step")
     cluster.settle()
-    (node,) = member(cluster, "a").state_nodes or [member(cluster, "a").ranks[0].node]
+    (node,) = member(cluster, "a").stored.nodes or [member(cluster, "a").ranks[0].node]
     cluster.submit("a:1", "a/actor", "optim_step")
     cluster.submit("a:2", "a/actor", "optim_step")
     cluster.send(ev.NodeDrainChanged(node=node, is_draining=True))
-    while member(cluster, "a").moves == 0:
+    while member(cluster, "a").moves.count == 0:
         cluster.execute(cluster.runs[0])
     assert member(cluster, "a").queue
     assert member(cluster, "a").burst.wants_since == cluster.now
