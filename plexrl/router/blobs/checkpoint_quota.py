@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from plexrl.errors import (
     CheckpointNotFoundError,
     QuotaExceededError,
@@ -18,7 +16,7 @@ from plexrl.errors import (
     UnknownJobError,
 )
 from plexrl.router.execution.scheduler_link import SchedulerLink
-from plexrl.wire.operations import CheckpointParams
+from plexrl.wire.operations import OperationKind, decode_params
 
 RETRY_S = 0.5
 DISK_SHARE = 0.5
@@ -67,7 +65,7 @@ class CheckpointQuota:
             QuotaExceededError: the tenant has as many checkpoints, or bytes of them, as it may.
             StorageError: the disk cannot be looked at.
         """
-        name = msgspec.json.decode(params_json, type=CheckpointParams).name
+        name = decode_params(OperationKind.SAVE_CHECKPOINT, params_json).name
         while True:
             try:
                 owner = await self._scheduler.call("checkpoint_owner", {"job": job})

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from plexrl.model.capabilities import backend_capabilities
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.router.blobs.store import INLINE_BYTES_MAX
@@ -19,7 +17,7 @@ from plexrl.router.dispatch.generate_plan import GeneratePlan, plan_generate
 from plexrl.router.dispatch.plan import DispatchPlan, plan_batch
 from plexrl.router.dispatch.reductions import loss_denominator
 from plexrl.scheduler.state.commands import RunOperation
-from plexrl.wire.operations import PARAMS_BY_KIND, GenerateParams, OperationKind
+from plexrl.wire.operations import GenerateParams, OperationKind, decode_params
 from plexrl.wire.tensors import Body, decode_body, encode_parts
 
 SPLIT_KINDS = frozenset(
@@ -78,7 +76,7 @@ def join_samples(plan: GeneratePlan, payloads: Sequence[bytearray]) -> Sequence[
 def _split(command: RunOperation, body: Body, spec: DeploymentSpec) -> RunParts:
     ranks = len(command.addresses)
     _, arrays = decode_body(body)
-    params: Any = msgspec.json.decode(command.params_json, type=PARAMS_BY_KIND[command.kind])
+    params = decode_params(command.kind, command.params_json)
     if isinstance(params, GenerateParams):
         generation = plan_generate(spec.layout, len(arrays["lengths"]), params.samples_per_prompt)
         if len(generation.shares) == 1:

@@ -26,7 +26,7 @@ from plexrl.errors import (
     LeaseLostError,
     StorageError,
 )
-from plexrl.process.garbage_collection import spare_living
+from plexrl.process.garbage_collection import freeze_existing_objects
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.journal.journal import Journal
 from plexrl.scheduler.journal.recovery import restore
@@ -266,7 +266,7 @@ async def _serve(
         snapshot_events=config.snapshot_events,
         aside=restored.aside,
     )
-    spare_living()
+    freeze_existing_objects()
     await Service(config, shell).run(ready, stop, door)
     await shell.save()
 

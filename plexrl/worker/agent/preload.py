@@ -7,7 +7,7 @@ import torch.distributed.fsdp
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2
 
-import plexrl.worker.process.process
+import plexrl.worker.process.worker
 import plexrl.worker.rollout.engine
 import plexrl.worker.training.fsdp.model
 

@@ -27,7 +27,12 @@ from plexrl.router.http.authentication import Caller
 from plexrl.router.http.error_responses import final_response
 from plexrl.router.http.gateway import FINAL, Gateway
 from plexrl.router.http.validation import Checked, check_operation, check_source
-from plexrl.wire.operations import CheckpointParams, GenerateParams, SyncWeightsParams
+from plexrl.wire.operations import (
+    CheckpointParams,
+    GenerateParams,
+    SyncWeightsParams,
+    encode_params,
+)
 from plexrl.wire.parameter_checks import check_identifier
 from plexrl.wire.tensors import (
     MEDIA_TYPE,
@@ -237,7 +242,7 @@ async def _submit(gateway: Gateway, fields: Plain, checked: Checked, upload: Upl
             {
                 **fields,
                 "kind": checked.kind.value,
-                "params_json": msgspec.json.encode(params).decode(),
+                "params_json": encode_params(params),
                 "payload": payload,
                 "payload_bytes": 0 if payload is None else memoryview(upload.body).nbytes,
                 "payload_digest": "" if payload is None else upload.digest,
