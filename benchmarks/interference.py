@@ -1,33 +1,32 @@
-"""Contention predicted at placement beside contention in the simulated runtime (PlexRL §7.2).
+"""Compares contention predicted at placement with simulated contention (PlexRL §7.2).
 
     python benchmarks/interference.py [--quick] [--json]
 
-Jobs are placed by policy `spread` on one group, with their demand declared, by the scheduler's own
-core on a virtual clock, and then run for `CYCLES` cycles each and seed. *predicted* is what the
-last placement recorded: waiting / (waiting + running) on average over the group's members; mean
-over seeds, since by then the others' demand is what a few cycles of the seed's have shown of it.
-*profiler* is what the core's profiler then measured, *measured* the same from the simulator's own
-records: mean over jobs and seeds, `±` its standard error over seeds. A prediction is held to 10 %
-of the measured part (`rel`), or where that is below 10 % to one percentage point (`abs`): both
-differences stand in the table. *overlap* is the baseline: the overlap of the plans' footprints at
-the last placement, as part of the cycle. The service level is switched off (`waiting_part_max` 1,
-`load_max` 8, `overlap_max` 1), or saturated groups would be refused and there were nothing to see.
+The scheduler's own core places jobs with declared demand on one group by policy `spread`, on a
+virtual clock, and each job runs `CYCLES` cycles per seed. *predicted* is what the last placement
+recorded: waiting / (waiting + running), averaged over the group's members; mean over seeds, since
+by then a few cycles of the seed have refined the other members' demand. *profiler* is what the
+core's profiler then measured, *measured* the same from the simulator's records: mean over jobs and
+seeds, `±` its standard error over seeds. A prediction holds within 10 % of the measured part
+(`rel`), or below 10 % within one percentage point (`abs`). *overlap* is the baseline: the overlap
+of the planned footprints at the last placement, as a part of the cycle. The service level is off
+(`waiting_part_max` 1, `load_max` 8, `overlap_max` 1); otherwise saturated groups would be refused.
 """
 
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, stdev
 
 from benchmarks.report import report
+from benchmarks.simulating.shared_group import SharedGroup
 from benchmarks.sizes import sized
 from plexrl.scheduler.placement.contention import Resident, predict
 from plexrl.scheduler.state.demand import DemandTrace, Segment
-from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
-from plexrl.sim import PUBLISHED, JobPlan, JobProfile, VirtualCluster, published, virtual_config
+from plexrl.traces import MODEL_CLASSES
 
 RESIDENTS = sized((2, 3, 4), quick=(2,))
 SIGMAS = sized((0.0, 0.15), quick=(0.15,))
@@ -38,8 +37,12 @@ MIXES = sized(
 )
 SEEDS = sized(tuple(range(1, 5)), quick=(1, 2))
 CYCLES = sized(200, quick=20)
-"""Of each job and seed, after the warm-up."""
+"""Counted cycles of each job and seed, after the warm-up."""
 WARM_UP = sized(20, quick=5)
+PROFILED_CYCLES = 8
+"""Cycles that one reading of the profiler spans."""
+UNBOUNDED = {"policy": "spread", "waiting_part_max": 1.0, "load_max": 8.0, "overlap_max": 1.0}
+"""Scheduler settings under which no group is too busy."""
 RELATIVE, ABSOLUTE = 0.10, 0.01
 """Bounds on the difference: of the measured part, and where that is below `RELATIVE`."""
 
@@ -69,52 +72,33 @@ class Run:
     measured: float
 
 
-def declared(profile: JobProfile) -> DemandTrace:
-    """What the profile does alone, as a user would declare it: one burst a cycle, and how much the
-    whole cycle varies."""
-    work_s = profile.log_prob_s + profile.update_s
-    busy_s = work_s + profile.sync_s + 2 * profile.controller_s
-    shared = 2.0 * profile.shared_draw * profile.rollout_sigma * profile.train_sigma
-    variance = (profile.rollout_sigma * profile.rollout_s) ** 2
-    variance += (profile.train_sigma * work_s) ** 2 + shared * profile.rollout_s * work_s
-    return DemandTrace(
-        period_s=profile.cycle_s + 3 * profile.controller_s,
-        segments=(Segment(offset_s=0.0, duration_s=busy_s),),
-        jitter_s=sqrt(variance),
-    )
-
-
 def run(task: tuple[Cell, int]) -> Run:
     """Place and run one cell's jobs."""
     cell, seed = task
-    plans = []
-    for number, name in enumerate(cell.names):
-        profile = published(name, sigma=cell.sigma, switch_s=cell.switch_s)
-        # The size from which the scheduler, before it has seen one, estimates the same switch.
-        state_bytes = round(profile.load_s * MOVE_BYTES_PER_S)
-        profile = replace(profile, state_bytes=state_bytes)
-        plans.append(
-            JobPlan(
-                name=f"job{number}",
-                profile=profile,
-                start_s=number * profile.cycle_s / len(cell.names),
-                cycles=CYCLES,
-                warm_up=WARM_UP,
-                trace=declared(profile),
-            )
-        )
-    config = virtual_config(policy="spread", waiting_part_max=1.0, load_max=8.0, overlap_max=1.0)
-    cluster = VirtualCluster(plans, seed=seed, config=config)
-    jobs = cluster.run().jobs
-    told = [cluster.explained(plan.name) for plan in plans]
-    last = max((each["placement"] for each in told), key=lambda placement: placement["at"])
-    shared_s = 2.0 * sum(each["placement"]["overlap_s"] for each in told)
-    periods_s = sum(each["profile"]["period_s"] for each in told)
+    group = SharedGroup(
+        cell.names,
+        settings=UNBOUNDED,
+        cycles=WARM_UP + CYCLES,
+        sigma=cell.sigma,
+        switch_s=cell.switch_s,
+        seed=seed,
+    )
+    readings: dict[str, list[float]] = {job: [] for job in group.jobs}
+    for cycles in range(WARM_UP, WARM_UP + CYCLES + 1, min(PROFILED_CYCLES, CYCLES)):
+        group.run(cycles)
+        for job in group.jobs:
+            waiting_part = group.explain(job)["waiting_part"]
+            if cycles > WARM_UP and waiting_part is not None:
+                readings[job].append(waiting_part)
+    explained = [group.explain(job) for job in group.jobs]
+    last = max((each["placement"] for each in explained), key=lambda placement: placement["at"])
+    shared_s = 2.0 * sum(each["placement"]["overlap_s"] for each in explained)
+    periods_s = sum(each["profile"]["period_s"] for each in explained)
     return Run(
         predicted=last["contention"],
         overlap=shared_s / periods_s,
-        profiler=fmean(fmean(job.profiled) for job in jobs),
-        measured=fmean(job.waiting_part for job in jobs),
+        profiler=fmean(fmean(each) for each in readings.values()),
+        measured=fmean(group.waiting_part(job, WARM_UP) for job in group.jobs),
     )
 
 
@@ -127,8 +111,11 @@ def holds(predicted: float, measured: float) -> tuple[bool, str]:
 
 def prediction_ms(residents: int) -> float:
     """Median milliseconds of one prediction."""
-    profile = published("7B", sigma=SIGMAS[-1], switch_s=SWITCHES_S[-1])
-    each = Resident(trace=declared(profile), load_s=profile.load_s, offload_s=profile.offload_s)
+    known = MODEL_CLASSES["7B"]
+    busy = Segment(offset_s=0.0, duration_s=known.busy_s)
+    jitter_s = SIGMAS[-1] * known.period_s
+    trace = DemandTrace(period_s=known.period_s, segments=(busy,), jitter_s=jitter_s)
+    each = Resident(trace=trace, load_s=SWITCHES_S[-1] / 2, offload_s=SWITCHES_S[-1] / 2)
     took = []
     for _ in range(31):
         began = time.perf_counter()
@@ -176,7 +163,7 @@ def rows_of(
 
 def main() -> None:
     """Measure all cells and say where the prediction holds."""
-    equal = [(name,) * residents for name in PUBLISHED for residents in RESIDENTS]
+    equal = [(name,) * residents for name in MODEL_CLASSES for residents in RESIDENTS]
     cells = [
         Cell(names=names, sigma=sigma, switch_s=switch_s)
         for names in [*equal, *MIXES]

@@ -1,33 +1,27 @@
-"""Ordering rules beside each other: what a cycle loses to the jobs that share its node group.
+"""Compares ordering rules: what a cycle loses to the jobs that share its node group.
 
     python benchmarks/ordering.py [--quick] [--json]
 
 The scheduler's own core runs on a virtual clock. Jobs have the published 7B, 30B and 235B profiles
 (`mix`: 7B, 30B, 235B and a second 7B on one group) with lognormal rollouts and batches (sigma 0.15)
-and start staggered; a seed gives every rule the same cycles. Slowdown is a cycle's time over the
-time the same cycle takes alone, less 1. All rows, rules and seeds are in one run; `±` is the
-standard error over seeds of the difference to the best other rule, and `yes?` a lead of less than
-two of them. The other rules stand as published. `hrrs` is PlexRL's rule with all that comes with
-it; the second table shows what each part brings.
+and staggered starts; one seed gives every rule the same cycles. Slowdown is the duration of a cycle
+divided by its duration alone, minus 1. One run of this command measures all rows, rules and seeds.
+`±` is the standard error over seeds of the difference to the best other rule; `yes?` marks a lead
+of less than two standard errors. The other rules are as published. `hrrs` is PlexRL's rule with all
+its parts; the second table shows what each part contributes.
 """
 
 import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from benchmarks.report import report
+from benchmarks.simulating.shared_group import SharedGroup
 from benchmarks.sizes import sized
-from plexrl.sim import (
-    PUBLISHED,
-    JobPlan,
-    Summary,
-    VirtualCluster,
-    published,
-    summarise,
-    virtual_config,
-)
+from plexrl.traces import MODEL_CLASSES
 
 SIGMA = 0.15
 MIX = ("7B", "30B", "235B", "7B")
@@ -35,7 +29,7 @@ RESIDENTS = sized((3, 4), quick=(3,))
 SWITCHES_S = sized((8.0, 2.0), quick=(8.0,))
 SEEDS = sized(tuple(range(1, 9)), quick=(1, 2))
 CYCLES = sized(300, quick=3)
-"""Of each job and seed, after the warm-up."""
+"""Counted cycles of each job and seed, after the warm-up."""
 WARM_UP = sized(5, quick=1)
 
 Row = tuple[str, int, float]
@@ -54,27 +48,41 @@ PARTS = {
     "fifo + anticipation": ("fifo-bursts", True),
     "lrs + anticipation": ("least-recently-served", True),
 }
-"""Shown beside each other in the second table: (ordering, anticipation)."""
+"""Columns of the second table: (ordering, anticipation)."""
 
 Task = tuple[Row, str, bool | None, int]
 
 
 def slowdowns(task: Task) -> list[float]:
-    """Of every cycle of one run."""
+    """Slowdowns of the counted cycles of one run."""
     (profile_name, residents, switch_s), ordering, anticipation, seed = task
     names = MIX[:residents] if profile_name == "mix" else (profile_name,) * residents
-    plans = [
-        JobPlan(
-            name=f"job{number}",
-            profile=(profile := published(name, sigma=SIGMA, switch_s=switch_s)),
-            start_s=number * profile.cycle_s / residents,
-            cycles=CYCLES,
-            warm_up=WARM_UP,
-        )
-        for number, name in enumerate(names)
+    settings = {"ordering": ordering, "anticipation": anticipation}
+    group = SharedGroup(
+        names, settings=settings, cycles=WARM_UP + CYCLES, sigma=SIGMA, switch_s=switch_s, seed=seed
+    )
+    group.run(WARM_UP + CYCLES)
+    return [
+        cycle.slowdown
+        for cycles in group.cycles.values()
+        for cycle in cycles[WARM_UP : WARM_UP + CYCLES]
     ]
-    config = virtual_config(ordering=ordering, anticipation=anticipation)
-    return VirtualCluster(plans, seed=seed, config=config).run().slowdowns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Mean and 95th percentile (nearest rank) of a run's slowdowns."""
+
+    mean: float
+    p95: float
+
+
+def summarise(slowdowns: Sequence[float]) -> Summary:
+    """The summary of these slowdowns."""
+    ordered = sorted(slowdowns)
+    return Summary(
+        mean=fmean(ordered), p95=ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    )
 
 
 def measure(rows: Sequence[Row]) -> dict[tuple[Row, str, bool | None], list[Summary]]:
@@ -95,14 +103,14 @@ def measure(rows: Sequence[Row]) -> dict[tuple[Row, str, bool | None], list[Summ
 
 
 def verdict(own: Sequence[float], others: dict[str, Sequence[float]]) -> tuple[bool, bool, str]:
-    """Whether `own` is lower on average than all others, whether that is beyond two standard
-    errors, and by how much it is lower than the best of them, in words."""
+    """Whether the mean of `own` is lower than all others, whether the lead exceeds two standard
+    errors, and a text with the lead over the best of them."""
     best = min(others, key=lambda name: fmean(others[name]))
     differences = [100 * (theirs - ours) for ours, theirs in zip(own, others[best], strict=True)]
     margin, error = fmean(differences), stdev(differences) / len(differences) ** 0.5
     is_lowest, is_clear = margin > 0, margin > 2 * error
-    word = "yes" if is_clear else "yes?" if is_lowest else "NO"
-    return is_lowest, is_clear, f"{word} {best} {margin:+.1f}±{error:.1f}"
+    answer = "yes" if is_clear else "yes?" if is_lowest else "NO"
+    return is_lowest, is_clear, f"{answer} {best} {margin:+.1f}±{error:.1f}"
 
 
 def shown(summaries: Sequence[Summary]) -> str:
@@ -115,7 +123,7 @@ def main() -> None:
     """Measure all rows and say where `hrrs` is lowest."""
     rows = [
         (name, residents, switch_s)
-        for name in (*PUBLISHED, "mix")
+        for name in (*MODEL_CLASSES, "mix")
         for residents in RESIDENTS
         for switch_s in SWITCHES_S
     ]

@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     """Tests leave jobs behind on purpose: at the end of the process nobody wants to read of it."""
-    logging.getLogger("plexrl.client.display.leaving").setLevel(logging.CRITICAL)
+    logging.getLogger("plexrl.client.calls.job_exit").setLevel(logging.CRITICAL)
 
 
 def _is_newer(source: Path, compiled: Path) -> bool:

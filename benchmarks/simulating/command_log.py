@@ -56,7 +56,7 @@ def digest(scenario: Scenario) -> tuple[int, str]:
         for command in commands:
             found.update(b"  %s\n" % cmd.CODEC.encode(command))
 
-    run.shell.watch(watch)
+    run.shell.observe(watch)
     run.start()
     while run.shell.run(10_000) == 10_000:
         pass

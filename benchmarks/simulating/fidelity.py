@@ -34,8 +34,8 @@ from plexrl.sim.fidelity.fidelity import (
     Comparison,
     Errors,
     JobError,
-    compare_law,
-    compare_replay,
+    compare_drawn,
+    compare_recorded,
     errors_of,
 )
 from plexrl.sim.fidelity.recording import Overheads, overheads, recorded_run
@@ -106,8 +106,8 @@ def found_in(
     rows = record(run.jobs, run.operations, run.ended_at)
     return Found(
         ordering=ordering,
-        replay=compare_replay(recorded, policy),
-        law=compare_law(rows, recorded, policy, SEEDS, names=names),
+        replay=compare_recorded(recorded, policy),
+        law=compare_drawn(rows, recorded, policy, SEEDS, names=names),
         machine_load=machine_load,
     )
 

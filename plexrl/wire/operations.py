@@ -7,7 +7,7 @@ entry 0 of a row is never used.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -305,7 +305,19 @@ PARAMS_BY_KIND: dict[OperationKind, type] = {
 """The parameter type of every kind that a controller can submit."""
 
 
-def encode_params(params: object) -> str:
+OperationParams = (
+    ForwardParams
+    | ForwardBackwardParams
+    | AdamParams
+    | ZeroGradParams
+    | GenerateParams
+    | CheckpointParams
+    | SyncWeightsParams
+    | BarrierParams
+)
+
+
+def params_to_json(params: OperationParams) -> str:
     """An operation's parameters as JSON text.
 
     Journal and wire carry parameters as text, because the scheduler does not read them.
@@ -313,6 +325,7 @@ def encode_params(params: object) -> str:
     return msgspec.json.encode(params).decode()
 
 
-def decode_params(kind: OperationKind, params_json: str) -> Any:
-    """The parameters that `encode_params` encoded, as an instance of `PARAMS_BY_KIND[kind]`."""
-    return msgspec.json.decode(params_json, type=PARAMS_BY_KIND[kind])
+def params_from_json(kind: OperationKind, params_json: str) -> OperationParams:
+    """The parameters of an operation of `kind`, encoded by `params_to_json`."""
+    params: OperationParams = msgspec.json.decode(params_json, type=PARAMS_BY_KIND[kind])
+    return params

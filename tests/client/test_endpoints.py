@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plexrl.client.calls.transport import AsyncTransport, Call, Endpoints, Patience, Transport
+from plexrl.client.calls.transport import AsyncTransport, Call, Endpoints, RetryTimer, Transport
 from plexrl.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -40,7 +40,7 @@ def test_urls_may_be_a_list_but_not_none() -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http:/a", "ftp://a", "http://a,b:8000"])
 def test_a_url_without_http_is_refused_before_any_request(url: str) -> None:
-    with pytest.raises(InvalidRequestError, match="begins with http:// or https://"):
+    with pytest.raises(InvalidRequestError, match="must begin with http:// or https://"):
         Endpoints(url)
 
 
@@ -52,7 +52,7 @@ def test_a_number_that_is_not_finite_is_refused_before_it_is_sent() -> None:
 
 def test_the_refused_wait_as_long_as_they_are_told_or_longer_but_not_in_step() -> None:
     error = OverloadedError("full", retry_after_s=4.0)
-    pauses = {Patience(1000.0).pause_s(error) for _ in range(20)}
+    pauses = {RetryTimer(1000.0).pause_s(error) for _ in range(20)}
     assert len(pauses) > 10
     assert all(4.0 <= pause <= 6.0 for pause in pauses)
 
@@ -60,9 +60,9 @@ def test_the_refused_wait_as_long_as_they_are_told_or_longer_but_not_in_step() -
 def test_patience_ends_with_the_callers_time_or_the_deadline() -> None:
     error = OverloadedError("full", retry_after_s=5.0)
     with pytest.raises(OverloadedError):
-        Patience(4.0).pause_s(error)
+        RetryTimer(4.0).pause_s(error)
     with pytest.raises(OverloadedError):
-        Patience(1000.0, time.monotonic() + 4.0).pause_s(error)
+        RetryTimer(1000.0, time.monotonic() + 4.0).pause_s(error)
 
 
 def test_a_deadline_is_counted_from_the_call_and_not_from_each_try() -> None:

@@ -85,7 +85,7 @@ def test_rows_that_are_no_batch_are_refused_by_all_that_take_one(
         reward.score,
     )
     for call in calls:
-        with pytest.raises(errors.BatchShapeError, match=r"make a plexrl.Batch of it"):
+        with pytest.raises(errors.BatchShapeError, match=r"give a plexrl.Batch"):
             call(wrong)
 
 
@@ -116,12 +116,12 @@ def test_a_step_with_a_number_that_cannot_be_is_refused_by_its_name(
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ("12+3=", "'12[+]3=' is no list of rows"),
-        (["12+3="], "row 0 is '12[+]3=', no list of token ids"),
-        ([3, 4], "row 0 is 3, no list of token ids"),
-        ([[3.5]], "no list of token ids"),
-        (None, "None is no list of rows"),
-        (5, "5 is no list of rows"),
+        ("12+3=", "'12[+]3=' is not a list of rows"),
+        (["12+3="], "row 0 is '12[+]3=', not a list of token ids"),
+        ([3, 4], "row 0 is 3, not a list of token ids"),
+        ([[3.5]], "not a list of token ids"),
+        (None, "None is not a list of rows"),
+        (5, "5 is not a list of rows"),
     ],
 )
 def test_prompts_that_are_no_tokens_are_refused(
@@ -164,22 +164,22 @@ def test_sampling_that_cannot_be_is_refused_by_its_name(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], 1.0), "1.0 is no list of rows"),
+        (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], 1.0), "1.0 is not a list of rows"),
         (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], [1.0]), "one number for each prompt"),
-        (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], [[1.0]]), "1 of prompt 0 is no Sample"),
+        (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], [[1.0]]), "1 of prompt 0 is not a Sample"),
         (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], [[1.0, 2]]), "2 advantages of prompt 0"),
         (lambda: UNCHECKED.from_completions(PROMPTS, ["12"]), "row 0 is '12'"),
-        (lambda: UNCHECKED.from_completions(PROMPTS, None), "completions: None is no list"),
+        (lambda: UNCHECKED.from_completions(PROMPTS, None), "completions: None is not a list"),
         (lambda: UNCHECKED.from_completions(PROMPTS, [[3]], advantages=[1.0]), r"shape \[\]"),
-        (lambda: UNCHECKED.from_completions(PROMPTS, [[3]], advantages=1.0), "no list of rows"),
-        (lambda: UNCHECKED(None), "tokens: None is no list of rows"),
+        (lambda: UNCHECKED.from_completions(PROMPTS, [[3]], advantages=1.0), "not a list of rows"),
+        (lambda: UNCHECKED(None), "tokens: None is not a list of rows"),
         (lambda: UNCHECKED([[3]], [[1]]), "give a dict of rows by name"),
-        (lambda: UNCHECKED([[3]], {"mask": ["a"]}), "mask: row 0 is 'a', which are no numbers"),
+        (lambda: UNCHECKED([[3]], {"mask": ["a"]}), "mask: row 0 is 'a', not a list of numbers"),
         (lambda: UNCHECKED([[3]], {"mask": [1]}), r"mask: row 0 has the shape \[\]"),
         (lambda: UNCHECKED([[3, 4]], {"mask": [[[1, 1]]]}), r"the shape \[1, 2\]"),
-        (lambda: UNCHECKED([[3, 4]], {"mask": [[1, [2]]]}), "which are no numbers"),
-        (lambda: UNCHECKED([[3, 4]], {"mask": [[1]]}), "row 0 has 1 values and 2 tokens"),
-        (lambda: UNCHECKED([[3]]).with_values("weights", None), "weights: None is no list of rows"),
+        (lambda: UNCHECKED([[3, 4]], {"mask": [[1, [2]]]}), "not a list of numbers"),
+        (lambda: UNCHECKED([[3, 4]], {"mask": [[1]]}), "row 0 has 1 values for 2 tokens"),
+        (lambda: UNCHECKED([[3]]).with_values("weights", None), "None is not a list of rows"),
         (lambda: UNCHECKED([[3]]).with_values(3, [[1] * 3, [1] * 2]), "are named 3: give a text"),
     ],
 )
@@ -191,13 +191,13 @@ def test_rows_of_a_wrong_type_or_shape_are_refused_by_their_name(
 
 
 def test_a_result_in_the_place_of_its_rows_is_refused_with_what_to_give(job: plexrl.Job) -> None:
-    with pytest.raises(errors.BatchShapeError, match=r"no list of rows: give its \.samples$"):
+    with pytest.raises(errors.BatchShapeError, match=r"not a list of rows: give its \.samples$"):
         UNCHECKED.from_samples(PROMPTS, plexrl.GenerateResult([], 0), [[1.0]])
-    with pytest.raises(errors.BatchShapeError, match=r"no list of rows: give its \.logprobs$"):
+    with pytest.raises(errors.BatchShapeError, match=r"not a list of rows: give its \.logprobs$"):
         UNCHECKED([[3]]).with_values("ref_logprobs", plexrl.ForwardResult([]))
     view = {"operation": "o", "state": "pending"}
     pending: Any = plexrl.Future(job._transport, view, lambda *_: None)
-    with pytest.raises(errors.BatchShapeError, match="no list of rows: wait for its result"):
+    with pytest.raises(errors.BatchShapeError, match="not a list of rows: wait for its result"):
         UNCHECKED([[3]]).with_values("ref_logprobs", pending)
 
 
@@ -313,7 +313,7 @@ def test_metrics_that_are_not_finite_come_back_as_they_were() -> None:
         (0.5, {"a": 1.0}, "the step is 0.5"),
         ("x", {"a": 1.0}, "the step is 'x'"),
         (0, [1.0], "give a dict of numbers by name"),
-        (0, {1: 1.0}, "a metric is named 1"),
+        (0, {1: 1.0}, "a metric's name is 1"),
         (0, {"a": "high"}, "metric 'a' is 'high'"),
         (0, {"a": None}, "metric 'a' is None"),
         (0, {"a": np.ones(3)}, r"metric 'a' is a ndarray .*\.mean\(\)"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.client.futures.generations import StreamReading
+from plexrl.client.futures.generations import StreamState
 from plexrl.errors import ExecutionError
 
 ROWS = {0: list(range(100, 108)), 1: list(range(200, 205))}
@@ -20,7 +20,7 @@ def told(run: int, row: int, tokens: list[int]) -> str:
     return json.dumps({"cursor": f"run{run}.1", "rows": rows})
 
 
-def given_by(reading: StreamReading, lines: list[str]) -> dict[int, list[int]]:
+def given_by(reading: StreamState, lines: list[str]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {row: [] for row in ROWS}
     for line in lines:
         for chunk in reading.take(line):
@@ -40,11 +40,11 @@ def test_a_generation_begun_anew_again_and_again_repeats_nothing(
             # A connection that breaks behind it has it told again.
             lines += [json.dumps({"restart": True})] * (1 + repeated)
         lines += [told(number, row, ROWS[row][:count]) for row, count in enumerate(reached)]
-    assert given_by(StreamReading("op", 2), lines) == ROWS
+    assert given_by(StreamState("op", 2), lines) == ROWS
 
 
 def test_other_tokens_than_before_are_an_error() -> None:
-    reading = StreamReading("op", 2)
+    reading = StreamState("op", 2)
     restart: dict[str, Any] = {"restart": True}
     assert given_by(reading, [told(0, 0, [1, 2, 3]), json.dumps(restart)])[0] == [1, 2, 3]
     assert given_by(reading, [told(1, 0, [1]), json.dumps(restart)])[0] == []

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import make_url
 
 from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions, check_argument
-from plexrl.cluster.parts import check_shared_memory, parts, router_parts, scheduler_part
+from plexrl.cluster.parts import check_shared_memory, router_parts, scheduler_part
 from plexrl.errors import InvalidRequestError
 from plexrl.process.folders.folders import Folders
 from plexrl.scheduler.dispatch import ordering
@@ -46,7 +46,7 @@ def test_a_journal_without_a_password_may_be_an_argument(journal: str) -> None:
         ({"policy": "tetris"}, "use one of isolated, pack, spread"),
         ({"ordering": "lifo"}, "use one of hrrs"),
         ({"pending_operations_max": 0}, "pending_operations_max is 0: it must be at least 1"),
-        ({"otlp_endpoint": "collector:4318"}, "is no URL"),
+        ({"otlp_endpoint": "collector:4318"}, "is not a URL"),
         ({"journal": ""}, "give a path or postgresql"),
         ({"nodes": 3, "node_types": ("a", "b")}, "2 names for 3 nodes"),
     ],
@@ -64,7 +64,7 @@ def test_the_journal_may_lie_elsewhere(tmp_path: Path, url: str) -> None:
     folders = Folders.of(tmp_path)
     folders.make()
     try:
-        scheduler = parts(options, folders, "digest", [1])[0]
+        scheduler = scheduler_part(options, folders, "digest")
     finally:
         folders.remove()
     assert scheduler.config["journal"] == url

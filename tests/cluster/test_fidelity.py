@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.simulating.live_jobs import LiveJob, LiveRun, run_live
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
-from plexrl.sim.fidelity.fidelity import compare_law, compare_replay
+from plexrl.sim.fidelity.fidelity import compare_drawn, compare_recorded
 from plexrl.sim.fidelity.recording import overheads, recorded_run
 from plexrl.traces.convert.recorder import record
 
@@ -56,7 +56,7 @@ def test_every_recorded_cycle_has_a_prediction(shared: LiveRun) -> None:
         added_s = len(job.cycles) * math.fsum(beyond[kind] for kind in job.kinds)
         kept_s = math.fsum(each for cycle in job.cycles for each in cycle.segments_s)
         assert kept_s == pytest.approx(computed_s + added_s)
-    found = compare_replay(jobs, "fifo-lock")
+    found = compare_recorded(jobs, "fifo-lock")
     assert len(found.cycles) == sum(len(job.cycles) - 3 for job in jobs)
     for cycle in found.cycles:
         # The simulator adds waiting to a cycle's own seconds, and takes nothing away.
@@ -68,7 +68,7 @@ def test_the_recorders_rows_of_a_live_run_can_be_simulated(shared: LiveRun) -> N
     jobs = recorded_run(shared.jobs, shared.operations, {job.name: beyond for job in JOBS})
     rows = record(shared.jobs, shared.operations, shared.ended_at)
     names = {view["job"]: view["name"] for view in shared.jobs}
-    found = compare_law(rows, jobs, "fifo-lock", seeds=(1,), names=names)
+    found = compare_drawn(rows, jobs, "fifo-lock", seeds=(1,), names=names)
     assert [job.job for job in found] == ["a", "b"]
     assert all(job.alone_s > 0.0 for job in found)
     assert all(0.0 < job.predicted_s < math.inf for job in found)

@@ -89,8 +89,8 @@ def test_what_a_forward_deployment_cannot_do_is_refused(job: plexrl.Job) -> None
     reward = job.reward_deployment("reward", MODEL)
     with pytest.raises(InvalidRequestError, match="load a checkpoint instead"):
         plexrl.ReferenceDeployment(reward._transport, reward.deployment).sync_weights(actor)
-    with pytest.raises(InvalidRequestError, match="no operation of a forward deployment"):
+    with pytest.raises(InvalidRequestError, match="not an operation of a forward deployment"):
         plexrl.TrainDeployment(reward._transport, reward.deployment).optim_step(learning_rate=1.0)
     scoring = plexrl.tiny_qwen2(VOCABULARY, head="reward")
-    with pytest.raises(InvalidRequestError, match="make a reward deployment of it"):
+    with pytest.raises(InvalidRequestError, match="create a reward deployment for it"):
         job.train_deployment("other", scoring)

@@ -143,5 +143,5 @@ def test_what_cannot_have_adapters_is_refused(job: plexrl.Job) -> None:
         job.train_deployment("c", MODEL, parallelism=plexrl.Parallelism(pp=2), lora=LORA)
     plain = job.rollout_deployment("plain", MODEL)
     actor = job.train_deployment("actor", MODEL, lora=LORA)
-    with pytest.raises(InvalidRequestError, match="make both with the same lora"):
+    with pytest.raises(InvalidRequestError, match="create both with the same lora"):
         plain.sync_weights(actor)

@@ -112,7 +112,7 @@ def test_checkpoints_beyond_the_quota_are_refused_until_one_is_deleted(
         job.delete_checkpoint("one")
         actor.save_checkpoint("two").result(120)
         operator.configure_tenant("many-checkpoints", checkpoints_max=10, checkpoint_bytes_max=1000)
-        with pytest.raises(QuotaExceededError, match="of 1000 bytes are the most"):
+        with pytest.raises(QuotaExceededError, match="and 1000 bytes"):
             actor.save_checkpoint("three").result(120)
         operator.configure_tenant("many-checkpoints", checkpoint_bytes_max=1 << 40)
         actor.save_checkpoint("three").result(120)

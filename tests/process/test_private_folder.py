@@ -14,7 +14,7 @@ from plexrl.process.folders.folders import TEMPORARY, Folders
 from plexrl.process.folders.private_folder import make_private_folder, remove_private_folder
 from plexrl.router.blobs.store import BlobStore
 from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.store.tier import Tier
+from plexrl.statemanager.store.tiers.tier import Tier
 
 OTHER_USER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

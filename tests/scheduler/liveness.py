@@ -9,8 +9,10 @@ what the cluster was told, without the core's own rules of turns.
 from collections.abc import Iterator
 
 from plexrl.ids import DeploymentId, OperationId
+from plexrl.scheduler.state import timers
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group, State, WpgState
+from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationState
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -85,13 +87,13 @@ class _Look:
                 key = (deployment.deployment, deployment.incarnation)
                 return (
                     key in self._launches
-                    or f"launch:{deployment.deployment}" in self._timers
+                    or timers.launch(deployment.deployment) in self._timers
                     or self._misses_a_node(deployment)
                 )
             case WpgState.MIGRATING:
                 return (
                     deployment.deployment in self._migrations
-                    or f"migration:{deployment.deployment}" in self._timers
+                    or timers.migration(deployment.deployment) in self._timers
                     or self._misses_a_node(deployment)
                 )
             case WpgState.READY:
@@ -141,7 +143,7 @@ class _Look:
 
     def _group_goes_on(self, group: Group, deployment: Deployment) -> bool:
         """Whether a member's report, or a timer, has the group looked at."""
-        if f"group:{group.group}" in self._timers:
+        if timers.group_step(group.group) in self._timers:
             return True
         members = [self._state.deployments[name] for name in group.members]
         if any(self._is_busy(member) for member in members):

@@ -462,7 +462,7 @@ def test_a_backlog_beyond_its_quota_is_looked_at_in_kinds_to_say_whether_gpus_ar
     context = cluster.core._context
     assert len(context.waiting) == 29
     # Of all these the first two are looked at.
-    assert [len(tenants) for tenants in context.waiting.askers.values()] == [1]
+    assert [len(tenants) for tenants in context.waiting.pending_by_tenant.values()] == [1]
     # Nobody of them may have the two GPUs that are left, or those that have none.
     placed, waits = (context.deployment(DeploymentId(f"j{n}/actor")) for n in (0, 29))
     assert not is_scarce(context, placed)

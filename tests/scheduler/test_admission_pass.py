@@ -9,8 +9,8 @@ from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.admission import admission_pass
 from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.feasibility import gang_of
-from plexrl.scheduler.admission.order import Turn, is_unpassable, turn_of
-from plexrl.scheduler.admission.queues.gangs import place_all, ways_left, why_not_yet
+from plexrl.scheduler.admission.order import AdmissionKey, admission_key, blocks_others
+from plexrl.scheduler.admission.queues.gangs import allowed_modes, place_all, why_not_yet
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.demand import DemandTrace, Segment
@@ -32,9 +32,9 @@ def by_walking(context: Context, now: float) -> list[DeploymentId]:
     ahead: set[tuple[str, int]] = set()
     left = {name: context.deployment(name) for name in context.waiting}
 
-    def turn(each: Deployment) -> Turn:
+    def turn(each: Deployment) -> AdmissionKey:
         share = tenant_share(context, context.job(each.job).tenant, now)
-        return turn_of(context, each, share, now)
+        return admission_key(context, each, share, now)
 
     while left:
         deployment = min(left.values(), key=turn)
@@ -43,15 +43,15 @@ def by_walking(context: Context, now: float) -> list[DeploymentId]:
             left.pop(each.deployment, None)
         if why_not_yet(context, deployment) is not None:
             continue
-        only = ways_left(context, gang, ahead, now)
+        only = allowed_modes(context, gang, ahead, now)
         if place_all(context, gang, only, now):
             placed += [each.deployment for each in gang]
-        elif is_unpassable(context, deployment, now):
+        elif blocks_others(context, deployment, now):
             ahead.update((each.node_type, each.workers) for each in gang)
     return placed
 
 
-wishes = st.lists(
+requests = st.lists(
     st.tuples(
         st.sampled_from(("t", "t", "u", "v")),
         st.integers(1, GPUS),
@@ -71,7 +71,7 @@ wishes = st.lists(
 @settings(max_examples=50, deadline=None)
 @given(
     st.sampled_from(POLICIES),
-    wishes,
+    requests,
     st.lists(st.integers(0, 99), min_size=1, max_size=6),
     st.booleans(),
 )
@@ -217,9 +217,9 @@ def test_jobs_of_any_expected_lengths_stand_in_few_queues() -> None:
     for number in range(200):
         cluster.job(f"j{number}", expected_s=1.5**number % 1e9)
         cluster.deploy(f"j{number}/a", workers=1)
-    (owners,) = cluster.core._context.waiting.files.values()
-    (files,) = owners.values()
-    assert len(files) <= 19
+    (owners,) = cluster.core._context.waiting.heads.values()
+    (indexes,) = owners.values()
+    assert len(indexes) <= 19
 
 
 def test_a_pass_opens_no_queues_of_tenants_whose_turn_does_not_come() -> None:
@@ -234,4 +234,4 @@ def test_a_pass_opens_no_queues_of_tenants_whose_turn_does_not_come() -> None:
     )
     looks = admission_pass.AdmissionPass(context, cluster.now, None)
     assert len(looks.run()) == 1
-    assert len(looks._bundles) >= 90
+    assert len(looks._unreached) >= 90

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from plexrl.scheduler.placement.co_execution import Turn, round_s, stretch
+from plexrl.scheduler.placement.co_execution import RoundShare, round_s, total_stretch
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.demand import DemandTrace, Segment
 from tests.scheduler.fake_cluster import FakeCluster
@@ -138,9 +138,9 @@ def test_who_waits_is_told_that_no_round_takes_it() -> None:
 def test_a_round_is_as_long_as_the_longest_cycle_or_there_is_none(
     turns: list[tuple[float, float]], wanted: float | None
 ) -> None:
-    made = [Turn(cycle_s=cycle_s, turn_s=turn_s) for cycle_s, turn_s in turns]
+    made = [RoundShare(cycle_s=cycle_s, busy_s=busy_s) for cycle_s, busy_s in turns]
     assert round_s(made) == wanted
-    assert stretch(made, 150.0) == 1.0
+    assert total_stretch(made, 150.0) == 1.0
 
 
 demands = st.builds(

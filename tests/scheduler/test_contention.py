@@ -7,19 +7,11 @@ from random import Random
 
 import pytest
 
-from plexrl.scheduler.dispatch import group_step as groups
-from plexrl.scheduler.dispatch import next_use
-from plexrl.scheduler.placement import contention
-from plexrl.scheduler.placement.contention import Contention, Resident, TurnRule, predict
+from plexrl.scheduler.placement.contention import Contention, ContentionConfig, Resident, predict
 from plexrl.scheduler.state.demand import DemandTrace, Segment
 
 SHARED_DRAW = 0.5
-SLACK_RULE = TurnRule(guards_slack=True)
-
-
-def test_a_prediction_goes_by_the_numbers_that_turns_are_taken_by() -> None:
-    assert contention.OVERDUE == groups.OVERDUE
-    assert contention.LATE_PART == next_use.OVERDUE_PART
+SLACK_RULE = ContentionConfig(guards_slack=True)
 
 
 def resident(
@@ -53,7 +45,7 @@ def test_two_harmonic_residents_that_fit_wait_for_nothing() -> None:
 
 
 def test_without_anticipation_every_cycle_waits_for_its_switch() -> None:
-    found = predict([resident()] * 2, TurnRule(anticipates=False))
+    found = predict([resident()] * 2, ContentionConfig(anticipates=False))
     assert found.group == pytest.approx(4.0 / 104.0)
 
 
@@ -156,31 +148,36 @@ def test_a_guest_that_starves_is_kept_out_no_more() -> None:
         resident(busy_s=60.0, period_s=120.0)
     ]
     for rule in (
-        TurnRule(guards_slack=True, starvation_ratio=1.0),
-        TurnRule(guards_slack=True, starvation_bound_s=0.0),
+        ContentionConfig(guards_slack=True, starvation_ratio=1.0),
+        ContentionConfig(guards_slack=True, starvation_bound_s=0.0),
     ):
         assert predict(residents, rule) == predict(residents)
 
 
 CASES = [
-    ([resident(jitter_s=15.0)] * 2, TurnRule()),
-    ([resident(jitter_s=15.0)] * 3, TurnRule(anticipates=False)),
-    ([resident(jitter_s=15.0)] * 4, TurnRule()),
-    ([resident(jitter_s=15.0, busy_s=30.0)] * 4, TurnRule()),
-    ([resident(jitter_s=10.0), resident(busy_s=25.0, period_s=140.0, jitter_s=20.0)], TurnRule()),
+    ([resident(jitter_s=15.0)] * 2, ContentionConfig()),
+    ([resident(jitter_s=15.0)] * 3, ContentionConfig(anticipates=False)),
+    ([resident(jitter_s=15.0)] * 4, ContentionConfig()),
+    ([resident(jitter_s=15.0, busy_s=30.0)] * 4, ContentionConfig()),
+    (
+        [resident(jitter_s=10.0), resident(busy_s=25.0, period_s=140.0, jitter_s=20.0)],
+        ContentionConfig(),
+    ),
     (
         [
             resident(jitter_s=15.0),
             resident(busy_s=30.0, period_s=150.0, jitter_s=20.0, switch_s=10.0),
             resident(busy_s=20.0, period_s=210.0, jitter_s=10.0),
         ],
-        TurnRule(),
+        ContentionConfig(),
     ),
 ]
 
 
 @pytest.mark.parametrize(("residents", "rule"), CASES)
-def test_it_is_what_a_slow_simulation_finds(residents: list[Resident], rule: TurnRule) -> None:
+def test_it_is_what_a_slow_simulation_finds(
+    residents: list[Resident], rule: ContentionConfig
+) -> None:
     found, expected = predict(residents, rule).group, slow_simulation(residents, rule)
     assert found == pytest.approx(expected, rel=0.10, abs=0.01)
 
@@ -207,7 +204,9 @@ class SlowMember:
         return sum(w * p for w, p in newest_first) / sum(weights)
 
 
-def slow_simulation(residents: list[Resident], rule: TurnRule, until_s: float = 60_000.0) -> float:
+def slow_simulation(
+    residents: list[Resident], rule: ContentionConfig, until_s: float = 60_000.0
+) -> float:
     random = Random(7)
     members = []
     for number, each in enumerate(residents):

@@ -1,7 +1,7 @@
 """Members without time of their own keep out of the critical segments of those that have."""
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.capacity.overlaps import lay_anew, overlap_s, owns_time
+from plexrl.scheduler.capacity.overlaps import has_exclusive_slots, overlap_s, update_reservation
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.demand import DemandTrace, Segment
 from plexrl.scheduler.state.records import Deployment, Reservation
@@ -21,11 +21,11 @@ def plan(cluster: FakeCluster, job: str, shift: float, busy_s: float = 20.0) -> 
     one.trace = DemandTrace(
         period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=busy_s),), cycles=3
     )
-    lay_anew(cluster.core._context, one, shift)
+    update_reservation(cluster.core._context, one, shift)
 
 
 def owners(cluster: FakeCluster) -> str:
-    return "".join(job for job in "abc" if owns_time(member(cluster, job)))
+    return "".join(job for job in "abc" if has_exclusive_slots(member(cluster, job)))
 
 
 def guarded_cluster() -> FakeCluster:
@@ -117,4 +117,4 @@ def test_what_waits_through_a_move_is_counted_as_waiting() -> None:
     while member(cluster, "a").moves == 0:
         cluster.execute(cluster.runs[0])
     assert member(cluster, "a").queue
-    assert member(cluster, "a").wants_since == cluster.now
+    assert member(cluster, "a").burst.wants_since == cluster.now

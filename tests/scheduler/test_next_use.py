@@ -5,6 +5,7 @@ import pytest
 from plexrl.scheduler.dispatch.next_use import next_use_s
 from plexrl.scheduler.state import commands as cmd
 from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.deployment.burst import Burst
 from plexrl.scheduler.state.estimates import Estimates
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
@@ -35,15 +36,15 @@ def thinks(seconds: float) -> Estimates:
     ("fields", "expected"),
     [
         ({}, None),
-        ({"burst_ended_at": 90.0}, None),
+        ({"burst": Burst(ended_at=90.0)}, None),
         ({"estimates": thinks(30.0)}, None),
-        ({"estimates": thinks(30.0), "burst_ended_at": 90.0}, 20.0),
-        ({"estimates": thinks(8.0), "burst_ended_at": 90.0}, 0.0),
-        ({"estimates": thinks(1.0), "burst_ended_at": 90.0}, None),
-        ({"trace": TRACE, "burst_ended_at": 90.0}, 70.0),
-        ({"trace": TRACE, "estimates": thinks(30.0), "burst_ended_at": 90.0}, 20.0),
-        ({"estimates": thinks(30.0), "burst_started_at": 80.0, "idle_since": 95.0}, 25.0),
-        ({"estimates": thinks(30.0), "burst_ended_at": 90.0, "queue": ["o"]}, 0.0),
+        ({"estimates": thinks(30.0), "burst": Burst(ended_at=90.0)}, 20.0),
+        ({"estimates": thinks(8.0), "burst": Burst(ended_at=90.0)}, 0.0),
+        ({"estimates": thinks(1.0), "burst": Burst(ended_at=90.0)}, None),
+        ({"trace": TRACE, "burst": Burst(ended_at=90.0)}, 70.0),
+        ({"trace": TRACE, "estimates": thinks(30.0), "burst": Burst(ended_at=90.0)}, 20.0),
+        ({"estimates": thinks(30.0), "burst": Burst(started_at=80.0, idle_since=95.0)}, 25.0),
+        ({"estimates": thinks(30.0), "burst": Burst(ended_at=90.0), "queue": ["o"]}, 0.0),
     ],
 )
 def test_a_state_is_needed_its_usual_pause_after_the_last_burst(

@@ -37,7 +37,7 @@ def live(
     """One cycle: each run is (kind, seconds waited for the group, seconds on it)."""
     now += rollout_s
     for kind, waited_s, seconds in runs:
-        one.wants_since = now
+        one.burst.want(now)
         now += waited_s
         profiler.next_began(one, now)
         profiler.run_began(one, now)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.admission.queues.queue_counts import Place, QueueCounts
+from plexrl.scheduler.admission.queues.queue_counts import Position, QueueCounts
 
 TYPES = ("", "h", "a")
 WAITING = st.lists(
@@ -20,7 +20,10 @@ def test_a_standing_is_what_a_scan_of_everybody_counts(
 ) -> None:
     counts = QueueCounts()
     everybody = {
-        DeploymentId(f"j{index}/actor"): (node_type, Place(-priority, float(at), f"j{index}/actor"))
+        DeploymentId(f"j{index}/actor"): (
+            node_type,
+            Position(-priority, float(at), f"j{index}/actor"),
+        )
         for index, (node_type, priority, at, _) in enumerate(waiting)
     }
     for node_type, place in everybody.values():

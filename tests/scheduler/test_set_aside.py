@@ -18,6 +18,7 @@ from plexrl.scheduler.journal.recovery import Restored, restore
 from plexrl.scheduler.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.shell import Clock, Shell
 from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.records import UsageRow
 from plexrl.wire.operations import OperationKind, OperationState
 from tests.scheduler.fake_cluster import FakeCluster
@@ -72,7 +73,7 @@ def with_an_unknown_operation(core: SchedulerCore) -> None:
     for name, each in context.state.deployments.items():
         if name == "b/actor":
             each.queue.append(OperationId("nobody's"))
-            context.timers.insert(0, (1.0, f"group:{each.group}"))
+            context.timers.insert(0, (1.0, timers.group_step(each.group)))
 
 
 def with_a_misplaced_operation(core: SchedulerCore) -> None:
@@ -80,7 +81,7 @@ def with_a_misplaced_operation(core: SchedulerCore) -> None:
     context = core._context
     operation = context.state.operations[OperationId("o")]
     operation.state, operation.deadline_at = OperationState.PENDING, 1.0
-    context.timers.insert(0, (1.0, "deadline:o"))
+    context.timers.insert(0, (1.0, timers.deadline(OperationId("o"))))
 
 
 def with_a_damaged_log(core: SchedulerCore) -> None:

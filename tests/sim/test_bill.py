@@ -201,7 +201,7 @@ def test_reserved_nodes_are_paid_though_the_cluster_is_smaller() -> None:
         ({"horizon_s": 0.0}, "above 0 and at most 36,500 days, not 0"),
         ({"horizon_s": float("nan")}, "not nan"),
         ({"horizon_s": 40_000 * DAY_S}, "not 40000"),
-        ({"reserved_nodes": 1}, "1 reserved node and no price of the others"),
+        ({"reserved_nodes": 1}, "1 reserved node without a price of the others"),
     ],
 )
 def test_prices_that_cannot_be_are_refused(prices: dict[str, float], said: str) -> None:

@@ -151,7 +151,7 @@ def test_prices_and_break_even_are_said_in_words() -> None:
     assert dict(price_lines(both)) == {
         "prices of a GPU-hour": "2.5 of reserved nodes, 5 of nodes on demand, 2.5 of rollouts",
         "horizon": "30.0 days",
-        "break-even": "a node pays reserved if it is held for more than 50.0 % of the paid time",
+        "break-even": "reserving a node pays if it is held for more than 50.0 % of the paid time",
     }
     dear = billed_of(Prices(reserved=3.0, on_demand=3.0)).scenario
     assert "no node pays reserved" in dict(price_lines(dear))["break-even"]

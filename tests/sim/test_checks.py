@@ -14,7 +14,7 @@ from plexrl.errors import InvariantError
 from plexrl.ids import NodeId, OperationId
 from plexrl.scheduler.state import commands as cmd
 from plexrl.scheduler.state import events as ev
-from plexrl.sim.checks.checks import Checker
+from plexrl.sim.checks.checker import Checker
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.engine.trace_run import TraceRun
 from plexrl.sim.workload.policies import SIM_POLICIES
@@ -67,7 +67,9 @@ def recorded() -> tuple[Entry, ...]:
     """A run in which a worker is lost in the midst of an operation."""
     run = TraceRun(SHARED)
     history: History = []
-    run.shell.watch(lambda event, commands, now: history.append(Entry(event, tuple(commands), now)))
+    run.shell.observe(
+        lambda event, commands, now: history.append(Entry(event, tuple(commands), now))
+    )
     run.start()
     run.shell.at(1000.0, lambda _: run.lose_worker(_running(history), 3))
     while run.shell.run(1000) == 1000:
@@ -96,7 +98,7 @@ def commands_of(entry: Entry, kind: type[cmd.Command]) -> list[Any]:
 def check(history: History) -> Checker:
     checker = Checker(SHARED)
     for entry in history:
-        checker.watch(entry.event, entry.commands, entry.now)
+        checker.observe(entry.event, entry.commands, entry.now)
     checker.finish(history[-1].now)
     return checker
 
@@ -360,7 +362,7 @@ def test_a_broken_law_is_caught(law: str, mutate: Callable[[History], None]) -> 
 def test_an_answer_of_another_time_is_caught() -> None:
     checker = Checker(SHARED)
     checker.event(ev.TimerFired(), 1.0)
-    with pytest.raises(InvariantError, match="the answer to TimerFired comes at"):
+    with pytest.raises(InvariantError, match="the commands for TimerFired come at"):
         checker.commands(ev.TimerFired(), (), 2.0)
 
 
@@ -371,7 +373,7 @@ def test_what_ran_is_what_was_drawn() -> None:
     assert isinstance(finished, ev.JobFinished)
     checker = Checker(SHARED)
     for entry in history[:end]:
-        checker.watch(entry.event, entry.commands, entry.now)
+        checker.observe(entry.event, entry.commands, entry.now)
     checker.drawn(finished.job, 1.0)
     with pytest.raises(InvariantError, match=r"its cycles were drawn with 1\.0 s"):
         checker.event(finished, history[end].now)
@@ -382,12 +384,12 @@ def test_a_job_is_given_up_for_a_reason() -> None:
     checker = Checker(SHARED)
     at = first_event(history, ev.DeploymentCreated)
     for entry in history[: at + 1]:
-        checker.watch(entry.event, entry.commands, entry.now)
+        checker.observe(entry.event, entry.commands, entry.now)
     created = history[at].event
     assert isinstance(created, ev.DeploymentCreated)
     with pytest.raises(InvariantError, match="none of its workers was lost"):
-        checker.given_up(created.job)
-    checker.given_up("unknown")
+        checker.job_failed(created.job)
+    checker.job_failed("unknown")
 
 
 def test_a_core_whose_own_laws_are_broken_is_caught() -> None:

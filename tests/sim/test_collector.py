@@ -31,7 +31,7 @@ def job(name: str, *, tenant: str = "ann", rollout_gpus: int = 0) -> TraceJob:
 
 
 def finish(collector: Collector, now: float) -> SimResult:
-    return collector.result(now, events=10, switches=2, failures=0, speed=SPEED)
+    return collector.result(now, events=10, switches=2, speed=SPEED)
 
 
 def test_the_peak_of_rollout_gpus_is_of_jobs_that_run_at_one_time() -> None:
@@ -41,10 +41,10 @@ def test_the_peak_of_rollout_gpus_is_of_jobs_that_run_at_one_time() -> None:
     collector.job_placed("a", 0.0)
     collector.job_placed("b", 10.0)
     collector.job_placed("b", 20.0)
-    collector.job_ended("a", 100.0, 1, "completed", 100.0)
+    collector.job_ended("a", 100.0, "completed", 100.0)
     collector.job_placed("c", 100.0)
-    collector.job_ended("b", 200.0, 1, "failed", 0.0)
-    collector.job_ended("c", 200.0, 1, "completed", 100.0)
+    collector.job_ended("b", 200.0, "failed", 0.0)
+    collector.job_ended("c", 200.0, "completed", 100.0)
     assert finish(collector, 200.0).rollout_gpus_peak == 6
 
 
@@ -57,13 +57,13 @@ def test_the_measures_of_two_jobs_that_share_a_group() -> None:
     collector.job_placed("b", 200.0)
     collector.ran("g", "a", 8, "load", 0.0, 10.0)
     collector.ran("g", "a", 8, "run", 10.0, 110.0)
-    collector.cycle_ended("a", 110.0, 110.0, 100.0)
+    collector.cycle_ended("a", 110.0, 100.0)
     collector.ran("g", "a", 8, "offload", 110.0, 130.0)
     collector.ran("g", "b", 8, "load", 130.0, 150.0)
-    collector.job_ended("a", 400.0, 1, "completed", 200.0)
+    collector.job_ended("a", 400.0, "completed", 200.0)
     collector.ran("g", "b", 8, "run", 150.0, 350.0)
-    collector.cycle_ended("b", 350.0, 150.0, 150.0)
-    collector.job_ended("b", 500.0, 1, "completed", 100.0)
+    collector.cycle_ended("b", 150.0, 150.0)
+    collector.job_ended("b", 500.0, "completed", 100.0)
     collector.group_gone("g", 8, 500.0)
     found = finish(collector, 500.0)
     assert (found.jobs, found.failed_jobs, found.cycles) == (2, 0, 2)
@@ -96,7 +96,7 @@ def test_the_measures_of_two_jobs_that_share_a_group() -> None:
 def test_a_job_that_the_core_gave_up_is_counted_and_not_measured() -> None:
     collector = Collector(scenario())
     collector.job_submitted(job("a"), 0.0)
-    collector.job_ended("a", 50.0, 0, "failed", 0.0)
+    collector.job_ended("a", 50.0, "failed", 0.0)
     found = finish(collector, 50.0)
     assert (found.jobs, found.failed_jobs, found.wait.count) == (1, 1, 0)
     assert found.bounds.bound_s == 0.0
@@ -113,7 +113,7 @@ def test_where_nodes_differ_the_bounds_are_of_the_fastest() -> None:
         collector.job_submitted(replace(job(name), node_type=node_type), 0.0)
         collector.job_placed(name, 0.0)
         collector.ran("g", name, 8, "run", 0.0, 100.0)
-        collector.job_ended(name, 100.0, 1, "completed", 60.0 if name == "b" else 100.0)
+        collector.job_ended(name, 100.0, "completed", 60.0 if name == "b" else 100.0)
     bounds = finish(collector, 100.0).bounds
     # a could have done with half of everything, on the other type; b could not.
     assert bounds.critical_path_s == 60.0
@@ -125,7 +125,7 @@ def test_only_the_first_placement_ends_the_wait() -> None:
     collector.job_submitted(job("a"), 0.0)
     collector.job_placed("a", 30.0)
     collector.job_placed("a", 90.0)
-    collector.job_ended("a", 130.0, 1, "completed", 100.0)
+    collector.job_ended("a", 130.0, "completed", 100.0)
     found = finish(collector, 130.0)
     assert found.wait.highest == 30.0
     assert found.job_slowdown.highest == pytest.approx(0.0, abs=1e-9)
@@ -163,8 +163,8 @@ def test_what_is_kept_does_not_grow_with_the_jobs() -> None:
         collector.job_placed(name, now + 1.0)
         collector.group_made(f"g{number}", 8, now)
         collector.ran(f"g{number}", name, 8, "run", now + 1.0, now + 9.0)
-        collector.cycle_ended(name, now + 9.0, 9.0, 8.0)
-        collector.job_ended(name, now + 9.0, 1, "completed", 8.0)
+        collector.cycle_ended(name, 9.0, 8.0)
+        collector.job_ended(name, now + 9.0, "completed", 8.0)
         collector.group_gone(f"g{number}", 8, now + 9.0)
         now += 10.0
     assert not collector._jobs

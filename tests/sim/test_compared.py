@@ -112,13 +112,13 @@ def test_unlike_things_are_compared_with_a_warning(results: dict[str, Path]) -> 
     b["version"] = "0.0.1"
     b["failed"] = [{"error": {}}]
     jobs, version, failed = compared(a, b).warnings
-    assert "the jobs are not the same (jobs 6 and 7)" in jobs
+    assert "the jobs differ (jobs 6 and 7)" in jobs
     assert "0.0.1" in version
-    assert "1 runs of B have failed" in failed
+    assert "1 runs of B failed" in failed
     c = copy.deepcopy(a)
     c["runs"][0]["result"]["cost"] += 1.0
     [told] = compared(a, c).warnings
-    assert "the question is the same and the figures are not" in told
+    assert "the settings are equal but the figures differ" in told
 
 
 def test_results_without_a_figure_or_a_version_can_be_compared(results: dict[str, Path]) -> None:
@@ -129,7 +129,7 @@ def test_results_without_a_figure_or_a_version_can_be_compared(results: dict[str
     fairness = next(each for each in found.pairs[1].figures if each.name == "fairness")
     assert fairness.b is None
     assert fairness.difference is None
-    assert any("not said" in each for each in found.warnings)
+    assert any("unknown" in each for each in found.warnings)
 
 
 def test_every_option_stands_for_a_part_of_a_scenario_that_there_is() -> None:

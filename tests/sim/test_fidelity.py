@@ -14,16 +14,16 @@ from plexrl.scheduler.state import commands as cmd
 from plexrl.scheduler.state import events as ev
 from plexrl.sim.engine.trace_run import TraceRun
 from plexrl.sim.fidelity.fidelity import (
-    RecordedLaw,
+    RecordedCycles,
     compare,
-    compare_law,
-    compare_replay,
+    compare_drawn,
+    compare_recorded,
     errors_of,
-    fitted,
-    replay,
+    fit_linear,
+    predict_recorded,
 )
 from plexrl.sim.fidelity.recording import RecordedCycle, RecordedJob, overheads, recorded_run
-from plexrl.sim.workload.cycles import CycleLaw
+from plexrl.sim.workload.cycles import CycleDistribution
 from plexrl.sim.workload.scenario import Behaviour, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
 from plexrl.traces.convert.recorder import record
@@ -60,9 +60,9 @@ class Log:
         self.rows: list[dict[str, Any]] = []
         self.submitted: dict[str, tuple[float, int]] = {}
         self.runs: dict[str, tuple[cmd.RunOperation, float]] = {}
-        run.shell.watch(self.watch)
+        run.shell.observe(self.observe)
 
-    def watch(self, event: ev.Event, commands: Sequence[cmd.Command], now: float) -> None:
+    def observe(self, event: ev.Event, commands: Sequence[cmd.Command], now: float) -> None:
         if isinstance(event, ev.OperationSubmitted):
             self.submitted[event.operation] = now, event.tokens
         if isinstance(event, ev.OperationFinished):
@@ -145,7 +145,7 @@ def test_a_recorded_simulation_predicts_itself(policy: str, seed: int) -> None:
     views, rows = simulated(jobs, seed=seed, policy=policy)
     recorded = recorded_run(views, rows, none_added(jobs))
     assert [len(job.cycles) for job in recorded] == [20, 15, 20]
-    found = compare_replay(recorded, policy)
+    found = compare_recorded(recorded, policy)
     assert max(cycle.error for cycle in found.cycles) < 1e-6
     assert found.errors.p95 < 1e-6
     assert found.alone_errors.mean > 0.05, "nobody has waited: this shows nothing"
@@ -155,9 +155,9 @@ def test_a_recorded_cycle_is_what_was_drawn() -> None:
     jobs = [some_job("a", rollout_s=1.0), some_job("b", rollout_s=1.1)]
     views, rows = simulated(jobs, seed=4)
     for job, known in zip(recorded_run(views, rows, none_added(jobs)), jobs, strict=True):
-        law = CycleLaw(known, Behaviour(), 4)
+        source = CycleDistribution(known, Behaviour(), 4)
         for number, cycle in enumerate(job.cycles):
-            drawn = law.draw(number)
+            drawn = source.draw(number)
             assert cycle.segments_s == pytest.approx(drawn.segments_s)
             assert cycle.gaps_s == pytest.approx(drawn.gaps_s)
             assert cycle.tokens == drawn.tokens
@@ -177,7 +177,7 @@ def test_a_wrong_input_is_an_error_of_its_size() -> None:
             for cycle in recorded.cycles
         ),
     )
-    found = compare_replay([longer], "pack")
+    found = compare_recorded([longer], "pack")
     for cycle, known in zip(found.cycles, recorded.cycles[3:], strict=True):
         assert cycle.measured_s == known.took_s
         assert cycle.error == pytest.approx(0.1 * sum(known.segments_s) / known.took_s)
@@ -199,7 +199,7 @@ def test_what_the_control_plane_adds_is_taken_from_a_run_alone() -> None:
 
 def test_what_was_never_run_alone_is_named() -> None:
     log = [row("forward", 1.0, 3.0, 4.0, 0.5), row("publish", 4.5, 4.5, 5.5, 0.75)]
-    with pytest.raises(InvalidRequestError, match="adds to publish"):
+    with pytest.raises(InvalidRequestError, match="overhead of publish"):
         recorded_run([view("a")], log, {"a": {"forward": 0.1}})
 
 
@@ -217,7 +217,7 @@ def test_unequal_cycles_are_refused() -> None:
 
 
 def test_predictions_of_other_cycles_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="not predictions of the measured cycles"):
+    with pytest.raises(InvalidRequestError, match="predictions are not of the measured cycles"):
         compare({"a": [1.0, 2.0]}, {"a": [1.0]}, {"a": [1.0, 2.0]}, warm_up=0)
     with pytest.raises(InvalidRequestError, match="warm-up"):
         compare({"a": [1.0]}, {"a": [1.0]}, {"a": [1.0]}, warm_up=1)
@@ -253,10 +253,10 @@ def recorded_jobs(draw: st.DrawFn) -> RecordedJob:
 
 @given(recorded_jobs())
 def test_a_replayed_cycle_keeps_its_seconds(job: RecordedJob) -> None:
-    law = RecordedLaw(job)
+    source = RecordedCycles(job)
     for number, cycle in enumerate(job.cycles):
-        drawn = law.draw(number)
-        assert len(law.functions) == len(drawn.segments_s) == len(drawn.gaps_s) + 1
+        drawn = source.draw(number)
+        assert len(source.functions) == len(drawn.segments_s) == len(drawn.gaps_s) + 1
         assert math.isclose(drawn.busy_s, math.fsum(cycle.segments_s), abs_tol=1e-9)
         whole_s = drawn.rollout_s + drawn.busy_s + math.fsum(drawn.gaps_s)
         assert math.isclose(whole_s, cycle.alone_s, abs_tol=1e-9)
@@ -264,7 +264,7 @@ def test_a_replayed_cycle_keeps_its_seconds(job: RecordedJob) -> None:
 
 @given(st.lists(st.tuples(st.floats(0.0, 1e12), SECONDS), min_size=1, max_size=5))
 def test_moves_get_a_law_of_their_sizes(points: list[tuple[float, float]]) -> None:
-    line = fitted(points)
+    line = fit_linear(points)
     assert line.fixed_s >= 0.0
     assert line.byte_s >= 0.0
     said_s = math.fsum(line.seconds(size) for size, _ in points)
@@ -272,7 +272,7 @@ def test_moves_get_a_law_of_their_sizes(points: list[tuple[float, float]]) -> No
 
 
 def test_a_law_of_moves_is_found_again() -> None:
-    line = fitted([(size, 0.5 + size / 4.0) for size in (1.0, 2.0, 7.0)])
+    line = fit_linear([(size, 0.5 + size / 4.0) for size in (1.0, 2.0, 7.0)])
     assert (line.fixed_s, line.byte_s) == pytest.approx((0.5, 0.25))
 
 
@@ -283,7 +283,7 @@ def test_a_job_alone_is_predicted_by_its_law(seed: int) -> None:
     views, rows = simulated(jobs, seed=seed)
     recorded = recorded_run(views, rows, none_added(jobs))
     told = record(views, rows, now=1e9)
-    (found,) = compare_law(told, recorded, "pack", seeds=(seed,), names={"a": "a"})
+    (found,) = compare_drawn(told, recorded, "pack", seeds=(seed,), names={"a": "a"})
     assert found.error == pytest.approx(0.0, abs=1e-3)
     assert found.measured_s == pytest.approx(found.alone_s, rel=1e-3)
 
@@ -294,7 +294,7 @@ def test_sharers_are_predicted_by_their_laws() -> None:
     recorded = recorded_run(views, rows, none_added(jobs))
     told = record(views, rows, now=1e9)
     same = {name: name for name in "abc"}
-    found = compare_law(told, recorded, "pack", seeds=(1, 2, 3), names=same)
+    found = compare_drawn(told, recorded, "pack", seeds=(1, 2, 3), names=same)
     assert all(abs(job.error) < 0.1 for job in found), found
     assert all(job.measured_s > 1.05 * job.alone_s for job in found), "nobody has waited"
 
@@ -304,7 +304,7 @@ def test_jobs_of_different_sizes_share_no_group() -> None:
     views, rows = simulated(jobs)
     one, two = recorded_run(views, rows, none_added(jobs))
     with pytest.raises(InvalidRequestError, match="shared one group"):
-        replay([one, replace(two, gpus=2)], "pack")
+        predict_recorded([one, replace(two, gpus=2)], "pack")
 
 
 def test_errors_are_those_of_a_known_set() -> None:

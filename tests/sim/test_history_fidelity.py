@@ -53,13 +53,13 @@ def test_a_history_predicts_itself_whatever_else_is_recorded(tmp_path: Path) -> 
     found = fidelity_of(read_history(path), "pack", seeds=(1,), warm_up=3)
     (group,) = found.groups
     assert group.group == "g1"
-    assert len(group.replay.cycles) == 2 * 17
-    assert group.replay.errors.p95 < 1e-6
-    assert group.replay.alone_errors.mean > 0.01, "nobody has waited: this shows nothing"
-    assert {job.job for job in group.law} == {"a", "b"}
+    assert len(group.recorded.cycles) == 2 * 17
+    assert group.recorded.errors.p95 < 1e-6
+    assert group.recorded.alone_errors.mean > 0.01, "nobody has waited: this shows nothing"
+    assert {job.job for job in group.drawn} == {"a", "b"}
     reasons = {each.job: each.reason for each in found.left_out}
     assert "2 training deployments" in reasons["two"]
-    assert "nothing that is remembered" in reasons["idle"]
+    assert "the log has no operations" in reasons["idle"]
     assert "of its 1 whole cycles" in reasons["brief"]
     assert "groups g2, g3" in reasons["moved"]
 
@@ -76,7 +76,7 @@ def test_what_the_control_plane_adds_comes_from_a_run_alone_where_there_is_one()
     )
     plain = fidelity_of(history, "pack", seeds=(1,), warm_up=3)
     told = fidelity_of(history, "pack", alone=longer, seeds=(1,), warm_up=3)
-    for one, other in zip(plain.groups[0].replay.jobs, told.groups[0].replay.jobs, strict=True):
+    for one, other in zip(plain.groups[0].recorded.jobs, told.groups[0].recorded.jobs, strict=True):
         assert other.alone_s == pytest.approx(one.alone_s + 3 * 0.05)
 
 
@@ -97,7 +97,7 @@ def test_groups_are_predicted_each_for_itself_and_jobs_of_one_name_by_their_ids(
     )
     found = fidelity_of(both, "pack", seeds=(1,), warm_up=3)
     assert [group.group for group in found.groups] == ["g1", "g2"]
-    assert [group.replay.jobs[0].job for group in found.groups] == ["a (a)", "a (another)"]
+    assert [group.recorded.jobs[0].job for group in found.groups] == ["a (a)", "a (another)"]
 
 
 def test_the_command_says_it_in_a_table_and_in_json(tmp_path: Path) -> None:

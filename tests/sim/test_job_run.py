@@ -6,7 +6,7 @@ import pytest
 
 from plexrl.scheduler.state.demand import Segment
 from plexrl.sim.engine.job_run import AloneClock, JobRun, Step, cycles_of, demand_of
-from plexrl.sim.workload.cycles import CycleLaw
+from plexrl.sim.workload.cycles import CycleDistribution
 from plexrl.sim.workload.scenario import Behaviour
 from plexrl.traces import TraceJob, TraceSegment
 from plexrl.wire.operations import OperationKind
@@ -42,8 +42,8 @@ def clock(
 
 
 def run(detail: str, staleness: int = 0) -> JobRun:
-    law = CycleLaw(JOB, Behaviour(), 0, detail=detail)  # type: ignore[arg-type]
-    return JobRun(JOB, "j1", law, staleness=staleness, state_bytes=1)
+    cycle_source = CycleDistribution(JOB, Behaviour(), 0, detail=detail)  # type: ignore[arg-type]
+    return JobRun(JOB, "j1", cycle_source, staleness=staleness, state_bytes=1)
 
 
 def test_a_serial_job_waits_for_each_rollout() -> None:
@@ -94,16 +94,16 @@ def test_a_snapshot_comes_by_seconds_of_work_too() -> None:
 
 def test_touching_segments_are_one_operation_or_each_its_own() -> None:
     burst, each = run("burst"), run("operation")
-    assert burst.steps_of(burst.law.draw(0)) == (
+    assert burst.steps_of(burst.cycle_source.draw(0)) == (
         Step(OperationKind.FORWARD_BACKWARD, 25.0, 0.0),
         Step(STEP, 5.0, 5.0),
     )
-    assert each.steps_of(each.law.draw(0)) == (
+    assert each.steps_of(each.cycle_source.draw(0)) == (
         Step(FORWARD, 10.0, 0.0),
         Step(OperationKind.FORWARD_BACKWARD, 15.0, 0.0),
         Step(STEP, 5.0, 5.0),
     )
-    assert each.step_named("j1:2:1") == each.steps_of(each.law.draw(0))[1]
+    assert each.step_named("j1:2:1") == each.steps_of(each.cycle_source.draw(0))[1]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])

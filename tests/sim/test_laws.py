@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.workload.counter_rng import exponential, normals, stream, uniform
-from plexrl.sim.workload.cycles import TOKENS, CycleLaw, sigma_of
+from plexrl.sim.workload.cycles import TOKENS, CycleDistribution, sigma_of
 from plexrl.sim.workload.response_lengths import longest_of, read_longest_of
 from plexrl.sim.workload.scenario import Behaviour, ToolStalls
 from plexrl.traces import MODEL_CLASSES, ResponseLength, TraceJob, TraceSegment, write_lengths
@@ -29,8 +29,8 @@ def job_of(model: str = "7B", name: str = "job", **changes: object) -> TraceJob:
     return TraceJob(job_id=name, submit_s=0.0, **fields)
 
 
-def lengths_s(law: CycleLaw, draws: int = DRAWS) -> list[float]:
-    found = (law.draw(number) for number in range(draws))
+def lengths_s(source: CycleDistribution, draws: int = DRAWS) -> list[float]:
+    found = (source.draw(number) for number in range(draws))
     return [each.rollout_s + each.busy_s + math.fsum(each.gaps_s) for each in found]
 
 
@@ -52,14 +52,14 @@ def test_the_chances_of_a_stream_are_uniform_normal_and_exponential() -> None:
 def test_cycles_have_the_mean_and_the_deviation_of_their_row(model: str) -> None:
     job = job_of(model)
     assert job.period_s is not None
-    found = lengths_s(CycleLaw(job, Behaviour(), 1))
+    found = lengths_s(CycleDistribution(job, Behaviour(), 1))
     assert statistics.mean(found) == pytest.approx(job.period_s, rel=0.005)
     assert statistics.stdev(found) == pytest.approx(job.jitter_s, rel=0.03)
 
 
 def test_rollout_and_work_have_the_sigma_and_correlation_asked_for() -> None:
-    law = CycleLaw(job_of(), Behaviour(jitter=0.3, correlation=0.6), 1)
-    cycles = [law.draw(number) for number in range(DRAWS)]
+    source = CycleDistribution(job_of(), Behaviour(jitter=0.3, correlation=0.6), 1)
+    cycles = [source.draw(number) for number in range(DRAWS)]
     rollouts = [math.log(each.rollout_s) for each in cycles]
     works = [math.log(each.tokens) for each in cycles]
     assert statistics.stdev(rollouts) == pytest.approx(0.3, rel=0.03)
@@ -79,7 +79,7 @@ def test_without_jitter_every_cycle_is_the_profile_itself() -> None:
     for behaviour in (Behaviour(jitter=0.0), Behaviour(stalls=ToolStalls(chance=0.0, mean_s=9.0))):
         still = job if behaviour.jitter == 0.0 else job_of(jitter_s=0.0)
         for number in (0, 1, 999):
-            cycle = CycleLaw(still, behaviour, 3).draw(number)
+            cycle = CycleDistribution(still, behaviour, 3).draw(number)
             assert cycle.segments_s == tuple(each.duration_s for each in job.segments)
             assert cycle.gaps_s == (0.0, 0.0)
             assert cycle.rollout_s + cycle.busy_s + math.fsum(cycle.gaps_s) == pytest.approx(
@@ -90,19 +90,24 @@ def test_without_jitter_every_cycle_is_the_profile_itself() -> None:
 
 def test_a_cycle_follows_from_seed_job_and_number_alone() -> None:
     behaviour = Behaviour(responses=64, stalls=ToolStalls(chance=0.3, mean_s=20.0))
-    law = CycleLaw(job_of(), behaviour, 5)
-    cycles = [law.draw(number) for number in range(50)]
-    again = CycleLaw(job_of(), behaviour, 5)
+    source = CycleDistribution(job_of(), behaviour, 5)
+    cycles = [source.draw(number) for number in range(50)]
+    again = CycleDistribution(job_of(), behaviour, 5)
     assert [again.draw(number) for number in reversed(range(50))] == cycles[::-1]
-    for other in (CycleLaw(job_of(), behaviour, 6), CycleLaw(job_of(name="b"), behaviour, 5)):
+    for other in (
+        CycleDistribution(job_of(), behaviour, 6),
+        CycleDistribution(job_of(name="b"), behaviour, 5),
+    ):
         drawn = [other.draw(number).rollout_s for number in range(50)]
         assert not set(drawn) & {each.rollout_s for each in cycles}
     assert len({each.rollout_s for each in cycles}) == 50
 
 
 def test_jobs_draw_independently_of_each_other() -> None:
-    laws = [CycleLaw(job_of(name=name), Behaviour(jitter=0.2), 1) for name in ("a", "b")]
-    draws = [[law.draw(number).rollout_s for number in range(DRAWS)] for law in laws]
+    sources = [
+        CycleDistribution(job_of(name=name), Behaviour(jitter=0.2), 1) for name in ("a", "b")
+    ]
+    draws = [[source.draw(number).rollout_s for number in range(DRAWS)] for source in sources]
     assert statistics.correlation(*draws) == pytest.approx(0.0, abs=0.03)
 
 
@@ -154,12 +159,12 @@ def test_the_longest_of_a_rollout_is_as_by_drawing_every_response(responses: int
 
 
 def test_rollouts_by_response_lengths_have_the_profiles_mean_and_longer_tails() -> None:
-    law = CycleLaw(job_of(), Behaviour(responses=8), 1)
-    cycles = [law.draw(number) for number in range(DRAWS)]
+    source = CycleDistribution(job_of(), Behaviour(responses=8), 1)
+    cycles = [source.draw(number) for number in range(DRAWS)]
     rollouts = sorted(each.rollout_s for each in cycles)
-    assert statistics.mean(rollouts) == pytest.approx(law.mean.rollout_s, rel=0.02)
+    assert statistics.mean(rollouts) == pytest.approx(source.mean.rollout_s, rel=0.02)
     assert statistics.mean(each.tokens for each in cycles) == pytest.approx(TOKENS, rel=0.02)
-    # Of a lognormal law with this median and 84th percentile.
+    # Of a lognormal source with this median and 84th percentile.
     median, sigma = rollouts[DRAWS // 2], math.log(rollouts[int(0.8413 * DRAWS)])
     sigma -= math.log(median)
     assert rollouts[int(0.99 * DRAWS)] > median * math.exp(sigma)
@@ -167,8 +172,8 @@ def test_rollouts_by_response_lengths_have_the_profiles_mean_and_longer_tails() 
 
 def test_stalls_of_tools_come_on_top_of_the_rollout() -> None:
     stalls = ToolStalls(chance=0.2, mean_s=50.0, sigma=0.5)
-    plain = CycleLaw(job_of(), Behaviour(), 1)
-    stalled = CycleLaw(job_of(), Behaviour(stalls=stalls), 1)
+    plain = CycleDistribution(job_of(), Behaviour(), 1)
+    stalled = CycleDistribution(job_of(), Behaviour(stalls=stalls), 1)
     added = []
     for number in range(DRAWS):
         one, other = plain.draw(number), stalled.draw(number)
@@ -189,7 +194,7 @@ def test_a_burst_is_the_sum_of_its_touching_segments() -> None:
             TraceSegment(function="sync", offset_s=170.0, duration_s=5.0),
         )
     )
-    each, burst = (CycleLaw(job, Behaviour(), 1, detail=d) for d in ("operation", "burst"))
+    each, burst = (CycleDistribution(job, Behaviour(), 1, detail=d) for d in ("operation", "burst"))
     assert burst.functions == ("log_prob+update", "critic+sync")
     for number in range(20):
         one, other = each.draw(number), burst.draw(number)
@@ -201,17 +206,19 @@ def test_a_burst_is_the_sum_of_its_touching_segments() -> None:
 
 
 def test_a_job_without_segments_needs_its_gpus_all_the_time() -> None:
-    law = CycleLaw(TraceJob(job_id="a", submit_s=0.0, gpus=1, duration_s=500.0), Behaviour(), 1)
-    cycle = law.draw(0)
+    source = CycleDistribution(
+        TraceJob(job_id="a", submit_s=0.0, gpus=1, duration_s=500.0), Behaviour(), 1
+    )
+    cycle = source.draw(0)
     assert (cycle.rollout_s, cycle.segments_s, cycle.gaps_s) == (0.0, (500.0,), ())
 
 
 def test_lengths_of_a_trace_are_followed(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     write_lengths(path, (ResponseLength(output_tokens=100) for _ in range(50)))
-    law = CycleLaw(job_of(), Behaviour(responses=32, lengths=str(path)), 1)
-    assert law.draw(0).rollout_s == pytest.approx(law.mean.rollout_s)
-    assert law.draw(1).tokens == TOKENS
+    source = CycleDistribution(job_of(), Behaviour(responses=32, lengths=str(path)), 1)
+    assert source.draw(0).rollout_s == pytest.approx(source.mean.rollout_s)
+    assert source.draw(1).tokens == TOKENS
 
 
 def test_a_law_without_bounds_has_a_finite_longest() -> None:

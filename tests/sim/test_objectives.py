@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.results.result import Distribution
+from plexrl.sim.results.result import DistributionSummary
 from plexrl.sim.search.objectives import NO_FAILED_JOBS, objective, objectives, utilisation
 from tests.sim.test_report import run_of
 
@@ -42,13 +42,13 @@ def test_an_objective_is_understood_in_its_unit(text: str, bound: float) -> None
         ("", "write METRIC<=VALUE"),
         ("wait.p95<=7200", "is a time"),
         ("wait.p95<=5%", "is a time"),
-        ("job_slowdown.median<=2h", "a number or a part"),
+        ("job_slowdown.median<=2h", "a number or a percentage"),
         ("failed_jobs<=2%", "without a unit"),
         ("cost<=3h", "an amount"),
         ("wait.p90<=2h", "no statistic 'p90'"),
         ("wait<=2h", "a statistic missing"),
-        ("latency.p95<=2h", "no figure 'latency.p95'"),
-        ("drain.p95<=2h", "no figure 'drain.p95'"),
+        ("latency.p95<=2h", "unknown figure 'latency.p95'"),
+        ("drain.p95<=2h", "unknown figure 'drain.p95'"),
     ],
 )
 def test_what_cannot_be_understood_is_refused_with_what_can(text: str, told: str) -> None:
@@ -87,7 +87,7 @@ def test_a_bound_is_met_at_its_own_value_and_never_by_no_number() -> None:
     )
     assert objective("fairness>=0.5").is_met(replace(result, fairness=0.5))
     assert not objective("fairness>=0.5").is_met(replace(result, fairness=0.4))
-    nobody = Distribution(
+    nobody = DistributionSummary(
         count=0, mean=math.nan, median=math.nan, p95=math.nan, p99=math.nan, highest=math.nan
     )
     assert not objective("wait.p95<=2h").is_met(replace(result, wait=nobody))

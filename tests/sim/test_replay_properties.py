@@ -16,7 +16,7 @@ from plexrl.scheduler.state import events as ev
 from plexrl.sim import virtual_config
 from plexrl.sim.engine.job_run import JobRun
 from plexrl.sim.engine.simulate import simulate
-from plexrl.sim.engine.trace_run import REMEMBERED, TraceRun
+from plexrl.sim.engine.trace_run import RETENTION, TraceRun
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.policies import SIM_POLICIES, sim_policy
 from plexrl.sim.workload.scenario import Behaviour, NodeType, Pool, Scenario
@@ -102,7 +102,7 @@ class Story:
     def __init__(self, scenario: Scenario) -> None:
         self.run = TraceRun(scenario)
         self.told: list[tuple[ev.Event, list[cmd.Command], float]] = []
-        self.run.shell.watch(lambda *each: self.told.append(each))
+        self.run.shell.observe(lambda *each: self.told.append(each))
         self.run.start()
         while self.run.shell.run(1000) == 1000:
             pass
@@ -139,7 +139,7 @@ def test_every_cycle_runs_once_and_equal_scenarios_have_equal_results(scenario: 
 @given(scenarios())
 def test_the_events_give_a_second_core_the_same_commands(scenario: Scenario) -> None:
     story = Story(scenario)
-    settings_of_policy = {**REMEMBERED, **sim_policy(scenario.policy).settings}
+    settings_of_policy = {**RETENTION, **sim_policy(scenario.policy).settings}
     second = SchedulerCore(virtual_config(**settings_of_policy))
     for event, commands, now in story.told:
         again = ev.CODEC.decode(ev.CODEC.encode(event))

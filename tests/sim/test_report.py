@@ -15,7 +15,14 @@ from plexrl.sim.report.plots.gantt import job_colours, natural
 from plexrl.sim.report.plots.style import looks
 from plexrl.sim.report.plots.what_ifs import BARS_MAX
 from plexrl.sim.report.units import duration, percent, short
-from plexrl.sim.results.result import Bounds, Distribution, SimResult, Span, Speed, TenantResult
+from plexrl.sim.results.result import (
+    Bounds,
+    DistributionSummary,
+    SimResult,
+    Span,
+    Speed,
+    TenantResult,
+)
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -29,11 +36,11 @@ HOSTILE = (
 LINES = (("trace", "bundled"), ("jitter", "15 %"))
 
 
-def spread_over(*values: float) -> Distribution:
+def spread_over(*values: float) -> DistributionSummary:
     """Of a few values, each as frequent as the others."""
     ordered = sorted(values)
     count = len(ordered)
-    return Distribution(
+    return DistributionSummary(
         count=count,
         mean=sum(ordered) / count,
         median=ordered[count // 2],
@@ -394,7 +401,7 @@ def test_what_ifs_are_drawn_beside_what_they_are_of(tmp_path: Path) -> None:
     assert sections(page)[:2] == ["runs", "whatifs"]
     assert page.count("changes as bars") == 2
     assert "<script" not in page
-    with pytest.raises(InvalidRequestError, match="none of the report's 1 runs"):
+    with pytest.raises(InvalidRequestError, match="not among the report's 1 runs"):
         write_report(runs[:1], tmp_path, title="", scenario_lines=(), what_ifs=others)
 
 

@@ -182,7 +182,7 @@ def test_nodes_are_reserved_or_on_demand_and_the_bill_says_which(
     text = shown(*asked, *prices, *whatifs, "--out", tmp_path)
     words = " ".join(text.split())
     assert "prices of a GPU-hour: 1 of reserved nodes, 3 of nodes on demand, 0.5 of" in words
-    assert "a node pays reserved if it is held for more than 33.3 % of the paid time" in words
+    assert "reserving a node pays if it is held for more than 33.3 % of the paid time" in words
     page = (tmp_path / "report.html").read_text()
     assert {"bills", "split"} <= set(re.findall(r'<section id="([a-z]+)"', page))
     document = json.loads((tmp_path / "results.json").read_text())
@@ -346,7 +346,7 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
     ("options", "said"),
     [
         (("--policy", "packed"), "'packed' is unknown: use one of isolated"),
-        (("--nodes", "2", "--min-gpus", "16"), "has no jobs, or all were left out"),
+        (("--nodes", "2", "--min-gpus", "16"), "has no jobs, or the options exclude all"),
         (("--gpus-per-node", "4", "--nodes", "1"), r"6 jobs \(job-0, job-1, job-2, …\)"),
         (("--node-type", "h2000"), "'h2000' is unknown"),
         (("--pool", "h200"), "write NODE_TYPE:NODES"),
@@ -359,8 +359,8 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
         (("--price-reserved", "nan"), "the reserved price of a GPU-hour is a number"),
         (("--price-on-demand", "inf"), "the on-demand price of a GPU-hour is a number"),
         (("--horizon-days", "0"), "a horizon is above 0"),
-        (("--reserved-nodes", "1"), "no price of the others"),
-        (("--what-if", "reserved-nodes=1"), "no price of the others"),
+        (("--reserved-nodes", "1"), "without a price of the others"),
+        (("--what-if", "reserved-nodes=1"), "without a price of the others"),
         (("--reserved-nodes", "9", "--price-on-demand", "3", "--nodes", "2"), "largest .* has 2"),
         (("--pool", "h200:1", "--pool", "a100:1", "--price-on-demand", "3"), "one pool"),
         (("--what-if", "nodes=1", "--gpus-per-node", "4", "--nodes", "4"), "too small for 6 jobs"),
@@ -398,9 +398,9 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
         (("--sweep", "jitter=0", "--jitter", "0.1"), "--jitter 0.1 beside --sweep jitter"),
         (("--sweep", "staleness=1", "--staleness", "1"), "--staleness 1 beside --sweep stal"),
         (("--sweep", "switch-s=1", "--switch-s", "1"), "--switch-s 1.0 beside --sweep switch-s"),
-        (("--sweep", "staleness=99999"), "'99999' is no number for it: it is 0 to 64 steps"),
-        (("--sweep", "nodes=2,2"), "'2' comes twice"),
-        (("--policy", "pack,pack"), "'pack' comes twice"),
+        (("--sweep", "staleness=99999"), "'99999' is invalid: use 0 to 64 steps"),
+        (("--sweep", "nodes=2,2"), "'2' is repeated"),
+        (("--policy", "pack,pack"), "'pack' is repeated"),
         (("--what-if", "price=3", "--what-if", "price=3"), "--what-if price=3 is given twice"),
         (("--slo", "drain<=2h", "--slo", "drain<=2h"), "--slo drain<=2h is given twice"),
         (("--jobs-per-day", "3"), "--jobs-per-day 3.0 with a trace is ignored"),
@@ -428,7 +428,9 @@ def test_what_cannot_be_answered_is_one_message_before_anything_runs(
 def test_jobs_without_end_are_not_made_up(
     options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "at most 10000000 can be made up" in refused(monkeypatch, capsys, "published", *options)
+    assert "at most 10000000 can be generated" in refused(
+        monkeypatch, capsys, "published", *options
+    )
 
 
 @pytest.mark.parametrize(

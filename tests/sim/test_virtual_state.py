@@ -98,9 +98,9 @@ def test_a_prefetch_brings_back_what_has_room_and_gives_way_to_a_load(states: Vi
     cut = states.load(B, 3.0)
     assert cut is not None
     assert cut.moved.tier == NVME
-    assert states.arrived(B, node, at) is None
+    assert states.prefetched(B, node, at) is None
     ((at, node),) = states.prefetch(B, [NODES[0]], 5.0, 20.0)
-    report = states.arrived(B, node, at)
+    report = states.prefetched(B, node, at)
     assert report is not None
     assert report.states[0].host_bytes == 40 * GB
     states.check()
@@ -117,7 +117,7 @@ def test_a_new_version_takes_the_room_of_a_prefetch(states: VirtualState) -> Non
     ((at, node),) = states.prefetch(B, [NODES[0]], 5.0, 1.0)
     on_one_node(states, D)
     offloaded(states, D, 10.0, 2.0)
-    assert states.arrived(B, node, at) is None
+    assert states.prefetched(B, node, at) is None
     states.check()
 
 
@@ -199,7 +199,7 @@ def test_the_laws_hold_whatever_happens(states: VirtualState, seed: int) -> None
                 del live[name]
         for each in [each for each in coming if each[0] <= now]:
             coming.remove(each)
-            states.arrived(each[1], each[2], each[0])
+            states.prefetched(each[1], each[2], each[0])
         states.check()
     for name in live:
         states.forget(name)

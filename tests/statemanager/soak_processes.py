@@ -53,7 +53,7 @@ class Node:
         self.kill()
 
     def close(self) -> None:
-        """Start it no more; it runs, and has no fault point."""
+        """Start it no more; it runs, and has unknown fault point."""
         if self._ending.is_set():
             return
         self._ending.set()

@@ -9,7 +9,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import Segment
 from plexrl.statemanager.device.cpu.arena import CpuArena
 from plexrl.statemanager.device.cpu.device import SEALS, CpuDevice
-from plexrl.statemanager.device.lending import lend
+from plexrl.statemanager.device.filled_allocation import allocate_filled
 from tests.statemanager.device_rigs import read, segments, write
 
 MIB = 1 << 20
@@ -24,7 +24,7 @@ def inode(segment_fd: int) -> int:
 
 def inodes(device: CpuDevice, uid: int, nbytes: int = MIB) -> set[int]:
     """Borrow and give back; which files it was."""
-    loan = lend(device, nbytes, device=0, uid=uid)
+    loan = allocate_filled(device, nbytes, device=0, uid=uid)
     fds = loan.descriptors()
     found = {inode(fd) for fd in fds}
     for fd in fds:
@@ -86,7 +86,7 @@ def test_an_arena_carries_over_what_was_written_to_it_before() -> None:
     device = CpuDevice()
     arena = CpuArena(3 * MIB)
     arena.buffer[0], arena.buffer[2 * MIB], arena.buffer[-1] = 1, 2, 3
-    loan = lend(device, arena.nbytes, device=0, uid=UID)
+    loan = allocate_filled(device, arena.nbytes, device=0, uid=UID)
     arena.attach(segments(loan), keep_contents=True)
     assert (arena.buffer[0], arena.buffer[2 * MIB], arena.buffer[-1]) == (1, 2, 3)
     assert read(loan, 2 * MIB, 1) == b"\x02"
@@ -100,7 +100,7 @@ def test_an_arena_that_cannot_be_attached_keeps_its_contents() -> None:
     device = CpuDevice()
     arena = CpuArena(3 * MIB // 2)
     arena.buffer[0], arena.buffer[-1] = 1, 2
-    loan = lend(device, arena.nbytes, device=0, uid=UID)
+    loan = allocate_filled(device, arena.nbytes, device=0, uid=UID)
     whole = segments(loan)
     os.close(whole[-1].fd)
     unreadable = os.open("/proc/self/status", os.O_RDONLY)

@@ -107,6 +107,6 @@ def test_an_arena_of_a_cpu_node_is_refused(node: Node) -> None:
     client = StateManagerClient(
         node.listen, deployment="job/actor", rank=0, world_size=1, ticket=ticket
     )
-    with pytest.raises(InvalidRequestError, match="lends cuda memory"):
+    with pytest.raises(InvalidRequestError, match="allocates cuda memory"):
         client.register(Arena(4096), (), group="g", token=1)
     client.close()

@@ -21,8 +21,8 @@ from plexrl.errors import (
     InvalidRequestError,
     StateLostError,
 )
-from plexrl.statemanager.device.backend import Loan, WorkerArena
-from plexrl.statemanager.device.lending import lend
+from plexrl.statemanager.device.backend import DeviceAllocation, WorkerArena
+from plexrl.statemanager.device.filled_allocation import allocate_filled
 from plexrl.statemanager.device.memory import Run
 from tests.statemanager.conftest import wait_until
 from tests.statemanager.device_rigs import (
@@ -48,14 +48,14 @@ def rig(request: Any) -> Iterator[Rig]:
         yield made
 
 
-def borrow(rig: Rig, nbytes: int = ARENA_BYTES) -> tuple[Loan, WorkerArena]:
+def borrow(rig: Rig, nbytes: int = ARENA_BYTES) -> tuple[DeviceAllocation, WorkerArena]:
     arena = rig.make_arena(nbytes)
-    loan = lend(rig.backend, arena.nbytes, device=0, uid=UID)
+    loan = allocate_filled(rig.backend, arena.nbytes, device=0, uid=UID)
     arena.attach(segments(loan), keep_contents=False)
     return loan, arena
 
 
-def give_back(rig: Rig, loan: Loan, arena: WorkerArena) -> None:
+def give_back(rig: Rig, loan: DeviceAllocation, arena: WorkerArena) -> None:
     arena.detach()
     rig.backend.recycle(loan)
 
@@ -100,7 +100,7 @@ def test_an_arena_keeps_its_address_and_nothing_else_over_an_offload(rig: Rig) -
     give_back(rig, loan, arena)
     assert not arena.is_attached
     assert arena.resident_bytes() == 0
-    again = lend(rig.backend, arena.nbytes, device=0, uid=UID)
+    again = allocate_filled(rig.backend, arena.nbytes, device=0, uid=UID)
     arena.attach(segments(again), keep_contents=False)
     assert arena.address == address
     assert rig.peek(arena, 0, ARENA_BYTES) == bytes(ARENA_BYTES)
@@ -112,13 +112,13 @@ def test_a_borrower_sees_what_was_filled_and_zero_elsewhere(rig: Rig) -> None:
     rig.poke(former[1], 0, b"\xff" * former[1].nbytes)
     give_back(rig, *former)
 
-    def fill(loan: Loan) -> Sequence[tuple[int, int]]:
+    def fill(loan: DeviceAllocation) -> Sequence[tuple[int, int]]:
         write(loan, 300 * KIB, b"second")
         write(loan, 5, b"first")
         return [(300 * KIB, 6), (5, 5)]
 
     arena = rig.make_arena(ARENA_BYTES)
-    loan = lend(rig.backend, arena.nbytes, device=0, uid=UID, fill=fill)
+    loan = allocate_filled(rig.backend, arena.nbytes, device=0, uid=UID, fill=fill)
     arena.attach(segments(loan), keep_contents=False)
     expected = bytearray(arena.nbytes)
     expected[5:10], expected[300 * KIB : 300 * KIB + 6] = b"first", b"second"
@@ -127,11 +127,11 @@ def test_a_borrower_sees_what_was_filled_and_zero_elsewhere(rig: Rig) -> None:
 
 
 def test_a_fill_that_fails_lends_nothing(rig: Rig) -> None:
-    def fill(_: Loan) -> Sequence[tuple[int, int]]:
+    def fill(_: DeviceAllocation) -> Sequence[tuple[int, int]]:
         raise StateLostError("no such version")
 
     with pytest.raises(StateLostError, match="no such version"):
-        lend(rig.backend, ARENA_BYTES, device=0, uid=UID, fill=fill)
+        allocate_filled(rig.backend, ARENA_BYTES, device=0, uid=UID, fill=fill)
     assert rig.backend.usage(0).lent_bytes == 0
 
 
@@ -225,11 +225,11 @@ def test_a_loan_that_ended_is_not_used(rig: Rig) -> None:
     loan, arena = borrow(rig)
     give_back(rig, loan, arena)
     block = HostBlock(b"x")
-    with pytest.raises(StateLostError, match="given this memory back"):
+    with pytest.raises(StateLostError, match="returned this memory"):
         loan.read([block.run(0)])
-    with pytest.raises(StateLostError, match="given this memory back"):
+    with pytest.raises(StateLostError, match="returned this memory"):
         loan.write([block.run(0)])
-    with pytest.raises(StateLostError, match="given this memory back"):
+    with pytest.raises(StateLostError, match="returned this memory"):
         loan.descriptors()
 
 
@@ -253,7 +253,7 @@ def test_an_unknown_device_is_refused(rig: Rig) -> None:
 
 
 def test_a_killed_borrower_leaves_nothing_taken(rig: Rig) -> None:
-    loan = lend(rig.backend, ARENA_BYTES, device=0, uid=UID)
+    loan = allocate_filled(rig.backend, ARENA_BYTES, device=0, uid=UID)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     worker = context.Process(
@@ -282,13 +282,13 @@ def test_nothing_is_mixed_up_or_lost_in_any_order_of_events(rig: Rig, seed: int)
     chance = random.Random(seed)
     sizes = [100 * KIB, 256 * KIB, 600 * KIB, 1300 * KIB]
     arenas = [rig.make_arena(chance.choice(sizes)) for _ in range(5)]
-    loans: dict[int, Loan] = {}
+    loans: dict[int, DeviceAllocation] = {}
     expected: dict[int, bytearray] = {}
     for _ in range(60):
         index = chance.randrange(len(arenas))
         arena = arenas[index]
         if index not in loans:
-            loans[index] = lend(rig.backend, arena.nbytes, device=0, uid=UID)
+            loans[index] = allocate_filled(rig.backend, arena.nbytes, device=0, uid=UID)
             arena.attach(segments(loans[index]), keep_contents=False)
             expected[index] = bytearray(arena.nbytes)
         offset = chance.randrange(arena.nbytes)

@@ -26,7 +26,7 @@ PUBLISHED = 9
 
 def test_an_unknown_point_is_refused() -> None:
     for name in ("put.nowhere", "put.copied:x"):
-        with pytest.raises(InvalidRequestError, match="no fault point"):
+        with pytest.raises(InvalidRequestError, match="unknown fault point"):
             FaultPoints([name])
 
 

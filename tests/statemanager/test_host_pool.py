@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 )
 
 from plexrl.errors import StateTierFullError
-from plexrl.statemanager.host.free_ranges import FreeRanges, Piece, cut
-from plexrl.statemanager.host.numa import memory_nodes, place_pages
+from plexrl.statemanager.host.free_ranges import FreeRanges, Piece, subrange
+from plexrl.statemanager.host.numa import memory_nodes, set_memory_policy
 from plexrl.statemanager.host.pool import HostPool
 from plexrl.statemanager.host.segment import HostSegment
 from tests.statemanager.conftest import MIB, wait_until
@@ -82,7 +82,7 @@ def test_a_cut_is_a_slice(sizes: list[int], start: int, nbytes: int) -> None:
     def places(found: list[Piece]) -> list[tuple[int, int]]:
         return [(p.segment, byte) for p in found for byte in range(p.offset, p.offset + p.nbytes)]
 
-    assert places(cut(pieces, start, nbytes)) == places(pieces)[start : start + nbytes]
+    assert places(subrange(pieces, start, nbytes)) == places(pieces)[start : start + nbytes]
 
 
 class PoolHistory(RuleBasedStateMachine):
@@ -135,10 +135,10 @@ class PoolHistory(RuleBasedStateMachine):
         self.lent.append((TENANTS[number % 3], fd))
 
     @rule(pages=st.integers(0, 3))
-    def set_aside(self, pages: int) -> None:
+    def reserve_other(self, pages: int) -> None:
         if self.used() + pages * PAGE > self.bound:
             return
-        self.pool.set_aside(pages * PAGE - self.aside)
+        self.pool.reserve_other(pages * PAGE - self.aside)
         self.aside = pages * PAGE
 
     @rule(nbytes=st.integers(0, 20 * PAGE))
@@ -160,7 +160,7 @@ class PoolHistory(RuleBasedStateMachine):
             assert not self.pool.claim(pieces, TENANTS[number % 3]), "it was given to two"
             assert not self.pool.claim(pieces, TENANTS[(number + 1) % 3])
         self.pool.remove_unclaimed()
-        self.pool.set_aside(self.aside)
+        self.pool.reserve_other(self.aside)
 
     @invariant()
     def every_owner_has_its_own(self) -> None:
@@ -331,7 +331,7 @@ def test_what_is_not_claimed_yet_is_not_given_back_to_the_system(directory: Path
     again = HostPool(directory, MIB)
     for pieces in versions:
         assert again.claim(pieces, "ours")
-        again.set_aside(PAGE)
+        again.reserve_other(PAGE)
     again.remove_unclaimed()
     for pieces in versions:
         for piece in pieces:
@@ -371,10 +371,10 @@ def test_a_preference_for_a_node_is_accepted_by_the_kernel(
     """This machine may have one node only, so it is told of two."""
     pool = HostPool(directory, MIB)
     [piece] = pool.alloc(MIB, "ours")
-    place_pages(pool.address(piece), piece.nbytes, node=0, nodes=(0, 1))
+    set_memory_policy(pool.address(piece), piece.nbytes, node=0, nodes=(0, 1))
     assert not caplog.records
-    place_pages(pool.address(piece), piece.nbytes, node=1 << 9, nodes=(0, 1 << 9))
-    assert "was not preferred" in caplog.text
+    set_memory_policy(pool.address(piece), piece.nbytes, node=1 << 9, nodes=(0, 1 << 9))
+    assert "could not be preferred" in caplog.text
     pool.close()
 
 
@@ -382,11 +382,11 @@ def test_what_is_expected_has_its_pages_before_it_comes(directory: Path) -> None
     pool = HostPool(directory, 4 * MIB)
     try:
         first = pool.alloc(MIB, "")
-        pool.make_ready(2 * MIB)
+        pool.prefault_free(2 * MIB)
         wait_until(lambda: pool.resident_bytes == 3 * MIB)
         assert resident(directory) >= 3 * MIB
         # No more than the bound has room for, whatever is expected.
-        pool.make_ready(64 * MIB)
+        pool.prefault_free(64 * MIB)
         wait_until(lambda: pool.resident_bytes == 4 * MIB)
         second = pool.alloc(3 * MIB, "")
         pool.free((*first, *second))
@@ -403,7 +403,7 @@ def test_pages_that_could_not_be_faulted_in_are_not_taken_for_resident(
 
     pool = HostPool(directory, 4 * MIB)
     with monkeypatch.context() as patched:
-        patched.setattr(HostSegment, "set_aside", fail)
+        patched.setattr(HostSegment, "reserve_other", fail)
         pool.prefault(2 * MIB)
         assert pool._prefaulting is not None
         pool._prefaulting.join()

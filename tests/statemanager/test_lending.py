@@ -111,7 +111,7 @@ def test_a_load_that_fails_lends_nothing(daemon: Daemon, make_shard: MakeShard) 
 
 def test_memory_is_lent_once(daemon: Daemon, make_shard: MakeShard) -> None:
     shard = make_shard(daemon)
-    with pytest.raises(ConflictError, match="has its memory already"):
+    with pytest.raises(ConflictError, match="already has device memory"):
         shard.client._call(Attach(token=1))
     shard.client._call(Detach())
     shard.client._call(Detach())

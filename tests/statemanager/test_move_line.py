@@ -122,14 +122,14 @@ def test_a_move_whose_client_dies_in_line_is_taken_out_of_it(tmp_path: Path) -> 
     try:
         with ThreadPoolExecutor(1) as pool:
             held = ExitStack()
-            held.enter_context(server.services.line.place("Save", "x"))
+            held.enter_context(server.services.move_queue.place("Save", "x"))
             dying = connect(config.listen, DEADLINE_S, daemon.worker_ticket("job/actor"))
             dying.send(Kind.REQUEST, OpenPublished(source="job/actor", seq=1))
-            wait_until(lambda: server.services.line.waiting() == 1)
+            wait_until(lambda: server.services.move_queue.waiting() == 1)
             saving = pool.submit(patient.snapshot, 1)
-            wait_until(lambda: server.services.line.waiting() == 2)
+            wait_until(lambda: server.services.move_queue.waiting() == 2)
             dying.close()
-            wait_until(lambda: server.services.line.waiting() == 1)
+            wait_until(lambda: server.services.move_queue.waiting() == 1)
             wait_until(lambda: server.connections() == before)
             assert not saving.done()
             held.close()

@@ -31,6 +31,7 @@ from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.daemon.service_manager import ServiceManager
 from plexrl.statemanager.observe.health import Health
 from plexrl.statemanager.observe.http import ObservationServer
+from plexrl.statemanager.protocol.messages import Confirm
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
 from tests.statemanager.conftest import (
@@ -128,8 +129,8 @@ def test_a_stuck_move_and_a_dead_socket_are_told(config: StateManagerConfig) -> 
         health = Health(config, store, line, lambda: False)
         with line.place("Save", "rank 0 of 'job/actor'"):
             told = " ".join(health.reasons())
-        assert f"nobody accepts connections on {config.listen}" in told
-        assert "Save of rank 0 of 'job/actor' has been under way for 0 s" in told
+        assert f"no connections are accepted on {config.listen}" in told
+        assert "Save of rank 0 of 'job/actor' has been running for 0 s" in told
         patient = Health(replace(config, stuck_move_s=60.0), store, line, lambda: True)
         with line.place("Save", "x"):
             assert not patient.reasons()
@@ -397,7 +398,7 @@ def test_a_daemon_ends_with_the_process_that_started_it_only_if_told_to(
             wait_until(lambda: not started.is_running())
         else:
             with closing(daemon.agent()) as agent:
-                agent.ping()
+                agent.request(Confirm())
             started.terminate()
             # A clean end.
             wait_until(lambda: not Path(daemon.config.host_dir).exists())

@@ -1,11 +1,8 @@
 """A hint brings a version to memory ahead of its load, where nothing has to give way."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from plexrl.errors import PermissionDeniedError
 from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon, wait_until
 
 STATE = MIB // 2
@@ -117,37 +114,3 @@ def _wait_until_followed(shard: Shard) -> None:
     """Hints are followed in turn, so one whose effect can be seen tells of those before it."""
     shard.agent.prefetch("z/actor", 1)
     wait_until(lambda: tier_of(shard, "z/actor") == "host")
-
-
-def test_a_published_version_is_prefetched_for_those_who_may_pull_it(
-    start_daemon: StartDaemon, make_shard: MakeShard
-) -> None:
-    daemon = start_daemon(host_bytes=ROOM)
-    trainer = make_shard(daemon, deployment="a/actor")
-    rollout = make_shard(daemon, deployment="a/rollout", elements=1024)
-    stranger = make_shard(daemon, deployment="b/rollout", elements=1024)
-    expected = trainer.fill(1)[: trainer.slices[0].nbytes]
-    trainer.client.publish(seq=1, token=1)
-    trainer.offload(1)
-    kinds = {v["kind"]: v["tier"] for v in versions_of(trainer, "a/actor")}
-    assert kinds == {"published": "nvme", "state": "host"}
-    with pytest.raises(PermissionDeniedError):
-        stranger.client.prefetch_published("a/actor", 1)
-    trainer.load(1)
-    # What is in the way goes: the trainer has it on its device.
-    trainer.snapshot(2, parts=frozenset())
-    rollout.client.prefetch_published("a/actor", 1)
-    wait_until(
-        lambda: (
-            ("published", "host")
-            in [(v["kind"], v["tier"]) for v in versions_of(trainer, "a/actor")]
-        )
-    )
-    wanted = replace(rollout.slices[0], global_shape=trainer.slices[0].global_shape)
-    rollout.client.pull(sources=[daemon.config.listen], source="a/actor", seq=1, wants=(wanted,))
-    assert np.array_equal(rollout.contents[: wanted.nbytes], expected[: wanted.nbytes])
-
-
-def versions_of(shard: Shard, deployment: str) -> list[dict[str, str]]:
-    found: list[dict[str, str]] = shard.agent.usage()["deployments"][deployment]["versions"]
-    return found

@@ -15,11 +15,11 @@ import pytest
 from plexrl.errors import OperationCancelledError, QuotaExceededError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.daemon.config import StateManagerConfig
-from plexrl.statemanager.eviction.drain import Drainer
 from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.eviction.tenant_limit import TenantLimit
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout.layout import lay_out
+from plexrl.statemanager.store.background.drain import Drainer
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.versions import Manifest, Section, VersionKind
 from tests.statemanager.conftest import MIB, run_together, wait_until
@@ -148,7 +148,7 @@ def test_a_replica_that_differs_in_one_byte_is_stored_apart(
     second.halves[0][4 * MIB + 123] ^= 1
     first.put(1)
     second.put(1)
-    assert "differs from what another rank calls its replica" in caplog.text
+    assert "differs from its declared replica" in caplog.text
     assert store.used_bytes(HOST) > 20 * MIB
     first.check(1)
     second.check(1)
@@ -245,7 +245,7 @@ def test_a_copy_on_nvme_makes_leaving_the_host_tier_free(open_store: OpenStore) 
     store = open_store(host_bytes=11 * MIB, nvme_bytes=11 * MIB)
     [rank] = ranks_of(store, 1)
     rank.put(1)
-    assert store.keep_copy(rank.manifest(1).name)
+    assert store.copy_to_nvme(rank.manifest(1).name)
     written = sorted(path.stat().st_mtime_ns for path in nvme_files(store))
     rank.put(2)
     assert sorted(path.stat().st_mtime_ns for path in nvme_files(store)) == written
@@ -260,7 +260,7 @@ def test_a_copy_on_nvme_gives_way_to_what_has_none(open_store: OpenStore) -> Non
         rank.put(seq)
     # Expected soon, so it is the other that has to go, and NVMe has no room beside the copy.
     store.touch(rank.manifest(1).name)
-    assert store.keep_copy(rank.manifest(1).name)
+    assert store.copy_to_nvme(rank.manifest(1).name)
     rank.put(3)
     assert [v.tier for v in store.find(lambda _: True)] in ([HOST, NVME, HOST], [NVME, HOST, HOST])
     store.check()
@@ -271,9 +271,9 @@ def test_what_is_expected_last_is_spilled_first(open_store: OpenStore) -> None:
     [rank] = ranks_of(store, 1)
     for name in ("a", "b", "c"):
         rank.put(1, deployment=name)
-    store.expect("a", 5.0)
-    store.expect("b", 50.0)
-    store.expect("c", 20.0)
+    store.expect_use("a", 5.0)
+    store.expect_use("b", 50.0)
+    store.expect_use("c", 20.0)
     rank.put(1, deployment="d")
     tiers = {v.manifest.deployment: v.tier for v in store.find(lambda _: True)}
     assert tiers == {"a": HOST, "b": NVME, "c": HOST, "d": HOST}
@@ -355,12 +355,12 @@ def test_a_background_copy_gives_way_to_a_release(open_store: OpenStore) -> None
 
     def copy() -> None:
         try:
-            outcome.append(store.keep_copy(rank.manifest(1).name))
+            outcome.append(store.copy_to_nvme(rank.manifest(1).name))
         except OperationCancelledError as error:
             outcome.append(error)
 
     def release() -> None:
-        wait_until(lambda: bool(store._rooms._moves) or bool(outcome))
+        wait_until(lambda: bool(store._allocator._moves) or bool(outcome))
         store.release("job/actor")
 
     run_together(copy, release)
@@ -375,7 +375,7 @@ def test_a_drain_copies_what_would_spill(open_store: OpenStore) -> None:
     [rank] = ranks_of(store, 1)
     rank.put(1)
     drainer = Drainer(store, 16 * MIB)
-    wait_until(lambda: store.undrained() == [])
+    wait_until(lambda: store.without_nvme_copy() == [])
     drainer.close()
     assert [v.tier for v in store.find(lambda _: True)] == [HOST]
     assert store.used_bytes(NVME) > 10 * MIB
@@ -395,14 +395,14 @@ def test_a_replica_that_comes_to_memory_and_leaves_again_meanwhile_is_kept(
     other.fill(1, 3)
     first.put(5)
     name = first.manifest(5).name
-    store._rooms.spill(name)
+    store._allocator.spill(name)
 
     def bring() -> None:
         with store.lease_in_memory(name, name) as lease:
             assert lease.tier == HOST
 
     happens: dict[str, Callable[[], None]]
-    happens = {"put.reserved": bring, "put.copied": lambda: store._rooms.spill(name)}
+    happens = {"put.reserved": bring, "put.copied": lambda: store._allocator.spill(name)}
     monkeypatch.setattr(store._faults, "reach", once(happens))
     other.put(5)
     assert not happens
@@ -450,7 +450,7 @@ def test_what_is_being_stored_counts_towards_the_quota(
             with pytest.raises(QuotaExceededError):
                 stranger.put(1, deployment="job/other", sections=(), nbytes=4 * MIB)
             second.start()
-            wait_until(lambda: len(store.quotas._coming) == 2)
+            wait_until(lambda: len(store.quotas._pending) == 2)
 
         happens: dict[str, Callable[[], None]] = {"put.reserved": meanwhile}
         monkeypatch.setattr(store._faults, "reach", once(happens))

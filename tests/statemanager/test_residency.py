@@ -6,16 +6,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plexrl.statemanager.eviction.policy import (
-    Placement,
-    Resident,
-    Room,
+    EvictionCandidate,
+    EvictionPlan,
     TierName,
+    TierUsage,
     expected_use,
-    place,
+    plan_eviction,
 )
 
 HOST, NVME = TierName.HOST, TierName.NVME
-Node = tuple[list[Resident], Room, Room]
+Node = tuple[list[EvictionCandidate], TierUsage, TierUsage]
 
 
 @st.composite
@@ -23,7 +23,7 @@ def nodes(draw: st.DrawFn) -> Node:
     """A few versions over two tiers whose bounds they respect."""
     sizes = st.integers(0, 9)
     residents = [
-        Resident(
+        EvictionCandidate(
             name=f"v{index}",
             tier=draw(st.sampled_from(TierName)),
             nbytes=draw(sizes),
@@ -39,11 +39,11 @@ def nodes(draw: st.DrawFn) -> Node:
     for tier in (HOST, NVME):
         # What is still being written counts as used and is no resident yet.
         used = total(residents, tier) + draw(sizes)
-        rooms.append(Room(used_bytes=used, bytes_max=used + draw(st.integers(0, 20))))
+        rooms.append(TierUsage(used_bytes=used, bytes_max=used + draw(st.integers(0, 20))))
     return residents, rooms[0], rooms[1]
 
 
-def total(residents: list[Resident], tier: TierName) -> int:
+def total(residents: list[EvictionCandidate], tier: TierName) -> int:
     return sum(resident.nbytes for resident in residents if resident.tier == tier)
 
 
@@ -59,7 +59,7 @@ def free_after(node: Node, drop: set[str], spill: set[str]) -> tuple[int, int]:
     )
 
 
-def is_possible(node: Node, needed: int, placement: Placement) -> bool:
+def is_possible(node: Node, needed: int, placement: EvictionPlan) -> bool:
     by_name = {resident.name: resident for resident in node[0]}
     drop, spill = set(placement.drop), set(placement.spill)
     host_free, nvme_free = free_after(node, drop, spill)
@@ -88,14 +88,14 @@ def every_spill(node: Node, needed: int) -> list[set[str]]:
 
 @given(nodes(), st.integers(1, 20))
 def test_what_is_planned_is_possible(node: Node, needed: int) -> None:
-    placement = place(needed, *node)
+    placement = plan_eviction(needed, *node)
     if placement is not None:
         assert is_possible(node, needed, placement)
 
 
 @given(nodes(), st.integers(1, 20))
 def test_a_refusal_means_that_nothing_would_have_helped(node: Node, needed: int) -> None:
-    if place(needed, *node) is not None:
+    if plan_eviction(needed, *node) is not None:
         return
     drop = {r.name for r in node[0] if r.superseded and not r.in_use}
     assert free_after(node, drop, set())[1] < needed, "NVMe would have taken it"
@@ -104,13 +104,13 @@ def test_a_refusal_means_that_nothing_would_have_helped(node: Node, needed: int)
 
 @given(nodes(), st.integers(1, 20))
 def test_the_host_tier_is_used_whenever_it_can_make_room(node: Node, needed: int) -> None:
-    placement = place(needed, *node)
+    placement = plan_eviction(needed, *node)
     assert (placement is not None and placement.tier == HOST) == bool(every_spill(node, needed))
 
 
 @given(nodes(), st.integers(1, 20), st.integers(1, 20))
 def test_nvme_may_need_more_or_less_than_host(node: Node, needed: int, nvme_needed: int) -> None:
-    placement = place(needed, *node, nvme_needed)
+    placement = plan_eviction(needed, *node, nvme_needed)
     assert (placement is not None and placement.tier == HOST) == bool(every_spill(node, needed))
     drop = {r.name for r in node[0] if r.superseded and not r.in_use}
     fits = free_after(node, drop, set())[1] >= nvme_needed
@@ -140,12 +140,12 @@ def test_an_expected_use_is_never_over_and_keeps_the_order(
 
 @given(nodes(), st.integers(1, 20))
 def test_nothing_goes_that_need_not(node: Node, needed: int) -> None:
-    placement = place(needed, *node)
+    placement = plan_eviction(needed, *node)
     if placement is None or placement.tier == NVME:
         return
     host = node[1]
     if needed <= host.bytes_max - host.used_bytes:
-        assert placement == Placement(tier=HOST)
+        assert placement == EvictionPlan(tier=HOST)
     for name in placement.spill:
         host_free, _ = free_after(node, set(placement.drop), set(placement.spill) - {name})
         assert host_free < needed, f"{name} is spilled for nothing"
@@ -159,11 +159,11 @@ def test_nothing_goes_that_need_not(node: Node, needed: int) -> None:
 @example(
     (
         [
-            Resident(name="v0", tier=HOST, nbytes=2, last_use=0),
-            Resident(name="v1", tier=HOST, nbytes=3, last_use=1),
+            EvictionCandidate(name="v0", tier=HOST, nbytes=2, last_use=0),
+            EvictionCandidate(name="v1", tier=HOST, nbytes=3, last_use=1),
         ],
-        Room(used_bytes=5, bytes_max=5),
-        Room(used_bytes=0, bytes_max=5),
+        TierUsage(used_bytes=5, bytes_max=5),
+        TierUsage(used_bytes=0, bytes_max=5),
     ),
     3,
 )
@@ -171,8 +171,8 @@ def test_of_what_is_spilled_the_first_to_be_used_again_is_as_far_off_as_can_be(
     node: Node, needed: int
 ) -> None:
     residents, host, nvme = node
-    roomy = Room(used_bytes=nvme.used_bytes, bytes_max=nvme.bytes_max + total(residents, HOST))
-    placement = place(needed, residents, host, roomy)
+    roomy = TierUsage(used_bytes=nvme.used_bytes, bytes_max=nvme.bytes_max + total(residents, HOST))
+    placement = plan_eviction(needed, residents, host, roomy)
     if placement is None or not placement.spill:
         return
     age = {r.name: (-r.next_use, r.last_use, r.name) for r in residents}

@@ -13,7 +13,7 @@ import pytest
 from plexrl.errors import ConflictError, DeviceMemoryFullError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.device.cpu.device import CpuDevice
-from plexrl.statemanager.device.shared_bases import BaseKey, Lent, SharedBases
+from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache, WeightsKey, WeightsMapping
 from tests.statemanager.conftest import DEADLINE_S, MIB, MakeShard, Shard, StartDaemon, wait_until
 
 
@@ -70,12 +70,12 @@ def device() -> Iterator[CpuDevice]:
 
 
 @pytest.fixture
-def bases(device: CpuDevice) -> Iterator[SharedBases]:
-    made = SharedBases(device)
+def bases(device: CpuDevice) -> Iterator[FrozenWeightsCache]:
+    made = FrozenWeightsCache(device)
     yield made
     for user in ("a", "b"):
         made.forget(user)
-    assert made.usage() == (0, 0)
+    assert device.usage(0).lent_bytes == 0
 
 
 def protection(arena: Arena) -> str:
@@ -266,11 +266,11 @@ def test_a_base_goes_with_the_last_process_that_used_it(
     wait_until(lambda: lent_bytes(shards[2]) == rest // 2)
 
 
-def key(**fields: Any) -> BaseKey:
-    return BaseKey(tenant="t", uid=1, device=0, content="m", nbytes=MIB)._replace(**fields)
+def key(**fields: Any) -> WeightsKey:
+    return WeightsKey(tenant="t", uid=1, device=0, content="m", nbytes=MIB)._replace(**fields)
 
 
-def lent(found: Lent | None) -> Lent:
+def lent(found: WeightsMapping | None) -> WeightsMapping:
     assert found is not None
     return found
 
@@ -282,23 +282,23 @@ def close(fds: list[int]) -> None:
 
 @pytest.mark.parametrize("other", [{"tenant": "u"}, {"uid": 2}, {"content": "n"}])
 def test_what_tenants_users_and_models_have_is_kept_apart(
-    bases: SharedBases, other: dict[str, Any]
+    device: CpuDevice, bases: FrozenWeightsCache, other: dict[str, Any]
 ) -> None:
     fds, _, _ = lent(bases.borrow(key(), "a"))
     close(fds)
-    assert bases.is_whole(key(), "a")
+    assert bases.mark_filled(key(), "a")
     fds, _, is_whole = lent(bases.borrow(key(**other), "b"))
     close(fds)
     assert not is_whole
-    assert bases.usage() == (2, 2 * MIB)
+    assert device.usage(0).lent_bytes == 2 * MIB
 
 
-def test_readers_cannot_write(bases: SharedBases) -> None:
+def test_readers_cannot_write(bases: FrozenWeightsCache) -> None:
     fds, _, _ = lent(bases.borrow(key(), "a"))
     close(fds)
     assert bases.borrow(key(), "b") is None, "another fills it"
-    assert not bases.is_whole(key(), "b"), "only who fills it says that it is whole"
-    assert bases.is_whole(key(), "a")
+    assert not bases.mark_filled(key(), "b"), "only who fills it says that it is whole"
+    assert bases.mark_filled(key(), "a")
     fds, _, is_whole = lent(bases.borrow(key(), "b"))
     assert is_whole
     with pytest.raises(PermissionError):
@@ -307,15 +307,15 @@ def test_readers_cannot_write(bases: SharedBases) -> None:
 
 
 def test_memory_of_a_user_that_vanished_is_not_lent_again(
-    device: CpuDevice, bases: SharedBases
+    device: CpuDevice, bases: FrozenWeightsCache
 ) -> None:
     for user in ("a", "b"):
         fds, _, _ = lent(bases.borrow(key(), user))
         close(fds)
-        bases.is_whole(key(), user)
+        bases.mark_filled(key(), user)
     bases.forget("a")
     bases.give_back("b")
-    assert bases.usage() == (1, MIB)
-    assert bases.make_room(0)
-    assert not bases.make_room(0)
+    assert device.usage(0).lent_bytes == MIB
+    assert bases.evict_idle(0)
+    assert not bases.evict_idle(0)
     wait_until(lambda: device.usage(0).lent_bytes + device.usage(0).idle_bytes == 0)

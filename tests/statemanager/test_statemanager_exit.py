@@ -48,7 +48,7 @@ def test_what_nvme_cannot_take_stays_for_the_next_daemon(
     for shard in shards:
         shard.offload(1)
     log = daemon.terminate()
-    assert "no room on NVMe" in log
+    assert "NVMe is full" in log
     assert len(daemon.host_files()) == len(daemon.nvme_files()) == 1
 
     daemon.start()

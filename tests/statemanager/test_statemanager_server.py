@@ -25,7 +25,7 @@ from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.daemon.server import check_peer
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.protocol.channel import Channel, Kind
-from plexrl.statemanager.protocol.messages import Register, Save
+from plexrl.statemanager.protocol.messages import Confirm, Register, Save
 from tests.statemanager.conftest import (
     ALL_PARTS,
     DEADLINE_S,
@@ -168,7 +168,7 @@ def test_meta_that_no_load_could_answer_with_is_not_stored(
 ) -> None:
     shard = make_shard(daemon)
     request = Save(seq=1, keep_seq=0, token=1, parts=tuple(ALL_PARTS), meta_json=meta, same_as=None)
-    with pytest.raises(InvalidRequestError, match="meta is no JSON"):
+    with pytest.raises(InvalidRequestError, match="metadata is not valid JSON"):
         shard.client._link.call(request)
     assert not daemon.host_files()
 
@@ -179,13 +179,13 @@ def test_a_connection_beyond_the_bound_is_told_so(
     daemon = start_daemon(connections_max=3)
     served = [make_shard(daemon, rank=rank, world_size=4) for rank in range(3)]
     late = make_shard(daemon, rank=3, world_size=4, registered=False)
-    with pytest.raises(OverloadedError, match="serves 3 connections already"):
-        late.client.ping()
+    with pytest.raises(OverloadedError, match="serves 3 connections, its maximum"):
+        late.client.request(Confirm())
     served[0].client.close()
 
     def is_served() -> bool:
         try:
-            late.client.ping()
+            late.client.request(Confirm())
         except OverloadedError:
             return False
         return True
@@ -196,16 +196,16 @@ def test_a_connection_beyond_the_bound_is_told_so(
 
 def test_a_want_of_descriptors_passes(daemon: Daemon, make_shard: MakeShard) -> None:
     shard = make_shard(daemon, registered=False)
-    shard.client.ping()
+    shard.client.request(Confirm())
     usual = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (4, usual[1]))
     early = make_shard(daemon, rank=1, world_size=2, registered=False)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(daemon.config.listen)
         time.sleep(0.3)
-        shard.client.ping()
+        shard.client.request(Confirm())
     resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, usual)
-    early.client.ping()
+    early.client.request(Confirm())
 
 
 def test_another_users_process_is_refused() -> None:

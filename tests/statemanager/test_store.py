@@ -204,20 +204,20 @@ class StoreHistory(RuleBasedStateMachine):
         assert {**before, wanted: after[wanted]} == after, "something gave way to a hint"
 
     @rule(name=NAMES)
-    def keep_copy(self, name: tuple[int, int]) -> None:
+    def copy_to_nvme(self, name: tuple[int, int]) -> None:
         before = self.tiers_of_versions()
         try:
-            is_there = self.store.keep_copy(manifest(*name, 0).name)
+            is_there = self.store.copy_to_nvme(manifest(*name, 0).name)
         except StateTierFullError:
             is_there = False
         if is_there:
-            assert manifest(*name, 0).name not in self.store.undrained()
+            assert manifest(*name, 0).name not in self.store.without_nvme_copy()
         assert self.tiers_of_versions() == before
 
     @rule(seconds=st.one_of(st.none(), st.floats(0, 100)), passed=st.floats(0, 10))
     def expect(self, seconds: float | None, passed: float) -> None:
         self.now += passed
-        self.store.expect("job/actor", None if seconds is None else self.now + seconds)
+        self.store.expect_use("job/actor", None if seconds is None else self.now + seconds)
 
     @rule()
     def persist(self) -> None:

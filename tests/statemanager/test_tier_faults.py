@@ -20,8 +20,8 @@ from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.protocol.channel import close_all
 from plexrl.statemanager.protocol.messages import OpenState
 from plexrl.statemanager.protocol.tickets import Role
-from plexrl.statemanager.store.nvme import NvmeObjects, file_bytes
-from plexrl.statemanager.store.tier import Tier
+from plexrl.statemanager.store.tiers.nvme import NvmeObjects, file_bytes
+from plexrl.statemanager.store.tiers.tier import Tier
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, DataPlane
 from tests.statemanager.conftest import (
     DEADLINE_S,
@@ -151,7 +151,7 @@ def test_full_tiers_refuse_and_leave_the_arena(
     expected = [shard.fill(index) for index, shard in enumerate(shards)]
     shards[0].offload(1)
     shards[1].offload(1)
-    with pytest.raises(StateTierFullError, match="end a job or raise a bound"):
+    with pytest.raises(StateTierFullError, match="end a job or raise host_bytes"):
         shards[2].offload(1)
     assert np.array_equal(shards[2].contents, expected[2])
     for index in (0, 1):
@@ -238,7 +238,7 @@ def test_memory_that_is_all_lent_to_readers_is_refused_with_the_reason(
         # Released, it has no name any more; its bytes count until the reader is gone.
         held.agent.release("a/actor")
         for _ in range(3):
-            with pytest.raises(StateTierFullError, match="what they hold cannot make way"):
+            with pytest.raises(StateTierFullError, match="not enough can be evicted"):
                 other.offload(1)
         assert np.array_equal(other.contents, expected)
         assert not daemon.nvme_objects()

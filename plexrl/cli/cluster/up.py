@@ -1,256 +1,111 @@
-"""`plexrl up` and `plexrl demo`: what runs until it is done."""
+"""`plexrl up`: runs a cluster."""
 
 import os
 import sys
-from dataclasses import replace
-from pathlib import Path
-from typing import Annotated
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 import typer
 
+from plexrl.cli.cluster import up_options as options
 from plexrl.cli.terminal.context import (
-    DATA_DIR,
     GIB,
-    DataDir,
     Json,
     data_dir_option,
     print_line,
-    write_json,
     write_text,
 )
-from plexrl.cluster.config import (
-    JOURNAL_VARIABLE,
-    ORDERINGS,
-    POLICIES,
-    ClusterOptions,
-    check_argument,
-)
+from plexrl.cli.terminal.option_groups import with_option_groups
+from plexrl.cluster.config import JOURNAL_VARIABLE, ClusterOptions, check_argument
 from plexrl.errors import InvalidRequestError, JournalMissingError
-from plexrl.model.parallelism import Parallelism
+
+if TYPE_CHECKING:
+    from plexrl.cluster.endpoint import Endpoint
 
 GPUS_PER_NODE = 4
-"""Of a virtual node, where nothing else is said."""
+"""Default GPUs of a virtual node."""
 
 
+@with_option_groups
 def up(
     context: typer.Context,
-    data_dir: DataDir = DATA_DIR,
-    nodes: Annotated[int | None, typer.Option(help="Virtual nodes; 1 if not said.")] = None,
-    gpus_per_node: Annotated[
-        int | None,
-        typer.Option(
-            help="Places for workers on each node; if not said 4, or with --ray its GPUs."
-        ),
-    ] = None,
-    gpu_memory: Annotated[float, typer.Option(help="GiB of each GPU.")] = 2.0,
-    host_memory: Annotated[float, typer.Option(help="GiB of each node's host tier.")] = 2.0,
-    policy: Annotated[str, typer.Option(help=f"Placement: {', '.join(POLICIES)}.")] = "pack",
-    ordering: Annotated[
-        str, typer.Option(help=f"Turns within a group: {', '.join(ORDERINGS)}.")
-    ] = "hrrs",
-    journal: Annotated[
-        str | None,
-        typer.Option(
-            help="A path, or postgresql://user@host/name; with a password only by the variable.",
-            envvar=JOURNAL_VARIABLE,
-        ),
-    ] = None,
-    new_journal: Annotated[
-        bool,
-        typer.Option(
-            "--new-journal",
-            help="Begin an empty journal although the data directory has state of former jobs.",
-        ),
-    ] = False,
-    node_types: Annotated[
-        str, typer.Option(help="Kinds of the nodes, comma between: one for all, or one each.")
-    ] = "",
-    blocks: Annotated[str, typer.Option(help="Where the nodes stand, likewise.")] = "",
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all. There is no TLS.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the API; 0 takes a free one.")] = 0,
-    api_docs: Annotated[
-        bool,
-        typer.Option("--api-docs", help="Describe the HTTP API at /docs, for anybody."),
-    ] = False,
-    journal_bytes_max: Annotated[int | None, typer.Option(help="Bound of the journal.")] = None,
-    lease_s: Annotated[
-        float | None, typer.Option(help="Silence of the scheduler until a standby leads.")
-    ] = None,
-    ray: Annotated[
-        str | None, typer.Option(help="Run on the nodes of this Ray cluster: host:port, or auto.")
-    ] = None,
-    node_replace_s: Annotated[
-        float,
-        typer.Option(help="With --ray: seconds that jobs wait for a node of a lost one's name."),
-    ] = 60.0,
-    rebuild_operations: Annotated[
-        int,
-        typer.Option(help="With --ray: operations kept to compute a model's lost state anew."),
-    ] = 1024,
-    routers: Annotated[int, typer.Option(help="Routers, each with a port of its own.")] = 1,
-    otlp_endpoint: Annotated[
-        str | None, typer.Option(help="Send operations there as OpenTelemetry spans.")
-    ] = None,
-    pending_operations_max: Annotated[
-        int | None, typer.Option(help="Operations that wait in one deployment's queue.")
-    ] = None,
-    tenant_operations_max: Annotated[
-        int | None, typer.Option(help="Unfinished operations of one tenant.")
-    ] = None,
-    deployment_payload_bytes_max: Annotated[
-        int | None, typer.Option(help="Bytes of the unfinished operations of one deployment.")
-    ] = None,
-    tenant_payload_bytes_max: Annotated[
-        int | None, typer.Option(help="Bytes of the unfinished operations of one tenant.")
-    ] = None,
-    tenant_live_jobs_max: Annotated[
-        int, typer.Option(help="Jobs of one tenant that have not ended.")
-    ] = 1000,
-    tenant_checkpoints_max: Annotated[
-        int | None, typer.Option(help="Checkpoints of one tenant.")
-    ] = None,
-    tenant_checkpoint_bytes_max: Annotated[
-        int | None, typer.Option(help="Bytes of one tenant's checkpoints; else half of the disk.")
-    ] = None,
-    metrics_row_bytes_max: Annotated[
-        int | None, typer.Option(help="Bytes of a row of a job's metrics.")
-    ] = None,
-    metrics_job_bytes_max: Annotated[
-        int | None, typer.Option(help="Bytes of all metrics of a job.")
-    ] = None,
-    connections_max: Annotated[
-        int | None, typer.Option(help="Open connections of one router.")
-    ] = None,
-    address_connections_max: Annotated[
-        int | None, typer.Option(help="Open connections of one client address to one router.")
-    ] = None,
-    header_timeout_s: Annotated[
-        float | None, typer.Option(help="Seconds in which a request's head is there.")
-    ] = None,
-    body_timeout_s: Annotated[
-        float | None,
-        typer.Option(help="Seconds for a request's JSON, and of silence in a payload."),
-    ] = None,
-    json_bytes_max: Annotated[int | None, typer.Option(help="Bytes of a request's JSON.")] = None,
+    local: options.LocalCluster,
+    scheduling: options.Scheduling,
+    topology: options.Topology,
+    api: options.Api,
+    durability: options.Durability,
+    on_ray: options.OnRay,
+    routers: options.Routers,
+    limits: options.Limits,
     as_json: Json = False,
 ) -> None:
     """Run a cluster until Ctrl-C: of local processes, or on the nodes of a Ray cluster."""
-    from plexrl.cluster.endpoint import Endpoint
     from plexrl.cluster.ray.options import RayOptions
     from plexrl.cluster.supervisor import run_cluster
 
-    if ray is not None and (nodes is not None or node_types or blocks):
+    is_virtual = local.nodes is not None or topology.node_types or topology.blocks
+    if on_ray.ray is not None and is_virtual:
         raise InvalidRequestError(
             "--nodes, --node-types and --blocks are of virtual nodes; with --ray they are Ray's"
         )
 
-    # Taken out, so that it is not for what this process starts.
+    # Removed, so that child processes do not inherit it.
     os.environ.pop(JOURNAL_VARIABLE, None)
     source = context.get_parameter_source("journal")
+    journal = scheduling.journal
     if journal is not None and source is not None and source.name == "COMMANDLINE":
         check_argument(journal)
 
-    def ready(endpoint: Endpoint) -> None:
-        if as_json:
-            write_text(endpoint.to_json() + "\n")
-        else:
-            docs = f"  API documentation: {endpoint.url.partition(',')[0]}/docs\n"
-            write_text(
-                f"PlexRL is up. Ctrl-C ends it.\n\n"
-                f"  export PLEXRL_URL={endpoint.url}\n"
-                f"  export PLEXRL_API_KEY={endpoint.api_key}   # the operator's\n\n"
-                f"{docs if api_docs else ''}"
-                f"  logs and state:    {endpoint.data_dir}\n"
-            )
-        sys.stdout.flush()
-
-    options = ClusterOptions(
-        data_dir=data_dir_option(data_dir),
-        nodes=1 if nodes is None else nodes,
-        gpus_per_node=GPUS_PER_NODE if gpus_per_node is None else gpus_per_node,
-        gpu_memory_bytes=int(gpu_memory * GIB),
-        host_memory_bytes=int(host_memory * GIB),
-        policy=policy,
-        ordering=ordering,
-        journal=journal,
-        new_journal=new_journal,
-        node_types=_names(node_types),
-        blocks=_names(blocks),
-        host=host,
-        api_docs=api_docs,
-        port=port,
-        journal_bytes_max=journal_bytes_max,
-        lease_s=lease_s,
-        routers=routers,
-        otlp_endpoint=otlp_endpoint,
-        pending_operations_max=pending_operations_max,
-        tenant_operations_max=tenant_operations_max,
-        deployment_payload_bytes_max=deployment_payload_bytes_max,
-        tenant_payload_bytes_max=tenant_payload_bytes_max,
-        tenant_live_jobs_max=tenant_live_jobs_max,
-        tenant_checkpoints_max=tenant_checkpoints_max,
-        tenant_checkpoint_bytes_max=tenant_checkpoint_bytes_max,
-        metrics_row_bytes_max=metrics_row_bytes_max,
-        metrics_job_bytes_max=metrics_job_bytes_max,
-        connections_max=connections_max,
-        address_connections_max=address_connections_max,
-        header_timeout_s=header_timeout_s,
-        body_timeout_s=body_timeout_s,
-        json_bytes_max=json_bytes_max,
+    cluster = ClusterOptions(
+        data_dir=data_dir_option(local.data_dir),
+        nodes=1 if local.nodes is None else local.nodes,
+        gpus_per_node=GPUS_PER_NODE if local.gpus_per_node is None else local.gpus_per_node,
+        gpu_memory_bytes=int(local.gpu_memory * GIB),
+        host_memory_bytes=int(local.host_memory * GIB),
+        node_types=_names(topology.node_types),
+        blocks=_names(topology.blocks),
+        **asdict(scheduling),
+        **asdict(api),
+        **asdict(durability),
+        **asdict(routers),
+        **asdict(limits),
     )
-    on_ray = (
-        None
-        if ray is None
-        else RayOptions(
-            address=ray,
-            places_per_node=gpus_per_node,
-            node_replace_s=node_replace_s,
-            rebuild_operations=rebuild_operations,
+    ray = None
+    if on_ray.ray is not None:
+        ray = RayOptions(
+            address=on_ray.ray,
+            places_per_node=local.gpus_per_node,
+            node_replace_s=on_ray.node_replace_s,
+            rebuild_operations=on_ray.rebuild_operations,
         )
-    )
+
+    def ready(endpoint: "Endpoint") -> None:
+        _print_endpoint(endpoint, as_json=as_json, has_docs=api.api_docs)
+
     try:
-        run_cluster(options, ready, ray=on_ray)
+        run_cluster(cluster, ready, ray=ray)
     except JournalMissingError as error:
         if as_json or not sys.stdin.isatty():
             raise
         print_line(f"{error.message}.")
         if not typer.confirm("Begin a new journal?"):
             raise
-        run_cluster(replace(options, new_journal=True), ready, ray=on_ray)
+        run_cluster(replace(cluster, new_journal=True), ready, ray=ray)
 
 
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("out/demo"),
-    steps: Annotated[int, typer.Option(min=1, help="RL steps of each job.")] = 150,
-    seed: Annotated[int, typer.Option(help="Of models, data and sampling.")] = 1,
-    workers: Annotated[int, typer.Option(min=1, help="Workers of a training group.")] = 2,
-    backend: Annotated[str | None, typer.Option(help="That trains; default: fsdp.")] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="Of a training group, as dp=1,tp=2; default: dp=workers.")
-    ] = None,
-    isolated: Annotated[bool, typer.Option(help="Measure the isolated baseline too.")] = True,
-    as_json: Json = False,
-) -> None:
-    """Train two tenants' jobs on one shared group, then each alone; write a report."""
-    from rich.console import Console
-
-    from plexrl.cli.demo.report import report_json
-    from plexrl.cli.demo.run import DemoOptions, run_demo
-
-    options = DemoOptions(
-        out=out,
-        steps=steps,
-        seed=seed,
-        workers=workers,
-        backend=backend,
-        layout=None if layout is None else Parallelism.from_text(layout),
-        isolated=isolated,
-    )
-    result = run_demo(options, Console(stderr=as_json))
+def _print_endpoint(endpoint: "Endpoint", *, as_json: bool, has_docs: bool) -> None:
     if as_json:
-        write_json(report_json(result))
+        write_text(endpoint.to_json() + "\n")
+    else:
+        docs = f"  API documentation: {endpoint.url.partition(',')[0]}/docs\n"
+        write_text(
+            f"PlexRL is up. Ctrl-C ends it.\n\n"
+            f"  export PLEXRL_URL={endpoint.url}\n"
+            f"  export PLEXRL_API_KEY={endpoint.api_key}   # the operator's\n\n"
+            f"{docs if has_docs else ''}"
+            f"  logs and state:    {endpoint.data_dir}\n"
+        )
+    sys.stdout.flush()
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
-"""The options of `plexrl simulate`, by the panels of its help."""
+"""The options of `plexrl simulate`, one dataclass for each panel of its help."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,291 +17,346 @@ Trace = Annotated[
         help="A file, bundled:NAME, or `published`: made-up jobs of the paper's three classes."
     ),
 ]
-Policy = Annotated[
-    str,
-    typer.Option(
-        help="Policies to compare, with commas between (docs/simulating.md), `paper` or `all`.",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-Nodes = Annotated[
-    int, typer.Option(min=1, help="Training nodes of the cluster.", rich_help_panel=_CLUSTER)
-]
-GpusPerNode = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="GPUs of a node; default: the node type's, 8.", rich_help_panel=_CLUSTER
-    ),
-]
-NodeType = Annotated[
-    str,
-    typer.Option(
-        help="h200, h100, a100, b200, or a .json or .toml file.", rich_help_panel=_CLUSTER
-    ),
-]
-Pool = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="NODE_TYPE:NODES of each pool of a cluster of several, instead of "
-        "--nodes; default: one pool.",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-Price = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        help="Price of a GPU-hour, where no other price says more; default: the node type's.",
-        rich_help_panel=_PRICES,
-    ),
-]
-PriceReserved = Annotated[
-    float | None,
-    typer.Option(
-        help="Price of a GPU-hour of reserved training nodes, paid used or not; default: --price.",
-        rich_help_panel=_PRICES,
-    ),
-]
-PriceOnDemand = Annotated[
-    float | None,
-    typer.Option(
-        help="Price of a GPU-hour of on-demand training nodes, paid while groups hold them; "
-        "default: all nodes are reserved.",
-        rich_help_panel=_PRICES,
-    ),
-]
-PriceRollout = Annotated[
-    float | None,
-    typer.Option(
-        help="Price of a GPU-hour of rollouts, paid while their jobs run; default: --price.",
-        rich_help_panel=_PRICES,
-    ),
-]
-ReservedNodes = Annotated[
-    int | None,
-    typer.Option(
-        help="Nodes that are reserved beside on-demand ones; default: as many as cost least.",
-        rich_help_panel=_PRICES,
-    ),
-]
-HorizonDays = Annotated[
-    float | None,
-    typer.Option(
-        help="Days that reserved nodes are paid for; default: until the trace is drained.",
-        rich_help_panel=_PRICES,
-    ),
-]
-SwitchS = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        help="Seconds of a context switch; default: by the job's state and the node type's rates.",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-Layout = Annotated[
-    str | None,
-    typer.Option(
-        "--from",
-        help="Column layout of the trace (docs/traces.md); default: told by its header.",
-        rich_help_panel=_TRACE,
-    ),
-]
-SkipBad = Annotated[
-    bool,
-    typer.Option(
-        "--skip-bad", help="Leave bad rows out instead of ending.", rich_help_panel=_TRACE
-    ),
-]
-Days = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        help="Take the trace's first so many days; default: all, of `published` 90.",
-        rich_help_panel=_TRACE,
-    ),
-]
-Compress = Annotated[
-    float, typer.Option(help="Let arrivals come so many times as fast.", rich_help_panel=_TRACE)
-]
-Backlog = Annotated[
-    bool,
-    typer.Option("--backlog", help="Let all jobs be there at the start.", rich_help_panel=_TRACE),
-]
-CapDays = Annotated[
-    float | None,
-    typer.Option(
-        help="Cut longer jobs to so many days; default: none is cut.", rich_help_panel=_TRACE
-    ),
-]
-MinGpus = Annotated[
-    int, typer.Option(min=1, help="Leave jobs of fewer GPUs out.", rich_help_panel=_TRACE)
-]
-MaxGpus = Annotated[
-    int | None,
-    typer.Option(min=1, help="Leave jobs of more GPUs out; default: none.", rich_help_panel=_TRACE),
-]
-MinDuration = Annotated[
-    float, typer.Option(help="Leave jobs of fewer seconds out.", rich_help_panel=_TRACE)
-]
-AnyNodeType = Annotated[
-    bool,
-    typer.Option(
-        "--any-node-type",
-        help="Let jobs that ask for a kind of node run on any.",
-        rich_help_panel=_TRACE,
-    ),
-]
-Profiles = Annotated[
-    bool,
-    typer.Option(
-        help="Give jobs without cycles those of the published RL profiles.", rich_help_panel=_TRACE
-    ),
-]
-JobsPerDay = Annotated[
-    float, typer.Option(min=1e-3, help="Jobs a day of `published`.", rich_help_panel=_TRACE)
-]
-Jitter = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        help="Scatter of cycles, a part: 0.15 is 15 %; default: the trace's.",
-        rich_help_panel=_JOBS,
-    ),
-]
-Staleness = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Steps that rollouts may run ahead of training; default: the trace's.",
-        rich_help_panel=_JOBS,
-    ),
-]
-Responses = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="Responses of a rollout, of which the longest ends it; 0: lognormal rollouts.",
-        rich_help_panel=_JOBS,
-    ),
-]
-Lengths = Annotated[
-    str,
-    typer.Option(help="Lengths of --responses: r1, or a trace of lengths.", rich_help_panel=_JOBS),
-]
-ToolStalls = Annotated[
-    str | None,
-    typer.Option(
-        help="CHANCE:SECONDS[:SIGMA] of a rollout's wait for tools; default: none.",
-        rich_help_panel=_JOBS,
-    ),
-]
-NodeMtbfHours = Annotated[
-    float,
-    typer.Option(
-        min=0.0, help="Hours between failures of one node; 0: never.", rich_help_panel=_FAULTS
-    ),
-]
-RepairMinutes = Annotated[
-    float,
-    typer.Option(min=0.0, help="Minutes until a failed node is back.", rich_help_panel=_FAULTS),
-]
-WorkerMtbfHours = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        help="Hours between failures of one job's workers; 0: never.",
-        rich_help_panel=_FAULTS,
-    ),
-]
-StateSurvives = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        max=1.0,
-        help="Part (0 to 1) of lost nodes that come back with their host memory.",
-        rich_help_panel=_FAULTS,
-    ),
-]
-Sweep = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="nodes=64:256:64, jitter=0,0.15, …: run every combination; may be repeated.",
-        rich_help_panel=_ASKED,
-    ),
-]
-Slo = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="wait.p95<=2h, …: find the fewest nodes that keep it; may be repeated.",
-        rich_help_panel=_ASKED,
-    ),
-]
-MaxNodes = Annotated[
-    int, typer.Option(min=1, help="Most nodes that --slo tries.", rich_help_panel=_ASKED)
-]
-WhatIf = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="price=3, node-type=h100, host-memory=1TiB, nodes=128, …: what would "
-        "differ; may be repeated.",
-        rich_help_panel=_ASKED,
-    ),
-]
-Cold = Annotated[
-    bool,
-    typer.Option(
-        "--cold",
-        help="Let no job declare its demand; the scheduler profiles each.",
-        rich_help_panel=_JOBS,
-    ),
-]
-Window = Annotated[
-    str | None,
-    typer.Option(
-        help="START:END in hours from the trace's start, for a Gantt chart; default: none.",
-        rich_help_panel=_ASKED,
-    ),
-]
-Seed = Annotated[
-    int,
-    typer.Option(help="Seed of all that is drawn: same seed, same results.", rich_help_panel=_RUNS),
-]
-Detail = Annotated[
-    str,
-    typer.Option(
-        help="burst (quick), or operation: each segment of a cycle is one.", rich_help_panel=_RUNS
-    ),
-]
-Check = Annotated[
-    bool,
-    typer.Option(
-        "--check",
-        help="Check the scheduler's invariants at every event; slower.",
-        rich_help_panel=_RUNS,
-    ),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Runs side by side; default: one a core.", rich_help_panel=_RUNS),
-]
-Ray = Annotated[
-    str | None,
-    typer.Option(
-        help="Run on this Ray cluster: host:port, or auto; default: on this machine.",
-        rich_help_panel=_RUNS,
-    ),
-]
-JobsOut = Annotated[
-    Path | None,
-    typer.Option(
-        help="File for a row a job (.csv, .csv.gz, .parquet); default: none.", rich_help_panel=_RUNS
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for report.html and results.json; default: nothing is written.",
-        rich_help_panel=_RUNS,
-    ),
-]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """The cluster and its policies."""
+
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Policies to compare, with commas between (docs/simulating.md), `paper` or `all`.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = "isolated,isolated+backfill,spread+backfill"
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Training nodes of the cluster.", rich_help_panel=_CLUSTER)
+    ] = 256
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="GPUs of a node; default: the node type's, 8.", rich_help_panel=_CLUSTER
+        ),
+    ] = None
+    node_type: Annotated[
+        str,
+        typer.Option(
+            help="h200, h100, a100, b200, or a .json or .toml file.", rich_help_panel=_CLUSTER
+        ),
+    ] = "h200"
+    pool: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NODE_TYPE:NODES of each pool of a cluster of several, instead of "
+            "--nodes; default: one pool.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None
+    switch_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Seconds of a context switch; default: by the job's state and the node type's "
+            "rates.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceOptions:
+    """Prices of GPU-hours and billing."""
+
+    price: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Price of a GPU-hour, where no other price says more; default: the node type's.",
+            rich_help_panel=_PRICES,
+        ),
+    ] = None
+    price_reserved: Annotated[
+        float | None,
+        typer.Option(
+            help="Price of a GPU-hour of reserved training nodes, paid used or not; default: "
+            "--price.",
+            rich_help_panel=_PRICES,
+        ),
+    ] = None
+    price_on_demand: Annotated[
+        float | None,
+        typer.Option(
+            help="Price of a GPU-hour of on-demand training nodes, paid while groups hold them; "
+            "default: all nodes are reserved.",
+            rich_help_panel=_PRICES,
+        ),
+    ] = None
+    price_rollout: Annotated[
+        float | None,
+        typer.Option(
+            help="Price of a GPU-hour of rollouts, paid while their jobs run; default: --price.",
+            rich_help_panel=_PRICES,
+        ),
+    ] = None
+    reserved_nodes: Annotated[
+        int | None,
+        typer.Option(
+            help="Nodes that are reserved beside on-demand ones; default: as many as cost least.",
+            rich_help_panel=_PRICES,
+        ),
+    ] = None
+    horizon_days: Annotated[
+        float | None,
+        typer.Option(
+            help="Days that reserved nodes are paid for; default: until the trace is drained.",
+            rich_help_panel=_PRICES,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """Reading and changing the trace."""
+
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Column layout of the trace (docs/traces.md); default: told by its header.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = None
+    skip_bad: Annotated[
+        bool,
+        typer.Option(
+            "--skip-bad", help="Leave bad rows out instead of ending.", rich_help_panel=_TRACE
+        ),
+    ] = False
+    days: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Take the trace's first so many days; default: all, of `published` 90.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = None
+    compress: Annotated[
+        float, typer.Option(help="Let arrivals come so many times as fast.", rich_help_panel=_TRACE)
+    ] = 1.0
+    backlog: Annotated[
+        bool,
+        typer.Option(
+            "--backlog", help="Let all jobs be there at the start.", rich_help_panel=_TRACE
+        ),
+    ] = False
+    cap_days: Annotated[
+        float | None,
+        typer.Option(
+            help="Cut longer jobs to so many days; default: none is cut.", rich_help_panel=_TRACE
+        ),
+    ] = None
+    min_gpus: Annotated[
+        int, typer.Option(min=1, help="Leave jobs of fewer GPUs out.", rich_help_panel=_TRACE)
+    ] = 1
+    max_gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Leave jobs of more GPUs out; default: none.", rich_help_panel=_TRACE
+        ),
+    ] = None
+    min_duration: Annotated[
+        float, typer.Option(help="Leave jobs of fewer seconds out.", rich_help_panel=_TRACE)
+    ] = 0.0
+    any_node_type: Annotated[
+        bool,
+        typer.Option(
+            "--any-node-type",
+            help="Let jobs that ask for a kind of node run on any.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = False
+    profiles: Annotated[
+        bool,
+        typer.Option(
+            help="Give jobs without cycles those of the published RL profiles.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = True
+    jobs_per_day: Annotated[
+        float, typer.Option(min=1e-3, help="Jobs a day of `published`.", rich_help_panel=_TRACE)
+    ] = 12.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """Behaviour of the jobs."""
+
+    jitter: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Scatter of cycles, a part: 0.15 is 15 %; default: the trace's.",
+            rich_help_panel=_JOBS,
+        ),
+    ] = None
+    staleness: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps that rollouts may run ahead of training; default: the trace's.",
+            rich_help_panel=_JOBS,
+        ),
+    ] = None
+    responses: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Responses of a rollout, of which the longest ends it; 0: lognormal rollouts.",
+            rich_help_panel=_JOBS,
+        ),
+    ] = 0
+    lengths: Annotated[
+        str,
+        typer.Option(
+            help="Lengths of --responses: r1, or a trace of lengths.", rich_help_panel=_JOBS
+        ),
+    ] = "r1"
+    tool_stalls: Annotated[
+        str | None,
+        typer.Option(
+            help="CHANCE:SECONDS[:SIGMA] of a rollout's wait for tools; default: none.",
+            rich_help_panel=_JOBS,
+        ),
+    ] = None
+    cold: Annotated[
+        bool,
+        typer.Option(
+            "--cold",
+            help="Let no job declare its demand; the scheduler profiles each.",
+            rich_help_panel=_JOBS,
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultOptions:
+    """Failures of nodes and workers."""
+
+    node_mtbf_hours: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="Hours between failures of one node; 0: never.", rich_help_panel=_FAULTS
+        ),
+    ] = 0.0
+    repair_minutes: Annotated[
+        float,
+        typer.Option(min=0.0, help="Minutes until a failed node is back.", rich_help_panel=_FAULTS),
+    ] = 30.0
+    worker_mtbf_hours: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Hours between failures of one job's workers; 0: never.",
+            rich_help_panel=_FAULTS,
+        ),
+    ] = 0.0
+    state_survives: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Part (0 to 1) of lost nodes that come back with their host memory.",
+            rich_help_panel=_FAULTS,
+        ),
+    ] = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionOptions:
+    """Questions about the scenario."""
+
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="nodes=64:256:64, jitter=0,0.15, …: run every combination; may be repeated.",
+            rich_help_panel=_ASKED,
+        ),
+    ] = None
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="wait.p95<=2h, …: find the fewest nodes that keep it; may be repeated.",
+            rich_help_panel=_ASKED,
+        ),
+    ] = None
+    max_nodes: Annotated[
+        int, typer.Option(min=1, help="Most nodes that --slo tries.", rich_help_panel=_ASKED)
+    ] = 4096
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="price=3, node-type=h100, host-memory=1TiB, nodes=128, …: what would "
+            "differ; may be repeated.",
+            rich_help_panel=_ASKED,
+        ),
+    ] = None
+    window: Annotated[
+        str | None,
+        typer.Option(
+            help="START:END in hours from the trace's start, for a Gantt chart; default: none.",
+            rich_help_panel=_ASKED,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Execution of the runs, and output files."""
+
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Seed of all that is drawn: same seed, same results.", rich_help_panel=_RUNS
+        ),
+    ] = 0
+    detail: Annotated[
+        str,
+        typer.Option(
+            help="burst (quick), or operation: each segment of a cycle is one.",
+            rich_help_panel=_RUNS,
+        ),
+    ] = "burst"
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Check the scheduler's invariants at every event; slower.",
+            rich_help_panel=_RUNS,
+        ),
+    ] = False
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs side by side; default: one a core.", rich_help_panel=_RUNS),
+    ] = None
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Run on this Ray cluster: host:port, or auto; default: on this machine.",
+            rich_help_panel=_RUNS,
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for report.html and results.json; default: nothing is written.",
+            rich_help_panel=_RUNS,
+        ),
+    ] = None
+    jobs_out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for a row a job (.csv, .csv.gz, .parquet); default: none.",
+            rich_help_panel=_RUNS,
+        ),
+    ] = None

@@ -29,7 +29,7 @@ WRITTEN = ("results.json", "report.html")
 """Into the folder of --out."""
 
 
-def tell(found: Answers, out: Path | None, *, as_json: bool) -> None:
+def output(found: Answers, out: Path | None, *, as_json: bool) -> None:
     """The answers, on stdout and in the folder.
 
     Raises:

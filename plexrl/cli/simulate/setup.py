@@ -1,11 +1,19 @@
-"""What `plexrl simulate` is asked, from its options to scenarios."""
+"""Builds scenarios and questions from the options of `plexrl simulate`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import get_args
 
+from plexrl.cli.simulate.options import (
+    ClusterOptions,
+    FaultOptions,
+    JobOptions,
+    PriceOptions,
+    QuestionOptions,
+    RunOptions,
+    TraceOptions,
+)
 from plexrl.cli.traces.command import DAY_S
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.search.axes import Axis, axis, policies_named
@@ -13,113 +21,158 @@ from plexrl.sim.search.objectives import Objective, objectives
 from plexrl.sim.search.what_if import Change, change
 from plexrl.sim.state.node_types import node_type as named_type
 from plexrl.sim.state.node_types import with_fields
-from plexrl.sim.workload.scenario import JITTER_MAX, NODES_MAX, Detail, Pool, ToolStalls
+from plexrl.sim.workload.prices import Prices
+from plexrl.sim.workload.scenario import (
+    JITTER_MAX,
+    NODES_MAX,
+    Behaviour,
+    Detail,
+    Failures,
+    Pool,
+    Scenario,
+    ToolStalls,
+)
 from plexrl.sim.workload.trace_source import PublishedSource, TraceSource
 from plexrl.traces import Shape
 
 PUBLISHED = "published"
 PUBLISHED_DAYS = 90.0
+HOUR_S = 3600.0
 WINDOW_HOURS_MAX = 1e6
 STALL_S_MAX = 1e6
-"""Of a rollout that waits for tools, on average: twelve days."""
+"""Longest mean stall: twelve days."""
 
 Source = TraceSource | PublishedSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """What is asked of a scenario."""
+    """The questions about a scenario."""
 
     axes: tuple[Axis, ...]
-    """Policies are one of them."""
+    """Axes of the sweep; one of them is the policy."""
     objectives: tuple[Objective, ...] = ()
-    """Not empty: the smallest cluster is searched for, with each policy."""
+    """If not empty, the smallest cluster is searched for under each policy."""
     changes: tuple[Change, ...] = ()
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """To be compared."""
+        """Policies to compare."""
         return next(each.values for each in self.axes if each.name == "policy")
 
 
-def questions(
-    policy: str,
-    sweep: Sequence[str] | None,
-    slo: Sequence[str] | None,
-    what_if: Sequence[str] | None,
-) -> Questions:
-    """The questions, each understood.
+def questions(policy: str, options: QuestionOptions) -> Questions:
+    """Parse the questions.
 
     Raises:
-        InvalidRequestError: one is not, or they do not go together.
+        InvalidRequestError: a question is invalid, or questions exclude each other.
     """
-    axes = [axis(each) for each in sweep or ()]
+    slo = options.slo
+    axes = [axis(each) for each in options.sweep or ()]
     if not any(each.name == "policy" for each in axes):
-        # Policies turn quickest: what is to be compared stands together.
+        # Policies vary fastest, so that compared runs are adjacent.
         axes.append(Axis(name="policy", values=policies_named(policy)))
     if slo and len(axes) > 1:
         raise InvalidRequestError(
-            "--slo searches for the number of nodes and compares policies: beside it, --sweep "
-            "can vary policy alone"
+            "--slo searches for the number of nodes and compares policies: with it, --sweep can "
+            "vary only the policy"
         )
     return Questions(
         axes=tuple(axes),
-        objectives=objectives(list(slo)) if slo else (),
-        changes=tuple(change(each) for each in what_if or ()),
+        objectives=objectives(slo) if slo else (),
+        changes=tuple(change(each) for each in options.what_if or ()),
     )
 
 
-def source(
+def scenario(
     trace: str,
-    *,
-    shape: Shape,
-    days: float | None,
-    gpus_max: int | None,
-    seed: int,
-    layout: str | None,
-    skip_bad: bool,
-    any_node_type: bool,
-    profiles: bool,
-    jobs_per_day: float,
-) -> Source:
-    """Where the jobs come from."""
+    cluster: ClusterOptions,
+    prices: PriceOptions,
+    reading: TraceOptions,
+    jobs: JobOptions,
+    faults: FaultOptions,
+    questions: QuestionOptions,
+    running: RunOptions,
+) -> Scenario:
+    """The base scenario.
+
+    Raises:
+        InvalidRequestError: an option is invalid.
+    """
+    return Scenario(
+        source=source(trace, reading, running.seed),
+        pools=pools(cluster, prices.price),
+        seed=running.seed,
+        behaviour=Behaviour(
+            jitter=jobs.jitter,
+            responses=jobs.responses,
+            lengths=lengths(jobs.lengths),
+            stalls=stalls(jobs.tool_stalls),
+            staleness=jobs.staleness,
+        ),
+        failures=Failures(
+            node_mtbf_s=faults.node_mtbf_hours * HOUR_S,
+            repair_s=faults.repair_minutes * 60.0,
+            worker_mtbf_s=faults.worker_mtbf_hours * HOUR_S,
+            state_survives=faults.state_survives,
+        ),
+        warm=not jobs.cold,
+        switch_s=cluster.switch_s,
+        detail=detail(running.detail),
+        check=running.check,
+        window_s=window(questions.window),
+        prices=Prices(
+            reserved=prices.price_reserved,
+            on_demand=prices.price_on_demand,
+            rollout=prices.price_rollout,
+            reserved_nodes=prices.reserved_nodes,
+            horizon_s=None if prices.horizon_days is None else prices.horizon_days * DAY_S,
+        ),
+    )
+
+
+def source(trace: str, options: TraceOptions, seed: int) -> Source:
+    """The source of the jobs."""
+    days = options.days
+    shape = Shape(
+        compress=options.compress,
+        backlog=options.backlog,
+        cap_s=None if options.cap_days is None else options.cap_days * DAY_S,
+        gpus_min=options.min_gpus,
+        duration_s_min=options.min_duration,
+    )
     if trace == PUBLISHED:
         return PublishedSource(
             span_s=(PUBLISHED_DAYS if days is None else days) * DAY_S,
-            jobs_per_day=jobs_per_day,
+            jobs_per_day=options.jobs_per_day,
             shape=shape,
-            gpus_max=gpus_max,
+            gpus_max=options.max_gpus,
             seed=seed,
         )
     return replace(
         TraceSource.at(trace),
-        layout=layout,
-        skip_bad=skip_bad,
+        layout=options.layout,
+        skip_bad=options.skip_bad,
         shape=shape,
-        gpus_max=gpus_max,
-        any_node_type=any_node_type,
+        gpus_max=options.max_gpus,
+        any_node_type=options.any_node_type,
         span_s=None if days is None else days * DAY_S,
-        profiles=profiles,
+        profiles=options.profiles,
         seed=seed,
     )
 
 
-def pools(
-    nodes: int,
-    gpus_per_node: int | None,
-    node_type: str,
-    given: Sequence[str] | None,
-    price: float | None,
-) -> tuple[Pool, ...]:
-    """The cluster.
+def pools(options: ClusterOptions, price: float | None) -> tuple[Pool, ...]:
+    """The pools of the cluster.
 
     Raises:
-        InvalidRequestError: a pool or a node type cannot be understood.
+        InvalidRequestError: a pool or a node type is invalid.
     """
-    wanted = [_pool(each) for each in given] if given else [(node_type, nodes)]
+    given = options.pool
+    wanted = [_pool(each) for each in given] if given else [(options.node_type, options.nodes)]
     changes: dict[str, float] = {}
-    if gpus_per_node is not None:
-        changes["gpus"] = gpus_per_node
+    if options.gpus_per_node is not None:
+        changes["gpus"] = options.gpus_per_node
     if price is not None:
         changes["price"] = price
     found = []
@@ -129,17 +182,17 @@ def pools(
     names = [pool.node_type.name for pool in found]
     if len(set(names)) < len(names):
         raise InvalidRequestError(
-            f"pools {', '.join(names)}: two have one name; add their nodes up, or give the types "
-            "in files names of their own"
+            f"pools {', '.join(names)}: a name is repeated; add up the nodes of equal types, or "
+            "give types in files distinct names"
         )
     return tuple(found)
 
 
 def stalls(given: str | None) -> ToolStalls | None:
-    """Of `CHANCE:SECONDS[:SIGMA]`.
+    """Parse `CHANCE:SECONDS[:SIGMA]`.
 
     Raises:
-        InvalidRequestError: it has no such form.
+        InvalidRequestError: the form or a value is invalid.
     """
     if given is None:
         return None
@@ -159,10 +212,10 @@ def stalls(given: str | None) -> ToolStalls | None:
 
 
 def window(given: str | None) -> tuple[float, float] | None:
-    """Seconds of `START:END` in hours.
+    """Parse `START:END` in hours into seconds.
 
     Raises:
-        InvalidRequestError: it has no such form.
+        InvalidRequestError: the form or a value is invalid.
     """
     if given is None:
         return None
@@ -175,10 +228,10 @@ def window(given: str | None) -> tuple[float, float] | None:
 
 
 def detail(given: str) -> Detail:
-    """By its name.
+    """Check the level of detail.
 
     Raises:
-        InvalidRequestError: there is none of that name.
+        InvalidRequestError: the name is unknown.
     """
     for known in get_args(Detail):
         if given == known:
@@ -187,10 +240,10 @@ def detail(given: str) -> Detail:
 
 
 def lengths(given: str) -> str:
-    """The law's name, or a path that is right in any process.
+    """The name of a distribution of lengths, or an absolute path.
 
     Raises:
-        InvalidRequestError: there is no such file.
+        InvalidRequestError: the file does not exist.
     """
     if given == "r1":
         return given

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from plexrl.cli.terminal.context import plain_cell, print_line, print_table, terminal_width
-from plexrl.sim.report.bills import Billed, bill_table, price_lines, priced_apart
+from plexrl.sim.report.bills import Billed, bill_table, price_lines, with_own_prices
 from plexrl.sim.report.capacity import certainty, headline, probe_table
 from plexrl.sim.report.comparison import BACKFILLED, BASELINE, GAP_PART_MIN, recovered
 from plexrl.sim.results.headline import headlines
@@ -166,7 +166,7 @@ def print_plans(plans: Sequence[CapacityPlan]) -> None:
 
 def print_bills(billed: Sequence[Billed]) -> None:
     """The bills of runs with prices of their own, and when reserving a node pays."""
-    shown = priced_apart(billed)
+    shown = with_own_prices(billed)
     if not shown:
         return
     table = bill_table(shown)

@@ -61,10 +61,10 @@ def _values(found: "HistoryFidelity", policy: str) -> dict[str, Any]:
         "groups": [
             {
                 "group": group.group,
-                "cycles": len(group.replay.cycles),
-                "error": _errors(group.replay.errors),
-                "alone_error": _errors(group.replay.alone_errors),
-                "jobs": [_job_values(group, job.job) for job in group.replay.jobs],
+                "cycles": len(group.recorded.cycles),
+                "error": _errors(group.recorded.errors),
+                "alone_error": _errors(group.recorded.alone_errors),
+                "jobs": [_job_values(group, job.job) for job in group.recorded.jobs],
             }
             for group in found.groups
         ],
@@ -76,7 +76,7 @@ def _job_values(group: "GroupFidelity", job: str) -> dict[str, Any]:
     from plexrl.sim.fidelity.fidelity import errors_of
 
     cycles = _cycles(group, job)
-    laws = {each.job: each.predicted_s for each in group.law}
+    laws = {each.job: each.predicted_s for each in group.drawn}
     return {
         "job": job,
         "cycles": len(cycles),
@@ -90,7 +90,7 @@ def _job_values(group: "GroupFidelity", job: str) -> dict[str, Any]:
 
 def _print(group: "GroupFidelity") -> None:
     rows = []
-    for job in group.replay.jobs:
+    for job in group.recorded.jobs:
         values = _job_values(group, job.job)
         was, said, error = values["measured_s"], values["predicted_s"], values["error"]
         rows.append(
@@ -105,9 +105,9 @@ def _print(group: "GroupFidelity") -> None:
             )
         )
     print_table(f"Group {group.group}", COLUMNS, rows)
-    errors, unwaited = group.replay.errors, group.replay.alone_errors
+    errors, unwaited = group.recorded.errors, group.recorded.alone_errors
     print_line(
-        f"Of {len(group.replay.cycles)} cycles the prediction misses the median one by "
+        f"Of {len(group.recorded.cycles)} cycles the prediction misses the median one by "
         f"{100 * errors.median:.1f} %, one in twenty by {100 * errors.p95:.1f} % or more; "
         f"predicting that nobody waits, by {100 * unwaited.median:.1f} % and "
         f"{100 * unwaited.p95:.1f} %."
@@ -115,7 +115,7 @@ def _print(group: "GroupFidelity") -> None:
 
 
 def _cycles(group: "GroupFidelity", job: str) -> "list[CycleError]":
-    return [cycle for cycle in group.replay.cycles if cycle.job == job]
+    return [cycle for cycle in group.recorded.cycles if cycle.job == job]
 
 
 def _quantiles(values: list[float]) -> dict[str, float]:

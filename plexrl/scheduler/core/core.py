@@ -13,7 +13,7 @@ import msgspec
 
 from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_full
 from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
-from plexrl.scheduler.admission.admission import enqueue_deployment, wake_patient
+from plexrl.scheduler.admission.admission import enqueue_deployment, reset_patience_timers
 from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
 from plexrl.scheduler.config import SchedulerConfig, with_core_settings
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault, has_work, work_off
@@ -84,18 +84,20 @@ from plexrl.scheduler.queries.views import (
     ended_since,
     group_view,
     job_view,
-    needless_payloads,
     node_view,
     operation_log,
     operation_view,
     tenant_view,
+    unreferenced_payloads,
     usage_view,
 )
 from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import Command
 from plexrl.scheduler.state.estimates import Estimates
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Job, WpgState
+from plexrl.scheduler.state.records import Deployment, Job
 from plexrl.wire.operations import HALTED, USER_KINDS
 
 if TYPE_CHECKING:
@@ -200,7 +202,7 @@ class SchedulerCore:
     def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
         if event.settings_json:
             self._take_settings(event.settings_json)
-            wake_patient(self._context)
+            reset_patience_timers(self._context)
         state = self._context.state
         state.routers.clear()
         for node in state.nodes.values():
@@ -248,7 +250,7 @@ class SchedulerCore:
             halts_on_failure=event.halts_on_failure,
         )
         context.count_live_job(event.tenant, +1)
-        context.wake(now + event.controller_timeout_s, f"job:{event.job}")
+        context.wake(now + event.controller_timeout_s, timers.silence(event.job))
 
     def _deployment_created(self, event: ev.DeploymentCreated, now: float) -> None:
         context = self._context
@@ -471,9 +473,9 @@ class SchedulerCore:
         """Those whose work waits for room, with the reason."""
         return held_view(self._context, self._context.state.deployments)
 
-    def needless_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
+    def unreferenced_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
         """Those of no operation that is yet to end or kept for a recovery."""
-        return needless_payloads(self._context.state, blobs)
+        return unreferenced_payloads(self._context.state, blobs)
 
     def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:
         """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""

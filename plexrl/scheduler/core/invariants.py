@@ -1,7 +1,9 @@
 """The laws of `plexrl.scheduler.state.records`, checked whole."""
 
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.state.records import Deployment, Residency, WpgState
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
 

@@ -8,7 +8,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, JobId, OperationId
 from plexrl.scheduler.jobs.retention import owner_of
-from plexrl.scheduler.state.job_states import FINAL
+from plexrl.scheduler.state.machines.job_states import FINAL
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job, State
 

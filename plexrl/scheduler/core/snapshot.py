@@ -1,6 +1,6 @@
 """The core's whole state as bytes: what a journal may forget the events of.
 
-    {"version": 1, "settings": {...}, "state": {...}, "timers": [...], ...}   (msgpack)
+    {"version": 2, "settings": {...}, "state": {...}, "timers": [...], ...}   (msgpack)
 
 The state's records travel whole, by name and as their annotations say, so a new field needs no
 change here; one that is missing gets its default. What else `Context` has is of one call, or is
@@ -15,9 +15,10 @@ import msgspec
 from plexrl.errors import StorageError
 from plexrl.scheduler.config import SchedulerConfig, core_settings, with_core_settings
 from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.core.snapshot_versions import from_version_1
 from plexrl.wire.codec import restore_annotations
 
-VERSION = 1
+VERSION = 2
 """Raised whenever a record changes so that an older snapshot would be misread."""
 
 _KEPT = ("state", "timers", "timer_at")
@@ -40,10 +41,12 @@ def decode(body: bytes, config: SchedulerConfig) -> Context:
     """
     try:
         head = msgspec.msgpack.decode(body, type=_Head)
-        if head.version != VERSION:
+        if head.version == 1:
+            body = from_version_1(body)
+        elif head.version != VERSION:
             raise StorageError(
-                f"the snapshot has format {head.version}; this version reads {VERSION}: use the "
-                "version of PlexRL that wrote it",
+                f"the snapshot has format {head.version}; this version reads 1 and {VERSION}: "
+                "use the version of PlexRL that wrote it",
                 version=head.version,
             )
         # Raw first, so that a strange version is named and not a field it happens to have.

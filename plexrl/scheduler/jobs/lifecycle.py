@@ -10,17 +10,22 @@ from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.usage import meter
 from plexrl.scheduler.operations.cancellation import abort, early_end, is_over
-from plexrl.scheduler.operations.holding import hold_over, note_condition
 from plexrl.scheduler.operations.operations import drop_log, drop_past, fail
-from plexrl.scheduler.placement.placement import leave
+from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
+from plexrl.scheduler.state import timers, wpg
 from plexrl.scheduler.state.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
 from plexrl.scheduler.state.events import Event, RouterJoined, RouterLost
-from plexrl.scheduler.state.job_states import JobState, JobTrigger, next_state
-from plexrl.scheduler.state.records import Deployment, Job, Residency, WpgState
-from plexrl.wire.operations import OperationState
+from plexrl.scheduler.state.job import change_job
+from plexrl.scheduler.state.machines.job_states import JobState, JobTrigger
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.operation import change_operation
+from plexrl.scheduler.state.records import Deployment, Job
 
-_PROFILING: Final = JobState.PROFILING
+_ADMITTED: Final = JobState.ADMITTED
+_DEVICE: Final = Residency.DEVICE
 
 NO_ROOM_PAUSE_S = 2.0
 """Between two starts of processes that find no room on a disk."""
@@ -32,14 +37,9 @@ ENDINGS = {
 }
 
 
-def job_event(job: Job, trigger: JobTrigger) -> None:
-    """Move the job along its table."""
-    job.state = next_state(job.state, trigger)
-
-
 def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: float) -> None:
     """End a job and give back everything it held."""
-    job_event(job, trigger)
+    change_job(job, trigger)
     job.reason = reason
     job.ended_at = now
     context.state.ended[job.job] = None
@@ -83,39 +83,15 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
         )
         kept = tuple(sorted({*nodes, *deployment.state_nodes}))
         context.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
-    _leave_group(context, deployment, now)
-    deployment.relocation = None
-    context.relocating.pop(deployment.deployment, None)
-    deployment.state = WpgState.STOPPED
-    deployment.residency = Residency.NONE
-    deployment.addresses.clear()
+    context.waiting.remove(deployment.deployment)
+    if deployment.group is not None:
+        context.hold(deployment, -1, now)
+        vacate(context, deployment, now)
+    wpg.end(deployment)
     # What nobody asks for any more would be written into every snapshot.
     forget_open_cycle(deployment)
     deployment.waiting_part = waiting_part(deployment.cycles)
     deployment.cycles.clear()
-
-
-def _leave_group(context: Context, deployment: Deployment, now: float) -> None:
-    context.waiting.remove(deployment.deployment)
-    if deployment.group is None:
-        return
-    context.hold(deployment, -1, now)
-    release_lock(context, deployment)
-    leave(context, deployment, now)
-
-
-def release_lock(context: Context, deployment: Deployment) -> None:
-    """Whatever part `deployment` had in its group's lock, it has no more."""
-    group = context.group_of(deployment)
-    if group is None:
-        return
-    if group.holder == deployment.deployment:
-        group.holder = None
-        group.incoming = None
-    elif group.incoming == deployment.deployment:
-        # The offload under way goes on; when it is done the lock is free for whoever wants it.
-        group.incoming = None
-    context.touch(group.group)
 
 
 def place_waiting(context: Context, now: float) -> None:
@@ -127,14 +103,38 @@ def place_waiting(context: Context, now: float) -> None:
             # It had GPUs before, and lost them with their node.
             settle(context, deployment)
         else:
-            deployment.state = WpgState.LAUNCHING
+            wpg.launch_first(deployment)
         if deployment.state != WpgState.MIGRATING:
             launch(context, deployment)
         if all(context.deployment(name).group is not None for name in job.deployments):
-            job_event(job, JobTrigger.PLACED)
+            _placed(context, job)
 
     for node in sorted(context.inventory.draining):
         drain(context, node, now)
+
+
+def _placed(context: Context, job: Job) -> None:
+    """All deployments of the job have GPUs."""
+    change_job(job, JobTrigger.PLACED)
+    if job.state is _ADMITTED:
+        for name in job.deployments:
+            deployment = context.deployment(name)
+            if deployment.residency is _DEVICE:
+                # It was loaded while another deployment of the job waited for GPUs.
+                granted(context, deployment)
+
+
+def granted(context: Context, deployment: Deployment) -> None:
+    """The state of a WPG is on the GPUs: its job runs, if this is the WPG that the job's state
+    follows. A job that has been profiled before is not profiled again."""
+    job = context.state.jobs[deployment.job]
+    if deployment.kind == "train" or all(
+        context.deployment(name).kind != "train" for name in job.deployments
+    ):
+        change_job(job, JobTrigger.GRANTED)
+        had_a_cycle = not context.policy.repacks and deployment.burst.ended_at is not None
+        if deployment.trace is not None or had_a_cycle:
+            change_job(job, JobTrigger.CYCLE_ENDED)
 
 
 def launch(context: Context, deployment: Deployment) -> None:
@@ -187,9 +187,9 @@ def restart_when_there_is_room(
     """As `restart`, for processes that ended because a file system was full: that is no failure of
     theirs, and they are tried again for as long as it lasts."""
     if stop(context, deployment, reason, now, counts=False):
-        note_condition(deployment, StorageFullError.code, reason, now)
+        deployment.backoff.report(StorageFullError.code, reason, now)
         deployment.launch_at = now + NO_ROOM_PAUSE_S
-        context.wake(deployment.launch_at, f"launch:{deployment.deployment}")
+        context.wake(deployment.launch_at, timers.launch(deployment.deployment))
 
 
 def launch_if_due(context: Context, deployment: Deployment, now: float) -> None:
@@ -210,7 +210,7 @@ def stop(
     deployment.running.clear()
     for name in interrupted:
         operation = context.state.operations[name]
-        operation.state = OperationState.PENDING
+        change_operation(operation, OperationTrigger.REQUEUED)
         operation.started_at = None
         # What a fault made void is nobody's use.
         operation.gpu_seconds = 0.0
@@ -237,10 +237,8 @@ def stop(
     deployment.replaying.clear()
     forget_open_cycle(deployment)
     if deployment.queue:
-        deployment.wants_since = now
-    deployment.residency = Residency.NONE
-    deployment.burst_started_at = None
-    deployment.idle_since = None
+        deployment.burst.want(now)
+    deployment.burst.interrupt()
     release_lock(context, deployment)
     context.emit(
         StopWorkers(
@@ -249,7 +247,7 @@ def stop(
             nodes=deployment.nodes,
         )
     )
-    deployment.state = WpgState.RECOVERING
+    wpg.interrupt(deployment)
     return True
 
 
@@ -262,14 +260,13 @@ def worker_ready(
         return
     deployment.endpoints = tuple(address for _, address in sorted(deployment.addresses.items()))
     if not deployment.is_ready:
-        deployment.state = WpgState.READY
-        deployment.ready_at = now
+        wpg.connect(deployment, now)
         context.touch(deployment.group)
         if not deployment.queue and not deployment.log:
-            hold_over(deployment)
-        if now < deployment.held_back_until:
+            deployment.backoff.clear()
+        if now < deployment.backoff.until and deployment.group is not None:
             # The group that was to be looked at then may have been another.
-            context.wake(deployment.held_back_until, f"group:{deployment.group}")
+            context.wake(deployment.backoff.until, timers.group_step(deployment.group))
 
 
 def router_joined(context: Context, event: RouterJoined, now: float) -> None:
@@ -311,12 +308,12 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
         return
     gone_at = job.seen_at + job.controller_timeout_s
     if now < gone_at:
-        context.wake(gone_at, f"job:{job.job}")
+        context.wake(gone_at, timers.silence(job.job))
         return
     detach(context, job)
     cancelled_at = gone_at + job.reattach_timeout_s
     if now < cancelled_at:
-        context.wake(cancelled_at, f"job:{job.job}")
+        context.wake(cancelled_at, timers.silence(job.job))
         return
     end_job(
         context,
@@ -325,12 +322,6 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
         f"its controller was silent for {now - job.seen_at:.0f} s and did not come back",
         now,
     )
-
-
-def cycle_ended(job: Job) -> None:
-    """The job's first full training cycle is over."""
-    if job.state is _PROFILING:
-        job_event(job, JobTrigger.CYCLE_ENDED)
 
 
 def issue_again(context: Context) -> None:

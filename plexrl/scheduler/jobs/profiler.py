@@ -64,8 +64,8 @@ class ProfilerConfig:
 
 def run_began(deployment: Deployment, now: float) -> None:
     """An operation starts on the group: note what it waited, and a new cycle's beginning."""
-    since = deployment.wants_since if deployment.wants_since is not None else now
-    deployment.wants_since = None
+    since = deployment.burst.wants_since if deployment.burst.wants_since is not None else now
+    deployment.burst.stop_wanting()
     cycle = deployment.cycle
     if cycle is None:
         cycle = deployment.cycle = OpenCycle(since)
@@ -101,7 +101,7 @@ def next_began(deployment: Deployment, now: float) -> bool:
     cycle = deployment.cycle
     if cycle is None or not cycle.ends:
         return False
-    since = deployment.wants_since if deployment.wants_since is not None else now
+    since = deployment.burst.wants_since if deployment.burst.wants_since is not None else now
     deployment.cycle = OpenCycle(since)
     deployment.cycles_seen += 1
     if deployment.cycles_seen > WARM_UP_CYCLES:
@@ -120,7 +120,7 @@ def next_began(deployment: Deployment, now: float) -> bool:
 def forget_open_cycle(deployment: Deployment) -> None:
     """Workers were lost or moved: the cycle at hand is no measure of anything."""
     deployment.cycle = None
-    deployment.wants_since = None
+    deployment.burst.stop_wanting()
     deployment.cycles_seen = 0
 
 

@@ -18,11 +18,11 @@ from plexrl.scheduler.jobs.usage import bill, count_failure, meter
 from plexrl.scheduler.operations.backpressure import ended, taken_in
 from plexrl.scheduler.operations.failures import earlier_failure, failure_of, read_error
 from plexrl.scheduler.operations.gradients import gradients_after
-from plexrl.scheduler.operations.holding import hold_over
 from plexrl.scheduler.operations.latency_breakdown import note_start
 from plexrl.scheduler.state.commands import RunOperation
 from plexrl.scheduler.state.events import OperationFinished, OperationSubmitted
-from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
 
@@ -34,8 +34,10 @@ MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAP
 
 _PUBLISH: Final = OperationKind.PUBLISH
 _OFFLOAD: Final = OperationKind.OFFLOAD
-_RUNNING: Final = OperationState.RUNNING
-_FINISHED: Final = OperationState.FINISHED
+_STARTED: Final = OperationTrigger.STARTED
+_FINISHED: Final = OperationTrigger.FINISHED
+_FAILS: Final = OperationTrigger.FAILED
+_CANCELLED: Final = OperationTrigger.CANCELLED
 _FAILED: Final = OperationState.FAILED
 _MISSED: Final = MUTATING | {OperationKind.SAVE_CHECKPOINT}
 """Kinds whose failure the controller is to acknowledge."""
@@ -101,8 +103,8 @@ def enqueue_zero_grad(context: Context, deployment: Deployment, now: float) -> N
 
 
 def _queue(context: Context, deployment: Deployment, operation: OperationId, now: float) -> None:
-    if not deployment.running and (deployment.wants_since is None or not deployment.queue):
-        deployment.wants_since = now
+    if not deployment.running and (deployment.burst.wants_since is None or not deployment.queue):
+        deployment.burst.want(now)
     deployment.queue.append(operation)
     if len(deployment.queue) == 1:
         # Behind another one it changes nothing about who goes next now.
@@ -127,7 +129,7 @@ def start(
     if not replay:
         seq = deployment.completed_seq
         operation.seq = seq + 1 if operation.kind in MUTATING else seq
-        operation.state = _RUNNING
+        change_operation(operation, _STARTED)
         operation.started_at = now
         note_start(deployment, operation, now)
         if deployment.kind != "rollout":
@@ -180,7 +182,7 @@ def start_move(
     name = OperationId(deployment.deployment + _OPENINGS[kind] + number)
     state.moves_made += 1
     operation = Operation(name, deployment.deployment, kind, now, internal=True)
-    operation.state = _RUNNING
+    change_operation(operation, _STARTED)
     operation.seq = seq
     operation.token = token
     operation.group = group.group
@@ -287,7 +289,7 @@ def _note_run(context: Context, deployment: Deployment, operation: Operation, no
                 overlapped = True
     run_ended(deployment, operation.kind, began_at, now, overlapped=overlapped)
     if deployment.queue:
-        deployment.wants_since = now
+        deployment.burst.want(now)
 
 
 def fail(
@@ -297,17 +299,16 @@ def fail(
 
     `place` is where in its deployment's queue it stood; absent: before all of it.
     """
-    operation.state = (
-        OperationState.CANCELLED
-        if isinstance(error, OperationCancelledError)
-        else OperationState.FAILED
+    is_cancelled = isinstance(error, OperationCancelledError)
+    change_operation(
+        operation, OperationTrigger.CANCELLED if is_cancelled else OperationTrigger.FAILED
     )
     operation.error_json = msgspec.json.encode(error.to_wire()).decode()
     context.discard(operation.payload)
     own = context.deployment(operation.deployment)
     _into_history(context, own, operation, now)
     if not own.queue and not own.running and not own.replaying:
-        hold_over(own)
+        own.backoff.clear()
     if operation.state is _FAILED and operation.kind in _MISSED:
         _halt(context, own, operation, error, now, place)
     dependent = _served(context, operation)
@@ -460,11 +461,12 @@ def finish(
     now: float,
 ) -> None:
     """Record that an operation was carried out, and what was measured of it."""
-    operation.state = _FAILED if event.error_json else _FINISHED
     if event.error_json:
+        change_operation(operation, _FAILS)
         error = read_error(event.error_json)
         operation.error_json = msgspec.json.encode(error.to_wire()).decode()
     else:
+        change_operation(operation, _FINISHED)
         operation.error_json = None
     operation.result_json = event.result_json
     operation.compute_s = event.compute_s

@@ -8,7 +8,7 @@ from plexrl.ids import OperationId
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import candidate, wants_the_group
 from plexrl.scheduler.dispatch.hrrs import Candidate
-from plexrl.scheduler.dispatch.ordering import rank
+from plexrl.scheduler.dispatch.ordering import sort_key
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group
@@ -36,9 +36,9 @@ def group_free_s(context: Context, group: Group, now: float) -> float:
         moving = context.state.operations[holder.moving.operation]
         running_s = _left_s(context, moving.operation, holder, now)
     burst_s = 0.0
-    if holder.burst_started_at is not None:
-        elapsed_s = now - holder.burst_started_at
-        burst_s = max(0.0, estimates.burst_s(holder.burst_tokens) - elapsed_s)
+    if holder.burst.started_at is not None:
+        elapsed_s = now - holder.burst.started_at
+        burst_s = max(0.0, estimates.burst_s(holder.burst.tokens) - elapsed_s)
     return max(running_s + queued_s, burst_s)
 
 
@@ -46,7 +46,7 @@ def goes_before(
     context: Context, group: Group, deployment: Deployment, now: float
 ) -> list[Candidate]:
     """Waiting members that the rule puts before `deployment`, in their order."""
-    own = rank(context.ordering, candidate(context, group, deployment), now, _bound(context))
+    own = sort_key(context.ordering, candidate(context, group, deployment), now, _bound(context))
     found = []
     for name in group.members:
         if name in (deployment.deployment, group.holder):
@@ -55,9 +55,9 @@ def goes_before(
         if not rival.queue or not wants_the_group(context, rival, now):
             continue
         burst = candidate(context, group, rival)
-        if rank(context.ordering, burst, now, _bound(context)) < own:
+        if sort_key(context.ordering, burst, now, _bound(context)) < own:
             found.append(burst)
-    return sorted(found, key=lambda each: rank(context.ordering, each, now, _bound(context)))
+    return sorted(found, key=lambda each: sort_key(context.ordering, each, now, _bound(context)))
 
 
 def start_s(context: Context, group: Group, deployment: Deployment, now: float) -> float:

@@ -6,7 +6,8 @@ from typing import Any
 from plexrl.ids import JobId
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.queries.explain_placement import why_no_gpus
-from plexrl.scheduler.state.records import Deployment, Job, WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Job
 
 View = dict[str, Any]
 
@@ -95,7 +96,7 @@ def _row(context: Context, job: Job, gpus: int, now: float) -> View:
 def _worked_at(deployment: Deployment) -> float:
     """When it last did something, or could first have."""
     metered_at = deployment.metered_at if deployment.metered_at is not None else 0.0
-    return max(deployment.created_at, deployment.ready_at, deployment.served_at, metered_at)
+    return max(deployment.created_at, deployment.ready_at, deployment.burst.served_at, metered_at)
 
 
 def _dispensable_first(row: View) -> tuple[int, float, float, str]:

@@ -11,7 +11,8 @@ from plexrl.scheduler.placement.placement import shares
 from plexrl.scheduler.queries.explain_holders import holders
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import attempts, near_groups, why_no_gpus
-from plexrl.scheduler.state.records import Deployment, Job, WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Job
 
 View = dict[str, Any]
 

@@ -7,11 +7,12 @@ from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import candidate
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.placement.evacuation import awaited
-from plexrl.scheduler.placement.relocation import stops
+from plexrl.scheduler.placement.relocation import is_stopping
 from plexrl.scheduler.queries.eta import goes_before, start_s
 from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group, WpgState
+from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.operations import OperationState
 
 
@@ -71,7 +72,7 @@ def _reason(
         if nodes:
             return f"it waits for {nodes} to be back with its GPUs and state", "recovering", None
     if deployment.launch_at is not None:
-        why = deployment.held_back_reason
+        why = deployment.backoff.reason
         return f"its workers found no room to start, and are started again: {why}", "no room", None
     if deployment.state == WpgState.RECOVERING:
         why = f"moved ({deployment.moved_because})" if deployment.moved_because else "lost"
@@ -79,7 +80,7 @@ def _reason(
     if deployment.state == WpgState.MIGRATING:
         nodes = ", ".join(deployment.awaited_nodes)
         return f"its state is on the way to {nodes}", "migrating", None
-    if deployment.relocation is not None and stops(context, deployment):
+    if deployment.relocation is not None and is_stopping(context, deployment):
         return f"it is about to be moved: {deployment.relocation.reason}", "relocation", None
     ahead = _seconds_ahead(context, operation, deployment)
     if operation.after is not None:
@@ -89,12 +90,12 @@ def _reason(
             eta_s = None if found is None else found.eta_s
             why = "" if found is None else f": {found.reason}"
             return f"the weights it pulls are not published yet{why}", "dependency", eta_s
-    if now < deployment.held_back_until:
-        wait_s = deployment.held_back_until - now
-        if deployment.held_code:
-            why = f"it is held and will be tried again: {deployment.held_back_reason}"
+    if now < deployment.backoff.until:
+        wait_s = deployment.backoff.until - now
+        if deployment.backoff.code:
+            why = f"it is held and will be tried again: {deployment.backoff.reason}"
             return why, "held", wait_s + ahead
-        return f"a switch to it failed ({deployment.held_back_reason})", "backoff", wait_s + ahead
+        return f"a switch to it failed ({deployment.backoff.reason})", "backoff", wait_s + ahead
     if group.holder == deployment.deployment:
         if deployment.moving is not None or deployment.replaying:
             return "its model's state is being moved", "switch", ahead

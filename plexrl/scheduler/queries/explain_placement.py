@@ -11,8 +11,8 @@ from plexrl.scheduler.admission.queues.gangs import why_not_yet
 from plexrl.scheduler.capacity.index import Shape
 from plexrl.scheduler.capacity.node_pool import NodeKind
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.placement.placement import fitting, nearest, ways
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.placement import fitting, modes, nearest
+from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment
 
 NEAR_MAX = 3
@@ -43,14 +43,14 @@ def why_no_gpus(
 
 
 def attempts(context: Context, deployment: Deployment, now: float, *, searches: bool) -> list[View]:
-    """What each way of getting GPUs would meet now, in the order in which they are tried.
+    """What each mode of getting GPUs would meet now, in the order in which they are tried.
 
     `searches`: the time of the groups with room is searched, too, which costs milliseconds. A poll
     does without.
     """
     return [
-        _attempt(context, deployment, way, now, searches=searches)
-        for way in ways(context, deployment, now)
+        _attempt(context, deployment, mode, now, searches=searches)
+        for mode in modes(context, deployment, now)
     ]
 
 
@@ -80,16 +80,16 @@ def near_groups(context: Context, deployment: Deployment, now: float) -> list[Vi
 
 
 def _attempt(
-    context: Context, deployment: Deployment, way: Way, now: float, *, searches: bool
+    context: Context, deployment: Deployment, mode: PlacementMode, now: float, *, searches: bool
 ) -> View:
-    if way == Way.DEDICATED:
+    if mode == PlacementMode.DEDICATED:
         free = context.inventory.pool.free_gpus(deployment.node_type)
         why = f"{free} GPUs are in no group, {deployment.workers} of one kind are wanted"
         if context.inventory.draining:
             why += f"; {len(context.inventory.draining)} nodes are being drained"
-        return {"way": way.value, "free_gpus": free, "why": why}
+        return {"way": mode.value, "free_gpus": free, "why": why}
     counts = _census(context, deployment)
-    row: View = {"way": way.value, **counts}
+    row: View = {"way": mode.value, **counts}
     refused = [
         f"{counts[name]} {words}"
         for name, words in (
@@ -103,9 +103,13 @@ def _attempt(
     open_count = counts["open"]
     if open_count and not searches:
         refused.append(f"{open_count} have room by load and memory")
-    elif open_count and way in (Way.STRICT, Way.OVERLAP) and deployment.trace is not None:
+    elif (
+        open_count
+        and mode in (PlacementMode.STRICT, PlacementMode.OVERLAP)
+        and deployment.trace is not None
+    ):
         longest = math.ceil(max(s.duration_s for s in deployment.trace.segments))
-        strict = way == Way.STRICT
+        strict = mode == PlacementMode.STRICT
         fits = fitting(context, deployment, now, strict=strict)
         if not fits:
             kind = "free at any shift" if strict else "near enough to free"
@@ -116,7 +120,7 @@ def _attempt(
                 f"in the nearest of the {len(fits)} where it fits, a member would wait for more "
                 f"than {bound} of its time"
             )
-    elif open_count and way == Way.CO_EXECUTED:
+    elif open_count and mode == PlacementMode.CO_EXECUTED:
         refused.append(
             f"{open_count} have no turn left in their round, or not in host memory for its state"
         )

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from plexrl.ids import BlobRef, DeploymentId, OperationId, TenantId
-from plexrl.scheduler.admission.admission import quota_of
 from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.feasibility import count_impossible
+from plexrl.scheduler.admission.quotas import limits_of
 from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
@@ -220,7 +220,7 @@ def ended_since(state: State, count: int) -> tuple[int, list[OperationId] | None
     return ended, [state.finished[index] for index in range(count + 1, ended + 1)]
 
 
-def needless_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRef]:
+def unreferenced_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRef]:
     """Those of no operation that is yet to end or kept for a recovery."""
     operations = state.operations.values()
     needed = {each.payload for each in operations if each.is_logged or not each.state.is_final}
@@ -295,7 +295,7 @@ def tenant_view(context: Context, tenant: Tenant, now: float) -> View:
         "keys": [
             {"key": key_id(each), "created_at": at or None} for each, at in tenant.keys.items()
         ],
-        **quota_of(tenant),
+        **limits_of(tenant),
         "gpus_held": gpus,
         "jobs_running": jobs,
         "live_jobs": context.live_jobs.get(tenant.tenant, 0),

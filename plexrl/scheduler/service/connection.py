@@ -213,7 +213,7 @@ class RouterCalls:
         return {
             **self._tenants.reports(),
             "conditions": (calls.Nothing, self._conditions),
-            "needless_payloads": (calls.NeedlessPayloads, self._needless_payloads),
+            "needless_payloads": (calls.NeedlessPayloads, self._unreferenced_payloads),
             "operation_finished": (ev.OperationFinished, self._operation_finished),
             "operation_failed": (ev.OperationFailed, self._operation_failed),
         }
@@ -230,10 +230,10 @@ class RouterCalls:
             conditions.append({"code": "deployments_held", "message": message, "since": since})
         return {"conditions": conditions}
 
-    async def _needless_payloads(self, call: calls.NeedlessPayloads) -> Plain:
+    async def _unreferenced_payloads(self, call: calls.NeedlessPayloads) -> Plain:
         # A leader that was replaced unawares does not know what has been accepted since.
         await self._shell.confirm_lead()
-        return {"blobs": self._core.needless_payloads(call.blobs)}
+        return {"blobs": self._core.unreferenced_payloads(call.blobs)}
 
     async def _list_usage(self, scope: Scope, _: calls.Nothing) -> Plain:
         sharing = self._core.sharing(scope, self._now())

@@ -122,18 +122,13 @@ class Footprint:
     segments: tuple[tuple[float, float, int], ...]
     """(offset, duration, weight) in slots."""
     turns: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """What `busy_turn` makes once for all shifts, at which they share this: by length in parts of a
-    slot, the slots of a segment that begins with the ring's first cycle."""
+    """Cache of `period_mask` for all shifts: the slots of a segment that starts with the ring's
+    first cycle, by the segment's length in parts of a slot."""
 
     @property
     def period(self) -> float:
         """Slots of one cycle, H / cycles: commensurate with the ring, perhaps fractional."""
         return self.horizon_slots / self.cycles
-
-    @property
-    def is_whole(self) -> bool:
-        """Every cycle covers the same slots relative to its start."""
-        return self.horizon_slots % self.cycles == 0 and float(self.shift).is_integer()
 
     @property
     def is_always(self) -> bool:
@@ -153,40 +148,13 @@ class Footprint:
             turns=self.turns,
         )
 
-    def weights(self) -> NDArray[np.int32]:
-        """Weight of this footprint in every slot of the ring, 0 where it is idle: [H] int32."""
-        if self.is_always:
-            weight = max(weight for _, _, weight in self.segments)
-            return np.full(self.horizon_slots, weight, dtype=np.int32)
-        ring = np.zeros(self.horizon_slots, dtype=np.int32)
-        if self.is_whole:
-            period = self.horizon_slots // self.cycles
-            first = np.zeros(period, dtype=np.int32)
-            for start, stop, weight in self.edges():
-                mark(first, start, stop, weight)
-            ring.reshape(self.cycles, period)[:] = first
-            return ring
-        starts, stops, weights = self.intervals().T
-        for weight in sorted(set(weights.tolist())):
-            chosen = weights == weight
-            size = self.horizon_slots + 1
-            # A stop beyond the ring's end: to the end, and on from its start.
-            over = np.maximum(stops[chosen] - self.horizon_slots, 0)
-            changes = np.bincount(starts[chosen], minlength=size) - np.bincount(
-                stops[chosen] - over, minlength=size
-            )
-            changes[0] += np.count_nonzero(over)
-            changes -= np.bincount(over[over > 0], minlength=size)
-            np.maximum(ring, weight, out=ring, where=np.cumsum(changes[:-1]) > 0)
-        return ring
-
     def busy(self) -> int:
         """The slots of the ring in which this footprint is busy, one bit a slot: unions and
         overlaps of whole rings are then one operation each, of a microsecond."""
-        bits, turn = self.busy_turn()
+        bits, turn = self.period_mask()
         return repeated(bits, turn, self.horizon_slots // turn)
 
-    def busy_turn(self) -> tuple[int, int]:
+    def period_mask(self) -> tuple[int, int]:
         """(bits, slots): what `busy` is in so many slots, which the ring is a repetition of.
 
         Where H / cycles is the fraction T / k in lowest terms, every k-th cycle begins T slots
@@ -233,14 +201,6 @@ class Footprint:
                 ring[: stop - self.horizon_slots] = True
         return _bits(ring)
 
-    def edges(self) -> list[tuple[int, int, int]]:
-        """(start, stop, weight) of the first cycle's segments, rounded outward, not yet wrapped."""
-        found = []
-        for offset, duration, weight in self.segments:
-            start = self.shift + offset
-            found.append((math.floor(start), math.ceil(self.shift + (offset + duration)), weight))
-        return found
-
     def intervals(self) -> NDArray[np.int64]:
         """(start, stop, weight) of every cycle's segments: [cycles * segments, 3] int64.
 
@@ -263,12 +223,6 @@ class Footprint:
         return rows
 
 
-def slots_of(busy: int, horizon_slots: int) -> NDArray[np.bool_]:
-    """The ring of `Footprint.busy`, a value a slot: [H] bool."""
-    packed = np.frombuffer(busy.to_bytes(-(-horizon_slots // 8), "little"), dtype=np.uint8)
-    return np.unpackbits(packed, count=horizon_slots, bitorder="little").view(np.bool_)
-
-
 def repeated(bits: int, slots: int, times: int) -> int:
     """`bits` of so many slots, so many times one behind the other."""
     found = at = 0
@@ -283,7 +237,7 @@ def repeated(bits: int, slots: int, times: int) -> int:
 
 
 def _bits(slots: NDArray[np.bool_]) -> int:
-    """The inverse of `slots_of`."""
+    """One bit for each slot of `slots`, the first slot in the lowest bit."""
     return int.from_bytes(np.packbits(slots, bitorder="little").tobytes(), "little")
 
 
@@ -299,18 +253,6 @@ def _turn_of(parts: int, turn: int, length: int) -> int:
         if stop > turn:
             slots[: stop - turn] = True
     return _bits(slots)
-
-
-def mark(ring: NDArray[np.int32], start: int, stop: int, weight: int) -> None:
-    """Raise `ring[start:stop]`, wrapped at its end, to at least `weight`."""
-    size = len(ring)
-    length = min(stop - start, size)
-    start %= size
-    end = start + length
-    for low, high in ((start, min(end, size)), (0, end - size)):
-        if low < high:
-            part = ring[low:high]
-            np.maximum(part, weight, out=part)
 
 
 def commensurate(period_s: float, horizon_slots: int, tolerance: float) -> int:

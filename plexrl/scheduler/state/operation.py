@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, OperationId, TenantId
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger, next_state
 from plexrl.wire.operations import OperationKind, OperationState
 
 _PENDING: Final = OperationState.PENDING
@@ -150,3 +151,12 @@ class Operation:
         self.index = 0
         self.is_logged = False
         self.is_forgotten = False
+
+
+def change_operation(operation: Operation, trigger: OperationTrigger) -> None:
+    """Move the operation along its table.
+
+    Raises:
+        IllegalTransitionError: the table has no such pair.
+    """
+    operation.state = next_state(operation.state, trigger)

@@ -24,36 +24,16 @@ from plexrl.ids import (
 from plexrl.scheduler.state.commands import RankPlacement, RunOperation
 from plexrl.scheduler.state.cycle import Cycle, OpenCycle
 from plexrl.scheduler.state.demand import DemandTrace
+from plexrl.scheduler.state.deployment.backoff import Backoff
+from plexrl.scheduler.state.deployment.burst import Burst
+from plexrl.scheduler.state.deployment.switch_times import SwitchTimes
 from plexrl.scheduler.state.estimates import Estimates, MoveLaw
-from plexrl.scheduler.state.job_states import JobState
+from plexrl.scheduler.state.machines.job_states import JobState
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Failure, Operation
 from plexrl.scheduler.state.tenant import Tenant
 from plexrl.wire.operations import OperationKind
-
-
-class Residency(StrEnum):
-    """Where a WPG's state lies."""
-
-    NONE = "none"
-    """No process holds state; the StateManager may hold version `durable_seq`."""
-    DEVICE = "device"
-    OFFLOADED = "offloaded"
-    """The processes live, their memory is given back."""
-    MOVING = "moving"
-
-
-class WpgState(StrEnum):
-    """Life of a WPG's processes."""
-
-    WAITING = "waiting"
-    """No GPUs yet."""
-    LAUNCHING = "launching"
-    READY = "ready"
-    RECOVERING = "recovering"
-    """Launching again after a loss or a move."""
-    MIGRATING = "migrating"
-    """Its state is on the way to other nodes; its processes start when it is there."""
-    STOPPED = "stopped"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -266,8 +246,6 @@ class Deployment:
     """Whose StateManagers are still to get it."""
     ready_at: float = 0.0
     """When its processes were last all there."""
-    wants_since: float | None = None
-    """Since when it has had an operation to run and not the group to run it on."""
     cycle: OpenCycle | None = None
     cycles: list[Cycle] = field(default_factory=list)
     """The newest ones, behind the warm-up."""
@@ -280,28 +258,12 @@ class Deployment:
     """Its cycles end with a publish."""
     metered_at: float | None = None
     """Up to when the GPU time of its runs is accounted for."""
-    idle_since: float | None = None
     in_flight: InFlight = field(default_factory=InFlight)
-    switch_began_at: float | None = None
-    """The last context switch for it: from the offload of whoever was there."""
-    switch_ended_at: float | None = None
-    """Absent while it is under way."""
-    burst_started_at: float | None = None
-    burst_tokens: int = 0
-    """Of the burst's first operation: known before the rest of it is."""
-    burst_ended_at: float | None = None
-    """Of the last burst; absent before the first has ended."""
-    served_at: float = 0.0
-    """When an operation was last started."""
     no_snapshot_until: float = 0.0
     """After a snapshot that found no room; the log grows meanwhile. 0: the last one found room."""
-    held_back_until: float = 0.0
-    held_back_reason: str = ""
-    held_code: str = ""
-    """Of the condition that its last run met, such as `storage_full`; empty: none."""
-    held_since: float = 0.0
-    held_count: int = 0
-    """Runs in a row that met it."""
+    burst: Burst = field(default_factory=Burst)
+    switch_times: SwitchTimes = field(default_factory=SwitchTimes)
+    backoff: Backoff = field(default_factory=Backoff)
 
     @property
     def is_ready(self) -> bool:
@@ -441,9 +403,3 @@ class State:
     moves_made: int = 0
     tokens_made: int = 0
     """The highest token of any group so far."""
-
-    def fence(self, group: Group) -> None:
-        """Give the group a token that no run has had: not of this group, nor of one that a member
-        was on before, whose late report would count as one of now."""
-        self.tokens_made = max(self.tokens_made, group.token) + 1
-        group.token = FencingToken(self.tokens_made)

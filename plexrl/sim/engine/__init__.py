@@ -1,1 +1,1 @@
-"""The virtual clock and what runs on it."""
+"""The event loop of a run: virtual clock, jobs, controllers and injected faults."""

@@ -1,4 +1,4 @@
-"""The controllers of all jobs of a simulated run: each rolls out, trains on it, and so on."""
+"""The controllers of the simulated jobs: each alternates rollouts and training."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,41 +7,41 @@ from plexrl.scheduler.state import events as ev
 from plexrl.sim.engine.job_run import JobRun
 from plexrl.sim.engine.shell import VirtualShell
 
-NONE = OperationId("")
+NO_OPERATION = OperationId("")
 
 
 class Controllers:
-    """Submit the jobs' operations, by `tell`, and take the answers."""
+    """Submit the jobs' operations and react to their completion."""
 
     def __init__(
         self,
         shell: VirtualShell,
         runs: Mapping[str, JobRun],
-        tell: Callable[[ev.Event], None],
+        send: Callable[[ev.Event], None],
         *,
         controller_s: float,
         cycle_over: Callable[[JobRun], None],
         job_over: Callable[[JobRun], None],
     ) -> None:
-        """`runs`: live jobs, by deployment. `cycle_over`: the last operation of a cycle has been
-        answered; `job_over`: that was the last cycle."""
+        """`runs`: live jobs by deployment. `send` passes an event to the core. `cycle_over` is
+        called after the last operation of a cycle, `job_over` after the last cycle."""
         self._shell = shell
         self._runs = runs
-        self._tell = tell
+        self._send = send
         self._controller_s = controller_s
         self._cycle_over = cycle_over
         self._job_over = job_over
 
     def start(self, run: JobRun) -> None:
-        """The job's processes are there, for the first time or again."""
+        """Start the job's rollouts once its processes run."""
         if run.may_roll and not run.rolled:
             self._roll(run)
 
     def answered(self, run: JobRun) -> None:
-        """The operation of the job's cycle is over."""
+        """Continue the job's cycle after its operation has completed."""
         now = self._shell.now
         run.answered_at = now + self._controller_s
-        run.operation = NONE
+        run.operation = NO_OPERATION
         run.step += 1
         if run.step < len(run.steps):
             gap_s = max(run.steps[run.step].gap_s, self._controller_s)
@@ -57,13 +57,13 @@ class Controllers:
             self._roll(run)
 
     def _roll(self, run: JobRun) -> None:
-        """Begin the next rollout, now or once the controller has had its time."""
+        """Begin the next rollout, but not before the controller is ready."""
         begins_at = self._shell.now
         if run.rolled == run.trained + run.staleness and begins_at < run.answered_at:
             begins_at = run.answered_at
-        self._shell.at(begins_at + run.begin_rollout(), self._rolled, run)
+        self._shell.at(begins_at + run.begin_rollout(), self._rollout_ended, run)
 
-    def _rolled(self, run: JobRun) -> None:
+    def _rollout_ended(self, run: JobRun) -> None:
         if run.deployment not in self._runs:
             return
         run.rolling = False
@@ -85,7 +85,7 @@ class Controllers:
             return
         number = run.step
         run.operation = OperationId(f"{run.job}:{run.trained}:{number}")
-        self._tell(
+        self._send(
             ev.OperationSubmitted(
                 run.operation,
                 run.deployment,

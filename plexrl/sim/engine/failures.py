@@ -1,8 +1,8 @@
-"""What breaks in a simulated cluster, and when: Poisson processes that no policy has a part in.
+"""Draws failure times of nodes and workers as Poisson processes, independent of the policy. Pure.
 
-A node that is up fails after an exponential time and is back a fixed time later. A WPG's processes
-fail at instants counted from their job's submission; one that comes while there are none hits
-nobody. So of one seed every policy meets the same failures. Pure.
+A running node fails after an exponential time and rejoins a fixed time later. Times of worker
+failures count from the job's submission; a failure at a time without processes has no effect. One
+seed gives every policy the same failures.
 """
 
 import heapq
@@ -15,29 +15,29 @@ from plexrl.sim.workload.scenario import Failures
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFailure:
-    """One node is away for a time."""
+    """One outage of one node."""
 
     node: str
     lost_at: float
     back_at: float
     survives: bool
-    """What it has in host memory is still there when it is back."""
+    """Whether the node rejoins with the contents of its host memory."""
 
 
 def node_failures(failures: Failures, seed: int, nodes: Sequence[str]) -> Iterator[NodeFailure]:
-    """All failures of the nodes, by `lost_at`; endless, unless nodes never fail."""
+    """All failures of the nodes, by `lost_at`: endless, or empty if nodes never fail."""
     mean_s = failures.node_mtbf_s
     if mean_s <= 0.0:
         return
-    # Two numbers of a node's stream for each of its failures: when, and what survives.
+    # Each failure uses two numbers of its node's stream: the time, and whether memory survives.
     keys = {node: stream(seed, "node", node) for node in nodes}
-    coming = [(exponential(key, 0, mean_s), node, 0) for node, key in keys.items()]
-    heapq.heapify(coming)
-    while coming:
-        lost_at, node, number = coming[0]
+    upcoming = [(exponential(key, 0, mean_s), node, 0) for node, key in keys.items()]
+    heapq.heapify(upcoming)
+    while upcoming:
+        lost_at, node, number = upcoming[0]
         back_at = lost_at + failures.repair_s
         following = back_at + exponential(keys[node], 2 * number + 2, mean_s)
-        heapq.heapreplace(coming, (following, node, number + 1))
+        heapq.heapreplace(upcoming, (following, node, number + 1))
         yield NodeFailure(
             node=node,
             lost_at=lost_at,
@@ -47,8 +47,8 @@ def node_failures(failures: Failures, seed: int, nodes: Sequence[str]) -> Iterat
 
 
 def worker_failures(failures: Failures, seed: int, job_id: str) -> Iterator[float]:
-    """Seconds from the job's submission at which one of its processes fails; endless, unless they
-    never do."""
+    """Seconds from the job's submission to each failure of a worker: endless, or empty if workers
+    never fail."""
     mean_s = failures.worker_mtbf_s
     if mean_s <= 0.0:
         return

@@ -1,4 +1,4 @@
-"""Failures as they come true in a run: nodes go and come back, processes die."""
+"""Injects node and worker failures into a run."""
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +9,12 @@ from plexrl.sim.engine.shell import NEVER, VirtualShell
 from plexrl.sim.workload.scenario import Scenario
 
 COMPACTED_FROM = 64
-"""Entries of the heap, before those of jobs that have ended are swept out."""
+"""Heap size from which entries of ended jobs are removed."""
 
 
-class Breakdowns:
-    """Has failures happen until the run is over, or nothing but failures is to come: a run that is
-    stuck would never end otherwise. Holds an entry for each node and each live job."""
+class FaultInjector:
+    """Schedules failures until the run is over or only failures are pending; otherwise a stuck run
+    would never end. Memory: one entry for each node and each live job."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class Breakdowns:
         return_node: Callable[[NodeId], None],
         lose_worker: Callable[[DeploymentId], None],
     ) -> None:
-        """`lose_node` is told whether what the node has in host memory survives; `lose_worker` has
-        a process of a deployment die, if there is one."""
+        """`lose_node` also receives whether the node's host memory survives; `lose_worker` ends a
+        process of a deployment, if it has one."""
         self._shell = shell
         self._failures = scenario.failures
         self._seed = scenario.seed
@@ -36,58 +36,58 @@ class Breakdowns:
         self._lose_worker = lose_worker
         self._nodes = node_failures(self._failures, self._seed, nodes)
         self._jobs: dict[DeploymentId, Iterator[float]] = {}
-        """When processes of live jobs fail."""
+        """Times of the worker failures of each live job."""
         self._heap: list[tuple[float, DeploymentId]] = []
-        """Of these the next each, and some of jobs that have ended."""
+        """The next failure of each live job, and of some ended ones."""
         self._wake_at = NEVER
-        self._planned = 0
-        """Happenings that are failures yet to come."""
+        self._pending = 0
+        """Scheduled calls that are failures."""
 
     def start(self) -> None:
-        """The cluster is there."""
-        self._expect_node()
+        """Begin to inject node failures."""
+        self._schedule_node_failure()
 
     def job_submitted(self, deployment: DeploymentId, job_id: str) -> None:
-        """Its processes fail from now on."""
+        """Begin to inject failures of the job's workers."""
         if self._failures.worker_mtbf_s > 0.0:
             now = self._shell.now
             times = worker_failures(self._failures, self._seed, job_id)
             self._jobs[deployment] = (now + after_s for after_s in times)
-            self._expect_worker(deployment)
+            self._schedule_worker_failure(deployment)
 
     def job_ended(self, deployment: DeploymentId) -> None:
-        """Nothing of it can fail any more."""
+        """Stop injecting failures of the job's workers."""
         if self._jobs.pop(deployment, None) is None:
             return
         if len(self._heap) > max(COMPACTED_FROM, 2 * len(self._jobs)):
             self._heap = [each for each in self._heap if each[1] in self._jobs]
             heapq.heapify(self._heap)
 
-    def _expect_node(self) -> None:
+    def _schedule_node_failure(self) -> None:
         failure = next(self._nodes, None)
         if failure is not None:
-            self._plan(failure.lost_at, self._lose, failure)
+            self._schedule(failure.lost_at, self._lose, failure)
 
     def _lose(self, failure: NodeFailure) -> None:
-        self._planned -= 1
-        if self._goes_on():
+        self._pending -= 1
+        if self._run_continues():
             self._shell.at(failure.back_at, self._return_node, NodeId(failure.node))
             self._lose_node(NodeId(failure.node), failure.survives)
-            self._expect_node()
+            self._schedule_node_failure()
 
-    def _expect_worker(self, deployment: DeploymentId) -> None:
+    def _schedule_worker_failure(self, deployment: DeploymentId) -> None:
         heapq.heappush(self._heap, (next(self._jobs[deployment]), deployment))
-        self._wake()
+        self._schedule_next()
 
-    def _wake(self) -> None:
+    def _schedule_next(self) -> None:
         if self._heap and self._heap[0][0] < self._wake_at:
             self._wake_at = self._heap[0][0]
-            self._plan(self._wake_at, self._kill, self._wake_at)
+            self._schedule(self._wake_at, self._fail_workers, self._wake_at)
 
-    def _kill(self, at: float) -> None:
-        self._planned -= 1
-        if at != self._wake_at or not self._goes_on():
-            # Another came to stand before it, and woke this up already.
+    def _fail_workers(self, at: float) -> None:
+        self._pending -= 1
+        if at != self._wake_at or not self._run_continues():
+            # An earlier failure was scheduled meanwhile, and its call handled this one.
             return
         self._wake_at = NEVER
         while self._heap and self._heap[0][0] <= at:
@@ -95,12 +95,12 @@ class Breakdowns:
             if deployment in self._jobs:
                 self._lose_worker(deployment)
             if deployment in self._jobs:
-                self._expect_worker(deployment)
-        self._wake()
+                self._schedule_worker_failure(deployment)
+        self._schedule_next()
 
-    def _goes_on(self) -> bool:
-        return self._shell.planned > self._planned
+    def _run_continues(self) -> bool:
+        return self._shell.pending > self._pending
 
-    def _plan(self, at: float, happen: Callable[..., None], subject: object) -> None:
-        self._planned += 1
-        self._shell.at(at, happen, subject)
+    def _schedule(self, at: float, callback: Callable[..., None], argument: object) -> None:
+        self._pending += 1
+        self._shell.at(at, callback, argument)

@@ -1,17 +1,15 @@
-"""One job of a trace under way: its cycles, serial rollouts and serial training, and the clock it
-would have on a group of its own. Pure.
+"""The state of one running job: its rollouts, its training, and its clock without other jobs. Pure.
 
 Cycle k trains on rollout k, and rollout k needs the weights of step k - 1 - staleness (PlexRL
-§6.3). What does not overlap is serial; from an answer to the next submission the controller takes
-its time. The clock of the job alone runs by the same rules, on the same draws, with nobody to wait
-for.
+§6.3). Rollouts are serial, and so is training. The controller needs some time between an answer and
+the next submission. `AloneClock` follows the same rules on the same draws, without any waiting.
 """
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from plexrl.ids import DeploymentId, JobId, OperationId
 from plexrl.scheduler.state.demand import DemandTrace, Segment
-from plexrl.sim.workload.cycles import Cycles, DrawnCycle
+from plexrl.sim.workload.cycles import CycleSource, DrawnCycle
 from plexrl.sim.workload.scenario import Behaviour
 from plexrl.traces import TraceJob
 from plexrl.traces.generate.published import cycles_in
@@ -24,9 +22,8 @@ if TYPE_CHECKING:
     from plexrl.sim.state.virtual_state import Move
 
 KINDS = {"update": OperationKind.FORWARD_BACKWARD}
-"""Of a cycle's segments by their function; others are forward passes, and the last one of a cycle
-is its optimizer step."""
-
+"""Operation kind by segment function; other segments are forward passes, and the last segment of a
+cycle is its optimizer step."""
 
 _OPTIM_STEP: Final = OperationKind.OPTIM_STEP
 
@@ -37,11 +34,11 @@ class Step(NamedTuple):
     kind: OperationKind
     work_s: float
     gap_s: float
-    """Idle before it."""
+    """Idle time before the step."""
 
 
 class AloneClock:
-    """When the job would have ended each cycle on a group of its own."""
+    """The end of each cycle if the job had a group of its own."""
 
     def __init__(
         self,
@@ -55,7 +52,7 @@ class AloneClock:
         snapshots_after_s: float,
     ) -> None:
         self.now = 0.0
-        """End of the last cycle, from the job's first placement."""
+        """End of the last cycle, in seconds from the job's first placement."""
         self._controller_s = controller_s
         self._load_s = load_s
         self._snapshot_s = snapshot_s
@@ -67,10 +64,10 @@ class AloneClock:
         self._rolled_at = launch_s
         self._staleness = staleness
         self._ends: list[float] = []
-        """Of the newest cycles: the oldest is what the next rollout waits for."""
+        """Ends of the newest cycles; the next rollout waits for the oldest."""
 
     def cycle(self, rollout_s: float, steps: tuple[Step, ...], speed: float) -> float:
-        """Let one cycle pass; returns how long it took, from the end of the one before."""
+        """Advance by one cycle; returns the seconds since the end of the cycle before."""
         ends, controller_s = self._ends, self._controller_s
         rolled_at = self._rolled_at
         if len(ends) > self._staleness:
@@ -80,7 +77,7 @@ class AloneClock:
         rolled_at += rollout_s
         self._rolled_at = rolled_at
         before = self.now
-        # Its processes start before the first rollout; its state is loaded for the first step.
+        # Processes start before the first rollout; state is loaded before the first step.
         if self._is_first:
             at = rolled_at + self._load_s
             self._is_first = False
@@ -105,64 +102,64 @@ class AloneClock:
 
 
 class JobRun:
-    """A job from its submission to its end. Times are of the simulation's clock."""
+    """A job from its submission to its end. Times are on the virtual clock."""
 
     def __init__(
         self,
         trace: TraceJob,
         name: str,
-        law: Cycles,
+        cycle_source: CycleSource,
         *,
         staleness: int,
         state_bytes: int,
     ) -> None:
         self.trace = trace
         self.job_id = trace.job_id
-        self.law = law
+        self.cycle_source = cycle_source
         self.job = JobId(name)
         self.deployment = DeploymentId(name)
         self.gpus = trace.gpus
         self.state_bytes = state_bytes
         self.staleness = staleness
-        self.kinds = (*map(kind_of, law.functions[:-1]), OperationKind.OPTIM_STEP)
+        self.kinds = (*map(kind_of, cycle_source.functions[:-1]), OperationKind.OPTIM_STEP)
         self.cycles = cycles_of(trace)
         self.alone: AloneClock | None = None
-        """Absent until the job is placed, for its pace depends on its node type."""
+        """Absent until the job is placed: its speed depends on the node type."""
         self.placed_at: float | None = None
         self.group: str = ""
-        """Empty while it has none."""
+        """Empty while the job is not placed."""
         self.node_type = ""
         self.speed = 1.0
         self.incarnation = 0
         self.rolled = 0
-        """Rollouts that are over."""
+        """Completed rollouts."""
         self.rolling = False
         self.trained = 0
-        """Cycles that are over."""
+        """CycleSource that are over."""
         self.worked_s = 0.0
-        """Of these, on its GPUs; what failures made necessary not counted."""
+        """Training seconds of the completed cycles, without work repeated after failures."""
         self.training = False
         self.answered_at = 0.0
-        """When the controller can next submit, after its last answer."""
+        """When the controller can submit again after the last answer."""
         self.cycle_began_at = 0.0
         self.draws: list[DrawnCycle] = []
-        """Of rollouts that are over or under way, and not trained on."""
+        """Draws of rollouts that have begun and are not yet trained on."""
         self.steps: tuple[Step, ...] = ()
-        """Of the cycle that trains."""
+        """Steps of the cycle in training."""
         self.step = 0
         self.tokens = 0
         self.operation = OperationId("")
         self.run: RunOperation | None = None
-        """What the WPG is at."""
+        """The command that the WPG executes."""
         self.run_kind: RunKind = "run"
         self.move: Move | Refusal | None = None
-        """Of its state, where it is at that."""
+        """The move in execution, if the command is a load, an offload or a snapshot."""
         self.run_began_at = 0.0
         self.run_s = 0.0
 
     @property
     def may_roll(self) -> bool:
-        """The next rollout has the weights that it needs."""
+        """Whether the next rollout has the weights that it needs."""
         return (
             not self.rolling
             and self.rolled < self.cycles
@@ -171,18 +168,18 @@ class JobRun:
 
     @property
     def may_train(self) -> bool:
-        """There is a rollout to train on, and nothing that trains."""
+        """Whether a rollout is ready to train on and the job is not training."""
         return not self.training and self.rolled > self.trained
 
     def begin_rollout(self) -> float:
-        """Draw the next cycle; returns the seconds of its rollout."""
+        """Draw the next cycle; returns the duration of its rollout."""
         self.rolling = True
-        drawn = self.law.draw(self.rolled)
+        drawn = self.cycle_source.draw(self.rolled)
         self.draws.append(drawn)
         return drawn.rollout_s
 
     def begin_cycle(self) -> None:
-        """Train on the oldest rollout."""
+        """Begin to train on the oldest rollout."""
         drawn = self.draws[0]
         self.training = True
         self.steps = self.steps_of(drawn)
@@ -190,7 +187,7 @@ class JobRun:
         self.step = 0
 
     def end_cycle(self) -> float:
-        """The cycle's last operation is over; returns what it would have taken alone."""
+        """Complete the cycle; returns its duration on a group of the job's own."""
         assert self.alone is not None, f"{self.job} trains on no GPUs"
         drawn = self.draws.pop(0)
         self.training = False
@@ -209,28 +206,27 @@ class JobRun:
         return tuple(map(Step, self.kinds, works, (0.0, *drawn.gaps_s)))
 
     def step_named(self, operation: str) -> Step:
-        """The step of any cycle, by its operation's name: for one that is repeated."""
+        """The step of an operation of an earlier cycle that is repeated."""
         cycle, index = operation.rsplit(":", 2)[1:]
-        return self.steps_of(self.law.draw(int(cycle)))[int(index)]
+        return self.steps_of(self.cycle_source.draw(int(cycle)))[int(index)]
 
 
 def kind_of(function: str) -> OperationKind:
-    """What segments are that come before the last of a cycle; of several in one, the last says."""
+    """Operation kind of a segment before the last; the last function of a merged one decides."""
     return KINDS.get(function.rsplit("+", 1)[-1], OperationKind.FORWARD)
 
 
 def cycles_of(job: TraceJob) -> int:
-    """How many cycles the job runs; one that has no profile is one long cycle."""
+    """Number of cycles; a job without a profile is one long cycle."""
     if job.period_s is None:
         return 1
     return cycles_in(job.service_s, job.period_s) if job.cycles is None else job.cycles
 
 
 def demand_of(job: TraceJob, behaviour: Behaviour) -> DemandTrace | None:
-    """What a job that is known declares, as the scheduler's profiler would have measured it: from
-    the first operation of a cycle. None where it needs its GPUs at no time. Where rollouts run
-    ahead of training, a cycle is as long as the longer of the two, and training can be late by the
-    difference."""
+    """The demand that a job declares, as the scheduler's profiler would measure it: from the first
+    operation of a cycle. None if the job never needs its GPUs. If rollouts run ahead of training,
+    the period is the longer of the two, and the difference is slack."""
     period_s = job.service_s if job.period_s is None else job.period_s
     staleness = job.staleness if behaviour.staleness is None else behaviour.staleness
     jitter_s = job.jitter_s if behaviour.jitter is None else behaviour.jitter * period_s

@@ -1,8 +1,8 @@
-"""A virtual clock and the scheduler's own core on it: the second shell round the core.
+"""The scheduler's core on a virtual clock: the simulator's counterpart of the live service.
 
-It does what the live shell does (take an event in, hand it to the core, carry the commands out) and
-nothing else: no rule of scheduling stands here. Time jumps from one happening to the next;
-happenings of equal time come in the order they were planned in, so a run repeats itself exactly.
+The shell passes events to the core and executes the core's commands, as the live service does; it
+makes no scheduling decision. Time jumps from one scheduled call to the next. Calls of equal time
+run in the order in which they were scheduled, so a run is deterministic.
 """
 
 import heapq
@@ -16,105 +16,104 @@ from plexrl.scheduler.state import commands as cmd
 from plexrl.scheduler.state import events as ev
 
 FOREVER_S = 1e12
-"""Silence that no virtual controller ever reaches."""
+"""A controller timeout that no simulated run reaches."""
 
 NEVER = math.inf
 
 VIRTUAL = "virtual"
 """Address of every worker."""
 
-Watcher = Callable[[ev.Event, list[cmd.Command], float], None]
-"""Told of each event when the core has answered it, and before its commands are carried out."""
+EventObserver = Callable[[ev.Event, list[cmd.Command], float], None]
+"""Receives each event after the core has handled it and before its commands are executed."""
 
-Carrier = Callable[[Any], None]
-"""Carries out a command of one type."""
+CommandHandler = Callable[[Any], None]
+"""Executes commands of one type."""
 
 
-def _nothing(command: cmd.Command) -> None:
-    """Nothing virtual holds blobs, or runs what can be ended early."""
+def _ignore(command: cmd.Command) -> None:
+    """Ignore a command without an effect in a simulation."""
     del command
 
 
 class VirtualShell:
-    """One core, one clock, one heap of what is to happen."""
+    """One core, one clock, and one heap of scheduled calls."""
 
-    def __init__(self, config: SchedulerConfig, carriers: Mapping[type[cmd.Command], Carrier]):
+    def __init__(
+        self, config: SchedulerConfig, handlers: Mapping[type[cmd.Command], CommandHandler]
+    ) -> None:
         self.core = SchedulerCore(config)
         self.now = 0.0
         self.events = 0
-        """Told to the core."""
+        """Number of events that the core has handled."""
         self.is_over = False
-        """Nothing that is still planned matters."""
+        """Set by the owner when the remaining calls have no effect."""
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._count = 0
         self._timer_at = NEVER
-        self._watchers: list[Watcher] = []
-        self._carriers: dict[type[cmd.Command], Carrier] = {
-            cmd.StopWorkers: _nothing,
-            cmd.ReleaseState: _nothing,
-            cmd.PrefetchState: _nothing,
-            cmd.AbortOperation: _nothing,
-            cmd.DiscardBlobs: _nothing,
+        self._observers: list[EventObserver] = []
+        self._handlers: dict[type[cmd.Command], CommandHandler] = {
+            cmd.AbortOperation: _ignore,
+            cmd.DiscardBlobs: _ignore,
             cmd.SetTimer: self._set_timer,
-            **carriers,
+            **handlers,
         }
 
     @property
-    def planned(self) -> int:
-        """Happenings to come, and the core's next timer."""
+    def pending(self) -> int:
+        """Number of scheduled calls, the core's next timer included."""
         return len(self._heap) + (self._timer_at < NEVER)
 
-    def watch(self, watcher: Watcher) -> None:
-        """Have `watcher` told of every event from now on."""
-        self._watchers.append(watcher)
+    def observe(self, observer: EventObserver) -> None:
+        """Call `observer` for every later event."""
+        self._observers.append(observer)
 
-    def at(self, time: float, happen: Callable[[Any], None], subject: Any = None) -> None:
-        """Plan `happen(subject)`."""
+    def at(self, time: float, callback: Callable[[Any], None], argument: Any = None) -> None:
+        """Schedule `callback(argument)`."""
         self._count += 1
-        heapq.heappush(self._heap, (time, self._count, happen, subject))
+        heapq.heappush(self._heap, (time, self._count, callback, argument))
 
     def send(self, event: ev.Event) -> None:
-        """Tell the core, and carry out what it asks for.
+        """Pass an event to the core and execute the resulting commands.
 
         Raises:
-            PlexRLError: the core refuses the event, and nothing has changed.
+            PlexRLError: the core refuses the event; its state is unchanged.
         """
         commands = self.core.handle(event, self.now)
         self.events += 1
-        for watcher in self._watchers:
-            watcher(event, commands, self.now)
-        carriers = self._carriers
+        for observer in self._observers:
+            observer(event, commands, self.now)
+        handlers = self._handlers
         for command in commands:
-            carriers[type(command)](command)
+            handlers[type(command)](command)
 
     def connect_router(self) -> None:
-        """Without a router the core keeps its runs to itself."""
+        """Register a router; without one the core starts no operation."""
         self.send(ev.RouterJoined(router=RouterId("router")))
 
-    def run(self, happenings: int) -> int:
-        """Let so many things happen at most, until it is over; returns how many did."""
+    def run(self, calls: int) -> int:
+        """Run at most so many scheduled calls and timers; returns how many ran."""
         heap, pop, timer_fired = self._heap, heapq.heappop, ev.TimerFired()
-        for done in range(happenings):
+        for done in range(calls):
             if self.is_over:
                 return done
             if heap and heap[0][0] <= self._timer_at:
-                self.now, _, happen, subject = pop(heap)
-                happen(subject)
+                self.now, _, callback, argument = pop(heap)
+                callback(argument)
             elif self._timer_at < NEVER:
                 self.now, self._timer_at = self._timer_at, NEVER
                 self.send(timer_fired)
             else:
                 return done
-        return happenings
+        return calls
 
     def _set_timer(self, command: cmd.SetTimer) -> None:
-        # Not among the happenings: most timers are overtaken by earlier ones, and would pile up.
+        # Not on the heap: most timers are replaced by earlier ones and would accumulate there.
         if command.at < self._timer_at:
             self._timer_at = command.at
 
 
-def readiness(command: cmd.LaunchWorkers) -> list[ev.WorkerReady]:
-    """What a launch comes to, once its processes listen."""
+def worker_ready_events(command: cmd.LaunchWorkers) -> list[ev.WorkerReady]:
+    """The events of a completed launch, one for each rank."""
     return [
         ev.WorkerReady(
             deployment=command.deployment,
@@ -126,28 +125,10 @@ def readiness(command: cmd.LaunchWorkers) -> list[ev.WorkerReady]:
     ]
 
 
-def arrivals(command: cmd.MigrateState) -> list[ev.StateMigrated]:
-    """What a migration comes to, once every node has its copy."""
-    return [
-        ev.StateMigrated(deployment=command.deployment, node=node, seq=command.seq)
-        for node in command.nodes
-    ]
-
-
-def log_to(lines: list[bytes]) -> Watcher:
-    """A watcher that writes each event and its commands down, one line of JSON each."""
-
-    def watch(event: ev.Event, commands: list[cmd.Command], now: float) -> None:
-        lines.append(b"%r %s" % (now, ev.CODEC.encode(event)))
-        lines.extend(b"  " + cmd.CODEC.encode(command) for command in commands)
-
-    return watch
-
-
 def virtual_config(
     *, ordering: str = "hrrs", anticipation: bool | None = None, **changes: Any
 ) -> SchedulerConfig:
-    """The configuration of a simulated scheduler: the live defaults, and nothing kept for long."""
+    """The configuration of a simulated scheduler: the live defaults with a short history."""
     return SchedulerConfig(
         **{"history": 1000, **changes},
         listen="-",

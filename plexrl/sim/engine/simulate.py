@@ -1,4 +1,4 @@
-"""A scenario from its first job to the end of its last: `simulate(scenario)`."""
+"""Entry point of the simulator: `simulate(scenario)` runs a scenario to the end of its last job."""
 
 import resource
 import time
@@ -11,52 +11,55 @@ from plexrl.sim.engine.trace_run import CycleEnded, TraceRun
 from plexrl.sim.metrics.job_rows import JobRow
 from plexrl.sim.results.result import SimResult, Speed
 from plexrl.sim.state.move_costs import MoveCosts
-from plexrl.sim.workload.cycles import CycleLaw, Laws
+from plexrl.sim.workload.cycles import CycleDistribution, CycleFactory
 from plexrl.sim.workload.scenario import Scenario
 
-HAPPENINGS = 512
-"""From one look at the wall clock to the next."""
+CALLS_PER_CHECK = 512
+"""Scheduled calls between two readings of the wall clock."""
 
-REPORT_EACH_S = 0.5
+REPORT_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     now_s: float
-    """On the virtual clock."""
+    """Time on the virtual clock."""
     jobs_done: int
     jobs_seen: int
-    """Submitted so far."""
+    """Jobs submitted so far."""
     events: int
-    """Told to the core."""
+    """Events that the core has handled."""
 
 
 def simulate(
     scenario: Scenario,
     progress: Callable[[Progress], None] | None = None,
     *,
-    laws: Laws = CycleLaw,
+    cycle_factory: CycleFactory = CycleDistribution,
     costs: MoveCosts | None = None,
     on_cycle: CycleEnded | None = None,
     on_job: Callable[[JobRow], None] | None = None,
 ) -> SimResult:
-    """Run the scenario to the end of its last job. `progress` is told about twice a second,
-    `on_cycle` of every cycle, `on_job` of each job as it ends; `laws` say what cycles take and
-    `costs` what moves do, where the scenario is not to.
+    """Run the scenario to the end of its last job.
+
+    `progress` is called about twice a second, `on_cycle` after every cycle and `on_job` after every
+    job. `cycle_factory` and `costs` replace the scenario's own durations of cycles and of moves.
 
     Raises:
-        InvalidRequestError: there is no such policy.
-        UnavailableError: jobs wait, and nothing more can happen.
+        InvalidRequestError: the policy is unknown.
+        UnavailableError: jobs are left and no event is pending.
     """
     began_at = time.perf_counter()
-    run = TraceRun(scenario, laws=laws, costs=costs, on_cycle=on_cycle, on_job=on_job)
+    run = TraceRun(
+        scenario, cycle_factory=cycle_factory, costs=costs, on_cycle=on_cycle, on_job=on_job
+    )
     with rare_collections():
         run.start()
         reported_at = began_at
-        while run.shell.run(HAPPENINGS) == HAPPENINGS:
-            if progress is not None and time.perf_counter() - reported_at >= REPORT_EACH_S:
+        while run.shell.run(CALLS_PER_CHECK) == CALLS_PER_CHECK:
+            if progress is not None and time.perf_counter() - reported_at >= REPORT_INTERVAL_S:
                 reported_at = time.perf_counter()
                 progress(_progress(run))
         run.check_it_ended()
@@ -74,7 +77,7 @@ def simulate(
 
 
 def is_compiled() -> bool:
-    """Whether the scheduler's core is a C extension (`make compiled`); it decides alike."""
+    """Whether the scheduler's core is a C extension (`make compiled`), with equal decisions."""
     return not core.__file__.endswith(".py")
 
 

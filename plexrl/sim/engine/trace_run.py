@@ -1,11 +1,11 @@
-"""The jobs of a trace on a virtual cluster: they come, run their cycles and go.
+"""Runs the jobs of a trace on a virtual cluster.
 
-The scheduler's own core decides everything. What is here submits jobs as their time comes, carries
-commands out, and says how long that takes. Nothing is kept of a job that has ended.
+The scheduler's own core makes all decisions. `TraceRun` submits jobs at their times, executes the
+core's commands and computes their durations. It keeps no state of ended jobs.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
 
 from plexrl.errors import (
     CapacityError,
@@ -17,11 +17,11 @@ from plexrl.errors import (
 from plexrl.ids import NodeId, OperationId, TenantId
 from plexrl.scheduler.state import commands as cmd
 from plexrl.scheduler.state import events as ev
-from plexrl.sim.checks.checks import Checker
+from plexrl.sim.checks.checker import Checker
 from plexrl.sim.engine.controllers import Controllers
-from plexrl.sim.engine.fault_injector import Breakdowns
+from plexrl.sim.engine.fault_injector import FaultInjector
 from plexrl.sim.engine.job_run import AloneClock, JobRun, demand_of
-from plexrl.sim.engine.shell import FOREVER_S, VirtualShell, readiness, virtual_config
+from plexrl.sim.engine.shell import FOREVER_S, VirtualShell, virtual_config, worker_ready_events
 from plexrl.sim.metrics.collector import Collector, RunKind
 from plexrl.sim.metrics.group_members import GroupMembers
 from plexrl.sim.metrics.job_rows import JobRow, JobRows
@@ -29,7 +29,7 @@ from plexrl.sim.results.result import SimResult, Speed
 from plexrl.sim.state.device_state import device_state_bytes
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.state.statemanagers import NodeStates, Refusal
-from plexrl.sim.workload.cycles import CycleLaw, Laws
+from plexrl.sim.workload.cycles import CycleDistribution, CycleFactory
 from plexrl.sim.workload.policies import sim_policy
 from plexrl.sim.workload.scenario import Scenario
 from plexrl.traces import TraceJob
@@ -37,40 +37,42 @@ from plexrl.wire.operations import OperationKind
 
 _OFFLOAD: Final = OperationKind.OFFLOAD
 
-REMEMBERED = {"history": 64, "ended_jobs": 64, "profiles": 1}
-"""By the core, of what is over: nobody asks for operations and jobs, and no two jobs of a run have
-the same name, so that none begins with another's profile."""
+RETENTION = {"history": 64, "ended_jobs": 64, "profiles": 1}
+"""Small limits on what the core keeps of the past. No job of a run reuses the name of another, so
+old profiles are of no use."""
 
 PRIORITY_MAX = 100
-"""Of the core; a trace's may be higher."""
+"""The core's limit; priorities of a trace may be higher."""
 
 MOVES: dict[OperationKind, RunKind] = {
     OperationKind.LOAD: "load",
     OperationKind.OFFLOAD: "offload",
     OperationKind.SNAPSHOT: "offload",
 }
-"""Kinds that are the scheduler's own, and what a measure calls them."""
+"""Run kind of the scheduler's own operations."""
 
-
-CycleEnded = Callable[[str, float], None]
-"""Told of each cycle: its job in the trace, and the seconds that it took, with all waiting."""
+CycleEnded = Callable[[str, float, float], None]
+"""Receives each cycle that ends: its job in the trace, its seconds including all waiting, and its
+seconds on a group of the job's own."""
 
 
 class TraceRun:
-    """One run. The shell's clock is driven from outside."""
+    """One run. The caller advances the shell's clock."""
 
     def __init__(
         self,
         scenario: Scenario,
         *,
-        laws: Laws = CycleLaw,
+        settings: Mapping[str, Any] | None = None,
+        cycle_factory: CycleFactory = CycleDistribution,
         costs: MoveCosts | None = None,
         on_cycle: CycleEnded | None = None,
         on_job: Callable[[JobRow], None] | None = None,
     ) -> None:
+        """`settings`: scheduler settings that replace the policy's."""
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
-        config = virtual_config(**{**REMEMBERED, **policy.settings})
+        config = virtual_config(**{**RETENTION, **policy.settings, **(settings or {})})
         self.shell = VirtualShell(
             config,
             {
@@ -85,15 +87,15 @@ class TraceRun:
         self._collector = Collector(scenario, None if on_job is None else JobRows(on_job))
         self._checker = Checker(scenario, self.shell.core) if scenario.check else None
         if self._checker is not None:
-            self.shell.watch(self._checker.watch)
+            self.shell.observe(self._checker.observe)
         self._control_s = scenario.control_s
-        self._laws = laws
+        self._cycle_factory = cycle_factory
         self._on_cycle = on_cycle
         self._costs = costs or MoveCosts(scenario.pools, scenario.switch_s)
         self._config = config
         self._source: Iterator[TraceJob] = scenario.source.jobs()
         self._runs: dict[str, JobRun] = {}
-        """Live jobs, by deployment, which is named as its job is."""
+        """Live jobs by deployment; a deployment has the name of its job."""
         self._groups = GroupMembers(self._collector)
         self._node_types = {
             f"p{index}n{number}": pool.node_type
@@ -102,10 +104,10 @@ class TraceRun:
         }
         self._types = {pool.node_type.name: pool.node_type for pool in scenario.pools}
         self._has_one_speed = len({kind.speed for kind in self._types.values()}) == 1
-        """Otherwise what a cycle takes depends on where each of its operations ran."""
+        """Otherwise a cycle's duration depends on the nodes of each of its operations."""
         self._tenants: set[str] = set()
-        self._states = NodeStates(self.shell, self._costs, self._node_types, self._tell)
-        self._breakdowns = Breakdowns(
+        self._states = NodeStates(self.shell, self._costs, self._node_types, self._send)
+        self._faults = FaultInjector(
             self.shell,
             scenario,
             [NodeId(name) for name in self._node_types],
@@ -116,32 +118,35 @@ class TraceRun:
         self._controllers = Controllers(
             self.shell,
             self._runs,
-            self._tell,
+            self._send,
             controller_s=scenario.behaviour.controller_s,
             cycle_over=self._cycle_over,
             job_over=self._job_over,
         )
-        self._in_doubt: list[JobRun] = []
-        """Jobs whose workers the core has stopped: did they end, or move?"""
+        self._stopped: list[JobRun] = []
+        """Jobs whose workers the core has stopped: they either end or move."""
         self._is_last_seen = False
         self.jobs_seen = 0
         self.jobs_done = 0
         self._switches = 0
-        self._failures = 0
 
-    # From outside
+    # API
 
     def start(self) -> None:
-        """Have the cluster there, and the first job come."""
+        """Join all nodes and schedule the first job."""
         self.shell.connect_router()
         for node in self._node_types:
             self._join_node(NodeId(node))
-        self._breakdowns.start()
-        self._expect_next_job(None)
+        self._faults.start()
+        self._schedule_next_job(None)
 
     def check_it_ended(self) -> None:
-        """Raises `UnavailableError` where jobs are left and nothing more can happen, and
-        `InvariantError` where the checked laws say that something is left."""
+        """Check that the run is complete.
+
+        Raises:
+            UnavailableError: jobs are left and no event is pending.
+            InvariantError: an invariant of a completed run is broken.
+        """
         if not self._runs:
             if self._checker is not None:
                 self._checker.finish(self.shell.now)
@@ -154,36 +159,29 @@ class TraceRun:
         )
 
     def result(self, speed: Speed) -> SimResult:
-        """What it came to."""
-        return self._collector.result(
-            self.shell.now, self.shell.events, self._switches, self._failures, speed
-        )
+        """The result of the run."""
+        return self._collector.result(self.shell.now, self.shell.events, self._switches, speed)
 
     def lose_node(self, node: NodeId, survives: bool = True) -> None:
-        """A node is gone, with the processes on it; what it had in host memory `survives`, or it
-        does not."""
+        """Remove a node and its processes; `survives`: the contents of its host memory remain."""
         self._states.node_lost(node, survives)
-        self._failed()
-        self._tell(ev.NodeLost(node=node))
+        self._collector.failed()
+        self._send(ev.NodeLost(node=node))
 
     def return_node(self, node: NodeId) -> None:
-        """A lost node is back, with what has survived."""
+        """Rejoin a lost node, with the states that survived."""
         self._join_node(node)
 
     def lose_worker(self, deployment: str, rank: int = 0) -> None:
-        """A worker process is dead, if the deployment has any."""
+        """End a worker process, if the deployment has any."""
         run = self._runs.get(deployment)
         if run is None or not run.incarnation:
             return
-        self._failed()
+        self._collector.failed()
         exited = ev.WorkerExited(
             deployment=run.deployment, rank=rank, incarnation=run.incarnation, reason="failure"
         )
-        self._tell(exited)
-
-    def _failed(self) -> None:
-        self._failures += 1
-        self._collector.failed(self.shell.now)
+        self._send(exited)
 
     # The cluster
 
@@ -191,7 +189,7 @@ class TraceRun:
         kind = self._node_types[node]
         pool, number = node[1:].split("n")
         per_block = self.scenario.pools[int(pool)].nodes_per_block
-        self._tell(
+        self._send(
             ev.NodeJoined(
                 node=node,
                 gpus=kind.gpus,
@@ -205,34 +203,34 @@ class TraceRun:
             )
         )
 
-    def _tell(self, event: ev.Event) -> None:
-        """Tell the core, and see whose workers it has stopped for good."""
+    def _send(self, event: ev.Event) -> None:
+        """Pass an event to the core, then update the jobs whose workers the core has stopped."""
         self.shell.send(event)
-        while self._in_doubt:
-            self._look_at(self._in_doubt.pop())
+        while self._stopped:
+            self._update_placement(self._stopped.pop())
 
-    def _look_at(self, run: JobRun) -> None:
+    def _update_placement(self, run: JobRun) -> None:
         if run.deployment not in self._runs:
             return
         try:
             view = self.shell.core.job_view(run.job, self.shell.now)
         except UnknownJobError:
-            self._give_up(run)
+            self._fail(run)
             return
         if view["state"] in ("FAILED", "CANCELLED"):
-            self._give_up(run)
+            self._fail(run)
             return
         group = self.shell.core.deployment_view(run.deployment, self.shell.now)["group"]
         self._groups.put(run, group or "", self.shell.now)
 
-    def _give_up(self, run: JobRun) -> None:
+    def _fail(self, run: JobRun) -> None:
         if self._checker is not None:
-            self._checker.given_up(run.job)
+            self._checker.job_failed(run.job)
         self._end(run, "failed")
 
-    # Jobs come and go
+    # Jobs
 
-    def _expect_next_job(self, _: None) -> None:
+    def _schedule_next_job(self, _: None) -> None:
         job = next(self._source, None)
         if job is not None:
             self.shell.at(max(job.submit_s, self.shell.now), self._submit_job, job)
@@ -249,18 +247,18 @@ class TraceRun:
         run = JobRun(
             job,
             f"j{self.jobs_seen}",
-            self._laws(job, behaviour, scenario.seed, detail=scenario.detail),
+            self._cycle_factory(job, behaviour, scenario.seed, detail=scenario.detail),
             staleness=job.staleness if behaviour.staleness is None else behaviour.staleness,
             state_bytes=state_bytes,
         )
         self._runs[run.deployment] = run
         self._collector.job_submitted(job, shell.now)
-        self._breakdowns.job_submitted(run.deployment, job.job_id)
+        self._faults.job_submitted(run.deployment, job.job_id)
         tenant = TenantId(job.tenant or "-")
         if tenant not in self._tenants:
             self._tenants.add(tenant)
-            self._tell(ev.TenantCreated(tenant=tenant, key_digest=tenant, is_operator=True))
-        self._tell(
+            self._send(ev.TenantCreated(tenant=tenant, key_digest=tenant, is_operator=True))
+        self._send(
             ev.JobSubmitted(
                 job=run.job,
                 tenant=tenant,
@@ -282,11 +280,11 @@ class TraceRun:
             trace=demand_of(job, behaviour) if scenario.warm else None,
         )
         try:
-            self._tell(created)
+            self._send(created)
         except (CapacityError, ModelDoesNotFitError, InvalidRequestError):
-            # Larger than the cluster, or than its memory: the core has said so, and it is over.
+            # The job is larger than the cluster or its memory.
             self._finish(run, "failed")
-        self._expect_next_job(None)
+        self._schedule_next_job(None)
 
     def _cycle_over(self, run: JobRun) -> None:
         now, job_id = self.shell.now, run.job_id
@@ -296,31 +294,30 @@ class TraceRun:
             self._checker.drawn(run.job, run.worked_s - before_s)
         took_s = now - run.cycle_began_at
         run.cycle_began_at = now
-        self._collector.cycle_ended(job_id, now, took_s, alone_s)
+        self._collector.cycle_ended(job_id, took_s, alone_s)
         if self._on_cycle is not None:
-            self._on_cycle(job_id, took_s)
+            self._on_cycle(job_id, took_s, alone_s)
 
     def _job_over(self, run: JobRun) -> None:
         self._finish(run, "completed")
 
     def _finish(self, run: JobRun, outcome: str) -> None:
-        self._tell(ev.JobFinished(job=run.job, outcome=outcome))
+        self._send(ev.JobFinished(job=run.job, outcome=outcome))
         self._end(run, outcome)
 
     def _end(self, run: JobRun, outcome: str) -> None:
-        """Forget the job."""
+        """Remove the job and report it to the collector."""
         if self._runs.pop(run.deployment, None) is None:
             return
         run.run = None
         self._states.forget(run.deployment)
-        self._breakdowns.job_ended(run.deployment)
+        self._faults.job_ended(run.deployment)
         self._groups.put(run, "", self.shell.now)
         self.jobs_done += 1
         alone_s = 0.0 if run.alone is None else run.alone.now
         self._collector.job_ended(
             run.trace.job_id,
             self.shell.now,
-            run.trained,
             outcome,
             alone_s,
             run.gpus * run.worked_s,
@@ -363,23 +360,23 @@ class TraceRun:
         run = self._runs.get(command.deployment)
         if run is None or run.incarnation != command.incarnation:
             return
-        for rank, event in zip(command.ranks, readiness(command), strict=True):
+        for rank, event in zip(command.ranks, worker_ready_events(command), strict=True):
             if not self._states.is_away(rank.node):
-                self._tell(event)
+                self._send(event)
         self._controllers.start(run)
 
     def _stop_workers(self, command: cmd.StopWorkers) -> None:
         run = self._runs.get(command.deployment)
         if run is not None:
             if run.run is not None:
-                self._tell_of_run(run, run.run)
-            self._in_doubt.append(run)
+                self._record_run(run, run.run)
+            self._stopped.append(run)
 
     def _release_state(self, command: cmd.ReleaseState) -> None:
         self._states.release(command)
         run = self._runs.get(command.deployment)
         if run is not None:
-            self._in_doubt.append(run)
+            self._stopped.append(run)
 
     def _migrate_state(self, command: cmd.MigrateState) -> None:
         self._states.migrate(command)
@@ -397,7 +394,7 @@ class TraceRun:
         elif command.operation == run.operation:
             took_s = run.steps[run.step].work_s / run.speed
         else:
-            # Done before, and lost with its workers.
+            # The operation is repeated: its result was lost with its workers.
             took_s = run.step_named(command.operation).work_s / run.speed
         shell = self.shell
         now = shell.now
@@ -405,44 +402,44 @@ class TraceRun:
         run.run_kind = kind
         run.run_began_at = now
         run.run_s = took_s
-        shell.at(now + took_s, self._ran, command)
+        shell.at(now + took_s, self._run_ended, command)
 
-    def _ran(self, command: cmd.RunOperation) -> None:
+    def _run_ended(self, command: cmd.RunOperation) -> None:
         run = self._runs.get(command.deployment)
         if run is None or run.run is not command:
-            # Cut off: its workers were lost.
+            # Its workers were lost meanwhile.
             return
         kind = run.run_kind
-        self._tell_of_run(run, command)
+        self._record_run(run, command)
         computed_s = run.run_s - self._control_s
         if computed_s < 0.0:
             computed_s = 0.0
         operation = command.operation
         if kind != "run":
-            self._moved(run, command, operation, computed_s)
+            self._move_ended(run, command, operation, computed_s)
             return
-        self._tell(ev.OperationFinished(operation, command.token, computed_s))
+        self._send(ev.OperationFinished(operation, command.token, computed_s))
         if operation == run.operation:
             self._controllers.answered(run)
 
-    def _moved(
+    def _move_ended(
         self, run: JobRun, command: cmd.RunOperation, operation: OperationId, computed_s: float
     ) -> None:
         move = run.move
         assert move is not None, f"{operation} ends that never began"
         if isinstance(move, Refusal):
-            self._tell(move.answer(command))
+            self._send(move.answer(command))
             return
         if run.run_kind == "offload" and command.kind == _OFFLOAD:
             self._switches += 1
             self._collector.switched(run.job_id)
         moved, token = move.moved, command.token
-        self._tell(ev.OperationFinished(operation, token, computed_s, None, "{}", moved))
+        self._send(ev.OperationFinished(operation, token, computed_s, None, "{}", moved))
         for report in move.reports:
-            self._tell(report)
+            self._send(report)
 
-    def _tell_of_run(self, run: JobRun, command: cmd.RunOperation) -> None:
-        """It is over, or was cut off."""
+    def _record_run(self, run: JobRun, command: cmd.RunOperation) -> None:
+        """Report a completed or interrupted run to the collector."""
         run.run = None
         began_at, now = run.run_began_at, self.shell.now
         self._collector.ran(command.group, run.job_id, run.gpus, run.run_kind, began_at, now)

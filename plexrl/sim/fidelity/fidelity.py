@@ -1,14 +1,14 @@
-"""How near simulated cycles come to those of a live cluster on the same jobs. Pure.
+"""Compares simulated cycles with the cycles of a live cluster on the same jobs. Pure.
 
-Two predictions, neither of which is told how long a shared cycle took:
+There are two predictions; neither uses the measured durations of shared cycles:
 
-- *by replay*: each recorded cycle's own seconds (`plexrl.sim.fidelity.recording`) are fed to the
-  simulator, cycle by cycle; what it adds is the waiting. Compared cycle by cycle.
-- *by law*: the recorder's rows of the run (a profile with its scatter, waiting taken out) are
-  simulated as any trace is, with drawn cycles. Compared by each job's median cycle.
+- *recorded cycles* (`by replay` in the docs): the simulator runs each recorded cycle's own seconds
+  (`plexrl.sim.fidelity.recording`) and adds the waiting. Compared cycle by cycle.
+- *drawn cycles* (`by law`): the recorder's rows of the run (a profile with its jitter, without
+  waiting) are simulated as any trace. Compared by each job's median cycle.
 
-Both have their moves by a law of bytes fitted to the recorded ones. Beside each stands what
-predicting no waiting at all would give.
+Both use a linear cost model of moves, fitted to the recorded moves. The baseline predicts that no
+job waits.
 """
 
 import math
@@ -21,42 +21,42 @@ from plexrl.scheduler.dispatch.switch_cost import HOST
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.fidelity.recording import RecordedJob
 from plexrl.sim.state.move_costs import MoveCosts
-from plexrl.sim.workload.cycles import CycleLaw, DrawnCycle, Laws
+from plexrl.sim.workload.cycles import CycleDistribution, CycleFactory, DrawnCycle
 from plexrl.sim.workload.scenario import Behaviour, Detail, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob
 
 WARM_UP_CYCLES = 3
-"""Of each job, that are replayed and not compared: the live scheduler still makes their profile."""
+"""First cycles of each job that are run and not compared: the live scheduler profiles the job."""
 
 Seconds = Mapping[str, Sequence[float]]
-"""Cycle times by job, in order."""
+"""Cycle durations by job, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CycleError:
-    """One cycle."""
+    """Measured and predicted duration of one cycle."""
 
     job: str
     number: int
     measured_s: float
     predicted_s: float
     alone_s: float
-    """Without any waiting."""
+    """Duration without any waiting."""
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was measured."""
+        """Relative error of the prediction."""
         return abs(self.predicted_s / self.measured_s - 1.0)
 
     @property
     def alone_error(self) -> float:
-        """Of predicting no waiting."""
+        """Relative error of predicting no waiting."""
         return abs(self.alone_s / self.measured_s - 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobError:
-    """One job's median cycle."""
+    """Measured and predicted median cycle of one job."""
 
     job: str
     cycles: int
@@ -66,7 +66,7 @@ class JobError:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was measured; above 0 it is too long."""
+        """Relative error of the prediction, positive if it is too long."""
         return self.predicted_s / self.measured_s - 1.0
 
 
@@ -81,24 +81,24 @@ class Errors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Predicted beside measured cycles of one run."""
+    """Predicted and measured cycles of one run."""
 
     cycles: tuple[CycleError, ...]
     jobs: tuple[JobError, ...]
 
     @property
     def errors(self) -> Errors:
-        """Over all cycles."""
+        """Errors over all cycles."""
         return errors_of([cycle.error for cycle in self.cycles])
 
     @property
     def alone_errors(self) -> Errors:
-        """The same of predicting no waiting."""
+        """Errors of predicting no waiting."""
         return errors_of([cycle.alone_error for cycle in self.cycles])
 
 
 def errors_of(found: Sequence[float]) -> Errors:
-    """Their median, mean and 95th percentile."""
+    """Median, mean and 95th percentile."""
     return Errors(median=median(found), mean=fmean(found), p95=p95_of(found))
 
 
@@ -110,21 +110,21 @@ def p95_of(values: Sequence[float]) -> float:
 def compare(
     measured: Seconds, predicted: Seconds, alone: Seconds, *, warm_up: int = WARM_UP_CYCLES
 ) -> Comparison:
-    """Cycle by cycle, after the first `warm_up` of each job.
+    """Compare cycle by cycle, after the first `warm_up` cycles of each job.
 
     Raises:
-        InvalidRequestError: they are not of the same cycles, or none is left.
+        InvalidRequestError: the numbers of cycles differ, or no cycle is left.
     """
     counts = [{job: len(each) for job, each in found.items()} for found in (predicted, alone)]
     wanted = {job: len(each) for job, each in measured.items()}
     if any(each != wanted for each in counts):
         raise InvalidRequestError(
-            f"these are not predictions of the measured cycles: {wanted} were measured, "
+            f"the predictions are not of the measured cycles: {wanted} were measured, "
             f"{counts[0]} predicted"
         )
     if short := [job for job, count in wanted.items() if count <= warm_up]:
         raise InvalidRequestError(
-            f"{', '.join(short)} did no more than the {warm_up} cycles of warm-up: run it longer"
+            f"{', '.join(short)} ran no more than the {warm_up} cycles of warm-up: run it longer"
         )
     cycles = tuple(
         CycleError(
@@ -150,19 +150,19 @@ def compare(
     return Comparison(cycles=cycles, jobs=jobs)
 
 
-def compare_replay(
+def compare_recorded(
     jobs: Sequence[RecordedJob], policy: str, *, warm_up: int = WARM_UP_CYCLES
 ) -> Comparison:
-    """Replay a recorded run under the policy that it ran under, and compare."""
+    """Predict a run from its recorded cycles under the policy that it ran under, and compare."""
     return compare(
         {job.name: [cycle.took_s for cycle in job.cycles] for job in jobs},
-        replay(jobs, policy),
+        predict_recorded(jobs, policy),
         {job.name: [cycle.alone_s for cycle in job.cycles] for job in jobs},
         warm_up=warm_up,
     )
 
 
-def compare_law(
+def compare_drawn(
     recorded: Sequence[TraceJob],
     jobs: Sequence[RecordedJob],
     policy: str,
@@ -171,8 +171,10 @@ def compare_law(
     names: Mapping[str, str],
     warm_up: int = WARM_UP_CYCLES,
 ) -> tuple[JobError, ...]:
-    """Simulate the recorder's rows of a run, with drawn cycles, and compare median cycles; of the
-    prediction the median over `seeds`. `names` are the jobs', by their ids in the rows."""
+    """Simulate the recorder's rows of a run with drawn cycles, and compare median cycles.
+
+    The prediction is the median over `seeds`. `names`: job names by their ids in the rows.
+    """
     rows = [replace(row, job_id=names[row.job_id]) for row in recorded]
     predicted: dict[str, list[float]] = {job.name: [] for job in jobs}
     for seed in seeds:
@@ -193,14 +195,16 @@ def compare_law(
     )
 
 
-def replay(jobs: Sequence[RecordedJob], policy: str) -> dict[str, list[float]]:
-    """The simulator's cycle times for the recorded cycles' own seconds."""
+def predict_recorded(jobs: Sequence[RecordedJob], policy: str) -> dict[str, list[float]]:
+    """Simulated cycle durations of the recorded cycles, by job."""
     began_at = min(job.began_at for job in jobs)
-    laws = {job.name: RecordedLaw(job) for job in jobs}
+    recorded = {job.name: RecordedCycles(job) for job in jobs}
 
-    def law_of(job: TraceJob, behaviour: Behaviour, seed: int, *, detail: Detail) -> RecordedLaw:
+    def cycles_of(
+        job: TraceJob, behaviour: Behaviour, seed: int, *, detail: Detail
+    ) -> RecordedCycles:
         del behaviour, seed, detail
-        return laws[job.job_id]
+        return recorded[job.job_id]
 
     trace = [
         TraceJob(
@@ -213,14 +217,14 @@ def replay(jobs: Sequence[RecordedJob], policy: str) -> dict[str, list[float]]:
         )
         for job in sorted(jobs, key=lambda job: (job.began_at, job.name))
     ]
-    return _simulated(trace, jobs, policy, laws=law_of)
+    return _simulated(trace, jobs, policy, cycle_factory=cycles_of)
 
 
-class RecordedLaw:
-    """Gives a recorded job's cycles as they were.
+class RecordedCycles:
+    """Provides a recorded job's cycles.
 
-    Operations that were always there before their forerunner's answer came are one: between them
-    nobody else could have had the group.
+    Operations that were always queued before the operation ahead of them completed are merged: no
+    other job could run between them.
     """
 
     __slots__ = ("_cycles", "functions")
@@ -242,54 +246,54 @@ class RecordedLaw:
         ]
 
     def draw(self, number: int) -> DrawnCycle:
-        """The `number`-th cycle of the record."""
+        """The recorded cycle of this number, from 0."""
         return self._cycles[number]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoveLine:
-    """Seconds of a move by the bytes on each GPU."""
+class LinearCost:
+    """Cost model of a move: fixed seconds plus seconds per byte on each GPU."""
 
     fixed_s: float
     byte_s: float
 
     def seconds(self, nbytes: float) -> float:
-        """Of a move of so many bytes."""
+        """Duration of a move of `nbytes` per GPU."""
         return self.fixed_s + nbytes * self.byte_s
 
 
-def fitted(points: Sequence[tuple[float, float]]) -> MoveLine:
-    """The least squares line through (bytes, seconds), of which no part is below 0."""
+def fit_linear(points: Sequence[tuple[float, float]]) -> LinearCost:
+    """Least-squares line through (bytes, seconds) without negative coefficients."""
     size, took = fmean(x for x, _ in points), fmean(y for _, y in points)
     spread = sum((x - size) ** 2 for x, _ in points)
     slope = sum((x - size) * (y - took) for x, y in points) / spread if spread else 0.0
-    # A line that would start below 0 is laid through 0 and the mean.
+    # A line with a negative intercept is replaced by the line through 0 and the mean.
     slope = min(max(0.0, slope), took / size if size else 0.0)
-    return MoveLine(fixed_s=max(0.0, took - slope * size), byte_s=slope)
+    return LinearCost(fixed_s=max(0.0, took - slope * size), byte_s=slope)
 
 
 class RecordedMoves(MoveCosts):
-    """Moves as the recorded ones went, by their bytes; loads and offloads each for themselves."""
+    """Move costs fitted to the recorded loads and to the recorded offloads."""
 
     def __init__(self, pools: Sequence[Pool], jobs: Sequence[RecordedJob]) -> None:
         super().__init__(pools)
-        self._load = fitted([(job.state_bytes / job.gpus, job.load_s) for job in jobs])
-        self._offload = fitted([(job.state_bytes / job.gpus, job.offload_s) for job in jobs])
+        self._load = fit_linear([(job.state_bytes / job.gpus, job.load_s) for job in jobs])
+        self._offload = fit_linear([(job.state_bytes / job.gpus, job.offload_s) for job in jobs])
 
     def load_s(self, node_type: str, state_bytes: int, gpus: int, tier: str = HOST) -> float:
-        """From any tier: live clusters of this size have all states in host memory."""
+        """Load duration from any tier: recorded clusters keep all states in host memory."""
         del node_type, tier
         return self._load.seconds(state_bytes / gpus)
 
     def offload_s(self, node_type: str, state_bytes: int, gpus: int, tier: str = HOST) -> float:
-        """Likewise."""
+        """Offload duration to any tier."""
         del node_type, tier
         return self._offload.seconds(state_bytes / gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Jobs at hand."""
+    """A source of jobs in memory."""
 
     rows: tuple[TraceJob, ...]
 
@@ -303,14 +307,13 @@ def _simulated(
     policy: str,
     *,
     seed: int = 0,
-    laws: Laws = CycleLaw,
+    cycle_factory: CycleFactory = CycleDistribution,
 ) -> dict[str, list[float]]:
-    """Cycle times by job on one shared group, as large as the recorded one; the scheduler is told
-    nothing beforehand."""
+    """Cycle durations by job on one shared group of the recorded size, without declared demand."""
     gpus = {job.gpus for job in jobs}
     if len(gpus) != 1:
         raise InvalidRequestError(
-            f"the jobs have {sorted(gpus)} GPUs: only jobs that shared one group can be replayed"
+            f"the jobs have {sorted(gpus)} GPUs: only jobs that shared one group can be predicted"
         )
     pools = (Pool(nodes=1, node_type=NodeType(name="recorded", gpus=gpus.pop())),)
     took: dict[str, list[float]] = {job.job_id: [] for job in trace}
@@ -326,13 +329,16 @@ def _simulated(
         launch_s=0.0,
     )
 
-    def on_cycle(job: str, seconds: float) -> None:
+    def on_cycle(job: str, seconds: float, alone_s: float) -> None:
+        del alone_s
         took[job].append(seconds)
 
-    simulate(scenario, laws=laws, costs=RecordedMoves(pools, jobs), on_cycle=on_cycle)
+    simulate(
+        scenario, cycle_factory=cycle_factory, costs=RecordedMoves(pools, jobs), on_cycle=on_cycle
+    )
     return took
 
 
 def _function(kinds: Sequence[str]) -> str:
-    """Of the segment that these operations are, as the simulator tells kinds apart."""
+    """Function of the segment that these operations form."""
     return "update" if "forward_backward" in kinds else "+".join(kinds)

@@ -1,8 +1,8 @@
-"""A recorded history, group by group: which of its jobs can be predicted, and how well. Pure.
+"""Predicts a recorded history group by group, and reports the errors. Pure.
 
 Jobs that shared one group are predicted together (`plexrl.sim.fidelity.fidelity`). A job is left
-out, by its reason, where it has not one training deployment, moved between groups, or did unequal
-or too few cycles; what others waited for it is then not predicted either.
+out, with the reason, if it does not have exactly one training deployment, moved between groups, or
+has too few or unequal cycles. Waiting of others for such a job is not predicted either.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.fidelity.fidelity import Comparison, JobError, compare_law, compare_replay
+from plexrl.sim.fidelity.fidelity import Comparison, JobError, compare_drawn, compare_recorded
 from plexrl.sim.fidelity.recording import (
-    BETWEEN_CYCLES,
+    NOT_IN_CYCLES,
     Overheads,
     RecordedJob,
     overheads,
@@ -28,12 +28,13 @@ Plain = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFidelity:
-    """The jobs of one group, predicted."""
+    """Predictions for the jobs of one group."""
 
     group: str
-    replay: Comparison
-    law: tuple[JobError, ...]
-    """Empty where the recorder found no profile of some job."""
+    recorded: Comparison
+    """Prediction from the recorded durations of each cycle."""
+    drawn: tuple[JobError, ...]
+    """Prediction from drawn cycles; empty if the recorder found no profile of some job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryFidelity:
-    """All of a history."""
+    """Predictions for a whole history."""
 
     groups: tuple[GroupFidelity, ...]
     left_out: tuple[LeftOut, ...]
@@ -59,7 +60,7 @@ class _Sharers:
     jobs: list[RecordedJob] = field(default_factory=list)
     views: list[Plain] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
-    """By id."""
+    """Job names by id."""
 
 
 def fidelity_of(
@@ -70,15 +71,15 @@ def fidelity_of(
     seeds: Sequence[int],
     warm_up: int,
 ) -> HistoryFidelity:
-    """Predict a recorded history under the simulated policy that is as the cluster's was.
+    """Predict a recorded history under `policy`, which should match the cluster's policy.
 
-    `alone`: a recording of the jobs, known by their names, one after the other on a group that
-    nobody shares: what the control plane adds to their operations is taken from it. Otherwise it is
-    taken from the history itself, where a busy machine may have made it longer. `seeds`: of the
-    predictions by law. `warm_up`: first cycles of each job that are not compared.
+    `alone`: a recording of the same jobs, by name, one after the other on a group without sharing;
+    the control-plane overhead is measured there. Without it the overhead comes from the history
+    itself, where a busy machine may have increased it. `seeds`: seeds of the drawn cycles.
+    `warm_up`: first cycles of each job that are not compared.
 
     Raises:
-        InvalidRequestError: no job can be predicted; or there is no such policy.
+        InvalidRequestError: no job can be predicted, or the policy is unknown.
     """
     rows = _by_deployment(history)
     beyond = {} if alone is None else _overheads(alone)
@@ -105,19 +106,19 @@ def fidelity_of(
         elif len(training) != 1:
             reason = f"it has {len(training)} training deployments"
         elif not visited:
-            reason = "it ran nothing that is remembered"
+            reason = "the log has no operations of it"
         else:
             reason = f"it moved between the groups {', '.join(visited)}"
         left_out.append(LeftOut(job=name, reason=reason))
     if not groups:
-        said = "; ".join(f"{each.job}: {each.reason}" for each in left_out) or "it has none"
-        raise InvalidRequestError(f"none of the recording's jobs can be predicted: {said}")
+        reasons = "; ".join(f"{each.job}: {each.reason}" for each in left_out) or "it has none"
+        raise InvalidRequestError(f"none of the recording's jobs can be predicted: {reasons}")
     return HistoryFidelity(
         groups=tuple(
             GroupFidelity(
                 group=group,
-                replay=compare_replay(sharers.jobs, policy, warm_up=warm_up),
-                law=_by_law(sharers, rows, history.now, policy, seeds, warm_up),
+                recorded=compare_recorded(sharers.jobs, policy, warm_up=warm_up),
+                drawn=_by_drawn_cycles(sharers, rows, history.now, policy, seeds, warm_up),
             )
             for (group, _), sharers in sorted(groups.items())
         ),
@@ -125,7 +126,7 @@ def fidelity_of(
     )
 
 
-def _by_law(
+def _by_drawn_cycles(
     sharers: _Sharers,
     rows: Mapping[str, Sequence[Plain]],
     now: float,
@@ -143,11 +144,11 @@ def _by_law(
     if not all(job.cycles and job.segments for job in recorded):
         return ()
     names = sharers.names
-    return compare_law(recorded, sharers.jobs, policy, seeds, names=names, warm_up=warm_up)
+    return compare_drawn(recorded, sharers.jobs, policy, seeds, names=names, warm_up=warm_up)
 
 
 def _overheads(alone: History) -> dict[str, Overheads]:
-    """Of each job's training operations, by the job's name."""
+    """Overheads of each job's training operations, by job name."""
     rows = _by_deployment(alone)
     return {
         view["name"]: overheads(
@@ -160,7 +161,7 @@ def _overheads(alone: History) -> dict[str, Overheads]:
 def _by_deployment(history: History) -> dict[str, list[Plain]]:
     found: dict[str, list[Plain]] = {}
     for row in _plain(history)["operations"]:
-        # Whoever did not count it, computed in no time.
+        # Operations without a measured compute time count as computing for 0 s.
         row["compute_s"] = row["compute_s"] or 0.0
         found.setdefault(row["deployment"], []).append(row)
     return found
@@ -172,7 +173,7 @@ def _plain(history: History) -> Plain:
 
 
 def _name(view: Plain, history: History) -> str:
-    """The job's own, and its id where another has the same."""
+    """The job's name, with its id if another job has the same name."""
     alike = sum(job.name == view["name"] for job in history.jobs)
     return view["name"] if alike == 1 else f"{view['name']} ({view['job']})"
 
@@ -182,4 +183,4 @@ def _training(view: Plain) -> list[Plain]:
 
 
 def _is_work(row: Plain) -> bool:
-    return row["started_at"] is not None and row["kind"] not in BETWEEN_CYCLES
+    return row["started_at"] is not None and row["kind"] not in NOT_IN_CYCLES

@@ -1,49 +1,43 @@
-"""A live run's cycles, out of the operation log of its cluster: what each cycle took, and what of
-that was the job's own. Pure.
+"""Extracts the cycles of a live run from its operation log: measured and own durations. Pure.
 
-A cycle ends with the last work that the job has for its training group in it (the publish of its
-weights), and there the next one begins. Its rollout is the time until its next operation is
-submitted: all that happens elsewhere, the controller's own time included. An operation's seconds
-are those that its workers computed, and what the control plane adds to such an operation, which is
-measured in a run that shares with nobody. Waiting is in none of these.
+A cycle ends with the job's last operation on its training group (the publish of its weights), and
+the next cycle begins there. The rollout of a cycle lasts until the next operation is submitted, and
+includes the controller's own time. The duration of an operation is its workers' compute time plus
+the control-plane overhead of its kind, measured in a run without sharing. None of these includes
+waiting.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
 
 from plexrl.errors import InvalidRequestError
+from plexrl.traces.convert.cycles import Row, split_cycles
 from plexrl.wire.operation_phases import MOVES
 
-Row = Mapping[str, Any]
-"""Of `/v1/operations`."""
-
-CYCLE_ENDS = ("publish", "optim_step", "forward")
-"""What a cycle ends with: the first of these kinds that the job has."""
-BETWEEN_CYCLES = MOVES | {"barrier"}
-"""Kinds of rows that are no part of a cycle."""
+NOT_IN_CYCLES = MOVES | {"barrier"}
+"""Kinds of operation that are not part of any cycle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCycle:
-    """One cycle as it went, and what the job needed for it. Seconds."""
+    """The measured duration of one cycle and the durations of its parts, in seconds."""
 
     took_s: float
-    """From end to end, with all waiting."""
+    """From the end of the cycle before to its own end, with all waiting."""
     rollout_s: float
-    """From the former cycle's end to the submission of the first operation."""
+    """From the end of the cycle before to the submission of the first operation."""
     segments_s: tuple[float, ...]
-    """Of each operation, if it had the group to itself."""
+    """Duration of each operation without waiting."""
     gaps_s: tuple[float, ...]
-    """Between an operation's answer and the submission of the next; 0 where it was there before."""
+    """From an operation's completion to the submission of the next; 0 if it was queued already."""
     tokens: int
-    """Of the first operation."""
+    """Tokens of the first operation."""
 
     @property
     def alone_s(self) -> float:
-        """On a group that the job has to itself."""
+        """Duration on a group of the job's own."""
         return self.rollout_s + sum(self.segments_s) + sum(self.gaps_s)
 
 
@@ -53,27 +47,27 @@ class RecordedJob:
 
     name: str
     gpus: int
-    """Of its training deployment."""
+    """GPUs of its training deployment."""
     state_bytes: int
     began_at: float
-    """When it was submitted, on the cluster's clock. Its first cycle begins there, and all that
-    comes before its first operation counts as its rollout."""
+    """Submission time on the cluster's clock. The first cycle begins there, and the time before the
+    first operation counts as its rollout."""
     kinds: tuple[str, ...]
-    """Of the operations of a cycle."""
+    """Kinds of the operations of a cycle."""
     cycles: tuple[RecordedCycle, ...]
     load_s: float
-    """Of its state, as a context switch loads it: mean, for it is a sum that they make up."""
+    """Mean duration of a load of its state in a context switch."""
     offload_s: float
     control_s: float
-    """Of a run, what is the control plane's: median over all kinds, moves too."""
+    """Median control-plane overhead of an operation, over all kinds including moves."""
 
 
 Overheads = Mapping[str, float]
-"""Seconds of the control plane in the run of an operation, by kind."""
+"""Control-plane overhead in seconds, by kind of operation."""
 
 
 def overheads(rows: Iterable[Row]) -> dict[str, float]:
-    """The median seconds of a run beyond its computation, of each kind of operation in `rows`."""
+    """Median overhead of each kind of operation in `rows`: run time minus compute time."""
     found: dict[str, list[float]] = {}
     for row in _runs(rows):
         beyond_s = row["finished_at"] - row["started_at"] - (row["compute_s"] or 0.0)
@@ -84,13 +78,13 @@ def overheads(rows: Iterable[Row]) -> dict[str, float]:
 def recorded_run(
     jobs: Iterable[Row], operations: Iterable[Row], beyond: Mapping[str, Overheads]
 ) -> tuple[RecordedJob, ...]:
-    """The jobs of a run, from its views of `/v1/jobs` and its operation log, by their names; with
-    the overheads of each.
+    """The jobs of a run, by name, from rows of `/v1/jobs` and its operation log.
+
+    `beyond`: overheads of each job, by job name.
 
     Raises:
-        InvalidRequestError: a job has not one training deployment; there is no whole cycle in its
-            log, the cycles differ in their operations, or nothing is known of what the control
-            plane adds to one.
+        InvalidRequestError: a job does not have exactly one training deployment, has no whole cycle
+            in the log, has cycles of different operations, or lacks the overhead of a kind.
     """
     by_deployment: dict[str, list[Row]] = {}
     for row in operations:
@@ -100,8 +94,8 @@ def recorded_run(
         training = [each for each in job["deployments"] if each["kind"] == "train"]
         if len(training) != 1:
             raise InvalidRequestError(
-                f"{job['name']} has {len(training)} training deployments: only jobs of one can be "
-                "replayed"
+                f"{job['name']} has {len(training)} training deployments: only jobs with one can "
+                "be predicted"
             )
         rows = by_deployment.get(training[0]["deployment"], [])
         found.append(_recorded(job, training[0], rows, beyond.get(job["name"], {})))
@@ -111,23 +105,15 @@ def recorded_run(
 def _recorded(job: Row, deployment: Row, rows: Sequence[Row], beyond: Overheads) -> RecordedJob:
     name = job["name"]
     runs = sorted(_runs(rows), key=lambda row: (row["started_at"], row["index"]))
-    work = [row for row in runs if row["kind"] not in BETWEEN_CYCLES]
-    present = {row["kind"] for row in work}
-    last = next((kind for kind in CYCLE_ENDS if kind in present), None)
-    groups: list[list[Row]] = [[]]
-    for row in work:
-        groups[-1].append(row)
-        if row["kind"] == last:
-            groups.append([])
-    # What comes after the last end is no whole cycle.
-    groups.pop()
+    groups, _ = split_cycles([row for row in runs if row["kind"] not in NOT_IN_CYCLES])
+
     if not groups:
         raise InvalidRequestError(f"{name}: its operation log has no whole cycle: run it longer")
     kinds = tuple(row["kind"] for row in groups[0])
     if unknown := sorted(set(kinds) - set(beyond)):
         raise InvalidRequestError(
-            f"{name}: nothing is known of what the control plane adds to {', '.join(unknown)}: "
-            "run such operations on a group that nobody shares"
+            f"{name}: the control-plane overhead of {', '.join(unknown)} is unknown: run such "
+            "operations on a group without other jobs"
         )
     began_at = ended_at = float(job["submitted_at"])
     cycles: list[RecordedCycle] = []
@@ -135,7 +121,7 @@ def _recorded(job: Row, deployment: Row, rows: Sequence[Row], beyond: Overheads)
         if tuple(row["kind"] for row in group) != kinds:
             raise InvalidRequestError(
                 f"{name}: cycle {number} is {', '.join(row['kind'] for row in group)}, the first "
-                f"is {', '.join(kinds)}: only runs of equal cycles can be replayed"
+                f"is {', '.join(kinds)}: only runs of equal cycles can be predicted"
             )
         cycles.append(_cycle(group, ended_at, beyond))
         ended_at = group[-1]["finished_at"]
@@ -169,7 +155,7 @@ def _cycle(group: Sequence[Row], began_at: float, beyond: Overheads) -> Recorded
 
 
 def _move_s(rows: Iterable[Row], kind: str) -> float:
-    """Mean run of a move; the first load, which builds the model, is left out where it can be."""
+    """Mean duration of a move, without the first load, which builds the model, if others exist."""
     moves = sorted(
         (row for row in _runs(rows) if row["kind"] == kind), key=lambda row: float(row["index"])
     )

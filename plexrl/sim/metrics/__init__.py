@@ -1,1 +1,1 @@
-"""Measures of a run, taken while it runs, in bounded memory."""
+"""Metrics of a run, collected while it runs, in bounded memory."""

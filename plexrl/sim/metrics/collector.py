@@ -1,8 +1,7 @@
-"""Measures of one run, taken while it goes on, in memory that does not grow with it. Pure.
+"""Collects the metrics of one run while it runs, in memory that does not grow with it. Pure.
 
-Whoever carries the run out tells what happens; a job is known from `job_submitted` to `job_ended`,
-and of everything else only sums, sketches and bounded series are kept. The order of telling decides
-nothing but the last digits, so that equal runs have equal results.
+The collector keeps a record of each job from `job_submitted` to `job_ended`, and of everything else
+sums, sketches and bounded series. The order of calls affects rounding only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,20 +38,20 @@ class _LiveJob:
 
 
 class Collector:
-    """What a run is to be told of: the calls are named for what has happened, `now` in seconds."""
+    """Receives what happens in a run; `now` is in seconds on the virtual clock."""
 
     def __init__(self, scenario: Scenario, rows: JobRows | None = None) -> None:
         self._scenario = scenario
         self._rows = rows
-        """Is told of each job by itself, where anybody asks for that."""
+        """Receives each job, if a table of jobs is requested."""
         self._jobs: dict[str, _LiveJob] = {}
         self._tenants = TenantTable()
         self._bound = DrainBound(_gpus_by_type(scenario))
         self._prices = {pool.node_type.name: pool.node_type.price for pool in scenario.pools}
         speeds = [pool.node_type.speed for pool in scenario.pools]
-        self._quickest = min(speeds) / max(speeds)
-        """Part of any job's seconds that it can do with at best, whatever nodes it had: for the
-        bounds of a cluster of several types of nodes."""
+        self._fastest = min(speeds) / max(speeds)
+        """Lower bound of a job's time on the fastest nodes, relative to the nodes it ran on: for
+        the bounds of a cluster with several node types."""
         self._wait = Sketch()
         self._normalized_wait = Sketch()
         self._job_slowdown = Sketch()
@@ -66,26 +65,26 @@ class Collector:
         self._switch_gpu_s = 0.0
         self._rollout_gpu_s = 0.0
         self._rollout_gpus = 0
-        """Of the jobs that run now."""
+        """Rollout GPUs of the jobs that run now."""
         self._rollout_gpus_peak = 0
         self._rollout_cost = 0.0
         self._groups: dict[str, tuple[int, float]] = {}
-        """GPUs and since when."""
+        """GPUs and start time of each live group."""
         self._grouped_gpu_s = 0.0
-        """Of groups that are gone."""
+        """GPU-seconds of the groups that have ended."""
         self._held_nodes = HeldNodes()
         self._grouped = Series()
         self._trains = Series()
         self._unbilled: dict[str, tuple[TenantSums, float]] = {}
-        """By group: GPU-seconds of its last offload and whose it was, until it is known for whom
-        it was."""
+        """By group: tenant and GPU-seconds of its last offload, until the next load shows which
+        job caused it."""
         self._window = scenario.window_s
         self._spans: list[Span] = []
         self._spans_left_out = 0
         self._failures = 0
 
     def job_submitted(self, job: TraceJob, now: float) -> None:
-        """A job came."""
+        """Record the submission of a job."""
         tenant = self._tenants.of(job.tenant)
         tenant.live += 1
         self._jobs[job.job_id] = _LiveJob(job=job, submitted_at=now, tenant=tenant)
@@ -93,7 +92,7 @@ class Collector:
             self._rows.submitted(job, now)
 
     def job_placed(self, job_id: str, now: float) -> None:
-        """It got GPUs; only the first time counts."""
+        """Record the placement of a job; only its first placement counts."""
         job = self._jobs[job_id]
         if job.placed_at is None:
             job.placed_at = now
@@ -106,15 +105,13 @@ class Collector:
         self,
         job_id: str,
         now: float,
-        cycles: int,
         outcome: str,
         alone_s: float,
         busy_gpu_s: float | None = None,
     ) -> None:
-        """It is over. Only jobs whose `outcome` is `completed` are in the distributions and the
-        bounds. `alone_s`: of its drawn cycles on GPUs of its own; `busy_gpu_s`: training work of
-        these cycles; absent: what it ran, repetitions after failures included."""
-        del cycles
+        """Record the end of a job. Only jobs with `outcome` `completed` count in the distributions
+        and the bounds. `alone_s`: duration of its drawn cycles on GPUs of its own; `busy_gpu_s`:
+        training work of these cycles (absent: of all its runs, repetitions included)."""
         live = self._jobs.pop(job_id)
         if self._rows is not None:
             self._rows.ended(job_id, now, outcome, alone_s)
@@ -134,8 +131,8 @@ class Collector:
             return
         assert live.placed_at is not None, f"{job_id} completed without having been placed"
         work = live.busy_gpu_s if busy_gpu_s is None else busy_gpu_s
-        quickest = 1.0 if job.node_type in self._prices else self._quickest
-        self._bound.add(live.submitted_at, alone_s * quickest, work * quickest, job.node_type)
+        fastest = 1.0 if job.node_type in self._prices else self._fastest
+        self._bound.add(live.submitted_at, alone_s * fastest, work * fastest, job.node_type)
         wait_s = live.placed_at - live.submitted_at
         tenant.completed += 1
         tenant.wait_s += wait_s
@@ -147,9 +144,8 @@ class Collector:
             self._job_slowdown.add((now - live.placed_at) / alone_s - 1)
             self._completion.add(completion)
 
-    def cycle_ended(self, job_id: str, now: float, took_s: float, alone_s: float) -> None:
-        """A cycle is over; `alone_s`, above 0: of the same drawn cycle on a group of its own."""
-        del now
+    def cycle_ended(self, job_id: str, took_s: float, alone_s: float) -> None:
+        """Record a cycle; `alone_s`: duration of the same drawn cycle on a group of its own."""
         slowdown = took_s / alone_s - 1
         self._cycles += 1
         self._cycle_slowdown.add(slowdown)
@@ -157,17 +153,17 @@ class Collector:
             self._rows.cycle_ended(job_id, slowdown)
 
     def switched(self, job_id: str) -> None:
-        """A job's state was moved off the GPUs for another's."""
+        """Record that a job's state was offloaded for another job."""
         if self._rows is not None:
             self._rows.switched(job_id)
 
     def ran(
         self, group: str, job_id: str, gpus: int, kind: RunKind, start_s: float, end_s: float
     ) -> None:
-        """A job held a group; told when that is over, whether or not it got to its end.
+        """Record a completed or interrupted run of a job on a group.
 
-        An offload is billed to the job that the group is loaded with next, as the scheduler does,
-        and without one to the job itself. What is told of a job that has ended is billed to nobody.
+        An offload is billed to the job that is loaded next, as in the scheduler, or to the job
+        itself if there is none. Runs of a job that has ended are billed to nobody.
         """
         held = gpus * (end_s - start_s)
         if self._rows is not None:
@@ -177,7 +173,7 @@ class Collector:
             self._busy_gpu_s += held
             self._trains.add(start_s, end_s, gpus)
             if group in self._unbilled:
-                # Its state has stayed: that was a snapshot.
+                # The state is still on the GPUs: the offload was a snapshot.
                 self._bill_itself(group)
             if job is not None:
                 job.busy_gpu_s += held
@@ -195,32 +191,28 @@ class Collector:
                 self._spans_left_out += 1
 
     def group_made(self, group: str, gpus: int, now: float) -> None:
-        """A group has these GPUs from now on."""
+        """Record a new group with so many GPUs."""
         self._groups[group] = gpus, now
 
     def nodes_taken(self, group: str, nodes: Sequence[str], now: float) -> None:
-        """These are the nodes of its GPUs, each named once."""
+        """Record the nodes of a group's GPUs, each named once."""
         self._held_nodes.take(group, nodes, now)
 
     def group_gone(self, group: str, gpus: int, now: float) -> None:
-        """It gave all of its GPUs back."""
+        """Record the end of a group."""
         made_with, since = self._groups.pop(group)
-        assert gpus == made_with, f"{group} had {made_with} GPUs and gives {gpus} back"
+        assert gpus == made_with, f"{group} had {made_with} GPUs but releases {gpus}"
         self._bill_itself(group)
         self._held_nodes.give(group, now)
         self._grouped_gpu_s += gpus * (now - since)
         self._grouped.add(since, now, gpus)
 
-    def failed(self, now: float) -> None:
-        """A node or a worker was lost."""
-        del now
+    def failed(self) -> None:
+        """Record the loss of a node or a worker."""
         self._failures += 1
 
-    def result(
-        self, now: float, events: int, switches: int, failures: int, speed: Speed
-    ) -> SimResult:
-        """Of the run so far; nothing may be told after it."""
-        assert failures == self._failures, f"told of {self._failures} failures, not {failures}"
+    def result(self, now: float, events: int, switches: int, speed: Speed) -> SimResult:
+        """The result of the run; no more records may follow."""
         for group, (gpus, _) in list(self._groups.items()):
             self.group_gone(group, gpus, now)
         grouped_hours = self._grouped_gpu_s / HOUR_S
@@ -268,7 +260,7 @@ class Collector:
             fairness=self._tenants.fairness(),
             spans=tuple(self._spans),
             spans_left_out=self._spans_left_out,
-            failures=failures,
+            failures=self._failures,
             speed=speed,
         )
 
@@ -300,7 +292,7 @@ class Collector:
         )
 
     def _rollout_price(self, job: TraceJob) -> float:
-        """Of a GPU-hour: as of the job's own type of node, else of the cluster's first."""
+        """Price of a rollout GPU-hour: of the job's node type, else of the cluster's first type."""
         first = self._scenario.pools[0].node_type.price
         return self._prices.get(job.node_type, first)
 

@@ -1,19 +1,19 @@
-"""Which jobs are on which group, for the measures: a group comes with its first member, and goes
-with its last. Pure."""
+"""Counts the members of each group: a group begins with its first member and ends with its last.
+Pure."""
 
 from plexrl.sim.engine.job_run import JobRun
 from plexrl.sim.metrics.collector import Collector
 
 
 class GroupMembers:
-    """Of all groups that there are."""
+    """Member counts of all live groups."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
         self._counts: dict[str, int] = {}
 
     def put(self, run: JobRun, group: str, now: float) -> None:
-        """The job is on that group, and no more on any other; empty: on none."""
+        """Move the job to this group (empty: to none)."""
         if run.group == group:
             return
         if run.group:

@@ -1,6 +1,6 @@
-"""What became of each job of a run, told as the job ends. Pure.
+"""Builds one table row for each job of a run when the job ends. Pure.
 
-Memory holds the jobs that live: of a job's cycles a sketch, of its groups their names.
+Memory grows with the live jobs: each has a sketch of its cycles and the names of its groups.
 """
 
 from collections.abc import Callable
@@ -11,44 +11,44 @@ from plexrl.sim.metrics.tenant_table import HOUR_S
 from plexrl.traces import TraceJob
 
 GROUPS_MAX = 16
-"""Of a job, that are named; one that was moved more often has `…` behind them."""
+"""Most groups that a row names; `…` stands for the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """One job of one run. Times are seconds from the run's start; absent: it never got so far."""
+    """One job of one run. Times are seconds from the start of the run; absent: not reached."""
 
     job_id: str
     tenant: str
     outcome: str
-    """`completed`, or `failed`: the scheduler gave it up."""
+    """`completed` or `failed`."""
     gpus: int
     rollout_gpus: int
     submit_s: float
     start_s: float | None
-    """When it first got GPUs."""
+    """Time of the first placement."""
     end_s: float
     wait_s: float | None
     """From submission to start."""
     run_s: float | None
     """From start to end."""
     alone_s: float
-    """What its cycles take on GPUs of its own, without waiting."""
+    """Duration of its cycles on GPUs of its own."""
     slowdown: float | None
     """`run_s / alone_s - 1`."""
     cycles: int
-    """That ended."""
+    """Completed cycles."""
     cycle_slowdown_mean: float | None
     cycle_slowdown_p95: float | None
-    """Within 1 %."""
+    """Correct to 1 %."""
     groups: str
-    """Training groups that it ran on, the first first, with `;` between."""
+    """Training groups that it ran on, in order, separated by `;`."""
     switches: int
-    """How often its state was moved off the GPUs for another job."""
+    """Number of offloads of its state for another job."""
     busy_gpu_hours: float
-    """Of training work, what was repeated after failures included."""
+    """GPU-hours of training work, with work repeated after failures."""
     switch_gpu_hours: float
-    """Of loads and offloads of its own state."""
+    """GPU-hours of loads and offloads of its own state."""
     rollout_gpu_hours: float
 
 
@@ -59,7 +59,7 @@ class _Live:
     placed_at: float | None = None
     cycles: int = 0
     slowdowns: Sketch | None = None
-    """Of its cycles; a job that waits has none."""
+    """Slowdowns of its cycles; absent before the first cycle."""
     groups: dict[str, None] = field(default_factory=dict)
     switches: int = 0
     busy_gpu_s: float = 0.0
@@ -67,22 +67,22 @@ class _Live:
 
 
 class JobRows:
-    """Is told what the measures of a run are told, and tells `then` a row as a job ends."""
+    """Receives the events of a run's jobs and calls `then` with a row when a job ends."""
 
     def __init__(self, then: Callable[[JobRow], None]) -> None:
         self._then = then
         self._jobs: dict[str, _Live] = {}
 
     def submitted(self, job: TraceJob, now: float) -> None:
-        """A job came."""
+        """Record the submission of a job."""
         self._jobs[job.job_id] = _Live(job=job, submitted_at=now)
 
     def placed(self, job_id: str, now: float) -> None:
-        """It got GPUs for the first time."""
+        """Record the first placement of a job."""
         self._jobs[job_id].placed_at = now
 
     def cycle_ended(self, job_id: str, slowdown: float) -> None:
-        """One of its cycles is over."""
+        """Record a completed cycle of a job."""
         live = self._jobs[job_id]
         live.cycles += 1
         if live.slowdowns is None:
@@ -90,7 +90,7 @@ class JobRows:
         live.slowdowns.add(slowdown)
 
     def ran(self, job_id: str, group: str, gpu_s: float, *, is_move: bool) -> None:
-        """It held a group; a job that has ended since is not asked for."""
+        """Record a run of a job on a group; runs of ended jobs are ignored."""
         live = self._jobs.get(job_id)
         if live is None:
             return
@@ -102,11 +102,11 @@ class JobRows:
             live.busy_gpu_s += gpu_s
 
     def switched(self, job_id: str) -> None:
-        """Its state was moved off the GPUs."""
+        """Record an offload of a job's state."""
         self._jobs[job_id].switches += 1
 
     def ended(self, job_id: str, now: float, outcome: str, alone_s: float) -> None:
-        """It is over."""
+        """Record the end of a job and emit its row."""
         live = self._jobs.pop(job_id)
         start_s = live.placed_at
         run_s = None if start_s is None else now - start_s

@@ -1,6 +1,6 @@
-"""Rows of jobs in files: a run writes its own, and one table is made of those of all runs.
+"""Writes job rows: each run writes a file of its own, and one table combines the files of all runs.
 
-Both stream, so that a batch of rows is in memory, whatever the length of the trace.
+Both stream with one batch of rows in memory, whatever the length of the trace.
 """
 
 import csv
@@ -27,15 +27,15 @@ _LENGTH_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOfRows:
-    """One run of the table: what its rows begin with, and where they are."""
+    """One run of the table: the leading columns and the file of its rows."""
 
     run: int
-    """Its number in `results.json`."""
+    """Number of the run in `results.json`."""
     policy: str
     nodes: str
     seed: int
     part: Path
-    """That `row_writer` wrote."""
+    """File that `row_writer` wrote."""
 
 
 LEADING: dict[str, type] = {"run": int, "policy": str, "nodes": str, "seed": int}
@@ -43,7 +43,7 @@ LEADING: dict[str, type] = {"run": int, "policy": str, "nodes": str, "seed": int
 
 
 def column_types() -> dict[str, type]:
-    """The table's columns in their order; all of `JobRow`'s may be empty."""
+    """Columns of the table in order; those of `JobRow` may be empty."""
     hints = get_type_hints(JobRow)
     plain = {
         each.name: next(
@@ -56,10 +56,10 @@ def column_types() -> dict[str, type]:
 
 @contextmanager
 def row_writer(path: Path) -> Iterator[Callable[[JobRow], None]]:
-    """Takes the rows of one run, which `path` holds when the context ends.
+    """Writes the rows of one run; `path` is complete when the context ends.
 
     Raises:
-        InvalidRequestError: there is no room for them.
+        InvalidRequestError: the rows cannot be written.
     """
     encoder = msgspec.msgpack.Encoder()
     held: list[JobRow] = []
@@ -73,8 +73,8 @@ def row_writer(path: Path) -> Iterator[Callable[[JobRow], None]]:
                 file.flush()
             except OSError as error:
                 raise InvalidRequestError(
-                    f"rows of jobs cannot be written to {path}: {error.strerror}; make room, or "
-                    "set TMPDIR"
+                    f"rows of jobs cannot be written to {path}: {error.strerror}; free disk space "
+                    "or set TMPDIR"
                 ) from error
 
         def take(row: JobRow) -> None:
@@ -87,11 +87,11 @@ def row_writer(path: Path) -> Iterator[Callable[[JobRow], None]]:
 
 
 def write_job_rows(path: Path, runs: Iterable[RunOfRows]) -> int:
-    """One table of the runs' rows, CSV or Parquet as its name says; returns their number. The file
-    appears, or is replaced, when it is complete.
+    """Write one table of all runs' rows, CSV or Parquet by its suffix; returns the number of rows.
+    The file is created or replaced atomically when it is complete.
 
     Raises:
-        InvalidRequestError: it cannot be written.
+        InvalidRequestError: the table cannot be written.
     """
     rows = chain.from_iterable(_rows(run) for run in runs)
     part = path.with_name(f".{path.name}.part")
@@ -135,7 +135,7 @@ def _packed(raw: IO[bytes], path: Path) -> Iterator[Any]:
     if not path.name.endswith(".gz"):
         yield raw
         return
-    # No name and no time in it: the same rows are the same bytes.
+    # Without name and time, equal rows give equal bytes.
     with gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as file:
         yield file
 

@@ -1,54 +1,54 @@
-"""The distribution of millions of values in a few kilobytes (DDSketch, VLDB 2019). Pure.
+"""Summarises millions of values in a few kilobytes (DDSketch, VLDB 2019). Pure.
 
-Values are counted in buckets whose edges grow by a constant ratio, so that any quantile is right to
-a relative `ERROR`, whatever the law. Count, mean, lowest and highest are exact.
+Values are counted in buckets whose edges grow by a constant ratio, so that any quantile has a
+relative error of at most `ERROR`. Count, mean, minimum and maximum are exact.
 """
 
 import math
 
 import numpy as np
 
-from plexrl.sim.results.result import CDF_POINTS, Distribution
+from plexrl.sim.results.result import CDF_POINTS, DistributionSummary
 
 ERROR = 0.01
-"""Relative, of a quantile."""
+"""Relative error of a quantile."""
 
 SMALLEST = 1e-6
-"""Nothing closer to 0 is told apart from it: differences of clock readings are no more exact."""
+"""Smaller values count as 0: differences of clock readings are no more exact."""
 
 FLUSH_AT = 4096
-"""Values that are taken in together: one by one they would cost five times as much."""
+"""Values per batch: one by one they would cost five times as much."""
 
 _RATIO = (1 + ERROR) / (1 - ERROR)
 _LOG_RATIO = math.log(_RATIO)
 _OFFSET = 1 - math.floor(math.log(SMALLEST) / _LOG_RATIO)
-"""Makes every bucket's number positive, so that its sign can be its values'."""
+"""Makes every bucket's number positive, so that its sign can be the sign of its values."""
 
 
 class Sketch:
-    """Counts of values of either sign; memory grows with the logarithm of their range only."""
+    """Counts values of either sign; memory grows with the logarithm of their range."""
 
     def __init__(self) -> None:
         self._buffer: list[float] = []
         self._buckets: dict[int, int] = {}
-        """By number: ascending with the values; 0 holds what counts as 0."""
+        """Counts by bucket number, ascending with the values; bucket 0 counts zeros."""
         self._count = 0
         self._total = 0.0
         self._lowest = math.inf
         self._highest = -math.inf
 
     def add(self, value: float) -> None:
-        """Count `value`, which is finite."""
+        """Count a finite value."""
         self._buffer.append(value)
         if len(self._buffer) >= FLUSH_AT:
             self._flush()
 
-    def distribution(self) -> Distribution:
-        """Of all values so far; without any, all its figures are 0."""
+    def distribution(self) -> DistributionSummary:
+        """The distribution of all values so far; all figures are 0 without any value."""
         self._flush()
         if not self._count:
-            return Distribution(count=0, mean=0.0, median=0.0, p95=0.0, p99=0.0, highest=0.0)
-        return Distribution(
+            return DistributionSummary(count=0, mean=0.0, median=0.0, p95=0.0, p99=0.0, highest=0.0)
+        return DistributionSummary(
             count=self._count,
             mean=self._total / self._count,
             median=self.quantile(0.5),
@@ -59,7 +59,7 @@ class Sketch:
         )
 
     def quantile(self, part: float) -> float:
-        """The smallest value that at least `part` of all do not exceed, to a relative `ERROR`."""
+        """The `part`-quantile, to a relative `ERROR`."""
         self._flush()
         assert self._count, "nothing was added"
         rank = max(1, math.ceil(part * self._count))
@@ -68,16 +68,16 @@ class Sketch:
             below += self._buckets[bucket]
             if below >= rank:
                 return self._within(_middle(bucket))
-        raise AssertionError(f"{below} values are in buckets; {self._count} were added")
+        raise AssertionError(f"buckets hold {below} values of {self._count}")
 
     def _cdf(self) -> tuple[tuple[float, float], ...]:
-        """Buckets joined until each has its share; the last point is the exact maximum."""
+        """The CDF at `CDF_POINTS` points or fewer; the last point is the exact maximum."""
         points: list[tuple[float, float]] = []
-        below = told = 0
+        below = last = 0
         for bucket in sorted(self._buckets):
             below += self._buckets[bucket]
-            if (below - told) * (CDF_POINTS - 1) >= self._count and below < self._count:
-                told = below
+            if (below - last) * (CDF_POINTS - 1) >= self._count and below < self._count:
+                last = below
                 points.append((self._within(_upper_edge(bucket)), below / self._count))
         return (*points, (self._highest, 1.0))
 
@@ -113,7 +113,7 @@ def _upper_edge(bucket: int) -> float:
 
 
 def _middle(bucket: int) -> float:
-    """Off by at most `ERROR` from any value of the bucket."""
+    """A value within `ERROR` of every value of the bucket."""
     if bucket == 0:
         return 0.0
     size = math.exp((abs(bucket) - _OFFSET) * _LOG_RATIO) * 2 / (1 + _RATIO)

@@ -1,4 +1,4 @@
-"""What each tenant got, as sums; with very many tenants the smallest are told together. Pure."""
+"""Sums per tenant; beyond a limit the smallest tenants are merged. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,27 +12,27 @@ HOUR_S = 3600.0
 
 @dataclass(slots=True, kw_only=True)
 class TenantSums:
-    """One tenant so far."""
+    """Sums of one tenant so far."""
 
     tenant: str
     live: int = 0
-    """Jobs submitted and not ended."""
+    """Jobs that are submitted and have not ended."""
     ended: int = 0
     completed: int = 0
     gpu_s: float = 0.0
     rollout_gpu_s: float = 0.0
     wait_s: float = 0.0
-    """Of all jobs that completed."""
+    """Total wait of the completed jobs."""
     slowdown: float = 0.0
-    """Sum over jobs that completed."""
+    """Sum of the slowdowns of the completed jobs."""
 
     @property
     def slowdown_mean(self) -> float:
-        """0 where no job has completed."""
+        """Mean slowdown; 0 if no job has completed."""
         return self.slowdown / self.completed if self.completed else 0.0
 
-    def take_in(self, other: "TenantSums") -> None:
-        """Count what `other` had to this one."""
+    def merge(self, other: "TenantSums") -> None:
+        """Add the sums of `other`."""
         self.ended += other.ended
         self.completed += other.completed
         self.gpu_s += other.gpu_s
@@ -41,7 +41,7 @@ class TenantSums:
         self.slowdown += other.slowdown
 
     def result(self) -> TenantResult:
-        """As the run's result tells it."""
+        """The tenant's row of the run's result."""
         return TenantResult(
             tenant=self.tenant,
             jobs=self.ended,
@@ -55,8 +55,8 @@ class TenantSums:
 class TenantTable:
     """Sums by tenant.
 
-    Beyond twice `TENANTS_MAX` those that used least and have no job now are joined into `OTHERS`;
-    one that comes back later counts as another one.
+    Beyond twice `TENANTS_MAX` tenants, the smallest ones without a live job are merged into
+    `OTHERS`; a merged tenant that returns counts as a new one.
     """
 
     def __init__(self) -> None:
@@ -66,44 +66,44 @@ class TenantTable:
         self._joins_at = 2 * TENANTS_MAX
 
     def of(self, tenant: str) -> TenantSums:
-        """Its sums, to be added to."""
+        """The tenant's sums, which the caller updates."""
         found = self._tenants.get(tenant)
         if found is None:
             if len(self._tenants) >= self._joins_at:
-                self._join()
+                self._merge_idle()
             found = self._tenants[tenant] = TenantSums(tenant=tenant)
         return found
 
     def results(self) -> tuple[TenantResult, ...]:
-        """By name; the smallest together, last, where there are more than `TENANTS_MAX`."""
+        """Tenants by name; beyond `TENANTS_MAX` the smallest are merged, as the last row."""
         ordered = sorted(self._tenants.values(), key=_size)
         others = TenantSums(tenant=OTHERS)
-        others.take_in(self._others)
+        others.merge(self._others)
         for each in ordered[TENANTS_MAX:]:
-            others.take_in(each)
+            others.merge(each)
         found = sorted(ordered[:TENANTS_MAX], key=lambda each: each.tenant)
         return tuple(each.result() for each in ([*found, others] if others.ended else found))
 
     def fairness(self) -> float:
-        """Jain's index over tenants' mean slowdowns; 1 where there are none."""
+        """Jain's index over the tenants' mean slowdowns; 1 without tenants."""
         index = JainIndex()
-        index.take_in(self._joined)
+        index.merge(self._joined)
         index.add(each.slowdown_mean for each in self._tenants.values() if each.completed)
         return index.value
 
-    def _join(self) -> None:
+    def _merge_idle(self) -> None:
         idle = [each for each in sorted(self._tenants.values(), key=_size) if not each.live]
         for each in idle[TENANTS_MAX:]:
-            self._others.take_in(each)
+            self._others.merge(each)
             if each.completed:
                 self._joined.add([each.slowdown_mean])
             del self._tenants[each.tenant]
-        # Where nearly all have jobs, it is not tried again at every newcomer.
+        # If nearly all tenants have live jobs, the next attempt waits for many new tenants.
         self._joins_at = max(2 * TENANTS_MAX, len(self._tenants) + TENANTS_MAX)
 
 
 class JainIndex:
-    """(Σx)² / (n Σx²): 1 where all have the same, 1/n where one has all."""
+    """(Σx)² / (n Σx²): 1 if all values are equal, 1/n if one value is the whole sum."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -111,24 +111,24 @@ class JainIndex:
         self._squares = 0.0
 
     def add(self, values: Iterable[float]) -> None:
-        """Of one who takes part, each."""
+        """Add values."""
         for value in values:
             self._count += 1
             self._total += value
             self._squares += value * value
 
-    def take_in(self, other: "JainIndex") -> None:
-        """Count those of `other`."""
+    def merge(self, other: "JainIndex") -> None:
+        """Add the values of `other`."""
         self._count += other._count
         self._total += other._total
         self._squares += other._squares
 
     @property
     def value(self) -> float:
-        """The index; 1 where nobody takes part or nobody has anything."""
+        """The index; 1 without values or if all values are 0."""
         return self._total**2 / (self._count * self._squares) if self._squares else 1.0
 
 
 def _size(tenant: TenantSums) -> tuple[float, str]:
-    """Busiest first."""
+    """Sort key: largest GPU time first."""
     return -tenant.gpu_s, tenant.tenant

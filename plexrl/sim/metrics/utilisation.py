@@ -1,4 +1,4 @@
-"""An amount over time in a bounded number of bins, whose width doubles as time goes on. Pure."""
+"""A time series with a bounded number of bins, whose width doubles as time goes on. Pure."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,14 +7,14 @@ from plexrl.sim.results.result import SERIES_BINS
 
 FIRST_WIDTH_S = 1.0
 FLUSH_AT = 4096
-"""Stretches that are taken in together."""
+"""Intervals per batch."""
 
 
 class Series:
-    """Adds up levels held over stretches of time: GPUs times seconds, bin by bin.
+    """Sums levels over intervals of time (GPUs times seconds), bin by bin.
 
-    A stretch is spread over the bins it touches by the part that lies in each, so that nothing is
-    lost or moved by binning, nor by the bins' joining in pairs.
+    Each bin receives the exact part of an interval that it covers, so sums stay exact when bins are
+    merged in pairs.
     """
 
     def __init__(self) -> None:
@@ -23,13 +23,14 @@ class Series:
         self._buffer: list[float] = []
 
     def add(self, start_s: float, end_s: float, level: float) -> None:
-        """`level` from `start_s` to `end_s`, neither of them before 0; in any order."""
+        """Add `level` from `start_s` to `end_s`, both at least 0; calls may come in any order."""
         self._buffer += (start_s, end_s, level)
         if len(self._buffer) >= 3 * FLUSH_AT:
             self._flush()
 
     def levels(self, end_s: float) -> list[tuple[float, float]]:
-        """(start, mean level) of each bin up to `end_s`; the last one's mean is up to then."""
+        """(start, mean level) of each bin up to `end_s`; the last mean covers its part up to
+        then."""
         self._flush()
         found = []
         for number, amount in enumerate(self._bins.tolist()):
@@ -41,12 +42,12 @@ class Series:
 
     @property
     def end_s(self) -> float:
-        """Of the last bin."""
+        """End of the last bin."""
         self._flush()
         return self.width_s * SERIES_BINS
 
     def reach(self, end_s: float) -> None:
-        """Join bins in pairs until the last one ends at `end_s` or later."""
+        """Merge bins in pairs until the last one ends at `end_s` or later."""
         while end_s > self.width_s * SERIES_BINS:
             joined = self._bins.reshape(-1, 2).sum(axis=1)
             self._bins = np.concatenate((joined, np.zeros(SERIES_BINS - len(joined))))
@@ -61,9 +62,9 @@ class Series:
         width_s = self.width_s
         first = np.minimum(starts // width_s, SERIES_BINS - 1).astype(np.int64)
         last = np.minimum(ends // width_s, SERIES_BINS - 1).astype(np.int64)
-        # Both outer bins get what a stretch that crosses their inner edge has there, and the bins
-        # between them are filled by a level that rises and falls again; within a single bin it
-        # falls before it rises, and takes back what the outer parts have too much.
+        # The first and the last bin get the part of an interval up to their inner edges, and the
+        # bins between get the full level by a cumulative sum of rises and falls. If both are the
+        # same bin, the fall comes before the rise and corrects the double count.
         outer = np.bincount(first, levels * ((first + 1) * width_s - starts), SERIES_BINS)
         outer += np.bincount(last, levels * (ends - last * width_s), SERIES_BINS)
         rises = np.bincount(first + 1, levels, SERIES_BINS + 1)

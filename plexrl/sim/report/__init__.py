@@ -1,4 +1,4 @@
-"""The report of simulated runs: one HTML page that needs nothing beside it."""
+"""The report of simulated runs: one self-contained HTML page."""
 
 from plexrl.sim.report.bills import Billed
 from plexrl.sim.report.page import write_report

@@ -1,4 +1,4 @@
-"""What runs cost and why, in words, a table and a plot: for scenarios with prices of their own."""
+"""Explains the cost of runs in text, a table and a plot, for scenarios with their own prices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ SIZE = (5.8, 3.3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Billed:
-    """A run, and the scenario that says what it pays."""
+    """A run and the scenario with its prices."""
 
     label: str
     scenario: Scenario
@@ -31,22 +31,22 @@ class Billed:
 
     @property
     def nodes(self) -> int:
-        """Of the cluster."""
+        """Nodes of the cluster."""
         return sum(pool.nodes for pool in self.scenario.pools)
 
     @property
     def is_split(self) -> bool:
-        """Some nodes may be on demand."""
+        """Whether nodes may be on demand."""
         return self.scenario.prices.on_demand is not None
 
 
-def priced_apart(billed: Sequence[Billed]) -> list[Billed]:
-    """Those with prices that a node type's own does not say: only they need a table."""
+def with_own_prices(billed: Sequence[Billed]) -> list[Billed]:
+    """The runs with prices of their own; the others need no table."""
     return [each for each in billed if each.scenario.prices != Prices()]
 
 
 def bill_table(billed: Sequence[Billed]) -> Table:
-    """A row a run: its nodes, the parts of its cost, and its cost with one kind of nodes only."""
+    """One row per run: nodes, parts of the cost, and the cost with one kind of nodes only."""
     training: dict[str, list[str]] = {
         "reserved nodes": [f"{each.result.reserved_nodes:,}" for each in billed],
         "reserved": [short(reserved_cost(each.result)) for each in billed],
@@ -72,8 +72,7 @@ def bill_table(billed: Sequence[Billed]) -> Table:
 
 
 def price_lines(scenario: Scenario) -> list[tuple[str, str]]:
-    """(name, value) of what GPU-hours cost, where the node types' price does not say it all, and
-    from when on reserving a node pays."""
+    """(name, value) of the scenario's own prices, and the break-even point of reserved nodes."""
     prices = scenario.prices
     lines = []
     if (prices.reserved, prices.on_demand, prices.rollout) != (None, None, None):
@@ -82,20 +81,20 @@ def price_lines(scenario: Scenario) -> list[tuple[str, str]]:
             own if price is None else f"{price:g}" for price in (prices.reserved, prices.rollout)
         )
         on_demand = "" if prices.on_demand is None else f"{prices.on_demand:g} of nodes on demand, "
-        said = f"{reserved} of reserved nodes, {on_demand}{rollout} of rollouts"
-        lines.append(("prices of a GPU-hour", said))
+        text = f"{reserved} of reserved nodes, {on_demand}{rollout} of rollouts"
+        lines.append(("prices of a GPU-hour", text))
     if prices.horizon_s is not None:
         lines.append(("horizon", duration(prices.horizon_s)))
     even = break_even(scenario)
     if even is not None:
-        pays = f"a node pays reserved if it is held for more than {percent(even)} of the paid time"
-        never = "no node pays reserved, for on-demand nodes cost no more while they are held"
+        pays = f"reserving a node pays if it is held for more than {percent(even)} of the paid time"
+        never = "reserving never pays: on-demand nodes cost no more while they are held"
         lines.append(("break-even", pays if even < 1 else never))
     return lines
 
 
 def horizon_warning(billed: Billed) -> str | None:
-    """Where the trace drains after the horizon: until when reserved nodes are paid."""
+    """A warning if the trace drains after the horizon."""
     horizon_s = billed.scenario.prices.horizon_s
     if horizon_s is None or billed.result.paid_s <= horizon_s:
         return None
@@ -106,7 +105,7 @@ def horizon_warning(billed: Billed) -> str | None:
 
 
 def split_plot(billed: Sequence[Billed], looks: Mapping[str, Look]) -> Plot | None:
-    """Cost over the number of reserved nodes; absent where nothing is on demand."""
+    """Cost over the number of reserved nodes; absent without an on-demand price."""
     shown = [each for each in billed if each.is_split]
     if not shown:
         return None
@@ -171,7 +170,7 @@ def _cost_of_part(billed: Billed, part: int) -> str:
 
 
 def _held(billed: Billed) -> float | None:
-    """Part of the paid node-hours for which groups held the nodes."""
+    """Part of the paid node-hours in which groups held the nodes."""
     offered = billed.nodes * billed.result.paid_s / 3600.0
     held = sum(nodes * hours for nodes, hours in billed.result.nodes_held)
     return held / offered if offered else None

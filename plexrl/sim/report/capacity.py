@@ -1,4 +1,4 @@
-"""The smallest clusters in words and a table: the answer, how far to trust it, all probes. Pure."""
+"""Describes the smallest clusters in text and a table: answer, certainty, probes. Pure."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from plexrl.sim.search.capacity_search import CapacityPlan
 from plexrl.sim.search.objectives import NO_FAILED_JOBS, Objective
 
 MISSED = " (!)"
-"""Behind a figure that does not keep its bound."""
+"""Suffix of a figure that misses its bound."""
 
 
 def headline(plans: Sequence[CapacityPlan]) -> str:
-    """The answer in one sentence: the fewest nodes of each policy, what they cost, and how that
-    compares with groups that share nothing."""
+    """The answer in one sentence: the fewest nodes of each policy, their cost, and the comparison
+    with isolated groups."""
     wanted = _listed([each.text for each in shown_objectives(plans)], "and")
     found = sorted((plan for plan in plans if plan.nodes is not None), key=_by_need)
     lacking = [plan for plan in plans if plan.nodes is None]
@@ -32,7 +32,7 @@ def headline(plans: Sequence[CapacityPlan]) -> str:
 
 
 def certainty(plan: CapacityPlan) -> str:
-    """The answer of a search, and how far it can be trusted."""
+    """The answer of a search and its certainty."""
     search = plan.search
     tried = f"{len(search.probes)} sizes were run"
     if search.nodes is None:
@@ -64,31 +64,31 @@ def certainty(plan: CapacityPlan) -> str:
 
 
 def answer(plan: CapacityPlan) -> SimResult:
-    """The run on the smallest cluster that was found; where none was, on the largest tried."""
+    """The run on the smallest cluster found; if none was found, on the largest one tried."""
     size = plan.search.nodes
     return plan.results[max(plan.results) if size is None else size]
 
 
 def meets_all(plan: CapacityPlan, size: int) -> bool:
-    """Whether the run of that size keeps every objective, budgets as well."""
+    """Whether the run of this size meets every objective, budgets included."""
     return all(each.is_met(plan.results[size]) for each in plan.objectives)
 
 
 def cheapest_feasible(plan: CapacityPlan) -> int | None:
-    """Of the sizes that were run and keep every objective; of equally cheap ones the smallest."""
+    """The cheapest size that was run and meets every objective; the smallest if several are."""
     sizes = [size for size in plan.results if meets_all(plan, size)]
     return min(sizes, key=lambda size: (plan.results[size].cost, size), default=None)
 
 
 def shown_objectives(plans: Sequence[CapacityPlan]) -> list[Objective]:
-    """Of all plans alike; that no job fails is shown only where it was asked for, or is broken."""
+    """The plans' common objectives; `NO_FAILED_JOBS` only if it is the only one or is missed."""
     asked = plans[0].objectives
     broken = any(result.failed_jobs for plan in plans for result in plan.results.values())
     return [each for each in asked if each != NO_FAILED_JOBS or broken or len(asked) == 1]
 
 
 def figure(objective: Objective, result: SimResult) -> str:
-    """The figure of a run, with a mark where it does not keep its bound."""
+    """The figure of a run, with a mark if it misses its bound."""
     value = objective.value(result)
     if objective.unit == "time":
         text = duration(value)
@@ -100,12 +100,12 @@ def figure(objective: Objective, result: SimResult) -> str:
 
 
 def is_percentage(objective: Objective) -> bool:
-    """Whether people read it in percent: parts of something, not indices or multiples."""
+    """Whether the figure is shown in percent: fractions, not indices or multiples."""
     return objective.unit == "part" and objective.bound < 1 and objective.metric != "fairness"
 
 
 def probe_table(plans: Sequence[CapacityPlan]) -> Table:
-    """A row a run, policy by policy, by size."""
+    """One row per run, by policy and size."""
     wanted = shown_objectives(plans)
     rows: list[tuple[str, ...]] = []
     breaks = set()

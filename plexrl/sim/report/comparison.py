@@ -1,4 +1,4 @@
-"""Simulated runs beside each other: their names, their baselines, which of them are drawn. Pure."""
+"""Compares simulated runs: names, baselines, and the selection for plots. Pure."""
 
 import math
 from collections import Counter
@@ -10,30 +10,30 @@ from plexrl.sim.results.result import SimResult
 
 BASELINE = "isolated"
 BACKFILLED = "isolated+backfill"
-"""The fair baseline: large jobs hold no GPUs idle."""
+"""The fair baseline: no GPUs stay idle ahead of large jobs."""
 GAP_PART_MIN = 0.05
-"""Of the isolated drain time; a smaller gap is none, and parts of it would say nothing."""
+"""Smallest gap, as a part of the isolated drain time, of which a recovered part is meaningful."""
 DRAWN_RUNS_MAX = 10
-"""Of one plot: more lines could not be told apart."""
+"""Most runs of one plot; more lines would be indistinguishable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A result and the name it has in the report."""
+    """A result and its name in the report."""
 
     label: str
     result: SimResult
     ratio: float | None = None
-    """Drain time by the isolated run's of the same size; absent where there is none."""
+    """Drain time relative to the isolated run of the same size; absent without such a run."""
     recovered: float | None = None
-    """Part of the distance from the isolated drain time to the lower bound that is gained."""
+    """Recovered part of the gap between the isolated drain time and the lower bound."""
 
 
 def compare(results: Sequence[SimResult], labels: Sequence[str] = ()) -> tuple[Run, ...]:
-    """The runs in the order given. Without `labels` a run is named by its policy.
+    """The runs in the given order. Without `labels` a run has the name of its policy.
 
     Raises:
-        InvalidRequestError: there is no result, or not one label for each.
+        InvalidRequestError: there is no result, or the number of labels differs.
     """
     if not results:
         raise InvalidRequestError("a report needs at least one result")
@@ -49,8 +49,8 @@ def compare(results: Sequence[SimResult], labels: Sequence[str] = ()) -> tuple[R
 
 
 def baseline(result: SimResult, results: Sequence[SimResult]) -> SimResult | None:
-    """The isolated run of the same size, of several (as with several seeds) the one of the same
-    lower bound; absent where there is none, or where such runs differ."""
+    """The isolated run of the same size; among several, as with several seeds, the one of the same
+    lower bound; absent if there is none, or if such runs differ."""
     alike = [other for other in results if other.policy == BASELINE and other.gpus == result.gpus]
     if len(alike) > 1:
         alike = [other for other in alike if _same_bound(result, other)]
@@ -58,7 +58,7 @@ def baseline(result: SimResult, results: Sequence[SimResult]) -> SimResult | Non
 
 
 def _same_bound(one: SimResult, other: SimResult) -> bool:
-    """But for the rounding of sums that were added in another order."""
+    """Whether the bounds are equal except for rounding."""
     return all(
         math.isclose(mine, its, rel_tol=1e-9)
         for mine, its in (
@@ -69,8 +69,8 @@ def _same_bound(one: SimResult, other: SimResult) -> bool:
 
 
 def recovered(result: SimResult, isolated: SimResult) -> float | None:
-    """What part of the gap from the isolated drain time to the lower bound `result` recovers;
-    absent where there is no gap to speak of, or `result` takes longer than the isolated run."""
+    """The part of the gap between the isolated drain time and the lower bound that `result`
+    recovers; absent if the gap is too small or `result` is slower than the isolated run."""
     gap = isolated.drain_s - result.bounds.bound_s
     if gap <= GAP_PART_MIN * isolated.drain_s or result.drain_s > isolated.drain_s:
         return None
@@ -78,13 +78,13 @@ def recovered(result: SimResult, isolated: SimResult) -> float | None:
 
 
 def sizes(runs: Sequence[Run]) -> tuple[int, ...]:
-    """GPUs of the clusters, ascending."""
+    """Cluster sizes in GPUs, ascending."""
     return tuple(sorted({run.result.gpus for run in runs}))
 
 
 def drawn(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """The runs that are drawn one by one: of the size that most runs have, of several such sizes
-    the (lower) middle one; at most `DRAWN_RUNS_MAX`, each policy as often where not all fit."""
+    """The runs with single plots: those of the most frequent size (the lower median of several), at
+    most `DRAWN_RUNS_MAX`, with equally many of each policy if not all fit."""
     counts = Counter(run.result.gpus for run in runs)
     most = [gpus for gpus in sorted(counts) if counts[gpus] == max(counts.values())]
     size = most[(len(most) - 1) // 2]
@@ -108,7 +108,7 @@ def _beside_baseline(name: str, result: SimResult, isolated: SimResult | None) -
 
 
 def _distinct(names: Sequence[str], results: Sequence[SimResult]) -> list[str]:
-    """Names of runs of one size are numbered where they repeat: a line stands for one of them."""
+    """Number repeated names of runs of one size, so that each plot line is one run."""
     seen: Counter[tuple[str, int]] = Counter()
     distinct = []
     for name, result in zip(names, results, strict=True):

@@ -1,10 +1,10 @@
-"""The page of a report."""
+"""Builds the HTML page of a report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plexrl.sim.report.bills import Billed, bill_table, priced_apart, split_plot
+from plexrl.sim.report.bills import Billed, bill_table, split_plot, with_own_prices
 from plexrl.sim.report.capacity import answer, certainty, probe_table
 from plexrl.sim.report.capacity import headline as capacity_headline
 from plexrl.sim.report.comparison import DRAWN_RUNS_MAX, Run, compare, drawn, sizes
@@ -38,15 +38,15 @@ def write_report(
     gpus_per_node: int | None = None,
     window_s: tuple[float, float] | None = None,
 ) -> Path:
-    """Write `report.html` into `folder`, and return its path. The page needs nothing beside it, and
-    equal results make equal bytes: how fast the runs went is not in it.
+    """Write `report.html` into `folder` and return its path.
 
-    `scenario_lines` are (name, value) of what the runs have in common. `labels` name the runs where
-    their policies do not, one each; `headline` says what they come to; `what_ifs` say which of them
-    they are compared with. With `plans` the page begins with the smallest clusters and how they
-    were found; the runs are those on them. `billed` are runs whose prices the page explains. With
-    `gpus_per_node` clusters are counted in nodes too. `window_s` is the scenario's, from the
-    trace's start; absent: what the results' spans cover.
+    The page is self-contained, and equal results give equal bytes: it excludes the speed of the
+    runs. `scenario_lines`: (name, value) of the runs' common settings. `labels`: one name per run
+    instead of its policy. `headline`: summary sentences. `what_ifs`: changed runs, each with the
+    index of its original. With `plans` the page begins with the searches for the smallest clusters,
+    and the results are the runs on those. `billed`: runs whose prices the page explains. With
+    `gpus_per_node` cluster sizes are shown in nodes too. `window_s`: the scenario's window, from
+    the trace's start; absent: the extent of the results' spans.
 
     Raises:
         InvalidRequestError: there is no result, labels or what-ifs do not match the results, or
@@ -59,7 +59,7 @@ def write_report(
         headline=headline,
         what_ifs=what_ifs,
         plans=plans,
-        billed=priced_apart(billed),
+        billed=with_own_prices(billed),
         nodes_of=gpus_per_node,
         window_s=window_s,
     )
@@ -94,7 +94,7 @@ def render_page(
         lstrip_blocks=True,
     )
     environment.filters.update(duration=duration, percent=percent)
-    # Those of a search are one a policy, each on a cluster of its own size.
+    # A search has one run per policy, each on a cluster of its own size.
     single = tuple(runs[:DRAWN_RUNS_MAX]) if plans else drawn(runs)
     return environment.get_template("report.html.j2").render(
         title=title,
@@ -118,17 +118,17 @@ def render_page(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What the page says of the smallest clusters."""
+    """The page's section on the smallest clusters."""
 
     headline: str
     notes: tuple[str, ...]
-    """How far each policy's answer can be trusted."""
+    """The certainty of each policy's answer."""
     plots: tuple[Plot, ...]
     probes: Table
 
 
 def capacity(plans: Sequence[CapacityPlan]) -> Capacity:
-    """The smallest clusters, in words, pictures and a table."""
+    """The section on the smallest clusters: text, plots and a table."""
     look = looks([Run(label=plan.policy, result=answer(plan)) for plan in plans])
     found = (objective_plot(plans, look), cost_curve(plans, look))
     return Capacity(
@@ -144,7 +144,7 @@ def plots(
     single: Sequence[Run],
     window_s: tuple[float, float] | None,
 ) -> tuple[Plot, ...]:
-    """Of the single runs, all there is data for; colours are those of all runs."""
+    """The plots of single runs that have data; colours are consistent with all runs."""
     look = looks(runs)
     found = (
         drain_plot(single, look),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from plexrl.sim.report.comparison import Run
 from plexrl.sim.report.plots.utilisation import part_of_cluster, trained
 from plexrl.sim.report.units import ABSENT, duration, percent, short
-from plexrl.sim.results.result import Distribution, TenantResult
+from plexrl.sim.results.result import DistributionSummary, TenantResult
 
 TENANTS_MAX = 50
 HOUR_S = 3600.0
@@ -21,11 +21,11 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     breaks: frozenset[int] = frozenset()
-    """Rows that a line stands above."""
+    """Rows with a separator line above."""
 
 
 def summary(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
-    """Every run, with a row each: how long, and at what price."""
+    """One row per run: times and cost."""
     columns = {
         "time": [duration(run.result.drain_s) for run in runs],
         "lower bound": [duration(run.result.bounds.bound_s) for run in runs],
@@ -56,7 +56,7 @@ def summary(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
 
 
 def slowdowns(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
-    """Every run, with a row each: what sharing costs its jobs, and what the GPUs do."""
+    """One row per run: slowdowns of its jobs, and the use of the GPUs."""
     gpus = {
         "train": [percent(trained(run)) for run in runs],
         "switch": [percent(part_of_cluster(run, run.result.switch_gpu_hours)) for run in runs],
@@ -117,7 +117,7 @@ def _cluster(runs: Sequence[Run], gpus_per_node: int | None) -> Part:
     }
 
 
-def _quantiles(of: Sequence[Distribution]) -> dict[str, list[str]]:
+def _quantiles(of: Sequence[DistributionSummary]) -> dict[str, list[str]]:
     return {
         "median": [percent(distribution.median) for distribution in of],
         "mean": [percent(distribution.mean) for distribution in of],
@@ -127,22 +127,22 @@ def _quantiles(of: Sequence[Distribution]) -> dict[str, list[str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantsTables:
-    """Tenants of the drawn runs."""
+    """Tables of the tenants of the plotted runs."""
 
     waits: Table
     slowdowns: Table
     left_out: int
-    """Tenants of the least GPU-hours."""
+    """Number of omitted tenants, those with the fewest GPU-hours."""
 
 
 def tenants(runs: Sequence[Run]) -> TenantsTables | None:
-    """A row a tenant, by its training GPU-hours in the first run, and a column a run. Absent where
-    no run tells tenants apart."""
+    """One row per tenant, ordered by training GPU-hours in the first run, and one column per run.
+    Absent if no run has several tenants."""
     shown = [run for run in runs if len(run.result.tenants) > 1]
     if not shown:
         return None
     of = [{tenant.tenant: tenant for tenant in run.result.tenants} for run in shown]
-    # Each as the first run has it that knows it.
+    # The values of each tenant in the first run that has it.
     known = {name: tenant for rows in reversed(of) for name, tenant in rows.items()}
     names = sorted(known, key=lambda name: (-known[name].gpu_hours, name))
     heads = [

@@ -1,4 +1,4 @@
-"""Numbers as people read them. Pure."""
+"""Formats numbers and durations for people. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ ABSENT = "\N{EN DASH}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeUnit:
-    """A unit that an axis is drawn in."""
+    """A time unit of an axis."""
 
     name: str
     letters: str
-    """Behind a number."""
+    """Abbreviation after a number."""
     seconds: float
 
 
@@ -25,12 +25,12 @@ SECONDS = TimeUnit(name="seconds", letters="s", seconds=1.0)
 
 
 def time_unit(longest_s: float) -> TimeUnit:
-    """The largest of which `longest_s` has at least two."""
+    """The largest unit of which `longest_s` has at least two."""
     return next((unit for unit in UNITS if longest_s >= 2 * unit.seconds), SECONDS)
 
 
 def duration(seconds: float | None) -> str:
-    """As `4.2 days`, three digits or so; a dash for what is absent."""
+    """A duration such as `4.2 days`, with about three digits; a dash if absent."""
     if seconds is None or not math.isfinite(seconds):
         return ABSENT
     unit = time_unit(abs(seconds))
@@ -38,7 +38,7 @@ def duration(seconds: float | None) -> str:
 
 
 def short(number: float | None) -> str:
-    """Three digits, or all before the point: `0.123`, `12.3`, `1,234`."""
+    """A number with three digits, or all digits before the point: `0.123`, `12.3`, `1,234`."""
     if number is None or not math.isfinite(number):
         return ABSENT
     if number == 0:
@@ -48,8 +48,8 @@ def short(number: float | None) -> str:
 
 
 def percent(part: float | None) -> str:
-    """As `12.3 %`."""
+    """A percentage such as `12.3 %`."""
     if part is None or not math.isfinite(part):
         return ABSENT
-    # Rounding first and adding 0 leaves no minus before a zero.
+    # Rounding and adding 0 avoids a negative zero.
     return f"{round(100 * part, 1) + 0.0:,.1f} %"

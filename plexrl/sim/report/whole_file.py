@@ -1,14 +1,13 @@
-"""A file that is there as a whole or not at all."""
+"""Writes a text file atomically."""
 
 from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put `text` in the place of what `path` held; until that is done, and where it fails, nothing
-    changes.
+    """Replace the contents of `path` atomically; after an error the old contents remain.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     part = path.with_name(f"{path.name}.part")
     try:

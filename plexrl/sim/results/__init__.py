@@ -1,1 +1,1 @@
-"""What a run comes to: figures, bounds, costs, comparisons."""
+"""Results of runs: figures, bounds, costs and comparisons."""

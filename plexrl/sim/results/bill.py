@@ -1,4 +1,4 @@
-"""What a run costs. Prices change no decision, so a bill follows from a run's figures alone. Pure.
+"""Computes the cost of a run from its figures alone: prices affect no decision. Pure.
 
 With N nodes of g GPUs, of which n(t) are held by groups at time t, R of them reserved, and a
 horizon H of at least the drain time:
@@ -8,8 +8,8 @@ horizon H of at least the drain time:
     on demand = g * price_on_demand * (integral of max(0, n(t) - R) over t)
     rollout   = GPU-hours of rollout GPUs * price_rollout
 
-Without an on-demand price R is N. With one, R is as the scenario says, or the R of the smallest
-cost: the k-th node is worth reserving if k nodes or more are held for longer than
+Without an on-demand price, R is N. With one, R is the scenario's, or else the R of the lowest cost:
+reserving the k-th node pays if at least k nodes are held for longer than
 H * price_reserved / price_on_demand.
 """
 
@@ -25,18 +25,18 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """Of one run."""
+    """The bill of one run."""
 
     reserved_nodes: int
     paid_s: float
-    """How long they are paid: the horizon, or the drain time where that is longer."""
+    """Paid time of reserved nodes: the horizon, or the drain time if that is longer."""
     reserved_cost: float
     on_demand_cost: float
     rollout_cost: float
 
     @property
     def cost(self) -> float:
-        """All of it."""
+        """Total cost."""
         return self.reserved_cost + self.on_demand_cost + self.rollout_cost
 
 
@@ -47,7 +47,7 @@ def bill(
     nodes_held: Sequence[tuple[int, float]],
     rollout_cost: float,
 ) -> Bill:
-    """The bill of a run; `nodes_held` are (nodes held at once, hours), as of `SimResult`."""
+    """The bill of a run; `nodes_held`: (number of held nodes, hours), as in `SimResult`."""
     prices = scenario.prices
     paid_s = max(drain_s, prices.horizon_s or 0.0)
     if prices.on_demand is None:
@@ -76,11 +76,11 @@ def bill(
 
 
 def check_reserved(scenarios: Sequence[Scenario], nodes_max: int) -> None:
-    """That no more nodes are reserved than the largest cluster of the question has. (They are paid
-    on smaller ones all the same.)
+    """Check that no scenario reserves more nodes than the largest cluster has. (On smaller clusters
+    all reserved nodes are paid too.)
 
     Raises:
-        InvalidRequestError: more are.
+        InvalidRequestError: a scenario reserves more.
     """
     for scenario in scenarios:
         reserved = scenario.prices.reserved_nodes or 0
@@ -93,7 +93,7 @@ def check_reserved(scenarios: Sequence[Scenario], nodes_max: int) -> None:
 
 
 def with_reserved(scenario: Scenario, result: SimResult, nodes: int) -> Bill:
-    """The bill with so many nodes reserved, of a scenario with an on-demand price."""
+    """The bill with `nodes` reserved nodes, for a scenario with an on-demand price."""
     return bill(
         replace(scenario, prices=replace(scenario.prices, reserved_nodes=nodes)),
         drain_s=result.drain_s,
@@ -103,8 +103,8 @@ def with_reserved(scenario: Scenario, result: SimResult, nodes: int) -> Bill:
 
 
 def break_even(scenario: Scenario) -> float | None:
-    """Part of the paid time for which a node has to be held to be worth reserving; above 1: none
-    is. None where nothing is on demand, or where on-demand nodes are free."""
+    """Part of the paid time above which reserving a node pays; above 1: never. None if there is no
+    on-demand price, or if it is 0."""
     on_demand = scenario.prices.on_demand
     return _price_reserved(scenario, scenario.pools[0]) / on_demand if on_demand else None
 
@@ -117,7 +117,7 @@ def _price_reserved(scenario: Scenario, pool: Pool) -> float:
 def _reserved(
     scenario: Scenario, nodes_held: Sequence[tuple[int, float]], paid_hours: float
 ) -> int:
-    """As said, or the fewest of the smallest cost."""
+    """The scenario's reserved nodes, or the fewest with the lowest cost."""
     prices = scenario.prices
     assert prices.on_demand is not None
     if prices.reserved_nodes is not None:

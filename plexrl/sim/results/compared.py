@@ -1,10 +1,8 @@
-"""Two documents of results held against each other: what was asked otherwise, and what came out
-otherwise. Pure.
+"""Compares two results documents: differing settings and differing figures. Pure.
 
-A document is what `plexrl simulate --out` writes as `results.json`. A run of one is paired with the
-run of the other that stands at the same place of the sweep: the settings that vary within either
-document are the same. Settings that are the same in all runs of a document do not hinder a pair:
-they are what is compared.
+A document is the `results.json` of `plexrl simulate --out`. A run of one document is paired with
+the run of the other at the same point of the sweep, where all settings that vary within either
+document are equal. Settings that are constant within each document may differ: they are compared.
 """
 
 import math
@@ -33,7 +31,7 @@ FIGURES: dict[str, tuple[str, Unit]] = {
     "cycles": ("cycles", "count"),
     "cost": ("cost", "money"),
 }
-"""Name, place in a result, and unit of what is compared."""
+"""Name, path in a result, and unit of each compared figure."""
 
 OPTIONS = {
     "policy": "--policy",
@@ -66,28 +64,28 @@ OPTIONS = {
     "source.shape.gpus_min": "--min-gpus",
     "source.shape.duration_s_min": "--min-duration",
 }
-"""The option that sets a part of a scenario; other parts are called as they stand."""
+"""The option of each scenario field; other fields appear under their own names."""
 
 SAME = 1e-9
 
-OF_NO_ACCOUNT = frozenset({"source.skip_bad", "source.seed"})
-"""The former changes no job that is good; the latter is `seed`."""
+IGNORED_FIELDS = frozenset({"source.skip_bad", "source.seed"})
+"""`skip_bad` changes no valid job; the source's seed equals `seed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A part of the question that is not the same in both."""
+    """A setting that differs between the documents."""
 
     name: str
-    """The option, where there is one."""
+    """The option's name, if there is one."""
     a: tuple[Any, ...]
-    """Its values in the first document's runs."""
+    """Values in the runs of the first document."""
     b: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure of a pair; None where a document does not have it."""
+    """One figure of a pair; None: the document lacks it."""
 
     name: str
     unit: Unit
@@ -101,53 +99,53 @@ class Figure:
 
     @property
     def differs(self) -> bool:
-        """By more than sums of floats in another order do."""
+        """Whether the values differ by more than rounding."""
         if self.a is None or self.b is None:
             return self.a is not self.b
         return not math.isclose(self.a, self.b, rel_tol=SAME, abs_tol=SAME)
 
     @property
     def change(self) -> float | None:
-        """The difference by what it was; None where that was 0."""
+        """The relative difference; None if `a` is 0."""
         return None if self.difference is None or not self.a else self.difference / abs(self.a)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A run of each document."""
+    """A run of each document at the same point of the sweep."""
 
     label: str
     a: int
-    """Number of the first document's run."""
+    """Index of the run in the first document."""
     b: int
     figures: tuple[Figure, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All that differs."""
+    """All differences."""
 
     settings: tuple[Setting, ...]
     pairs: tuple[Pair, ...]
     only_a: tuple[str, ...] = ()
-    """Runs of the first document that have no like in the second."""
+    """Runs of the first document without a counterpart in the second."""
     only_b: tuple[str, ...] = ()
     smallest: tuple[Pair, ...] = ()
-    """Sizes of the clusters that were searched for, by policy."""
+    """Results of cluster size searches, by policy."""
     warnings: tuple[str, ...] = ()
-    """Why the figures may not say what they seem to."""
+    """Reasons why the comparison may mislead."""
 
 
 def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
-    """Two documents, each with a trace and runs."""
+    """Compare two documents, each with a trace and runs."""
     searched = bool(a.get("smallest") or b.get("smallest"))
     asked_a, asked_b = _questions(a, searched), _questions(b, searched)
     axes = sorted(
         _varying(asked_a) | _varying(asked_b), key=lambda name: (name != OPTIONS["policy"], name)
     )
     settings = (*_objectives(a, b), *_settings(asked_a, asked_b))
-    runs_a = {_place(each, axes): index for index, each in enumerate(asked_a)}
-    runs_b = {_place(each, axes): index for index, each in enumerate(asked_b)}
+    runs_a = {_point(each, axes): index for index, each in enumerate(asked_a)}
+    runs_b = {_point(each, axes): index for index, each in enumerate(asked_b)}
     label = {place: _label(place, axes) for place in (*runs_a, *runs_b)}
     pairs = tuple(
         Pair(
@@ -170,13 +168,13 @@ def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
 
 
 def _questions(document: Mapping[str, Any], searched: bool) -> list[dict[str, Any]]:
-    """Each run's scenario as one level of settings; sizes that were searched for are no part."""
+    """Each run's scenario as flat settings, without the cluster size if that was searched for."""
     found = []
     for run in document["runs"]:
         flat = dict(_flat("", run["scenario"]))
         if len(run["scenario"].get("pools", ())) == 1:
             flat = {name.removeprefix("pools.0."): value for name, value in flat.items()}
-        left_out = OF_NO_ACCOUNT | ({"nodes", "pools.0.nodes"} if searched else set())
+        left_out = IGNORED_FIELDS | ({"nodes", "pools.0.nodes"} if searched else set())
         found.append(
             {OPTIONS.get(name, name): each for name, each in flat.items() if name not in left_out}
         )
@@ -220,7 +218,7 @@ def _asked_objectives(document: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(each for plan in plans for each in plan["objectives"])) or (None,)
 
 
-def _place(asked: Mapping[str, Any], axes: Sequence[str]) -> tuple[Any, ...]:
+def _point(asked: Mapping[str, Any], axes: Sequence[str]) -> tuple[Any, ...]:
     return tuple(asked.get(name) for name in axes)
 
 
@@ -277,23 +275,23 @@ def _smallest(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Pair, ...]:
 
 def _warnings(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> Iterator[str]:
     differing = [
-        f"{name} {_told(a['trace'].get(name))} and {_told(b['trace'].get(name))}"
+        f"{name} {_shown(a['trace'].get(name))} and {_shown(b['trace'].get(name))}"
         for name in dict.fromkeys((*a["trace"], *b["trace"]))
         if name != "name" and a["trace"].get(name) != b["trace"].get(name)
     ]
     if differing:
-        yield f"the jobs are not the same ({', '.join(differing)}): figures differ for that too"
+        yield f"the jobs differ ({', '.join(differing)}), which also changes the figures"
     versions = [each.get("version") for each in (a, b)]
     if versions[0] != versions[1]:
-        told = " and ".join(version or "not said" for version in versions)
-        yield f"the versions of PlexRL are not the same ({told})"
+        shown = " and ".join(version or "unknown" for version in versions)
+        yield f"the versions of PlexRL differ ({shown})"
     for name, document in (("A", a), ("B", b)):
         if document.get("failed"):
-            yield f"{len(document['failed'])} runs of {name} have failed and are not in it"
+            yield f"{len(document['failed'])} runs of {name} failed and are not compared"
     is_same = not found.settings and not differing
     if is_same and any(each.differs for pair in found.pairs for each in pair.figures):
-        yield "the question is the same and the figures are not: the programs were not the same"
+        yield "the settings are equal but the figures differ: the programs were different"
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return f"{value:,.6g}" if isinstance(value, float) else str(value)

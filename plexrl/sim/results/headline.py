@@ -1,7 +1,7 @@
-"""What several simulated runs come to, in a sentence each: medians and bands over seeds. Pure.
+"""Summarises simulated runs in one sentence each: medians and ranges over seeds. Pure.
 
-No run is picked out of its seeds. A policy is called the quickest only where its slowest seed beats
-every seed of all others.
+All seeds count. A policy is called the fastest only if its slowest seed beats every seed of every
+other policy.
 """
 
 from collections.abc import Sequence
@@ -18,24 +18,24 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """A figure over seeds."""
+    """The range of a figure over seeds."""
 
     values: tuple[float, ...]
-    """Ascending, one a seed."""
+    """Values of all seeds, ascending."""
 
     @property
     def median(self) -> float:
-        """The middle one, or between the two in the middle."""
+        """Median over seeds."""
         return median(self.values)
 
     @property
     def has_width(self) -> bool:
-        """Whether seeds differ in it."""
+        """Whether the seeds differ."""
         return self.values[0] < self.values[-1]
 
     @property
     def text(self) -> str:
-        """As parts of a hundred."""
+        """The median in percent, with the range."""
         if not self.has_width:
             return f"{100 * self.values[0]:.1f} %"
         lowest, highest = 100 * self.values[0], 100 * self.values[-1]
@@ -44,27 +44,27 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """One policy on one cluster, against a run without sharing of the same seed."""
+    """One policy on one cluster, compared with runs of equal seeds without sharing."""
 
     scenario: Scenario
-    """Of the first seed."""
+    """Scenario of the first seed."""
     baseline: str
-    """The policy compared with."""
+    """Policy of the baseline."""
     seeds: int
     drain: Band
-    """By the baseline's drain time: the time of the training GPUs."""
+    """Drain time relative to the baseline's: time of the training GPUs."""
     whole: Band
-    """GPU-hours of the whole cluster, by the baseline's."""
+    """GPU-hours of the whole cluster relative to the baseline's."""
     counts_rollouts: bool
-    """Whether the runs have rollout GPUs: without any, the drain time says all."""
+    """Whether the runs have rollout GPUs; otherwise the drain time is sufficient."""
     recovered: Band | None
-    """Part of the gap to the bound; absent where a seed has none to speak of, or is longer."""
+    """Recovered part of the gap to the bound; absent if some seed has no gap or is slower."""
     is_quickest: bool = False
-    """Beyond its seeds' band, of all policies on this cluster."""
+    """Whether it is the fastest policy on this cluster, with a range that overlaps no other."""
 
     @property
     def text(self) -> str:
-        """For people."""
+        """The sentence."""
         text = f"{self.scenario.policy} {drained(self.drain, self.baseline)} (training GPUs only"
         if not self.counts_rollouts:
             return f"{text}: the trace has no rollout GPUs)."
@@ -72,12 +72,12 @@ class Headline:
 
 
 def whole_gpu_hours(result: SimResult) -> float:
-    """All training GPUs until the drain, and rollout GPUs as long as their jobs ran."""
+    """GPU-hours of all training GPUs until the drain and of the rollout GPUs of running jobs."""
     return result.gpus * result.drain_s / HOUR_S + result.rollout_gpu_hours
 
 
 def drained(drain: Band, baseline: str) -> str:
-    """How a drain time compares with the baseline's."""
+    """Text that compares a drain time with the baseline's."""
     if drain.median <= 1.0:
         return f"drains in {drain.text} of the time of {baseline}"
     longer = Band(values=tuple(value - 1.0 for value in drain.values))
@@ -85,9 +85,8 @@ def drained(drain: Band, baseline: str) -> str:
 
 
 def headlines(runs: Sequence[tuple[Scenario, SimResult]]) -> tuple[Headline, ...]:
-    """A headline for each policy that shares and each cluster, in the order of the runs. The
-    baseline is `isolated+backfill` where it was run, else `isolated`; without either there are
-    none."""
+    """A headline for each sharing policy and each cluster, in the order of the runs. The baseline
+    is `isolated+backfill` if it was run, else `isolated`; without either there are no headlines."""
     known = dict(runs)
     groups: dict[Scenario, list[tuple[Scenario, SimResult]]] = {}
     for scenario, result in runs:
@@ -102,8 +101,8 @@ def headlines(runs: Sequence[tuple[Scenario, SimResult]]) -> tuple[Headline, ...
 
 
 def said(lines: Sequence[Headline], clusters_named: Sequence[str] = ()) -> list[str]:
-    """Sentences for people: a headline each, and what may be said of the quickest. Where there are
-    several clusters, `clusters_named` names that of each line."""
+    """The sentences: each headline, and whether one policy is the fastest. With several clusters,
+    `clusters_named` has the name of each line's cluster."""
     names = [f"{name}: " for name in clusters_named] or [""] * len(lines)
     found = [f"{name}{each.text}" for name, each in zip(names, lines, strict=True)]
     alike = bool(lines) and lines[0].seeds > 1 and not any(each.drain.has_width for each in lines)

@@ -1,6 +1,5 @@
-"""What a simulated run comes to. Bounded in size whatever the length of the trace; all but `Speed`
-follows from the scenario alone. Pure.
-"""
+"""The result of a simulated run, bounded in size. All but `Speed` follows from the scenario.
+Pure."""
 
 from dataclasses import dataclass
 
@@ -9,8 +8,8 @@ SERIES_BINS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distribution:
-    """Of some quantity over jobs or cycles; exact moments, quantiles to a relative 1 %."""
+class DistributionSummary:
+    """Distribution of a quantity over jobs or cycles; quantiles are correct to a relative 1 %."""
 
     count: int
     mean: float
@@ -19,26 +18,26 @@ class Distribution:
     p99: float
     highest: float
     cdf: tuple[tuple[float, float], ...] = ()
-    """(value, part of all that is at most so), ascending, at most `CDF_POINTS`."""
+    """(value, part of all at most this value), ascending, at most `CDF_POINTS` points."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantResult:
-    """What one tenant got."""
+    """Usage and waits of one tenant."""
 
     tenant: str
     jobs: int
     gpu_hours: float
-    """Training GPUs held by its operations and the switches they caused: what it is billed for."""
+    """Billed GPU-hours: of its operations and the switches that they caused."""
     rollout_gpu_hours: float
     wait_mean_s: float
     slowdown_mean: float
-    """Of its jobs: time from submission to end, by that on GPUs of its own without waiting."""
+    """Mean over its jobs of the time from submission to end, relative to the duration alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A stretch in which a job held a group."""
+    """An interval in which a job held a group."""
 
     group: str
     job: str
@@ -50,12 +49,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What no scheduler can beat: the larger of the two is the lower bound of the drain time."""
+    """Lower bounds of the drain time for any scheduler; the larger one applies."""
 
     critical_path_s: float
     """Latest end of any job that starts at its submission and never waits."""
     area_s: float
-    """Work of the training GPUs, released as it comes, over all of them."""
+    """Training work by release time, divided by all training GPUs."""
 
     @property
     def bound_s(self) -> float:
@@ -65,78 +64,77 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """How fast the run went: the only part that differs from run to run."""
+    """Speed of the simulation itself: the only part that differs between equal runs."""
 
     wall_s: float
     events_per_s: float
-    """Through the core."""
+    """Events per second that the core handled."""
     peak_bytes: int
-    """Resident memory of the process."""
+    """Peak resident memory of the process."""
     compiled: bool = False
-    """Whether core and loop were C extensions, or Python."""
+    """Whether core and event loop were C extensions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimResult:
-    """One run."""
+    """The result of one run."""
 
     policy: str
     gpus: int
     jobs: int
-    """That ended, completed or not."""
+    """Ended jobs, completed or failed."""
     failed_jobs: int
-    """Of these, those that the core gave up."""
     cycles: int
     events: int
-    """Told to the core."""
+    """Events that the core handled."""
     switches: int
     drain_s: float
     """From the trace's start to the end of the last job."""
     bounds: Bounds
-    wait: Distribution
-    """Of jobs, submission to first placement, seconds."""
-    normalized_wait: Distribution
+    wait: DistributionSummary
+    """Seconds from a job's submission to its first placement."""
+    normalized_wait: DistributionSummary
     """wait / duration on GPUs of its own (PlexRL Fig. 8)."""
-    job_slowdown: Distribution
+    job_slowdown: DistributionSummary
     """(end - start) / duration on GPUs of its own - 1; the start is the first placement."""
-    completion: Distribution
+    completion: DistributionSummary
     """(end - submission) / duration on GPUs of its own."""
-    cycle_slowdown: Distribution
-    """A cycle's seconds by those of the same drawn cycle on a group of its own, minus 1."""
+    cycle_slowdown: DistributionSummary
+    """Duration of a cycle / duration of the same drawn cycle on a group of its own - 1."""
     training_gpu_hours: float
-    """Of GPUs that some group had."""
+    """GPU-hours of GPUs in groups."""
     busy_gpu_hours: float
-    """Of these, with a training operation running."""
+    """Those of running training operations."""
     switch_gpu_hours: float
-    """Of these, with a load or an offload running."""
+    """Those of running loads and offloads."""
     rollout_gpu_hours: float
     rollout_gpus_peak: int = 0
-    """Most rollout GPUs that jobs had at one time."""
+    """Most rollout GPUs in use at the same time."""
     cost: float
-    """Reserved nodes for `paid_s`, on-demand nodes as long as groups held them, and rollout GPUs as
-    long as their jobs ran."""
+    """Total cost: reserved nodes for `paid_s`, on-demand nodes while groups hold them, and rollout
+    GPUs while their jobs run."""
     rollout_cost: float = 0.0
-    """Of these, the rollout GPUs'."""
+    """Part of the cost for rollout GPUs."""
     on_demand_cost: float = 0.0
-    """Of these, the on-demand nodes'."""
+    """Part of the cost for on-demand nodes."""
     reserved_nodes: int = 0
     """All nodes, unless the scenario has an on-demand price."""
     paid_s: float = 0.0
-    """How long reserved nodes are paid: the horizon, or `drain_s` where that is longer."""
+    """Paid time of reserved nodes: the horizon, or `drain_s` if that is longer."""
     nodes_held: tuple[tuple[int, float], ...] = ()
-    """(nodes that groups held at once, hours for which that many were held), ascending."""
+    """(number of nodes held by groups, hours), ascending."""
     gpu_hours_per_cycle: float
-    """Training (as held by groups) and rollout."""
+    """GPU-hours per cycle: training (as held by groups) and rollout."""
     utilisation: tuple[tuple[float, float, float], ...]
-    """(start of the bin in s, part of the cluster's GPUs in groups, part that trains), at most
-    `SERIES_BINS`."""
+    """(start of the bin in s, part of the GPUs in groups, part that trains), at most `SERIES_BINS`
+    bins."""
     tenants: tuple[TenantResult, ...]
     fairness: float
     """Jain's index over tenants' mean slowdowns: 1 is equal."""
     spans: tuple[Span, ...]
-    """Of the scenario's window, in the order of their ends."""
+    """Spans within the scenario's window, in the order of their ends."""
     spans_left_out: int = 0
-    """There were more than a result can hold."""
+    """Number of spans beyond the limit."""
     failures: int
-    """Nodes and workers lost."""
+    """Losses of nodes and workers."""
     speed: Speed

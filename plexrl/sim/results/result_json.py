@@ -1,6 +1,6 @@
-"""Scenarios and results as plain JSON values, in one fixed form: equal results, equal bytes. Pure.
+"""Converts scenarios and results to plain JSON values: equal results give equal bytes. Pure.
 
-What differs from run to run (`Speed`) stands apart, so that documents can be compared.
+`Speed`, which differs between equal runs, is separate, so that documents can be compared.
 """
 
 import json
@@ -14,18 +14,18 @@ from plexrl.sim.results.result import SimResult, Speed
 from plexrl.sim.workload.scenario import Scenario
 
 NO_SPEED = Speed(wall_s=0.0, events_per_s=0.0, peak_bytes=0)
-"""Of a result that was read without one."""
+"""Speed of a result that was read without one."""
 
 
 def result_values(result: SimResult) -> dict[str, Any]:
-    """All of a result that follows from its scenario; what is no finite number is null."""
+    """All of a result except `Speed`; non-finite numbers become null."""
     values: dict[str, Any] = _finite(msgspec.to_builtins(result))
     values.pop("speed")
     return values
 
 
 def speed_values(speed: Speed) -> dict[str, Any]:
-    """The rest of it."""
+    """The JSON values of a `Speed`."""
     values: dict[str, Any] = _finite(msgspec.to_builtins(speed))
     return values
 
@@ -36,13 +36,13 @@ def result_from(values: Mapping[str, Any], speed: Speed = NO_SPEED) -> SimResult
 
 
 def scenario_values(scenario: Scenario) -> dict[str, Any]:
-    """What a scenario says, its source by its fields."""
+    """The JSON values of a scenario."""
     values: dict[str, Any] = _finite(msgspec.to_builtins(scenario))
     return values
 
 
 def dumps(values: Any) -> str:
-    """One document, the same for the same values."""
+    """Encode a document; equal values give equal text."""
     return json.dumps(values, indent=1, allow_nan=False, ensure_ascii=False)
 
 
@@ -57,7 +57,7 @@ def _finite(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Null back to NaN: no field of a result is absent otherwise."""
+    """Convert null back to NaN: no result field is otherwise optional."""
     if value is None:
         return math.nan
     if isinstance(value, dict):

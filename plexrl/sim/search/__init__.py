@@ -1,1 +1,1 @@
-"""Many runs: sweeps, what-ifs and the smallest cluster for given objectives."""
+"""Runs many scenarios: sweeps, what-ifs and searches for the smallest cluster."""

@@ -1,6 +1,6 @@
-"""Sweeps: one scenario into many, along axes such as `nodes=64:256:64`. Pure.
+"""Expands one scenario into a sweep along axes such as `nodes=64:256:64`. Pure.
 
-The order is fixed: the first axis turns slowest.
+The order is fixed: the first axis varies slowest.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,24 +18,24 @@ from plexrl.sim.workload.scenario import (
 )
 
 PAPER = ("isolated", "pack", "spread", "spread+backfill")
-"""PlexRL §6.3."""
+"""The policies of PlexRL §6.3."""
 RUNS_MAX = 10_000
-"""Of one sweep."""
+"""Most runs of one sweep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """What differs from run to run, and its values as they were written."""
+    """A setting that varies between runs, and its values as written."""
 
     name: str
     values: tuple[str, ...]
 
 
 def policies_named(given: str) -> tuple[str, ...]:
-    """Names of policies: `all`, `paper`, or names with commas between, each once.
+    """Names of policies: `all`, `paper`, or distinct names separated by commas.
 
     Raises:
-        InvalidRequestError: one is unknown, or comes twice.
+        InvalidRequestError: a name is unknown or repeated.
     """
     if given == "all":
         return tuple(SIM_POLICIES)
@@ -53,10 +53,10 @@ def policies_named(given: str) -> tuple[str, ...]:
 
 
 def axis(given: str) -> Axis:
-    """The axis that `NAME=A,B,…` or `NAME=FIRST:LAST:STEP` says.
+    """Parse an axis, `NAME=A,B,…` or `NAME=FIRST:LAST:STEP`.
 
     Raises:
-        InvalidRequestError: it has no such form, or nothing can be swept by that name.
+        InvalidRequestError: the form or the name is invalid.
     """
     name, equals, text = given.partition("=")
     if not equals or not text:
@@ -65,7 +65,7 @@ def axis(given: str) -> Axis:
         )
     if name == "policy":
         return Axis(name=name, values=policies_named(text))
-    if name not in _APPLIED:
+    if name not in _SETTERS:
         raise InvalidRequestError(
             f"sweep {given!r}: only {', '.join(AXES)} can be swept, not {name!r}"
         )
@@ -79,7 +79,7 @@ def scenarios_along(base: Scenario, axes: Sequence[Axis]) -> tuple[Scenario, ...
     """`base` with every combination of the axes' values.
 
     Raises:
-        InvalidRequestError: an axis comes twice, a value cannot be, or there are too many runs.
+        InvalidRequestError: an axis is repeated, a value is invalid, or there are too many runs.
     """
     names = [each.name for each in axes]
     for name in names:
@@ -89,7 +89,9 @@ def scenarios_along(base: Scenario, axes: Sequence[Axis]) -> tuple[Scenario, ...
     for each in axes:
         runs *= len(each.values)
     if runs > RUNS_MAX:
-        raise InvalidRequestError(f"this sweep has {runs} runs; {RUNS_MAX} is the most: step wider")
+        raise InvalidRequestError(
+            f"this sweep has {runs} runs, more than {RUNS_MAX}: use fewer values"
+        )
     found = []
     for values in product(*(each.values for each in axes)):
         scenario = base
@@ -103,7 +105,7 @@ def with_nodes(scenario: Scenario, nodes: int) -> Scenario:
     """The scenario on a cluster of so many nodes.
 
     Raises:
-        InvalidRequestError: it has several pools, so that nobody knows which is meant.
+        InvalidRequestError: the scenario has several pools.
     """
     if len(scenario.pools) != 1:
         raise InvalidRequestError(
@@ -117,10 +119,10 @@ def _with(scenario: Scenario, name: str, value: str) -> Scenario:
     if name == "policy":
         return replace(scenario, policy=sim_policy(value).name)
     try:
-        return _APPLIED[name](scenario, value)
+        return _SETTERS[name](scenario, value)
     except ValueError as error:
         raise InvalidRequestError(
-            f"sweep {name}: {value!r} is no number for it{_AS.get(name, '')}"
+            f"sweep {name}: {value!r} is invalid{_EXPECTED.get(name, '')}"
         ) from error
 
 
@@ -158,29 +160,29 @@ def _switch_s(scenario: Scenario, value: str) -> Scenario:
     return replace(scenario, switch_s=_up_to(SWITCH_S_MAX, value))
 
 
-_AS = {
-    "nodes": f": there is at least 1 node, and at most {NODES_MAX}",
-    "jitter": f": write 0.15 for 15 %; at most {JITTER_MAX:g}",
-    "staleness": f": it is 0 to {STALENESS_MAX} steps",
-    "switch-s": f": it is 0 to {SWITCH_S_MAX:g} s",
+_EXPECTED = {
+    "nodes": f": use a whole number from 1 to {NODES_MAX}",
+    "jitter": f": use a number from 0 to {JITTER_MAX:g}, as 0.15 for 15 %",
+    "staleness": f": use 0 to {STALENESS_MAX} steps",
+    "switch-s": f": use 0 to {SWITCH_S_MAX:g} s",
 }
-"""What a value would be."""
+"""The expected values of each axis, for error messages."""
 
-_APPLIED: dict[str, Callable[[Scenario, str], Scenario]] = {
+_SETTERS: dict[str, Callable[[Scenario, str], Scenario]] = {
     "nodes": _nodes,
     "seed": _seed,
     "jitter": _jitter,
     "staleness": _staleness,
     "switch-s": _switch_s,
 }
-AXES = ("policy", *_APPLIED)
-"""What can be swept."""
+AXES = ("policy", *_SETTERS)
+"""Names of all axes."""
 
 
 def _check_once(what: str, values: Sequence[str]) -> None:
     for value in values:
         if values.count(value) > 1:
-            raise InvalidRequestError(f"{what}: {value!r} comes twice; each is run once")
+            raise InvalidRequestError(f"{what}: {value!r} is repeated; give each value once")
 
 
 def _range(given: str, text: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""How many nodes a trace needs for its objectives: probes of the search are simulated runs."""
+"""Finds the number of nodes that a trace needs for its objectives by simulated runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ from plexrl.sim.search.one_run import FailedRun, Outcome
 from plexrl.sim.workload.scenario import Scenario
 
 Runner = Callable[[Sequence[Scenario]], tuple[Outcome, ...]]
-"""Runs scenarios side by side, as `run_all` does."""
+"""Runs scenarios in parallel, like `run_all`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPlan:
-    """The answer for one policy."""
+    """The result of the search for one policy."""
 
     policy: str
     objectives: tuple[Objective, ...]
     search: Search
-    """For the objectives that more nodes help with."""
+    """The search by the objectives that more nodes can meet."""
     results: Mapping[int, SimResult]
-    """Of every size that was run."""
+    """Result of every size that was run."""
     broken_budgets: tuple[Objective, ...] = ()
-    """Those that more nodes do not help with, and that the size found does not keep: then there is
-    no answer, though a larger cluster was not tried."""
+    """Budgets (objectives that more nodes do not help with) that the found size does not meet. Then
+    there is no answer; larger clusters were not tried."""
 
     @property
     def nodes(self) -> int | None:
-        """The smallest cluster that meets everything; None: none was found."""
+        """The smallest cluster that meets all objectives; None: not found."""
         return None if self.broken_budgets else self.search.nodes
 
 
@@ -45,19 +45,20 @@ def smallest_cluster(
     at_once: int = 1,
     neighbours: int = NEIGHBOURS,
 ) -> CapacityPlan:
-    """The smallest number of nodes on which `base` keeps its objectives.
+    """The smallest number of nodes on which `base` meets its objectives.
 
-    Costs, utilisation and GPU-hours per cycle are looked at on the size that the others need.
+    Budgets (cost, utilisation, GPU-hours per cycle) are checked only at the size that the other
+    objectives need.
 
     Raises:
-        InvalidRequestError: no objective is left to search by, or the range of sizes is empty.
+        InvalidRequestError: there is no objective to search by, or the range of sizes is empty.
         PlexRLError: a run failed.
     """
     wanted = [each for each in objectives if not each.is_budget]
     if not any(each.metric != "failed_jobs" for each in wanted):
         raise InvalidRequestError(
-            "say what the cluster is to do, as --slo 'wait.p95<=2h': costs and utilisation alone "
-            "are best on the smallest cluster there is"
+            "cost and utilisation alone are best on the smallest cluster: add an objective such as "
+            "--slo 'wait.p95<=2h'"
         )
     results: dict[int, SimResult] = {}
 

@@ -1,10 +1,10 @@
-"""The smallest cluster that keeps to its objectives.
+"""Searches for the smallest cluster that meets its objectives.
 
-Sizes grow by doubling until one will do; the gap below it is then halved, with several probes at a
-time where there are several cores. Neither rests on proof: waiting need not fall with every node
-(placements differ, and a larger cluster may put a job where it meets a worse neighbour). So the
-sizes next below the one found and the one next above it are run as well, and the answer says down
-to which size all fail, and whether a larger size was seen to fail.
+Sizes double until one meets them; bisection then narrows the gap below, with several probes in
+parallel if there are several cores. Neither step is exact, because waits are not monotone in the
+number of nodes: placements differ, and a job may get a worse neighbour on a larger cluster. So the
+sizes next below and next above the answer are run too, and the result states down to which size
+all fail, and whether a larger size failed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 from plexrl.errors import InvalidRequestError
 
 NEIGHBOURS = 3
-"""Sizes next below the answer that are known to fail."""
+"""Number of sizes next below the answer that must fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What was tried, and what came of it."""
+    """All probes and the answer."""
 
     nodes: int | None
-    """The smallest size found that meets all; None: none up to the highest does."""
+    """The smallest size found that meets all objectives; None: no probed size does."""
     probes: Mapping[int, bool]
-    """Every size that was run, ascending, and whether it met the objectives."""
+    """Whether each probed size met the objectives, ascending by size."""
     failing_from: int | None
-    """All sizes from this to just below `nodes` fail; None: `nodes` is the least there is."""
+    """All sizes from this one to `nodes` - 1 fail; None: `nodes` is the smallest possible."""
 
     @property
     def is_monotone(self) -> bool:
-        """No size that was run fails above one that does not."""
+        """Whether no probed size fails above one that meets the objectives."""
         met = [size for size, met in self.probes.items() if met]
         return all(self.probes[size] for size in self.probes if met and size > met[0])
 
@@ -42,18 +42,18 @@ def smallest(
     at_once: int = 1,
     neighbours: int = NEIGHBOURS,
 ) -> Search:
-    """Search sizes `lowest` to `highest`; `meets` runs several of them side by side, each once.
+    """Search sizes `lowest` to `highest`; `meets` runs several sizes in parallel, each once.
 
-    Runs about log2(answer / lowest) sizes to bound the answer, as many again to find it where
-    `at_once` is 1, `neighbours` below it and one above.
+    Runs about log2(answer / lowest) sizes to bound the answer, as many again to find it if
+    `at_once` is 1, `neighbours` sizes below it and one above.
 
     Raises:
-        InvalidRequestError: there is no size to search.
+        InvalidRequestError: the range of sizes is empty.
     """
     if not 1 <= lowest <= highest or at_once < 1:
         raise InvalidRequestError(
             f"cannot search clusters of {lowest} to {highest} nodes: the largest job needs "
-            f"{lowest}, so let --max-nodes be at least that"
+            f"{lowest}, so raise --max-nodes to at least that"
         )
     probes: dict[int, bool] = {}
 
@@ -108,7 +108,7 @@ def _narrowed(
     found: int,
     at_once: int,
 ) -> int:
-    """The least size that meets, taking it that sizes below a failing one fail."""
+    """The smallest size that meets the objectives if sizes below a failing one fail."""
     while True:
         low = max((size for size in probes if size < found and not probes[size]), default=lowest)
         gap = found - low

@@ -1,4 +1,4 @@
-"""Service level objectives of a simulated cluster, as people write them: `wait.p95<=2h`. Pure.
+"""Parses service level objectives of a simulated cluster, such as `wait.p95<=2h`. Pure.
 
     objective  = metric ("<=" | ">=") number [unit]
     metric     = quantity "." statistic | scalar
@@ -6,16 +6,16 @@
     statistic  = mean | median | p50 | p95 | p99 | max
     scalar     = drain | cost | fairness | utilisation | gpu_hours_per_cycle | failed_jobs
 
-Times have a unit (s, min, h, d); parts may be written in percent; costs may end in k or M.
+Times have a unit (s, min, h, d); fractions may be written in percent; costs may end in k or M.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.results.result import Distribution, SimResult
+from plexrl.sim.results.result import DistributionSummary, SimResult
 
 Unit = Literal["time", "part", "count", "money"]
 
@@ -25,9 +25,9 @@ SCALES: dict[Unit, dict[str, float]] = {
     "count": {"": 1.0},
     "money": {"": 1.0, "k": 1e3, "M": 1e6},
 }
-_UNITS_SAID: dict[Unit, str] = {
+_UNIT_TEXTS: dict[Unit, str] = {
     "time": "a time, as 90s, 30min, 2h or 5d",
-    "part": "a number or a part, as 0.05 or 5%",
+    "part": "a number or a percentage, as 0.05 or 5%",
     "count": "a number without a unit",
     "money": "an amount, as 20000, 20k or 1.5M",
 }
@@ -50,7 +50,7 @@ _STATISTICS: dict[str, str] = {
 
 
 def utilisation(result: SimResult) -> float:
-    """Part of the cluster's GPU-hours until it has drained that trained."""
+    """Part of the cluster's GPU-hours, until the drain, with a training operation."""
     offered = result.gpus * result.drain_s / 3600.0
     return result.busy_gpu_hours / offered if offered else 0.0
 
@@ -76,32 +76,32 @@ class Objective:
     """A bound on one figure of a result."""
 
     text: str
-    """As it was written."""
+    """The objective as written."""
     metric: str
     at_most: bool
-    """Otherwise at least."""
+    """Whether `bound` is an upper bound; otherwise a lower one."""
     bound: float
-    """In seconds, parts or plain numbers."""
+    """In seconds, fractions or plain numbers."""
     unit: Unit
 
     @property
     def is_budget(self) -> bool:
-        """More nodes are no way to meet it."""
+        """Whether more nodes cannot help to meet it."""
         return self.metric in _BUDGETS
 
     def value(self, result: SimResult) -> float:
-        """The figure."""
+        """The figure in a result."""
         if self.metric in _SCALARS:
             return _SCALARS[self.metric][1](result)
         quantity, _, statistic = self.metric.partition(".")
         distribution = getattr(result, quantity)
-        assert isinstance(distribution, Distribution)
+        assert isinstance(distribution, DistributionSummary)
         found = getattr(distribution, _STATISTICS[statistic])
         assert isinstance(found, int | float)
         return float(found)
 
     def is_met(self, result: SimResult) -> bool:
-        """Whether the result keeps to it; a figure that is no number does not."""
+        """Whether the result meets it; NaN does not."""
         value = self.value(result)
         return value <= self.bound if self.at_most else value >= self.bound
 
@@ -109,14 +109,14 @@ class Objective:
 NO_FAILED_JOBS = Objective(
     text="failed_jobs<=0", metric="failed_jobs", at_most=True, bound=0.0, unit="count"
 )
-"""Holds unless another bound is given: jobs given up would make all waits short."""
+"""Default bound: failed jobs would make all waits short."""
 
 
-def objectives(given: list[str]) -> tuple[Objective, ...]:
-    """What `--slo` says, and that no job may fail.
+def objectives(given: Sequence[str]) -> tuple[Objective, ...]:
+    """Parse the values of `--slo`; `NO_FAILED_JOBS` is added unless another bound is given.
 
     Raises:
-        InvalidRequestError: one cannot be understood.
+        InvalidRequestError: an objective is invalid.
     """
     found = tuple(
         objective(part)
@@ -129,10 +129,10 @@ def objectives(given: list[str]) -> tuple[Objective, ...]:
 
 
 def objective(text: str) -> Objective:
-    """One objective.
+    """Parse one objective.
 
     Raises:
-        InvalidRequestError: it cannot be understood.
+        InvalidRequestError: the objective is invalid.
     """
     parts = _FORM.fullmatch(text)
     if parts is None:
@@ -145,7 +145,7 @@ def objective(text: str) -> Objective:
     scales = SCALES[unit]
     if parts["unit"] not in scales:
         raise InvalidRequestError(
-            f"objective {text!r}: {metric} is {_UNITS_SAID[unit]}, not "
+            f"objective {text!r}: {metric} is {_UNIT_TEXTS[unit]}, not "
             f"{parts['number'] + parts['unit']!r}"
         )
     return Objective(
@@ -170,6 +170,6 @@ def _unit(text: str, metric: str) -> Unit:
             f"{', '.join(_STATISTICS)}"
         )
     raise InvalidRequestError(
-        f"objective {text!r}: there is no figure {metric!r}; there are "
+        f"objective {text!r}: unknown figure {metric!r}; use "
         f"{', '.join(f'{name}.STATISTIC' for name in _QUANTITIES)}, {', '.join(_SCALARS)}"
     )

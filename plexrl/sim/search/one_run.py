@@ -1,4 +1,4 @@
-"""One run of a sweep, its failure as a value."""
+"""Executes one run of a sweep; a failure becomes a value."""
 
 import traceback
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from plexrl.sim.workload.scenario import Scenario
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRun:
-    """A run that came to no result."""
+    """A run that ended in an error."""
 
     scenario: Scenario
     error: PlexRLError = field(compare=False)
-    """What went wrong; the message begins with which run it was."""
+    """The error; its message begins with the run's label."""
 
 
 Outcome = SimResult | FailedRun
 OnProgress = Callable[[int, Progress], None]
-"""Told the number of a run and how far it is."""
+"""Receives the index of a run and its progress."""
 OnEnd = Callable[[int, Outcome], None]
-"""Told the number of a run and what came of it, in the order in which runs end."""
+"""Receives the index of a run and its outcome, in the order in which runs end."""
 
 
 def run_one(
     scenario: Scenario, on_progress: Callable[[Progress], None], job_rows: Path | None = None
 ) -> Outcome:
-    """One run here, its failure as a value."""
+    """Execute a run in this process; a failure becomes a `FailedRun`."""
     try:
         if job_rows is None:
             return simulate(scenario, on_progress)
@@ -40,20 +40,20 @@ def run_one(
     except PlexRLError as error:
         return failed(scenario, error)
     except Exception as error:
-        # A fault of ours in one run must not cost the others' hours.
-        told = PlexRLError(f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
-        return failed(scenario, told)
+        # A bug in one run must not discard hours of other runs.
+        internal = PlexRLError(f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+        return failed(scenario, internal)
 
 
 def label(scenario: Scenario) -> str:
-    """Which run of a sweep a scenario is, for people."""
+    """Text that identifies a run of a sweep."""
     pools = " + ".join(f"{pool.nodes} x {pool.node_type.name}" for pool in scenario.pools)
     return f"{scenario.policy} on {pools}, seed {scenario.seed}"
 
 
 def failed(scenario: Scenario, error: PlexRLError) -> FailedRun:
-    """The run that ended with `error`, whose message then says which run it was."""
-    said = from_wire(error.to_wire())
-    said.message = f"{label(scenario)}: {error.message}"
-    said.args = (said.message,)
-    return FailedRun(scenario=scenario, error=said)
+    """A `FailedRun` with `error`, whose message begins with the run's label."""
+    labelled = from_wire(error.to_wire())
+    labelled.message = f"{label(scenario)}: {error.message}"
+    labelled.args = (labelled.message,)
+    return FailedRun(scenario=scenario, error=labelled)

@@ -1,4 +1,4 @@
-"""Runs as tasks of a Ray cluster, whose machines have this package and can read the trace."""
+"""Executes runs as tasks of a Ray cluster whose nodes have this package and can read the trace."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,23 +9,23 @@ from plexrl.sim.engine.simulate import Progress
 from plexrl.sim.search.one_run import FailedRun, OnEnd, OnProgress, Outcome, label, run_one
 from plexrl.sim.workload.scenario import Scenario
 
-LOOK_EVERY_S = 0.5
-"""At how far the tasks are."""
+POLL_S = 0.5
+"""Interval of progress reports."""
 NAMESPACE = "plexrl-simulate"
 
 
 class ProgressBoard:
-    """An actor that holds the latest word of each run until somebody takes it."""
+    """A Ray actor that holds the latest progress of each run."""
 
     def __init__(self) -> None:
         self._latest: dict[int, Progress] = {}
 
     def put(self, index: int, progress: Progress) -> None:
-        """A run's word."""
+        """Store the progress of a run."""
         self._latest[index] = progress
 
     def take(self) -> dict[int, Progress]:
-        """What is new."""
+        """Return and clear the progress since the last call."""
         found, self._latest = self._latest, {}
         return found
 
@@ -33,12 +33,12 @@ class ProgressBoard:
 def run_on_ray(
     scenarios: Sequence[Scenario], address: str, tell: OnProgress, ended: OnEnd
 ) -> tuple[Outcome, ...]:
-    """As `run_all`; a task whose machine is lost is run again elsewhere.
+    """Like `run_all`, on Ray; a task whose node is lost runs again on another node.
 
-    A process that is a driver of Ray already stays one, and its cluster is used.
+    If this process is already connected to Ray, it uses that cluster and stays connected.
 
     Raises:
-        UnavailableError: there is no Ray, or none at `address`.
+        UnavailableError: Ray is not installed, or there is no Ray cluster at `address`.
     """
     try:
         import ray
@@ -67,7 +67,7 @@ def _run(scenarios: Sequence[Scenario], tell: OnProgress, ended: OnEnd) -> tuple
     outcomes: dict[int, Outcome] = {}
     try:
         while pending:
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=LOOK_EVERY_S)
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_S)
             for index, progress in sorted(ray.get(board.take.remote()).items()):
                 tell(index, progress)
             for ref in done:

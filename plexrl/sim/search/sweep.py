@@ -1,9 +1,9 @@
-"""Many scenarios side by side: results in their order, the same bytes as one after another.
+"""Runs many scenarios in parallel, with the same results as one after another.
 
-Each run has a process of its own, not a place in a pool of processes: one that dies (for want of
-memory, say) takes no other's result along, and its memory is given back. Processes are spawned, so
-a script that calls this keeps its own work behind `if __name__ == "__main__"`; they die with their
-parent, whatever ends it. With the address of a Ray cluster runs are Ray tasks instead.
+Each run has a process of its own instead of a process pool: if one dies (out of memory, for
+example), no other result is lost, and its memory is freed. Processes are spawned, so a calling
+script needs the guard `if __name__ == "__main__"`; they die with their parent. With the address of
+a Ray cluster, runs are Ray tasks instead.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _Task = tuple[Scenario, Path | None]
-"""A run, and where its rows of jobs go."""
+"""A run and the file for its job rows."""
 
 
 def run_all(
@@ -43,52 +43,51 @@ def run_all(
     on_progress: OnProgress | None = None,
     on_end: OnEnd | None = None,
 ) -> tuple[Outcome, ...]:
-    """The outcome of each scenario, in their order; one that fails leaves the others alone.
+    """The outcome of each scenario, in order; a failing run does not affect the others.
 
-    `workers`: runs at a time, by default as many as there are cores; 1 stays in this process.
-    `copies`: where runs on this machine find the jobs of a source more quickly (`job_copy`).
-    `job_rows`: where runs on this machine write a row of each of their jobs (`job_rows_file`).
-    An interrupt (Ctrl-C) ends every run and is raised again.
+    `workers`: parallel runs, by default one per core; 1 runs in this process. `copies`: faster
+    copies of job sources for runs on this machine (`job_copy`). `job_rows`: files for the job rows
+    of runs on this machine (`job_rows_file`). An interrupt (Ctrl-C) ends every run and propagates.
 
     Raises:
-        UnavailableError: there is no Ray, or none at `ray_address`.
+        UnavailableError: Ray is not installed, or there is no Ray cluster at `ray_address`.
     """
-    tell, ended = on_progress or _ignore, on_end or _ignore
+    report, ended = on_progress or _ignore, on_end or _ignore
     if ray_address is not None:
-        return run_on_ray(scenarios, ray_address, tell, ended)
-    places = min(workers or len(os.sched_getaffinity(0)), len(scenarios))
-    run = _run_here if places <= 1 else partial(_run_in_processes, places=places)
+        return run_on_ray(scenarios, ray_address, report, ended)
+    slots = min(workers or len(os.sched_getaffinity(0)), len(scenarios))
+    run = _run_here if slots <= 1 else partial(_run_in_processes, slots=slots)
     rows = [job_rows.get(each) if job_rows else None for each in scenarios]
     if not copies:
-        return run([*zip(scenarios, rows, strict=True)], tell, ended)
+        return run([*zip(scenarios, rows, strict=True)], report, ended)
     reading = [replace(each, source=copies.get(each.source, each.source)) for each in scenarios]
 
-    def as_asked(index: int, outcome: Outcome) -> Outcome:
+    def with_own_source(index: int, outcome: Outcome) -> Outcome:
         if isinstance(outcome, FailedRun):
             return replace(outcome, scenario=scenarios[index])
         return outcome
 
     tasks = [*zip(reading, rows, strict=True)]
-    found = run(tasks, tell, lambda index, outcome: ended(index, as_asked(index, outcome)))
-    return tuple(as_asked(index, outcome) for index, outcome in enumerate(found))
+    found = run(tasks, report, lambda index, outcome: ended(index, with_own_source(index, outcome)))
+    return tuple(with_own_source(index, outcome) for index, outcome in enumerate(found))
 
 
-def _run_here(tasks: Sequence[_Task], tell: OnProgress, ended: OnEnd) -> tuple[Outcome, ...]:
+def _run_here(tasks: Sequence[_Task], report: OnProgress, ended: OnEnd) -> tuple[Outcome, ...]:
     outcomes = []
     for index, (scenario, rows) in enumerate(tasks):
-        outcomes.append(run_one(scenario, partial(tell, index), rows))
+        outcomes.append(run_one(scenario, partial(report, index), rows))
         ended(index, outcomes[-1])
     return tuple(outcomes)
 
 
 def _run_in_processes(
-    tasks: Sequence[_Task], tell: OnProgress, ended: OnEnd, *, places: int
+    tasks: Sequence[_Task], report: OnProgress, ended: OnEnd, *, slots: int
 ) -> tuple[Outcome, ...]:
     waiting = deque(enumerate(tasks))
     outcomes: dict[int, Outcome] = {}
     with _children() as running:
         while waiting or running:
-            while waiting and len(running) < places:
+            while waiting and len(running) < slots:
                 index, task = waiting.popleft()
                 connection, process = _start(task)
                 running[connection] = (index, process)
@@ -96,28 +95,28 @@ def _run_in_processes(
                 assert isinstance(ready, Connection)
                 index, process = running[ready]
                 try:
-                    told = ready.recv()
+                    message = ready.recv()
                 except EOFError:
                     process.join()
                     died = PlexRLError(
-                        f"its process died with exit code {process.exitcode}: where that is -9 the "
-                        "machine may be short of memory; take fewer --workers"
+                        f"its process died with exit code {process.exitcode}: -9 may mean that the "
+                        "machine is out of memory; use fewer --workers"
                     )
-                    told = failed(tasks[index][0], died)
-                if isinstance(told, Progress):
-                    tell(index, told)
+                    message = failed(tasks[index][0], died)
+                if isinstance(message, Progress):
+                    report(index, message)
                     continue
-                outcomes[index] = told
+                outcomes[index] = message
                 process.join()
                 ready.close()
                 del running[ready]
-                ended(index, told)
+                ended(index, message)
     return tuple(outcomes[index] for index in range(len(tasks)))
 
 
 @contextmanager
 def _children() -> "Iterator[dict[Connection, tuple[int, SpawnProcess]]]":
-    """Those that run; whatever happens, none is left."""
+    """The running processes; all are killed when the context ends."""
     running: dict[Connection, tuple[int, SpawnProcess]] = {}
     try:
         yield running
@@ -133,13 +132,13 @@ def _start(task: _Task) -> "tuple[Connection, SpawnProcess]":
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(theirs, task), daemon=True)
     process.start()
-    # Ours alone, so that its end is seen when the process dies.
+    # The parent keeps no copy of the child's end, so it sees EOF when the child dies.
     theirs.close()
     return ours, process
 
 
 def _child(connection: Connection, task: _Task) -> None:
-    # Ctrl-C reaches every process of a terminal; the parent ends its children itself.
+    # Ctrl-C reaches every process of a terminal; the parent ends its children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None, "this runs in a child only"
@@ -149,5 +148,5 @@ def _child(connection: Connection, task: _Task) -> None:
     connection.close()
 
 
-def _ignore(index: int, told: object) -> None:
-    del index, told
+def _ignore(index: int, message: object) -> None:
+    del index, message

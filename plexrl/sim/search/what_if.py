@@ -1,6 +1,6 @@
-"""The same trace on another cluster, or at another price: what would differ.
+"""Changes a scenario's cluster or prices for a what-if comparison.
 
-A price changes no decision, so a run that differs in prices only is priced anew, not run again.
+Prices affect no decision, so a run that differs in prices only is repriced instead of run again.
 """
 
 from dataclasses import dataclass, replace
@@ -18,10 +18,10 @@ _SIZES = {"": 1, "GiB": 1 << 30, "TiB": 1 << 40, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What is otherwise."""
+    """One change of a scenario."""
 
     text: str
-    """As it was written."""
+    """The change as written."""
     field: str
     """`node-type`, `nodes`, or a field of the prices or of every node type."""
     value: NodeType | float
@@ -34,9 +34,9 @@ _PRICES = {
     "reserved-nodes": "reserved_nodes",
     "horizon-days": "horizon_s",
 }
-"""Fields of the scenario's prices."""
+"""Field of the scenario's prices by name of the change."""
 CHANGES = ("price", *_PRICES, "node-type", "host-memory", "nvme", "speed", "nodes")
-"""What can be asked."""
+"""Names of all changes."""
 _WHOLE = ("nodes", "reserved-nodes")
 _EXAMPLES = {
     "host-memory": "1TiB",
@@ -49,11 +49,11 @@ _FIELDS = {"host-memory": "host_memory_bytes", "nvme": "nvme_bytes"}
 
 
 def change(given: str) -> Change:
-    """The change that `NAME=VALUE` says: a price of a GPU-hour, days of a horizon, a node type by
-    name or file, bytes of host memory or NVMe (`1TiB`), a speed, a number of nodes.
+    """Parse a change `NAME=VALUE`: a price of a GPU-hour, days of a horizon, a node type by name or
+    file, bytes of host memory or NVMe (`1TiB`), a speed, or a number of nodes.
 
     Raises:
-        InvalidRequestError: it has no such form, or the value cannot be.
+        InvalidRequestError: the form or the value is invalid.
     """
     name, equals, text = given.partition("=")
     if not equals or name not in CHANGES:
@@ -65,7 +65,7 @@ def change(given: str) -> Change:
     field = _PRICES.get(name) or _FIELDS.get(name, name)
     value = _number(given, name, text)
     if name in _WHOLE and not isinstance(value, int):
-        raise InvalidRequestError(f"what if {given!r}: {text!r} is no whole number of nodes")
+        raise InvalidRequestError(f"what if {given!r}: {text!r} is not a whole number of nodes")
     if name == "horizon-days":
         value *= DAY_S
     if name in _PRICES:
@@ -78,11 +78,10 @@ def change(given: str) -> Change:
 
 
 def changed(scenario: Scenario, what: Change) -> Scenario:
-    """The scenario with all its pools so.
+    """The scenario with the change applied to all its pools.
 
     Raises:
-        InvalidRequestError: the nodes of several pools are to change, or the prices do not go
-            together.
+        InvalidRequestError: the change is of the nodes of several pools, or the prices conflict.
     """
     if what.field in _PRICES.values():
         assert not isinstance(what.value, NodeType)
@@ -90,15 +89,15 @@ def changed(scenario: Scenario, what: Change) -> Scenario:
         return replace(scenario, prices=prices)
     if what.field == "nodes" and len(scenario.pools) > 1:
         raise InvalidRequestError(
-            f"what if {what.text!r}: the cluster has several pools; say which by --pool instead"
+            f"what if {what.text!r}: the cluster has several pools; change one by --pool instead"
         )
     return replace(scenario, pools=tuple(_changed(pool, what) for pool in scenario.pools))
 
 
 def repriced(scenario: Scenario, result: SimResult, other: Scenario) -> SimResult | None:
-    """What `other` comes to, where it differs from the `scenario` of `result` in prices at most;
-    None where it has to be run. (So it has where rollouts cost as their node type does, and types
-    of several prices have new ones: the result does not tell which job's rollouts cost which.)"""
+    """The result of `other` if it differs from the `scenario` of `result` in prices only; None: it
+    has to be run. (It has to be if rollouts cost the price of their node type and several types
+    have new prices: the result does not contain rollout hours by node type.)"""
     if _priceless(scenario) != _priceless(other):
         return None
     rollout_cost = _rollout_cost(scenario, result, other)
@@ -168,4 +167,6 @@ def _number(given: str, name: str, text: str) -> float:
                 break
             return int(value) if name in (*_FIELDS, *_WHOLE) and value.is_integer() else value
     example = _EXAMPLES.get(name, "3.0")
-    raise InvalidRequestError(f"what if {given!r}: {text!r} is no value; write {name}={example}")
+    raise InvalidRequestError(
+        f"what if {given!r}: {text!r} is not a valid value; write {name}={example}"
+    )

@@ -1,1 +1,1 @@
-"""StateManagers and nodes of the simulated cluster."""
+"""The simulated StateManagers: node types, move costs and the location of each state."""

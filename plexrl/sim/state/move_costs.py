@@ -1,27 +1,26 @@
-"""What moving a job's state takes, by the kind of node: the StateManager's cost model. Pure.
+"""The cost model of state moves, by node type. Pure.
 
-A move is `fixed_s + bytes / rate` (as `plexrl.scheduler.state.estimates.MoveLaw` fits it to
-measured moves). All GPUs of a node move at once, each over its own link to host memory; its NVMe
-and its network they share. What lies on NVMe is read block by block while earlier blocks go on to
-the GPUs, so the slower of the two paths counts. All nodes of a job move at once: the one with the
-most of its state is the last. Moves of other jobs on the same node at the same moment are not
-reckoned with.
+A move takes `fixed_s + bytes / rate`, the form that the scheduler also fits to measured moves. All
+GPUs of a node move at the same time, each over its own link to host memory; they share the node's
+NVMe and network. A load from NVMe is pipelined in blocks, so the slower of the two links counts.
+All nodes of a job move at the same time; the node with the largest part finishes last. The model
+ignores contention with moves of other jobs on the same node.
 
-Where `NodeType`'s rates are from:
+Sources of `NodeType`'s rates:
 
-- 50e9 bytes/s between a GPU and pinned host memory: PCIe 5 x16 of an H200 does 52 to 55 (published
-  with DeepSpeed's DeepNVMe); the StateManager's own target is 90 % of that.
-- 20e9 of NVMe: eight Gen 5 drives read 48 and write 26 (ditto), a store like ours gets about 20
-  from such a node (ServerlessLLM); one rate serves both ways, and is the lower one.
-- 50e9 of the network: a NIC of 400 Gbit/s, one per node, though such nodes have several.
-- 0.5 s fixed: from the first rank's request to the last rank's answer. A warm switch costs well
-  under 0.1 s outside its copies; the rest is for communicators that go idle and come back (10 GB a
-  rank held by NCCL is freed in milliseconds, a process group destroyed in 0.9 s).
+- 50e9 bytes/s between a GPU and pinned host memory: an H200 on PCIe 5 x16 reaches 52 to 55
+  (published with DeepSpeed's DeepNVMe); the StateManager's target is 90 % of that.
+- 20e9 bytes/s of NVMe: eight Gen 5 drives read 48 and write 26 (same source), and ServerlessLLM's
+  store reaches about 20 on such a node. The lower rate serves both directions.
+- 50e9 bytes/s of network: one NIC of 400 Gbit/s per node, though such nodes have several.
+- 0.5 s fixed: from the first rank's request to the last rank's answer. A warm switch needs well
+  under 0.1 s outside its copies; the rest is for suspending and resuming communicators (NCCL frees
+  10 GB a rank in milliseconds and destroys a process group in 0.9 s).
 
-So a switch with both states in host memory takes, on the GPUs that were published, 1.5 s for 7B
-(106 GB on 8 GPUs), 1.1 s for 30B (427 GB on 256) and 1.3 s for 235B (3.3 TB on 384). PlexRL reports
-19.0 s to load the optimizer states of 30B in a colocated setup, without pinned memory and a process
-of its own to keep them: give `switch_s` to reckon with such systems.
+A switch with both states in host memory then takes, on the published GPUs, 1.5 s for 7B (106 GB on
+8 GPUs), 1.1 s for 30B (427 GB on 256) and 1.3 s for 235B (3.3 TB on 384). PlexRL reports 19.0 s to
+load the optimizer states of 30B in a colocated setup without pinned memory; use `switch_s` to model
+such systems.
 """
 
 from collections.abc import Iterable
@@ -32,14 +31,14 @@ from plexrl.sim.workload.scenario import NodeType, Pool
 
 
 class MoveCosts:
-    """Seconds of moves."""
+    """Durations of moves in seconds."""
 
     def __init__(self, pools: Iterable[Pool], switch_s: float | None = None) -> None:
-        """`switch_s`: what a switch takes whatever moves, half of it each way; but state from NVMe
-        takes no less than its bytes do. Absent: by the rates alone.
+        """`switch_s`: duration of a switch, half for the offload and half for the load, whatever
+        the size; a load from NVMe takes at least as long as its bytes. Absent: by the rates.
 
         Raises:
-            InvalidRequestError: two node types share a name, or `switch_s` is below 0.
+            InvalidRequestError: two different node types share a name, or `switch_s` is below 0.
         """
         if switch_s is not None and switch_s < 0.0:
             raise InvalidRequestError(f"a switch takes at least 0 s, not {switch_s:g}")
@@ -48,25 +47,25 @@ class MoveCosts:
             known = self._types.setdefault(pool.node_type.name, pool.node_type)
             if known != pool.node_type:
                 raise InvalidRequestError(
-                    f"two node types are called {known.name!r} and differ: give each its own name"
+                    f"two different node types are named {known.name!r}: give each its own name"
                 )
         self._half_s = None if switch_s is None else switch_s / 2.0
 
     def load_s(self, node_type: str, state_bytes: int, gpus: int, tier: str = HOST) -> float:
-        """To bring the state of so many GPUs onto them, from `tier` (`host` or `nvme`)."""
+        """Duration of a load of the state of `gpus` GPUs from `tier` (`host` or `nvme`)."""
         return self._move_s(self._types[node_type], state_bytes, gpus, tier)
 
     def offload_s(self, node_type: str, state_bytes: int, gpus: int, tier: str = HOST) -> float:
-        """To bring it off them, to `tier`."""
+        """Duration of an offload to `tier`."""
         return self._move_s(self._types[node_type], state_bytes, gpus, tier)
 
     def migrate_s(self, node_type: str, state_bytes: int, gpus: int) -> float:
-        """For new nodes to fetch the state into their host memory from those that have it."""
+        """Duration of a migration into the host memory of new nodes."""
         kind = self._types[node_type]
         return kind.move_fixed_s + node_bytes(kind, state_bytes, gpus) / kind.network_bytes_per_s
 
     def nvme_s(self, node_type: str, nbytes: int) -> float:
-        """To bring so many bytes of one node from its host memory to its NVMe, or back."""
+        """Duration of a copy between a node's host memory and its NVMe."""
         return nbytes / self._types[node_type].nvme_bytes_per_s
 
     def _move_s(self, kind: NodeType, state_bytes: int, gpus: int, tier: str) -> float:
@@ -79,5 +78,5 @@ class MoveCosts:
 
 
 def node_bytes(kind: NodeType, state_bytes: int, gpus: int) -> float:
-    """Of the state of so many GPUs, what lies on the node that has the most of them."""
+    """Bytes of the state on the node that has the most of the job's GPUs."""
     return state_bytes / gpus * min(gpus, kind.gpus)

@@ -1,11 +1,11 @@
-"""Kinds of nodes by name, and from files.
+"""Node types by name or from a file.
 
-Memories, links and drives are those of NVIDIA's DGX systems' data sheets (A100: PCIe 4, the others
-PCIe 5; 8 drives of 3.84 TB), taken at about 80 % of the links' nominal rates. `speed` is the ratio
-of peak dense bf16 rates (A100 312, H100 and H200 989, B200 2 250 TFLOP/s) to an H200's: what a job
-gets of it differs, so give your own where you have measured it. Prices are round figures within
-what was asked for an hour in spring 2026 (A100 0.80 to 3.00, H100 1.99 to 5.00, H200 2.50 to 7.00;
-B200: an assumption): give your own.
+Memories, links and drives follow the data sheets of NVIDIA's DGX systems (A100: PCIe 4, the others
+PCIe 5; 8 drives of 3.84 TB), at about 80 % of the links' nominal rates. `speed` is the ratio of
+peak dense bf16 rates (A100 312, H100 and H200 989, B200 2 250 TFLOP/s) to an H200's; jobs reach
+different parts of it, so use your own measurement if you have one. Prices are round figures within
+the market of spring 2026 (A100 0.80 to 3.00, H100 1.99 to 5.00, H200 2.50 to 7.00; B200: an
+assumption); use your own.
 """
 
 import json
@@ -35,17 +35,17 @@ NODE_TYPES: dict[str, NodeType] = {
 }
 
 GPUS_MAX = 1024
-"""Of a node."""
+"""Most GPUs of one node."""
 
 _MAY_BE_ZERO = {"nvme_bytes", "move_fixed_s", "price"}
 
 
 def node_type(given: str) -> NodeType:
-    """The node type of a name, or of a JSON or TOML file that holds its fields; `base` in the file
-    names one whose fields hold where the file says nothing (else: h200).
+    """The node type of this name, or from a JSON or TOML file of its fields. `base` in the file
+    names the type that provides the other fields (default: h200).
 
     Raises:
-        InvalidRequestError: there is no such type or file, or a field is unknown or out of range.
+        InvalidRequestError: the type or file does not exist, or a field is unknown or out of range.
     """
     if given in NODE_TYPES:
         return NODE_TYPES[given]
@@ -57,12 +57,14 @@ def node_type(given: str) -> NodeType:
     values = _read(path)
     base = values.pop("base", "h200")
     if base not in NODE_TYPES:
-        raise InvalidRequestError(f"{path}: base {base!r} is none of {', '.join(NODE_TYPES)}")
+        raise InvalidRequestError(
+            f"{path}: base {base!r} is unknown: use one of {', '.join(NODE_TYPES)}"
+        )
     return with_fields(NODE_TYPES[base], {"name": path.stem, **values}, where=str(path))
 
 
 def with_fields(base: NodeType, values: Mapping[str, Any], *, where: str) -> NodeType:
-    """`base` with these fields, each checked.
+    """`base` with these fields replaced, each checked.
 
     Raises:
         InvalidRequestError: as `node_type` does; the message begins with `where`.

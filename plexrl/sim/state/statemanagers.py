@@ -1,4 +1,4 @@
-"""The StateManagers of a virtual cluster as its shell speaks with them: commands in, events out."""
+"""Executes the scheduler's state commands on the simulated StateManagers and reports events."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,14 +18,14 @@ _LOAD: Final = OperationKind.LOAD
 
 
 class Refusal(NamedTuple):
-    """A load, an offload or a snapshot that cannot be."""
+    """A load, an offload or a snapshot that fails."""
 
     took_s: float
-    """Until that is known."""
+    """Seconds until the failure is reported."""
     error: PlexRLError
 
     def answer(self, command: cmd.RunOperation) -> ev.OperationFailed:
-        """What the workers say of it."""
+        """The event that reports the failure."""
         return ev.OperationFailed(
             operation=command.operation,
             token=command.token,
@@ -35,34 +35,34 @@ class Refusal(NamedTuple):
 
 
 class NodeStates:
-    """All nodes' states. `tell` takes events for the core."""
+    """The states on all nodes. `send` passes an event to the core."""
 
     def __init__(
         self,
         shell: VirtualShell,
         costs: MoveCosts,
         node_types: Mapping[str, NodeType],
-        tell: Callable[[ev.Event], None],
+        send: Callable[[ev.Event], None],
     ) -> None:
         self._shell = shell
-        self._tell = tell
+        self._send = send
         self._states = VirtualState(costs)
         self._away: set[NodeId] = set()
         for name, kind in node_types.items():
             self._states.add_node(NodeId(name), kind)
 
     def launched(self, command: cmd.LaunchWorkers, state_bytes: int) -> None:
-        """A deployment has its GPUs, with so much state on all of them."""
+        """Record a deployment's GPUs and the total size of its state."""
         nodes = [rank.node for rank in command.ranks]
         self._states.launched(command.deployment, state_bytes, nodes)
 
     def begin(self, command: cmd.RunOperation) -> Move | Refusal:
-        """A load, an offload or a snapshot begins."""
+        """Begin a load, an offload or a snapshot."""
         name, now = command.deployment, self._shell.now
         if command.kind != _LOAD:
             move = self._states.offload(name, command.next_use_s, now)
             if move is None:
-                return self._refused(name, StateTierFullError(f"no tier has room for {name!r}"))
+                return self._refused(name, StateTierFullError(f"no tier can hold {name!r}"))
         elif command.seq == 0:
             move = self._states.build(name)
         else:
@@ -72,32 +72,32 @@ class NodeStates:
         return move
 
     def prefetch(self, command: cmd.PrefetchState) -> None:
-        """A hint of the scheduler."""
+        """Begin a prefetch where host memory has space."""
         name, now = command.deployment, self._shell.now
         nodes = [node for node in command.nodes if node not in self._away]
         for at, node in self._states.prefetch(name, nodes, command.next_use_s, now):
             self._shell.at(at, self._prefetched, (name, node))
 
     def migrate(self, command: cmd.MigrateState) -> None:
-        """Nodes are to fetch a version."""
-        coming = self._states.migrate(command.deployment, command.nodes, self._shell.now)
-        for at, node, is_kept in coming:
-            error = "" if is_kept else f"no tier of {node!r} has room"
+        """Copy the newest version to nodes."""
+        copies = self._states.migrate(command.deployment, command.nodes, self._shell.now)
+        for at, node, is_kept in copies:
+            error = "" if is_kept else f"no tier of {node!r} can hold it"
             migrated = ev.StateMigrated(
                 deployment=command.deployment, node=node, seq=command.seq, error=error
             )
             self._shell.at(at, self._migrated, migrated)
 
     def release(self, command: cmd.ReleaseState) -> None:
-        """Nodes are to drop what they have of a deployment."""
+        """Drop a deployment's state from nodes."""
         self._states.release(command.deployment, command.nodes)
 
     def forget(self, deployment: DeploymentId) -> None:
-        """A deployment has ended."""
+        """Drop all state of an ended deployment."""
         self._states.forget(deployment)
 
     def node_lost(self, node: NodeId, survives: bool) -> None:
-        """A node is away, and comes back with its host memory if that `survives`."""
+        """Mark a node as lost; `survives`: it rejoins with its host memory."""
         self._away.add(node)
         self._states.node_lost(node, survives)
 
@@ -106,22 +106,22 @@ class NodeStates:
         return node in self._away
 
     def node_back(self, node: NodeId) -> tuple[DeploymentId, ...]:
-        """A node is back, with versions of these."""
+        """Mark a node as rejoined; returns the deployments whose versions it has."""
         self._away.discard(node)
         return self._states.states_on(node)
 
     def check(self) -> None:
-        """Assert that no tier is over its bound, and that all is where it should be."""
+        """Assert the invariants of `VirtualState`."""
         self._states.check()
 
     def _refused(self, deployment: DeploymentId, error: PlexRLError) -> Refusal:
         return Refusal(self._states.refusal_s(deployment), error)
 
     def _prefetched(self, subject: tuple[DeploymentId, NodeId]) -> None:
-        report = self._states.arrived(*subject, self._shell.now)
+        report = self._states.prefetched(*subject, self._shell.now)
         if report is not None:
-            self._tell(report)
+            self._send(report)
 
     def _migrated(self, migrated: ev.StateMigrated) -> None:
         if migrated.node not in self._away:
-            self._tell(migrated)
+            self._send(migrated)

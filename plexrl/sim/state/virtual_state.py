@@ -1,18 +1,18 @@
-"""Where the states of deployments lie that are not on their GPUs, and what moving them takes.
+"""Simulates the host and NVMe tiers of all nodes: where each state is, and how long moves take.
 
-Each node keeps versions in host memory and spills to NVMe what is expected to be needed last, by
-the StateManager's own choice (`plexrl.statemanager.eviction.policy.place`), from what the scheduler
-says of next uses. Where this departs from the StateManager:
+Each node keeps versions in host memory and evicts to NVMe the one with the latest expected use, by
+the StateManager's own policy (`plexrl.statemanager.eviction.policy`) and the scheduler's
+predictions of next uses. Differences from the StateManager:
 
-- A version moves as one, whatever its ranks share, and takes its device bytes: tiers that are all
-  but full may refuse what the StateManagers would find room for rank by rank.
-- Of copies that are written to NVMe ahead of pressure: a version counts as copied, and leaves host
-  memory at no cost, once it has lain idle for as long as the node's NVMe needs for all of a host
-  tier that is `DRAIN_FROM` full. Copies take no room: they are given up for whatever needs it.
-- Moves beside each other do not slow each other down.
+- A version moves as a whole and takes its device bytes, even if ranks share parts. Nearly full
+  tiers may refuse a version that StateManagers could place rank by rank.
+- Background copies to NVMe are modelled by time: a version counts as copied, and leaves host memory
+  at no cost, once it has been idle for as long as the node's NVMe needs to write all of its host
+  memory in use, provided that host memory is at least `DRAIN_FROM` full. Copies take no space.
+- Concurrent moves do not slow each other down.
 
-Laws, which `check` proves: no tier holds more than its bound; every version lies whole in one tier
-of each node of its own; what is kept is of deployments that were not released. Pure.
+Invariants, asserted by `check`: no tier exceeds its capacity; every version is in exactly one tier
+of each of its nodes; only unreleased deployments have versions. Pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,66 +23,72 @@ from plexrl.scheduler.dispatch.switch_cost import HOST, NVME
 from plexrl.scheduler.state.events import StateMoved, StateReported, StateResidency
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.workload.scenario import NodeType
-from plexrl.statemanager.eviction.policy import Resident, Room, TierName, expected_use, place
+from plexrl.statemanager.eviction.policy import (
+    EvictionCandidate,
+    TierName,
+    TierUsage,
+    expected_use,
+    plan_eviction,
+)
 
 DRAIN_FROM = 0.5
-"""Of host memory, in use before the StateManager copies anything ahead of pressure."""
+"""Part of host memory in use from which the StateManager copies to NVMe in the background."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """What a load or an offload comes to."""
+    """The result of a load or an offload."""
 
     took_s: float
     moved: StateMoved
     reports: tuple[StateReported, ...] = ()
-    """What the nodes tell the scheduler afterwards: of others that gave way, and of this one where
-    its nodes have it in different tiers."""
+    """Reports to the scheduler afterwards: evicted versions, and this version if its nodes keep it
+    in different tiers."""
 
 
 @dataclass(slots=True)
 class _State:
-    """Of one deployment."""
+    """The state of one deployment."""
 
     deployment: DeploymentId
     state_bytes: int
     node_type: str
-    bytes_on: Mapping[NodeId, int] = field(default_factory=dict)
-    """By the nodes of its ranks."""
+    rank_bytes: Mapping[NodeId, int] = field(default_factory=dict)
+    """Bytes by node, for the nodes of its ranks."""
     gpus: int = 1
-    lies: dict[NodeId, int] = field(default_factory=dict)
-    """Bytes of the newest version, by the nodes that have a part of it."""
+    stored_bytes: dict[NodeId, int] = field(default_factory=dict)
+    """Bytes of the newest version by node, for the nodes that have a part."""
     on_nvme: set[NodeId] = field(default_factory=set)
-    """Nodes of these whose part is not in host memory."""
+    """Those of these nodes that keep their part on NVMe."""
     next_use: float | None = None
-    """When it was expected to be needed."""
+    """Predicted time of the next use."""
     last_use: float = 0.0
     tick: int = 0
-    """Order of last uses."""
+    """Logical time of the last use."""
     in_place: bool = False
-    """The newest version lies in host memory on all nodes of its ranks, and nowhere else."""
+    """Whether the newest version is in host memory on exactly the nodes of its ranks."""
     host_load: Move | None = None
     host_offload: Move | None = None
 
 
 @dataclass(slots=True)
 class _Tiers:
-    """Of one node."""
+    """The tiers of one node."""
 
     node_type: NodeType
     residents: dict[DeploymentId, _State] = field(default_factory=dict)
     host_bytes: int = 0
     nvme_bytes: int = 0
-    arriving: dict[DeploymentId, float] = field(default_factory=dict)
-    """When prefetches under way will be done."""
+    prefetching: dict[DeploymentId, float] = field(default_factory=dict)
+    """Completion times of the prefetches in progress."""
 
-    def arriving_bytes(self, node: NodeId) -> int:
-        """Of host memory, set aside for prefetches."""
-        return sum(self.residents[name].lies[node] for name in self.arriving)
+    def prefetching_bytes(self, node: NodeId) -> int:
+        """Host memory that is reserved for prefetches."""
+        return sum(self.residents[name].stored_bytes[node] for name in self.prefetching)
 
 
 class VirtualState:
-    """All nodes' StateManagers together."""
+    """The StateManagers of all nodes."""
 
     def __init__(self, costs: MoveCosts) -> None:
         self._costs = costs
@@ -91,11 +97,11 @@ class VirtualState:
         self._tick = 0
 
     def add_node(self, node: NodeId, node_type: NodeType) -> None:
-        """A node that is there from now on."""
+        """Add a node with empty tiers."""
         self._nodes[node] = _Tiers(node_type)
 
     def launched(self, deployment: DeploymentId, state_bytes: int, nodes: Sequence[NodeId]) -> None:
-        """A deployment has its GPUs; `nodes`: of each of its ranks."""
+        """Record a deployment's GPUs; `nodes`: the node of each rank."""
         known = self._states.get(deployment)
         if known is None:
             known = self._states[deployment] = _State(deployment, state_bytes, "")
@@ -104,7 +110,7 @@ class VirtualState:
         counts: dict[NodeId, int] = {}
         for node in nodes:
             counts[node] = counts.get(node, 0) + 1
-        known.bytes_on = {
+        known.rank_bytes = {
             node: known.state_bytes * count // len(nodes) for node, count in counts.items()
         }
         kind, gpus = known.node_type, known.gpus
@@ -113,26 +119,26 @@ class VirtualState:
         offload_s = self._costs.offload_s(kind, state_bytes, gpus)
         known.host_load = Move(took_s=load_s, moved=moved)
         known.host_offload = Move(took_s=offload_s, moved=moved)
-        self._look_at(known)
+        self._update_in_place(known)
 
     def build(self, deployment: DeploymentId) -> Move:
-        """A first load, of initial weights: as long as one from host memory, by assumption."""
+        """The first load, of initial weights; assumed to take as long as one from host memory."""
         built = self._states[deployment].host_load
         assert built is not None, f"{deployment} loads without GPUs"
         return built
 
     def load(self, deployment: DeploymentId, now: float) -> Move | None:
-        """A load of the newest version begins; None: a node lacks its part, the state is lost."""
+        """Begin a load of the newest version; None: a node lacks its part and the state is lost."""
         known = self._states[deployment]
         self._used(known, now)
         if known.in_place:
             return known.host_load
-        if any(node not in known.lies for node in known.bytes_on):
+        if any(node not in known.stored_bytes for node in known.rank_bytes):
             return None
-        for node in known.bytes_on:
-            # What is on its way to host memory gives way, and is read from where it lies.
-            self._nodes[node].arriving.pop(deployment, None)
-        if not any(node in known.on_nvme for node in known.bytes_on):
+        for node in known.rank_bytes:
+            # The load replaces a prefetch in progress and reads from NVMe.
+            self._nodes[node].prefetching.pop(deployment, None)
+        if not any(node in known.on_nvme for node in known.rank_bytes):
             return known.host_load
         took_s = self._costs.load_s(known.node_type, known.state_bytes, known.gpus, NVME)
         return Move(took_s=took_s, moved=StateMoved(bytes_moved=known.state_bytes, tier=NVME))
@@ -140,17 +146,17 @@ class VirtualState:
     def offload(
         self, deployment: DeploymentId, next_use_s: float | None, now: float
     ) -> Move | None:
-        """An offload or a snapshot makes a version; None: a node has no room for it, and nothing
-        has changed but what gave way."""
+        """Begin an offload or a snapshot of a new version; None: a node cannot hold it, and nothing
+        has changed except evictions."""
         known = self._states[deployment]
         self._used(known, now)
         known.next_use = None if next_use_s is None else now + next_use_s
         if known.in_place:
-            # A node that had room for the old version has room for the new one.
+            # The new version replaces the old one of the same size.
             return known.host_offload
         reports: list[StateReported] = []
         spill_s = 0.0
-        for node, nbytes in known.bytes_on.items():
+        for node, nbytes in known.rank_bytes.items():
             found = self._keep(known, node, nbytes, now)
             if found is None:
                 return None
@@ -158,13 +164,13 @@ class VirtualState:
             spill_s = max(spill_s, self._costs.nvme_s(known.node_type, spilled_bytes))
             if victims:
                 reports.append(StateReported(node=node, states=tuple(victims)))
-        for node in [node for node in known.lies if node not in known.bytes_on]:
-            # Left over from GPUs that it had before.
+        for node in [node for node in known.stored_bytes if node not in known.rank_bytes]:
+            # Parts on nodes of former GPUs.
             self._drop(known, node)
-        self._look_at(known)
+        self._update_in_place(known)
         tier = NVME if known.on_nvme else HOST
-        if known.on_nvme and known.on_nvme != set(known.bytes_on):
-            reports += [self._report(known, node) for node in known.bytes_on]
+        if known.on_nvme and known.on_nvme != set(known.rank_bytes):
+            reports += [self._report(known, node) for node in known.rank_bytes]
         took_s = self._costs.offload_s(known.node_type, known.state_bytes, known.gpus, tier)
         return Move(
             took_s=took_s + spill_s,
@@ -179,45 +185,47 @@ class VirtualState:
         next_use_s: float | None,
         now: float,
     ) -> list[tuple[float, NodeId]]:
-        """A hint to bring the newest version to host memory, where that has room; returns by when
-        each node will have done so: `arrived` is to be called then."""
+        """Begin to copy the newest version to host memory where there is space; returns the
+        completion time of each node, at which the caller calls `prefetched`."""
         known = self._states.get(deployment)
         if known is None:
             return []
         if next_use_s is not None:
             known.next_use = now + next_use_s
-        coming = []
+        started = []
         for node in nodes:
             tiers = self._nodes[node]
-            if node not in known.on_nvme or deployment in tiers.arriving:
+            if node not in known.on_nvme or deployment in tiers.prefetching:
                 continue
-            nbytes = known.lies[node]
-            room = tiers.node_type.host_memory_bytes - tiers.host_bytes
-            if nbytes + tiers.arriving_bytes(node) > room:
+            nbytes = known.stored_bytes[node]
+            free_bytes = tiers.node_type.host_memory_bytes - tiers.host_bytes
+            if nbytes + tiers.prefetching_bytes(node) > free_bytes:
                 continue
             done_at = now + self._costs.nvme_s(tiers.node_type.name, nbytes)
-            tiers.arriving[deployment] = done_at
-            coming.append((done_at, node))
-        return coming
+            tiers.prefetching[deployment] = done_at
+            started.append((done_at, node))
+        return started
 
-    def arrived(self, deployment: DeploymentId, node: NodeId, now: float) -> StateReported | None:
-        """A prefetch that ends now is done; None: it was given up meanwhile."""
+    def prefetched(
+        self, deployment: DeploymentId, node: NodeId, now: float
+    ) -> StateReported | None:
+        """Complete a prefetch that ends now; None: it was cancelled meanwhile."""
         tiers = self._nodes[node]
-        if tiers.arriving.get(deployment) != now:
+        if tiers.prefetching.get(deployment) != now:
             return None
-        del tiers.arriving[deployment]
+        del tiers.prefetching[deployment]
         known = self._states[deployment]
-        nbytes = known.lies[node]
+        nbytes = known.stored_bytes[node]
         tiers.nvme_bytes -= nbytes
         tiers.host_bytes += nbytes
         known.on_nvme.discard(node)
-        self._look_at(known)
+        self._update_in_place(known)
         return self._report(known, node)
 
     def migrate(
         self, deployment: DeploymentId, nodes: Sequence[NodeId], now: float
     ) -> list[tuple[float, NodeId, bool]]:
-        """New nodes fetch the newest version; returns by when each has it, or has no room."""
+        """Copy the newest version to nodes; returns time, node and whether the node can hold it."""
         known = self._states[deployment]
         self._used(known, now)
         kind = self._nodes[nodes[0]].node_type
@@ -229,27 +237,26 @@ class VirtualState:
         ]
 
     def release(self, deployment: DeploymentId, nodes: Iterable[NodeId]) -> None:
-        """Nodes drop all that they keep of a deployment."""
+        """Drop a deployment's versions from nodes."""
         known = self._states.get(deployment)
         if known is None:
             return
         for node in nodes:
             self._drop(known, node)
-        self._look_at(known)
+        self._update_in_place(known)
 
     def forget(self, deployment: DeploymentId) -> None:
-        """A deployment has ended."""
+        """Drop all versions of an ended deployment."""
         known = self._states.get(deployment)
         if known is not None:
-            for node in list(known.lies):
+            for node in list(known.stored_bytes):
                 self._drop(known, node)
             del self._states[deployment]
 
     def node_lost(self, node: NodeId, survives: bool) -> None:
-        """A node is away. What lies on NVMe it has when it is back, what is in host memory only if
-        that `survives`."""
+        """Lose a node. Its NVMe remains; its host memory remains only if it `survives`."""
         tiers = self._nodes[node]
-        tiers.arriving.clear()
+        tiers.prefetching.clear()
         if survives:
             return
         for known in list(tiers.residents.values()):
@@ -258,47 +265,51 @@ class VirtualState:
                 known.in_place = False
 
     def states_on(self, node: NodeId) -> tuple[DeploymentId, ...]:
-        """Deployments of which the node has a version."""
+        """Deployments with a version on the node."""
         return tuple(sorted(self._nodes[node].residents))
 
     def refusal_s(self, deployment: DeploymentId) -> float:
-        """What it takes to learn that a move cannot be."""
+        """Seconds until a failed move is reported."""
         known = self._states[deployment]
         return self._costs.load_s(known.node_type, 0, known.gpus)
 
     def check(self) -> None:
-        """Assert the laws above."""
+        """Assert the invariants above."""
         for name, tiers in self._nodes.items():
             host = nvme = 0
             for deployment, known in tiers.residents.items():
-                assert self._states[deployment] is known, f"{name} keeps {deployment} for nobody"
+                assert self._states[deployment] is known, f"{name} keeps unknown {deployment}"
                 on_nvme = name in known.on_nvme
-                host += 0 if on_nvme else known.lies[name]
-                nvme += known.lies[name] if on_nvme else 0
-            assert (host, nvme) == (tiers.host_bytes, tiers.nvme_bytes), f"{name} has drifted"
+                host += 0 if on_nvme else known.stored_bytes[name]
+                nvme += known.stored_bytes[name] if on_nvme else 0
+            assert (host, nvme) == (tiers.host_bytes, tiers.nvme_bytes), f"{name} has wrong sums"
             assert host <= tiers.node_type.host_memory_bytes, f"{name}'s host memory overflows"
             assert nvme <= tiers.node_type.nvme_bytes, f"{name}'s NVMe overflows"
         for deployment, known in self._states.items():
-            assert known.on_nvme <= set(known.lies), f"{deployment} lies on NVMe of nowhere"
+            assert known.on_nvme <= set(known.stored_bytes), (
+                f"{deployment} is on NVMe of a node without it"
+            )
             held = {n for n, t in self._nodes.items() if deployment in t.residents}
-            assert held == set(known.lies), f"{deployment} is not where it should be"
+            assert held == set(known.stored_bytes), f"{deployment} has wrong nodes"
             if known.in_place:
                 assert not known.on_nvme, f"{deployment} is not in host memory everywhere"
-                assert dict(known.bytes_on) == known.lies, f"{deployment} lies elsewhere"
+                assert dict(known.rank_bytes) == known.stored_bytes, (
+                    f"{deployment} is on other nodes than its ranks"
+                )
 
     def _used(self, known: _State, now: float) -> None:
         self._tick += 1
         known.tick = self._tick
         known.last_use = now
         if known.next_use is not None and known.next_use <= now:
-            # The prediction has come true.
+            # The predicted use has happened.
             known.next_use = None
 
-    def _look_at(self, known: _State) -> None:
-        known.in_place = not known.on_nvme and known.lies == known.bytes_on
+    def _update_in_place(self, known: _State) -> None:
+        known.in_place = not known.on_nvme and known.stored_bytes == known.rank_bytes
 
     def _report(self, known: _State, node: NodeId) -> StateReported:
-        nbytes, on_nvme = known.lies[node], node in known.on_nvme
+        nbytes, on_nvme = known.stored_bytes[node], node in known.on_nvme
         where = StateResidency(
             deployment=known.deployment,
             host_bytes=0 if on_nvme else nbytes,
@@ -309,40 +320,42 @@ class VirtualState:
     def _keep(
         self, known: _State, node: NodeId, nbytes: int, now: float
     ) -> tuple[list[StateResidency], int] | None:
-        """Have a new version of `known` on a node in place of the old one; returns who gave way to
-        it and the bytes that had to be written for that. None: there is no room."""
+        """Store a new version of `known` on a node in place of the old one; returns the evicted
+        versions and the bytes written for that. None: the node cannot hold it."""
         tiers = self._nodes[node]
         kind = tiers.node_type
-        tiers.arriving.pop(known.deployment, None)
+        tiers.prefetching.pop(known.deployment, None)
         victims: list[StateResidency] = []
         written_bytes = 0
         tier = TierName.HOST
         if tiers.host_bytes + nbytes > kind.host_memory_bytes:
-            # Prefetches make way for what must be stored.
-            tiers.arriving.clear()
-            host = Room(used_bytes=tiers.host_bytes, bytes_max=kind.host_memory_bytes)
-            nvme = Room(used_bytes=tiers.nvme_bytes, bytes_max=kind.nvme_bytes)
-            # Of what lies on NVMe only the old version can give way.
-            residents = [
-                self._resident(each, node, known, now)
+            # Stored versions take precedence over prefetches.
+            tiers.prefetching.clear()
+            host = TierUsage(used_bytes=tiers.host_bytes, bytes_max=kind.host_memory_bytes)
+            nvme = TierUsage(used_bytes=tiers.nvme_bytes, bytes_max=kind.nvme_bytes)
+            # Of the versions on NVMe only the old one can be dropped.
+            candidates = [
+                self._candidate(each, node, known, now)
                 for each in tiers.residents.values()
                 if each is known or node not in each.on_nvme
             ]
-            placement = place(nbytes, residents, host, nvme)
+            placement = plan_eviction(nbytes, candidates, host, nvme)
             if placement is None:
                 return None
             tier = placement.tier
             for name in placement.spill:
                 victim = tiers.residents[DeploymentId(name)]
-                written_bytes += 0 if self._is_copied(victim, tiers, now) else victim.lies[node]
+                written_bytes += (
+                    0 if self._is_copied(victim, tiers, now) else victim.stored_bytes[node]
+                )
                 victims.append(self._spill(victim, node))
-        elif tiers.arriving:
-            room = kind.host_memory_bytes - tiers.host_bytes - nbytes
-            if tiers.arriving_bytes(node) > room:
-                tiers.arriving.clear()
+        elif tiers.prefetching:
+            free_bytes = kind.host_memory_bytes - tiers.host_bytes - nbytes
+            if tiers.prefetching_bytes(node) > free_bytes:
+                tiers.prefetching.clear()
         self._drop(known, node)
         tiers.residents[known.deployment] = known
-        known.lies[node] = nbytes
+        known.stored_bytes[node] = nbytes
         if tier == TierName.HOST:
             tiers.host_bytes += nbytes
         else:
@@ -350,11 +363,13 @@ class VirtualState:
             known.on_nvme.add(node)
         return victims, written_bytes
 
-    def _resident(self, known: _State, node: NodeId, incoming: _State, now: float) -> Resident:
-        return Resident(
+    def _candidate(
+        self, known: _State, node: NodeId, incoming: _State, now: float
+    ) -> EvictionCandidate:
+        return EvictionCandidate(
             name=known.deployment,
             tier=TierName.NVME if node in known.on_nvme else TierName.HOST,
-            nbytes=known.lies[node],
+            nbytes=known.stored_bytes[node],
             last_use=known.tick,
             next_use=expected_use(known.next_use, known.last_use, now),
             superseded=known is incoming,
@@ -368,7 +383,7 @@ class VirtualState:
 
     def _spill(self, known: _State, node: NodeId) -> StateResidency:
         tiers = self._nodes[node]
-        nbytes = known.lies[node]
+        nbytes = known.stored_bytes[node]
         tiers.host_bytes -= nbytes
         tiers.nvme_bytes += nbytes
         known.on_nvme.add(node)
@@ -377,10 +392,10 @@ class VirtualState:
 
     def _drop(self, known: _State, node: NodeId) -> None:
         tiers = self._nodes[node]
-        tiers.arriving.pop(known.deployment, None)
+        tiers.prefetching.pop(known.deployment, None)
         if tiers.residents.pop(known.deployment, None) is None:
             return
-        nbytes = known.lies.pop(node)
+        nbytes = known.stored_bytes.pop(node)
         if node in known.on_nvme:
             known.on_nvme.discard(node)
             tiers.nvme_bytes -= nbytes

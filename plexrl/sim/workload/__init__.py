@@ -1,1 +1,1 @@
-"""What is simulated: scenarios, traces, cycles, policies."""
+"""The inputs of a run: scenarios, job sources, cycle distributions, policies."""

@@ -1,8 +1,8 @@
-"""Random numbers by counter: the n-th number of a stream follows from its key and n alone. Pure.
+"""Counter-based random numbers: the n-th number of a stream depends on its key and n alone. Pure.
 
-So two runs that differ in policy draw the same for the same thing, in whatever order they come to
-it, and a stream needs no memory. The generator is splitmix64 (Steele, Lea and Flood, OOPSLA 2014),
-which may be entered at any place.
+Two runs that differ in policy therefore draw equal values for the same thing in any order, and a
+stream needs no memory. The generator is splitmix64 (Steele, Lea and Flood, OOPSLA 2014), which
+allows random access.
 """
 
 from hashlib import blake2b
@@ -15,13 +15,13 @@ _ANGLE = 2.0 * pi * 2.0**-32
 
 
 def stream(seed: int, *names: str) -> int:
-    """The key of the stream of that name; another name, or another seed, is another stream."""
+    """The key of a stream; another name or another seed gives another stream."""
     text = "\0".join((str(seed), *names))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def word(key: int, number: int) -> int:
-    """The stream's `number`-th 64 bits."""
+    """The `number`-th 64 random bits of the stream."""
     bits = (key + number * _GAMMA) & _WORD
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -29,13 +29,13 @@ def word(key: int, number: int) -> int:
 
 
 def uniform(key: int, number: int) -> float:
-    """Between 0 and 1, never either."""
+    """A uniform number in the open interval (0, 1)."""
     return ((word(key, number) >> 11) + 0.5) * 2.0**-53
 
 
 def normals(key: int, number: int) -> tuple[float, float]:
     """Two independent standard normal numbers, of at most 6.8 standard deviations (Box-Muller)."""
-    # As `word`, which is not called: every cycle that is drawn passes here.
+    # A copy of `word`, for speed: every drawn cycle calls this function.
     bits = (key + number * _GAMMA) & _WORD
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -46,10 +46,10 @@ def normals(key: int, number: int) -> tuple[float, float]:
 
 
 def lognormal(sigma: float, normal: float) -> float:
-    """Of a standard normal number: above 0, of mean 1; `sigma` is its logarithm's deviation."""
+    """A lognormal number of mean 1 from a standard normal one; `sigma` is of its logarithm."""
     return exp(sigma * normal - sigma * sigma / 2.0)
 
 
 def exponential(key: int, number: int, mean: float) -> float:
-    """Above 0, with that mean."""
+    """An exponential number with this mean."""
     return -mean * log(uniform(key, number))

@@ -1,14 +1,14 @@
-"""What each cycle of a job takes: its trace row's profile, and how cycles scatter round it.
+"""Draws the durations of a job's cycles from its trace row's profile and jitter.
 
-The training work of a cycle goes with the tokens that its rollout drew; a sync moves the same bytes
-whatever was rolled out. Both factors have mean 1. Without response lengths they are lognormal and
-correlated through their normal scores; with them the longest response decides when a rollout ends,
-and the sum of all what there is to train on (`plexrl.sim.workload.response_lengths`). Stalls of
-tools come on top of either.
+Training work is proportional to the tokens of the rollout; a sync moves a constant number of bytes.
+The factors of rollout and training work have mean 1. Without response lengths they are lognormal
+and correlated through their normal scores. With response lengths, the longest response determines
+the end of the rollout and the sum determines the training work
+(`plexrl.sim.workload.response_lengths`). Tool stalls are added to either.
 
-A cycle follows from (seed, job, number) alone, in whatever order cycles are asked for, so that
-policies can be compared cycle by cycle. A law holds the profile and nothing of its draws. Pure, but
-for reading a trace of response lengths.
+A cycle depends on (seed, job, number) alone, in any order of draws, so that policies can be
+compared cycle by cycle. A distribution stores the profile and no draws. Pure, except for reading a
+trace of response lengths.
 """
 
 import math
@@ -21,57 +21,57 @@ from plexrl.sim.workload.scenario import Behaviour, Detail, ToolStalls
 from plexrl.traces.schema import TOLERANCE_S, TraceJob, TraceSegment
 
 TOKENS = 1_000_000
-"""Of a mean cycle."""
+"""Tokens of a mean cycle."""
 
 SYNC = "sync"
-"""Function of the segments whose length does not go with the tokens."""
+"""Function of the segments whose duration does not depend on the tokens."""
 
 WHOLE = "run"
-"""Function of the one segment of a job that has none: it needs its GPUs all the time."""
+"""Function of the single segment of a job without segments: it needs its GPUs all the time."""
 
 LANES = 4
-"""Random numbers that a cycle may use: for the two factors, and for its stall."""
+"""Random numbers reserved for each cycle: for the two factors and for the stall."""
 
 
 class DrawnCycle(NamedTuple):
-    """One cycle, in seconds on nodes of the trace and without waiting."""
+    """One cycle, in seconds on the trace's nodes without waiting."""
 
     rollout_s: float
-    """From the start to the first busy segment, and from the last to the end."""
+    """Idle time before the first and after the last busy segment."""
     segments_s: tuple[float, ...]
-    """Lengths of the busy segments, in order."""
+    """Durations of the busy segments, in order."""
     gaps_s: tuple[float, ...]
-    """Idle between them, one fewer."""
+    """Idle times between the segments, one fewer."""
     tokens: int
-    """Drawn by the rollout: the size of the training work."""
+    """Tokens of the rollout: the size of the training work."""
 
     @property
     def busy_s(self) -> float:
-        """In which it needs the training GPUs."""
+        """Seconds in which the cycle needs the training GPUs."""
         return math.fsum(self.segments_s)
 
 
-class Cycles(Protocol):
-    """Says what each cycle of a job takes."""
+class CycleSource(Protocol):
+    """Provides the durations of a job's cycles."""
 
     functions: tuple[str, ...]
-    """Of a cycle's segments."""
+    """Functions of a cycle's segments."""
 
     def draw(self, number: int) -> DrawnCycle:
-        """The job's `number`-th cycle, from 0: whenever it is asked for, the same."""
+        """The job's `number`-th cycle, from 0; repeated calls return equal cycles."""
         ...
 
 
-class Laws(Protocol):
-    """Makes what says it, for a job that is submitted."""
+class CycleFactory(Protocol):
+    """Creates the cycle source of a submitted job."""
 
     def __call__(
         self, job: TraceJob, behaviour: Behaviour, seed: int, *, detail: Detail
-    ) -> Cycles: ...
+    ) -> CycleSource: ...
 
 
-class CycleLaw:
-    """Draws a job's cycles."""
+class CycleDistribution:
+    """The distribution of a job's cycles."""
 
     __slots__ = (
         "_common",
@@ -91,7 +91,7 @@ class CycleLaw:
     def __init__(
         self, job: TraceJob, behaviour: Behaviour, seed: int, *, detail: Detail = "operation"
     ) -> None:
-        """With `detail="burst"` segments that touch are one.
+        """`detail="burst"` merges adjacent segments.
 
         Raises:
             InvalidRequestError: the trace of response lengths cannot be read.
@@ -105,7 +105,7 @@ class CycleLaw:
         busy_s = math.fsum(each.duration_s for each in segments)
         self._rollout_s = max(0.0, period_s - busy_s - math.fsum(gaps_s))
         self.functions: tuple[str, ...]
-        """Of the segments that are drawn; of those that were made one, joined by `+`."""
+        """Functions of the drawn segments; those of merged segments are joined by `+`."""
         self.functions, work_s, fixed_s, gaps_s = _merged(segments, gaps_s, detail)
         self.mean = DrawnCycle(
             self._rollout_s,
@@ -113,7 +113,7 @@ class CycleLaw:
             gaps_s,
             TOKENS,
         )
-        """Without any scatter: the profile itself."""
+        """The profile itself, without jitter."""
         self._parts = tuple(zip(work_s, fixed_s, strict=True))
         self._is_one = len(self._parts) == 1
         self._key = stream(seed, "cycles", job.job_id)
@@ -161,12 +161,12 @@ class CycleLaw:
 
 
 def sigma_of(jitter_s: float, rollout_s: float, work_s: float, correlation: float) -> float:
-    """Sigma of two lognormal factors of mean 1, whose normal scores have this correlation, with
-    which rollout_s and work_s, each times its factor, have a sum of this standard deviation."""
+    """The sigma with which rollout_s and work_s, each times a lognormal factor of mean 1 whose
+    normal scores have this correlation, have a sum with standard deviation `jitter_s`."""
     own, shared = rollout_s**2 + work_s**2, 2.0 * rollout_s * work_s
     if jitter_s <= 0.0 or own <= 0.0:
         return 0.0
-    # The sum's variance is convex and rises in sigma squared: Newton's steps from above only fall.
+    # The variance is convex and increasing in sigma squared: Newton's method from above converges.
     square = math.log1p((jitter_s**2 + shared) / own)
     for _ in range(100):
         over = own * math.expm1(square) + shared * math.expm1(correlation * square) - jitter_s**2
@@ -188,7 +188,7 @@ def _segments(job: TraceJob) -> tuple[TraceSegment, ...]:
 def _merged(
     segments: tuple[TraceSegment, ...], gaps_s: tuple[float, ...], detail: Detail
 ) -> tuple[tuple[str, ...], tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-    """Functions, seconds that go with the tokens, seconds that do not, and the gaps between."""
+    """Functions, seconds proportional to tokens, constant seconds, and the gaps between."""
     functions: list[str] = []
     work_s: list[float] = []
     fixed_s: list[float] = []
@@ -211,7 +211,7 @@ def _merged(
 
 
 MERGED_GAP_S = 0.01 + TOLERANCE_S
-"""Segments that are this near each other touch: offsets in traces are rounded, some to a hundredth
+"""Segments with at most this gap are adjacent: offsets in traces are rounded, some to a hundredth
 of a second."""
 
 

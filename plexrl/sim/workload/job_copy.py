@@ -1,8 +1,8 @@
-"""A copy of a scenario's jobs, on this machine: read quickly, as often as there are runs.
+"""Copies a scenario's jobs to a local file, so that every run of a sweep reads them quickly.
 
-To find the jobs of a public trace takes seconds: its rows are checked, sorted and shaped. A sweep
-needs them once a run, each in a process of its own, so they are written down as they come, in
-batches, of which a reader holds one.
+Reading a public trace takes seconds: rows are checked, sorted and shaped. Each run of a sweep is a
+process of its own and needs all jobs. So the first reader writes the jobs to a file in batches; a
+reader of the copy holds one batch in memory.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,12 +21,12 @@ _LENGTH_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCopy:
-    """The jobs that `copied` wrote down. Picklable; for processes of this machine."""
+    """The jobs that `copied` wrote. Picklable, for processes of this machine."""
 
     path: str
 
     def jobs(self) -> Iterator[TraceJob]:
-        """As they came."""
+        """The jobs in their original order."""
         batch = msgspec.msgpack.Decoder(list[TraceJob])
         with Path(self.path).open("rb") as file:
             while head := file.read(_LENGTH_BYTES):
@@ -34,10 +34,10 @@ class JobCopy:
 
 
 def copied(jobs: Iterable[TraceJob], path: Path) -> Iterator[TraceJob]:
-    """The jobs; `JobCopy` has them too when the last one has been taken.
+    """The same jobs; `path` holds a complete copy after the last one.
 
     Raises:
-        InvalidRequestError: there is no room for the copy.
+        InvalidRequestError: the copy cannot be written.
     """
     encoder = msgspec.msgpack.Encoder()
     rest = iter(jobs)
@@ -49,7 +49,7 @@ def copied(jobs: Iterable[TraceJob], path: Path) -> Iterator[TraceJob]:
                 file.flush()
             except OSError as error:
                 raise InvalidRequestError(
-                    f"a copy of the jobs cannot be written to {path}: {error.strerror}; make room, "
-                    "or set TMPDIR"
+                    f"a copy of the jobs cannot be written to {path}: {error.strerror}; free disk "
+                    "space or set TMPDIR"
                 ) from error
             yield from batch

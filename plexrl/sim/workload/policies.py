@@ -1,13 +1,12 @@
-"""Policies by name: what a simulated scheduler is configured with. No rule stands here; all are the
-scheduler's own (`plexrl.scheduler.placement.policies`, `plexrl.scheduler.dispatch.ordering`). Pure.
+"""Named configurations of the simulated scheduler. All rules are the scheduler's own
+(`plexrl.scheduler.placement.policies`, `plexrl.scheduler.dispatch.ordering`). Pure.
 
-The four of PlexRL §6.3 take turns by the default rule. The comparison policies are what other
-systems do: where one says only who goes next, and not where jobs are placed, it gets `pack`, which
-needs no more than its users' labels do. `fcfs` and `sjf` differ from `spread+backfill` in the order
-alone, so a group is switched ahead of time for them too.
+The four policies of PlexRL §6.3 use the default ordering rule. The comparison policies model other
+systems. A system that defines only an ordering is placed by `pack`. `fcfs` and `sjf` differ from
+`spread+backfill` in the ordering alone, so they switch groups ahead of time too.
 
 `isolated` stops backfilling past a job that has waited for `starvation_bound_s`, so free GPUs stay
-idle in front of a large job. `isolated+backfill` never stops, and is the fair baseline of a cluster
+idle ahead of a large job. `isolated+backfill` never stops, and is the fair baseline of a cluster
 without sharing.
 """
 
@@ -18,18 +17,18 @@ from typing import Any
 from plexrl.errors import InvalidRequestError
 
 BACKFILL_S = 1e9
-"""A wait that no job reaches: the longest that the scheduler takes."""
+"""The scheduler's longest starvation bound, which no job reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimPolicy:
-    """A placement policy and a rule for taking turns."""
+    """A placement policy and an ordering rule."""
 
     name: str
     settings: Mapping[str, Any]
-    """Of `SchedulerConfig`."""
+    """Fields of `SchedulerConfig`."""
     source: str
-    """Whose it is."""
+    """Publication or system of the policy."""
 
 
 SIM_POLICIES: dict[str, SimPolicy] = {
@@ -92,7 +91,7 @@ def sim_policy(name: str) -> SimPolicy:
     """The policy of that name.
 
     Raises:
-        InvalidRequestError: there is none.
+        InvalidRequestError: the policy is unknown.
     """
     if name not in SIM_POLICIES:
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Prices of GPU-hours, and how training nodes are paid. Pure."""
+"""Prices of GPU-hours, and the billing of training nodes. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -6,29 +6,30 @@ from dataclasses import dataclass
 from plexrl.errors import InvalidRequestError
 
 PRICE_MAX = 1e6
-"""Of a GPU-hour: more is a slip, as a price of a node's year."""
+"""Highest price of a GPU-hour; a higher one is a mistake, such as a node's price per year."""
 HORIZON_DAYS_MAX = 36_500.0
 DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Of GPU-hours, in one currency. What is absent is the node type's `price`.
+    """Prices of GPU-hours, in one currency.
 
-    Reserved nodes are paid for the whole horizon, used or not. Other nodes are on demand, and are
-    paid while groups hold them.
+    Reserved nodes are paid for the whole horizon, used or not. On-demand nodes are paid while
+    groups hold them.
     """
 
     reserved: float | None = None
-    """Of a reserved node's GPU-hour; absent: the node type's price."""
+    """Price of a GPU-hour of a reserved node; absent: the node type's price."""
     on_demand: float | None = None
-    """Of an on-demand node's GPU-hour; absent: nothing is on demand, and all nodes are reserved."""
+    """Price of a GPU-hour of an on-demand node; absent: all nodes are reserved."""
     rollout: float | None = None
-    """Of a rollout GPU's hour; absent: the price of the job's node type."""
+    """Price of a rollout GPU-hour; absent: the price of the job's node type."""
     reserved_nodes: int | None = None
-    """Absent: as many as make the bill smallest, where there is an on-demand price."""
+    """Number of reserved nodes; absent: the number with the lowest cost (with an on-demand
+    price)."""
     horizon_s: float | None = None
-    """How long reserved nodes are paid; absent, or shorter than the drain: until the drain."""
+    """Paid time of reserved nodes; absent, or shorter than the drain time: the drain time."""
 
     def __post_init__(self) -> None:
         for name, price in (

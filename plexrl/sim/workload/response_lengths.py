@@ -1,10 +1,10 @@
-"""Rollouts that the longest of their responses ends, and the training work that all of them make.
+"""Draws the longest response of a rollout and the total length of all its responses.
 
-The lengths of a rollout's n responses are taken to be independent, of one law F. Its longest is
-drawn at once, as the quantile at u^(1/n); given that, the others are independent draws from the law
-cut off there, so their sum has (n - 1) times its mean and variance, both exact. The sum's law is
-taken to be lognormal, which is coarse for a handful of responses only. Long rollouts so have many
-tokens, as much as the law of lengths says.
+The n response lengths of a rollout are assumed independent with distribution F. The longest is
+drawn directly, as the quantile at u^(1/n). Given the longest, the others are independent draws from
+F truncated there, so their sum has (n - 1) times the truncated mean and variance, both exact. The
+sum is drawn as lognormal, which is inaccurate only for a few responses. Long rollouts thus have
+many tokens, as the distribution of lengths implies.
 """
 
 import math
@@ -21,37 +21,38 @@ from plexrl.traces.generate.length_model import fit_lengths
 from plexrl.traces.sources import open_trace
 
 R1 = "r1"
-"""Name of the bundled law: lengths that DeepSeek R1 served."""
+"""Name of the bundled distribution: response lengths of DeepSeek R1."""
 
 BODY_PARTS = 400
 TAIL_OCTAVES = 20
-"""By which the last part of the law is halved: the longest of a million responses lies inside."""
+"""Number of halvings of the last part: they cover the longest of a million responses."""
 TAIL_PARTS = 8
-"""Of an octave."""
+"""Points per octave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongestOf:
-    """n responses of a law: what their longest and their sum are, by those of the mean rollout."""
+    """Draws the maximum and the sum of n response lengths, relative to those of the mean
+    rollout."""
 
     responses: int
     parts: tuple[float, ...]
-    """Ascending from 0 to 1; between them the law's quantile is linear."""
+    """Probabilities, ascending from 0 to 1; the quantile is linear in between."""
     lengths: tuple[float, ...]
-    """At the parts."""
+    """Quantiles at `parts`."""
     sums: tuple[float, ...]
-    """Of the lengths up to each part: their integral over the parts."""
+    """Integral of the quantile up to each part."""
     squares: tuple[float, ...]
-    """The same of the squared lengths."""
+    """Integral of the squared quantile up to each part."""
     longest_mean: float
 
     @property
     def mean(self) -> float:
-        """Of one response."""
+        """Mean length of one response."""
         return self.sums[-1]
 
     def draw(self, uniform: float, normal: float) -> tuple[float, float]:
-        """(longest, sum) of one rollout, each by its mean, from a number between 0 and 1 and a
+        """(longest, sum) of one rollout, each divided by its mean, from a uniform number and a
         standard normal one."""
         count = self.responses
         part = uniform ** (1.0 / count)
@@ -76,10 +77,10 @@ class LongestOf:
 
 
 def longest_of(responses: int, law: Law) -> LongestOf:
-    """Of so many responses with lengths of this law.
+    """The draws for `responses` responses with lengths of distribution `law`.
 
     Raises:
-        InvalidRequestError: all of the law's lengths are 0.
+        InvalidRequestError: all lengths are 0.
     """
     parts = _parts()
     lengths = tuple(law.quantile(part) for part in parts)
@@ -87,15 +88,13 @@ def longest_of(responses: int, law: Law) -> LongestOf:
     for (begin, low), (end, high) in pairwise(zip(parts, lengths, strict=True)):
         sums.append(sums[-1] + (end - begin) * (low + high) / 2.0)
         squares.append(squares[-1] + (end - begin) * _square_mean(low, high))
-        # The integral of the linear quantile over the longest's law, part^n.
+        # The integral of the linear quantile over the distribution of the maximum, part^n.
         slope = (high - low) / (end - begin)
         weight = end**responses - begin**responses
         risen = (end ** (responses + 1) - begin ** (responses + 1)) * responses / (responses + 1)
         longest_mean += low * weight + slope * (risen - begin * weight)
     if sums[-1] <= 0.0:
-        raise InvalidRequestError(
-            "response lengths that are all 0 make no rollout: use another law"
-        )
+        raise InvalidRequestError("all response lengths are 0: use another distribution of lengths")
     return LongestOf(
         responses=responses,
         parts=parts,
@@ -108,24 +107,24 @@ def longest_of(responses: int, law: Law) -> LongestOf:
 
 @lru_cache(maxsize=16)
 def read_longest_of(responses: int, lengths: str) -> LongestOf:
-    """As `longest_of`, of the law that `Behaviour.lengths` names; files are read once.
+    """Like `longest_of`, for the distribution that `Behaviour.lengths` names; files are read once.
 
     Raises:
-        InvalidRequestError: there is no such trace, or it holds no response lengths.
+        InvalidRequestError: the trace does not exist, or does not contain response lengths.
     """
     if lengths == R1:
         return longest_of(responses, read_histogram(bundled("r1-lengths")))
     source = open_trace(lengths)
     if source.table.name != "lengths":
         raise InvalidRequestError(
-            f"{lengths} holds {source.table.name}, not response lengths: name a trace of these, or "
-            f"{R1!r}"
+            f"{lengths} contains {source.table.name}, not response lengths: use a trace of lengths "
+            f"or {R1!r}"
         )
     return longest_of(responses, fit_lengths(source.rows).fit.law)
 
 
 def _parts() -> tuple[float, ...]:
-    """Equal steps, and near 1, where the longest of many lies, ever smaller ones."""
+    """Probabilities in equal steps, and in geometrically smaller steps near 1."""
     step = 1.0 / BODY_PARTS
     body = [index * step for index in range(BODY_PARTS)]
     tail = [
@@ -135,5 +134,5 @@ def _parts() -> tuple[float, ...]:
 
 
 def _square_mean(low: float, high: float) -> float:
-    """Of numbers spread evenly from `low` to `high`."""
+    """Mean square of numbers that are uniform between `low` and `high`."""
     return (low * low + low * high + high * high) / 3.0

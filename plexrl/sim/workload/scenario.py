@@ -1,5 +1,6 @@
-"""What one simulated run depends on, and nothing else: equal scenarios have equal results, to the
-byte. Plain frozen values, so that a run can be carried out in any process. Pure.
+"""All inputs of one simulated run: equal scenarios give equal results, byte for byte. Pure.
+
+Scenarios are plain frozen values, so that a run can execute in any process.
 """
 
 from collections.abc import Iterator
@@ -14,63 +15,64 @@ GIB = 1 << 30
 TIB = 1 << 40
 
 NODES_MAX = 10_000
-"""Of a pool: more are a slip, and would take minutes to join."""
+"""Most nodes of a pool; more are a mistake and would take minutes to join."""
 JITTER_MAX = 3.0
-"""Where a cycle in a thousand takes ten thousand times the median; 15 for 15 % is a slip."""
+"""At this jitter one cycle in a thousand takes 10 000 times the median; 15 for 15 % is a
+mistake."""
 STALENESS_MAX = 64
-"""Steps: training on rollouts that old is not what anybody does."""
+"""Most steps of staleness; no training uses older rollouts."""
 RESPONSES_MAX = 1_000_000
-"""Of a rollout: the law of the longest is exact up to here."""
+"""Most responses of a rollout; the distribution of the longest is exact up to here."""
 GPUS_PER_NODE_MAX = 1024
 SWITCH_S_MAX = 86_400.0
-"""Of a context switch."""
+"""Longest context switch."""
 AMOUNT_MAX = 1e12
-"""Of seconds, some 30 000 years: clocks are no finer than a tenth of a millisecond there."""
+"""Largest number of seconds; beyond it clocks are coarser than a tenth of a millisecond."""
 BETWEEN_FAILURES_S_MIN = 1.0
-"""Where it is less, nothing ever gets done."""
+"""Below this no work ever completes."""
 
 
 class JobSource(Protocol):
-    """Where a scenario's jobs come from. Can be pickled."""
+    """The source of a scenario's jobs. Picklable."""
 
     def jobs(self) -> Iterator[TraceJob]:
-        """The jobs in order of submission, from the first, each time anew and the same."""
+        """The jobs in order of submission; every call returns equal jobs from the first on."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeType:
-    """A kind of node: what its moves take, and what it costs. The rates are those of one H200 node
-    with pinned host memory (PCIe 5, 8 NVMe drives)."""
+    """Sizes, rates and price of a node. The defaults are of an H200 node with pinned host memory
+    (PCIe 5, 8 NVMe drives)."""
 
     name: str = "h200"
     gpus: int = 8
     gpu_memory_bytes: int = 141 * GIB
-    """Per GPU."""
+    """Memory of each GPU."""
     host_memory_bytes: int = 2 * TIB
     nvme_bytes: int = 28 * TIB
     host_bytes_per_s: float = 50e9
-    """Between a GPU and host memory, per GPU."""
+    """Rate between a GPU and host memory, per GPU."""
     nvme_bytes_per_s: float = 20e9
-    """Between host memory and NVMe, per node."""
+    """Rate between host memory and NVMe, per node."""
     network_bytes_per_s: float = 50e9
-    """Between nodes, per node."""
+    """Network rate, per node."""
     move_fixed_s: float = 0.5
-    """Of each move, whatever its size."""
+    """Fixed seconds of each move, whatever its size."""
     speed: float = 1.0
-    """Of training work, by that of the trace's nodes."""
+    """Speed of training work relative to the trace's nodes."""
     price: float = 2.5
-    """Of a GPU-hour, where the scenario's prices say nothing else."""
+    """Price of a GPU-hour unless the scenario's prices replace it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Equal nodes of a cluster, for training. Rollouts run on GPUs of their own, outside."""
+    """Equal training nodes of a cluster. Rollouts run on separate GPUs outside the pools."""
 
     nodes: int
     node_type: NodeType = field(default_factory=NodeType)
     nodes_per_block: int = 16
-    """Neighbours in the topology."""
+    """Nodes per block of the network topology."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.nodes_per_block < 1:
@@ -84,13 +86,13 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolStalls:
-    """Rollouts that wait for tools."""
+    """Delays of rollouts that wait for tools."""
 
     chance: float
-    """Of a cycle to have one."""
+    """Probability that a cycle has a stall."""
     mean_s: float
     sigma: float = 1.0
-    """Of the logarithm of its seconds."""
+    """Standard deviation of the logarithm of its seconds."""
 
     def __post_init__(self) -> None:
         if not (0.0 <= self.chance <= 1.0 and _is_amount(self.mean_s) and _is_amount(self.sigma)):
@@ -105,20 +107,20 @@ class Behaviour:
     """How the jobs' cycles differ from their profiles."""
 
     jitter: float | None = None
-    """Sigma of the logarithm of a rollout's seconds and of a cycle's training work; absent: as each
-    job's trace row has it (`jitter_s / period_s`)."""
+    """Sigma of the logarithms of a rollout's seconds and of a cycle's training work; absent: from
+    each job's trace row (`jitter_s / period_s`)."""
     correlation: float = 0.5
-    """Of the two: long rollouts have many tokens."""
+    """Correlation of these two: long rollouts have many tokens."""
     responses: int = 0
-    """Responses of a rollout, of which the longest decides when it ends, with lengths of the
-    `lengths` law; 0: a rollout's seconds are lognormal by `jitter`."""
+    """Responses per rollout; the longest determines its end. 0: a rollout's seconds are lognormal
+    with `jitter`."""
     lengths: str = "r1"
-    """Law of response lengths: `r1` (bundled) or the path of a trace of response lengths."""
+    """Distribution of response lengths: `r1` (bundled) or the path of a trace of lengths."""
     stalls: ToolStalls | None = None
     staleness: int | None = None
-    """Steps that rollouts may run ahead; absent: as each job's trace row has it."""
+    """Steps that rollouts may run ahead of training; absent: from each job's trace row."""
     controller_s: float = 0.01
-    """From an answer to the submission of the next operation."""
+    """Controller time between an answer and the submission of the next operation."""
 
     def __post_init__(self) -> None:
         if not -1.0 <= self.correlation <= 1.0:
@@ -143,17 +145,17 @@ class Behaviour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """What breaks, as Poisson processes; 0 s: never."""
+    """Failure rates of Poisson processes; 0 s: never."""
 
     node_mtbf_s: float = 0.0
-    """Of one node."""
+    """Mean time between failures of one node."""
     repair_s: float = 1800.0
     worker_mtbf_s: float = 0.0
-    """Of one WPG's processes."""
+    """Mean time between failures of one WPG's processes."""
     state_survives: float = 1.0
-    """Part of lost nodes that come back with what they had in host memory, because an agent or the
-    network had failed. The others have what lay on NVMe; a job whose state is lost ends as failed,
-    for its user to begin again from a checkpoint."""
+    """Part of lost nodes that rejoin with their host memory, because only an agent or the network
+    failed. The others rejoin with their NVMe only. A job whose state is lost fails; its user would
+    resume from a checkpoint."""
 
     def __post_init__(self) -> None:
         if not all(map(_is_amount, (self.node_mtbf_s, self.repair_s, self.worker_mtbf_s))):
@@ -179,7 +181,7 @@ Detail = Literal["burst", "operation"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One run."""
+    """The inputs of one run."""
 
     source: JobSource
     pools: tuple[Pool, ...]
@@ -189,23 +191,22 @@ class Scenario:
     behaviour: Behaviour = field(default_factory=Behaviour)
     failures: Failures = field(default_factory=Failures)
     warm: bool = True
-    """Jobs declare their demand when they are submitted, as those that came before would; otherwise
-    the scheduler has to profile each."""
+    """Jobs declare their demand at submission; otherwise the scheduler profiles each job."""
     launch_s: float = 30.0
-    """Of a job's worker processes: imports, process groups, the model's build."""
+    """Start time of a job's workers: imports, process groups, building the model."""
     switch_s: float | None = None
-    """Of a context switch, half each way; absent: by the node type's rates."""
+    """Duration of a context switch, half for each move; absent: by the node type's rates."""
     control_s: float = 0.0
-    """Of each run, what is the control plane's: it takes that time, but workers do not count it, so
-    the scheduler's estimates do not either. It matters where operations are that short."""
+    """Control-plane overhead of each operation. Workers do not measure it, so the scheduler's
+    estimates exclude it. It matters for short operations."""
     detail: Detail = "burst"
-    """`burst`: segments of a cycle that touch are one operation; `operation`: each is its own."""
+    """`burst`: adjacent segments of a cycle are one operation; `operation`: each segment is one."""
     check: bool = False
-    """Check the invariants all along."""
+    """Check the invariants during the run."""
     window_s: tuple[float, float] | None = None
-    """Whose spans are kept for a Gantt chart."""
+    """Time window whose spans are kept for a Gantt chart."""
     prices: Prices = field(default_factory=Prices)
-    """They change no decision."""
+    """Prices; they affect no decision."""
 
     def __post_init__(self) -> None:
         self._check_prices()
@@ -232,13 +233,13 @@ class Scenario:
         if prices.on_demand is not None and len(self.pools) > 1:
             raise InvalidRequestError(
                 f"a price of on-demand nodes needs a cluster of one pool, and this one has "
-                f"{len(self.pools)}: nobody could tell which of their nodes are reserved"
+                f"{len(self.pools)}: reserved nodes are not assigned to pools"
             )
         if prices.reserved_nodes is not None and prices.on_demand is None:
             nodes = prices.reserved_nodes
             raise InvalidRequestError(
-                f"{nodes} reserved node{'s' if nodes != 1 else ''} and no price of the others: say "
-                "what nodes on demand cost (--price-on-demand), or all are reserved"
+                f"{nodes} reserved node{'s' if nodes != 1 else ''} without a price of the others: "
+                "give the price of on-demand nodes (--price-on-demand)"
             )
 
     @property
@@ -248,5 +249,5 @@ class Scenario:
 
 
 def _is_amount(value: float) -> bool:
-    """At least 0, and a number that can be reckoned with: neither NaN nor endless."""
+    """Whether the value is from 0 to `AMOUNT_MAX`, so neither NaN nor infinite."""
     return 0.0 <= value <= AMOUNT_MAX

@@ -1,7 +1,7 @@
-"""One look through a trace before it is run: that it can be run at all, and on which clusters.
+"""Checks a trace before a run: whether it can be simulated, and on which clusters.
 
-A run is long; what would spoil it is said before it starts, all in one go. What is kept is bounded
-by the number of different sizes, node types and tenants, not by that of jobs.
+A run is long, so all errors are reported together before it starts. Memory is bounded by the number
+of different sizes and node types, not by the number of jobs.
 """
 
 import math
@@ -14,19 +14,19 @@ from plexrl.sim.workload.scenario import Pool
 from plexrl.traces import TraceJob
 
 NAMED = 3
-"""Jobs named of a kind that is at fault; the rest are counted."""
+"""Most jobs that an error message names; it counts the rest."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Kind:
-    """Jobs that ask for the same GPUs."""
+    """Jobs with equal GPU requests."""
 
     jobs: int = 0
     first: list[str] = field(default_factory=list)
     """Ids of the first few."""
 
     def add(self, job_id: str) -> None:
-        """One more."""
+        """Count a job."""
         self.jobs += 1
         if len(self.first) < NAMED:
             self.first.append(job_id)
@@ -34,28 +34,28 @@ class Kind:
 
 @dataclass(slots=True, kw_only=True)
 class Survey:
-    """What a trace asks for."""
+    """The total demand of a trace."""
 
     jobs: int = 0
     arrivals_s: float = 0.0
     """Submission of the last job."""
     busy_gpu_s: float = 0.0
-    """Training GPUs, while cycles need them."""
+    """GPU-seconds in which cycles need the training GPUs."""
     held_gpu_s: float = 0.0
-    """Training GPUs as long as jobs run: what isolation takes."""
+    """GPU-seconds of training GPUs while jobs run: the use without sharing."""
     without_rollout_gpus: int = 0
-    """Jobs that have rollouts, and no GPUs for them."""
+    """Jobs with rollouts but without rollout GPUs."""
     kinds: dict[tuple[str, int], Kind] = field(default_factory=dict)
-    """By node type and GPUs."""
+    """Jobs by node type and GPUs."""
 
     @property
     def gpus_max(self) -> int:
-        """Of the largest job."""
+        """GPUs of the largest job."""
         return max((gpus for _, gpus in self.kinds), default=0)
 
     def nodes_for(self, gpus_per_node: int) -> tuple[int, int]:
-        """(nodes of the largest job, nodes of all jobs side by side): fewer cannot run the trace,
-        and more make no difference."""
+        """(nodes of the largest job, nodes of all jobs together): fewer cannot run the trace, and
+        more make no difference."""
         largest = math.ceil(self.gpus_max / gpus_per_node)
         every = sum(
             kind.jobs * math.ceil(gpus / gpus_per_node) for (_, gpus), kind in self.kinds.items()
@@ -64,12 +64,11 @@ class Survey:
 
 
 def surveyed(jobs: Iterable[TraceJob]) -> Survey:
-    """Look through all jobs of a trace.
+    """Check and sum all jobs of a trace.
 
     Raises:
-        InvalidRequestError: there are none, or jobs that cannot be simulated: without training
-            GPUs, without a cycle, or without a segment.
-        TraceError: as the jobs' source raises it.
+        InvalidRequestError: there are no jobs, or jobs without training GPUs, cycles or segments.
+        TraceError: the jobs' source raises it.
     """
     survey = Survey()
     lacking: dict[str, Kind] = {}
@@ -87,8 +86,8 @@ def surveyed(jobs: Iterable[TraceJob]) -> Survey:
             lacking.setdefault(lack, Kind()).add(job.job_id)
     if survey.jobs == 0:
         raise InvalidRequestError(
-            "the trace has no jobs, or all were left out: see `plexrl traces describe`, and what "
-            "--min-gpus, --max-gpus and --days leave"
+            "the trace has no jobs, or the options exclude all: see `plexrl traces describe`, and "
+            "check --min-gpus, --max-gpus and --days"
         )
     if lacking:
         raise InvalidRequestError(
@@ -100,44 +99,44 @@ def surveyed(jobs: Iterable[TraceJob]) -> Survey:
 
 
 def check_fits(survey: Survey, pools: Sequence[Pool]) -> None:
-    """That every job has its place on a cluster that is empty otherwise.
+    """Check that every job fits on the empty cluster.
 
     Raises:
-        CapacityError: some are larger than every pool that they may run on.
-        InvalidRequestError: some ask for a node type that no pool has.
+        CapacityError: jobs are larger than every pool that they may run on.
+        InvalidRequestError: jobs request a node type that no pool has.
     """
     names = sorted({pool.node_type.name for pool in pools})
-    strange = [
+    unknown = [
         (node_type, kind)
         for (node_type, _), kind in sorted(survey.kinds.items())
         if node_type and node_type not in names
     ]
-    if strange:
-        missing = sorted({node_type for node_type, _ in strange})
+    if unknown:
+        missing = sorted({node_type for node_type, _ in unknown})
         raise InvalidRequestError(
-            f"node type {', '.join(map(repr, missing))} is asked for by "
-            f"{_named(*(kind for _, kind in strange))}; the cluster has {', '.join(names)} only: "
-            "add it by --pool NAME:NODES, or let jobs run anywhere by --any-node-type",
+            f"node type {', '.join(map(repr, missing))} is requested by "
+            f"{_named(*(kind for _, kind in unknown))}; the cluster has {', '.join(names)} only: "
+            "add it by --pool NAME:NODES, or allow any node type by --any-node-type",
             node_types=missing,
         )
     larger = []
     gpus_wanted = 0
     for (node_type, gpus), kind in sorted(survey.kinds.items()):
-        room = max(
+        pool_gpus = max(
             pool.nodes * pool.node_type.gpus
             for pool in pools
             if node_type in ("", pool.node_type.name)
         )
-        if gpus > room:
+        if gpus > pool_gpus:
             larger.append(kind)
             gpus_wanted = max(gpus_wanted, gpus)
     if larger:
-        room = max(pool.nodes * pool.node_type.gpus for pool in pools)
+        largest_gpus = max(pool.nodes * pool.node_type.gpus for pool in pools)
         nodes = math.ceil(gpus_wanted / max(pool.node_type.gpus for pool in pools))
         raise CapacityError(
             f"the cluster is too small for {_named(*larger)} of up to {gpus_wanted} GPUs: its "
-            f"largest pool has {room}; take --nodes {nodes} or more, or leave larger jobs out by "
-            f"--max-gpus {room}",
+            f"largest pool has {largest_gpus}; use --nodes {nodes} or more, or exclude larger jobs "
+            f"by --max-gpus {largest_gpus}",
             jobs=sum(kind.jobs for kind in larger),
             gpus=gpus_wanted,
         )
@@ -145,14 +144,14 @@ def check_fits(survey: Survey, pools: Sequence[Pool]) -> None:
 
 def _lack(job: TraceJob) -> str | None:
     if job.gpus < 1:
-        return "without training GPUs: leave them out by --min-gpus 1"
+        return "without training GPUs: exclude them by --min-gpus 1"
     if not job.segments:
         return (
-            "without segments, as nothing says when their cycles need the training GPUs: let them "
-            "have the published RL profiles (leave --no-profiles away)"
+            "without segments, so the times at which cycles need training GPUs are unknown: use "
+            "the published RL profiles (omit --no-profiles)"
         )
     if not any(segment.duration_s > 0 for segment in job.segments):
-        return "whose segments all take no time: mend the trace"
+        return "whose segments all take no time: correct the trace"
     return None
 
 

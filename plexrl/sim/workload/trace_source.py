@@ -1,4 +1,4 @@
-"""Where a scenario's jobs come from: a trace or the generator. Picklable; the same each time."""
+"""Job sources of scenarios: a trace or the generator. Picklable and repeatable."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -21,56 +21,56 @@ from plexrl.traces.io.problems import Report
 
 DAY_S = 86_400.0
 JOBS_MAX = 10_000_000
-"""That are made up: more would take days."""
+"""Most generated jobs; more would take days."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSource:
-    """Jobs of a trace, as `plexrl traces convert` would change them."""
+    """Jobs of a trace, with the same changes as in `plexrl traces convert`."""
 
     trace: str
     """A path, or `bundled:NAME`."""
     layout: str | None = None
-    """Its column layout, where the header does not say."""
+    """Column layout; absent: detected from the header."""
     skip_bad: bool = False
-    """Go on without bad rows; otherwise the jobs end in an error that names them all."""
+    """Skip bad rows; otherwise the jobs end in an error that lists all of them."""
     shape: Shape = field(default_factory=Shape)
     gpus_max: int | None = None
-    """Larger jobs are left out."""
+    """Larger jobs are excluded."""
     any_node_type: bool = False
-    """Jobs that ask for a kind of node take any."""
+    """Ignore the node types that jobs request."""
     span_s: float | None = None
-    """Only jobs submitted in the first so many seconds from the first job that is kept, before the
-    trace is compressed."""
+    """Include only jobs submitted within so many seconds of the first included job, before
+    compression."""
     profiles: bool = True
-    """Jobs without cycles of their own get those of the published RL profiles."""
+    """Give jobs without cycles those of the published RL profiles."""
     seed: int = 0
-    """Of the profiles."""
+    """Seed of the profiles."""
 
     @classmethod
     def at(cls, trace: str) -> "TraceSource":
-        """A trace by a name that is right in any process, whatever its folder."""
+        """A trace by absolute path, so that any process can read it."""
         return cls(trace=trace if trace.startswith(PREFIX) else str(Path(trace).absolute()))
 
     def jobs(self) -> Iterator[TraceJob]:
-        """The jobs in order of submission; the clock starts at the first of those that are kept.
+        """The jobs in order of submission; the clock starts at the first included job.
 
         Raises:
-            TraceError: rows are bad, and not to be skipped. Of a public trace that is known at the
-                end only: `surveyed` reads to it.
-            InvalidRequestError: the trace cannot be read, or holds no jobs.
+            TraceError: rows are bad and not skipped. For a public trace this is raised at the end
+                only; `surveyed` reads up to it.
+            InvalidRequestError: the trace cannot be read or contains no jobs.
         """
         return self.read(None)
 
     def read(self, on_problem: Report | None) -> Iterator[TraceJob]:
-        """`jobs`, with every bad row told."""
+        """`jobs`, with every bad row reported to `on_problem`."""
         source = open_trace(
             self.trace, format=self.layout, skip_bad=self.skip_bad, on_problem=on_problem
         )
         if source.table.name != "jobs":
             raise InvalidRequestError(
-                f"{self.trace} has response lengths, no jobs: give it as --lengths beside a trace "
-                "of jobs"
+                f"{self.trace} contains response lengths, not jobs: use it as --lengths together "
+                "with a trace of jobs"
             )
         rows = _up_to(source.rows, self.gpus_max)
         jobs = changed(_within(from_first(kept(rows, self.shape)), self.span_s), self.shape)
@@ -81,10 +81,10 @@ class TraceSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedSource:
-    """Made-up jobs of the published profile: 7B, 30B and 235B in equal numbers."""
+    """Generated jobs of the published profile: 7B, 30B and 235B in equal numbers."""
 
     span_s: float
-    """In which they arrive."""
+    """Time span of the arrivals."""
     jobs_per_day: float = 12.0
     shape: Shape = field(default_factory=Shape)
     gpus_max: int | None = None
@@ -95,7 +95,7 @@ class PublishedSource:
         if not 0.0 < wanted <= JOBS_MAX:
             raise InvalidRequestError(
                 f"{self.span_s / DAY_S:g} days with {self.jobs_per_day:g} jobs a day would be "
-                f"{wanted:g} jobs: more than 0 and at most {JOBS_MAX} can be made up; give other "
+                f"{wanted:g} jobs: more than 0 and at most {JOBS_MAX} can be generated; change "
                 "--days or --jobs-per-day"
             )
 
@@ -110,7 +110,7 @@ class PublishedSource:
         return shaped(_up_to(made, self.gpus_max), self.shape)
 
     def read(self, on_problem: Report | None) -> Iterator[TraceJob]:
-        """`jobs`: none of them is bad."""
+        """`jobs`; generated rows are never bad."""
         del on_problem
         return self.jobs()
 

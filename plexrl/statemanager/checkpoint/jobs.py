@@ -32,9 +32,9 @@ from plexrl.statemanager.checkpoint.requests import CheckpointReport, Checkpoint
 from plexrl.statemanager.checkpoint.upload import Uploads
 from plexrl.statemanager.checkpoint.write.progress import Progress
 from plexrl.statemanager.checkpoint.write.publish import announce, announce_end
-from plexrl.statemanager.checkpoint.write.source import VersionReader
 from plexrl.statemanager.checkpoint.write.writer import Wanted, write_checkpoint
 from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.transfer.reader import VersionReader
 
 LOG = logging.getLogger(__name__)
 

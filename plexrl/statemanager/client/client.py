@@ -25,19 +25,16 @@ from plexrl.statemanager.client.host_link import HostLink
 from plexrl.statemanager.client.rank_link import RankLink
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
-from plexrl.statemanager.layout.scales import Wants
+from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.protocol.address import nearest
 from plexrl.statemanager.protocol.messages import (
     Adopt,
     Answer,
     BorrowBase,
     Load,
-    Ping,
     Prefetch,
-    PrefetchPublished,
     Publish,
     Register,
-    Relay,
     Release,
     Request,
     Save,
@@ -45,10 +42,8 @@ from plexrl.statemanager.protocol.messages import (
     Usage,
 )
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
-from plexrl.statemanager.transfer.pull import KnownLayouts, Puller, PullWay
-from plexrl.statemanager.transfer.transport.choice import Ways
-
-_PING = Ping()
+from plexrl.statemanager.transfer.pull import KnownLayouts, Puller, PullMode
+from plexrl.statemanager.transfer.transport.choice import Transports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +77,7 @@ class PullReport(MoveReport):
     as a delta."""
     bytes_by_source: dict[str, int]
     attempts: int
-    way: PullWay = PullWay.FULL
-    relayed_bytes: int | None = None
-    """That this node's StateManager brought over the network for this call, on behalf of all ranks
-    here; 0 where another rank's call had brought them. Absent: this rank pulled for itself."""
+    mode: PullMode = PullMode.FULL
 
     @property
     def fraction(self) -> float:
@@ -117,11 +109,10 @@ class StateManagerClient:
         self._link = RankLink(socket_path, timeout_s, ticket)
         self._held: tuple[int, str] | None = None
         """Seq and stamp of the stored version that the arena equals while it has that seq."""
-        self._wants: tuple[Sequence[StateSlice], Wants] | None = None
-        self._registered: tuple[StateSlice, ...] = ()
+        self._wants: tuple[Sequence[StateSlice], Layout] | None = None
         self._layouts = KnownLayouts()
-        self._ways = Ways(self._layouts.find, ticket=ticket, timeout_s=timeout_s)
-        self._puller = Puller(self._ways.open, self._layouts, timeout_s)
+        self._transports = Transports(self._layouts.find, ticket=ticket, timeout_s=timeout_s)
+        self._puller = Puller(self._transports.open, self._layouts, timeout_s)
 
     def register(
         self,
@@ -160,7 +151,6 @@ class StateManagerClient:
         self._link.register(arena, registration, host)
         if host is not None:
             host.lender = HostLink(self._link)
-        self._registered = registration.slices
 
     def attach(self) -> None:
         """Have memory behind the registered arena, if there is none; its contents stay.
@@ -305,13 +295,11 @@ class StateManagerClient:
         seq: int,
         wants: Sequence[StateSlice],
         delta: DeltaPolicy | None = None,
-        relay: bool = True,
     ) -> PullReport:
         """Fill the wanted slices of the registered arena from a published version.
 
         Every byte that is wanted is brought once, and no other; a slice that is wanted in another
-        dtype is cast on the way, and one in F8 scaled if `<name>_scale` is wanted too (`scales`).
-        `sources` are the StateManagers that hold shards of it: paths of
+        dtype is cast on the way. `sources` are the StateManagers that hold shards of it: paths of
         sockets on this machine, `tcp://host:port` or `nixl://host:port` elsewhere. The version
         stays where it is for as long as this takes. A pull that fails after it began leaves the
         wanted slices with bytes of no version: nothing can be saved or published until a pull or
@@ -319,9 +307,6 @@ class StateManagerClient:
 
         With `delta`, and where the last pull was of the same source into the same slices and
         nobody has written to them since, only blocks that differ are brought.
-
-        With `relay`, a version that is on other nodes only comes over the network once for all the
-        deployment's ranks on this node, where the node's StateManager finds that cheaper.
 
         Raises:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
@@ -335,19 +320,13 @@ class StateManagerClient:
         started = time.perf_counter()
         self._held = None
         if self._wants is None or self._wants[0] is not wants:
-            self._wants = wants, Wants.of(wants)
+            self._wants = wants, Layout.of(wants)
         target = np.frombuffer(arena.buffer, dtype=np.uint8)
-        relayed: int | None = None
         sources = [nearest(address) for address in sources]
-        if relay and all("://" in address for address in sources) and self._is_own(wants):
-            request = Relay(source=source, seq=seq, sources=tuple(sources), delta=delta)
-            answer = self._call(request)
-            if answer["relayed"]:
-                sources, source, relayed = [self.path], self.deployment, answer["bytes_moved"]
         try:
             result = self._puller.pull(sources, source, seq, self._wants[1], target, delta)
         finally:
-            self._ways.forget_unused()
+            self._transports.forget_unused()
         return PullReport(
             bytes_moved=result.bytes_moved,
             seconds=time.perf_counter() - started,
@@ -355,17 +334,12 @@ class StateManagerClient:
             bytes_wanted=result.bytes_wanted,
             bytes_by_source=result.bytes_by_source,
             attempts=result.attempts,
-            way=result.way,
-            relayed_bytes=relayed,
+            mode=result.mode,
         )
 
     def forget_pulled(self) -> None:
         """The arena's weights were written by others: the next pull brings all bytes."""
         self._puller.forget_bases()
-
-    def ping(self) -> None:
-        """One round trip: returns once the daemon has answered."""
-        self._call(_PING)
 
     def usage(self) -> dict[str, Any]:
         """The node's tiers, versions and arenas, and its first device, in bytes."""
@@ -391,14 +365,6 @@ class StateManagerClient:
         returns at once."""
         self._call(Prefetch(deployment=deployment, seq=seq, next_use_s=next_use_s))
 
-    def prefetch_published(self, source: str, seq: int) -> None:
-        """Hint that what this node has of a published version will be pulled soon; returns at once.
-
-        Raises:
-            PermissionDeniedError: it is another job's.
-        """
-        self._call(PrefetchPublished(source=source, seq=seq))
-
     def request(self, request: Request, fds: Sequence[int] = ()) -> Answer:
         """The answer to a request that has no method of its own here.
 
@@ -410,7 +376,7 @@ class StateManagerClient:
 
     def close(self) -> None:
         """End the connection; the daemon forgets the arena, not the versions."""
-        self._ways.close()
+        self._transports.close()
         self._link.close()
 
     def stamp(self, seq: int) -> str | None:
@@ -421,10 +387,6 @@ class StateManagerClient:
     def is_torn(self) -> bool:
         """A pull was cut, so the arena is of no version."""
         return self._puller.is_torn
-
-    def _is_own(self, wants: Sequence[StateSlice]) -> bool:
-        """Whether the daemon knows of every wanted slice, by this rank's registration."""
-        return wants is self._registered or set(wants) <= set(self._registered)
 
     def _check_whole(self) -> None:
         if self._puller.is_torn:

@@ -22,7 +22,7 @@ _REQUEST, _RESULT = Kind.REQUEST, Kind.RESULT
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
-def until_reached(path: str, timeout_s: float, attempt: Callable[[], AnyT]) -> AnyT:
+def retry_connect(path: str, timeout_s: float, attempt: Callable[[], AnyT]) -> AnyT:
     """What `attempt` returns, made again for as long as it meets no daemon at `path`.
 
     Raises:

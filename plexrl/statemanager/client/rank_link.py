@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from plexrl.errors import ConflictError, ConnectionLostError, PlexRLError
-from plexrl.statemanager.client.connection import connect, exchange, until_reached
+from plexrl.statemanager.client.connection import connect, exchange, retry_connect
 from plexrl.statemanager.client.host_arena import Borrowed, HostArena
 from plexrl.statemanager.device.backend import Segment, WorkerArena
 from plexrl.statemanager.protocol.channel import Channel, close_all
@@ -202,7 +202,7 @@ class RankLink:
                 self.close()
                 raise
 
-        return until_reached(self._path, self._timeout_s, attempt)
+        return retry_connect(self._path, self._timeout_s, attempt)
 
     def _connected(self) -> Channel:
         """The connection, with the rank registered on it."""

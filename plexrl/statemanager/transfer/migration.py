@@ -22,7 +22,7 @@ import msgspec
 
 from plexrl.errors import StateLostError, UnavailableError
 from plexrl.statemanager.client.client import MoveReport, StateManagerClient
-from plexrl.statemanager.client.connection import connect, exchange, until_reached
+from plexrl.statemanager.client.connection import connect, exchange, retry_connect
 from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.protocol.address import host_and_port, nearest
 from plexrl.statemanager.protocol.channel import Channel, close_all
@@ -112,7 +112,7 @@ def _move(
     source: str, target: str, request: OpenState, timeout_s: float, ticket: bytes
 ) -> MoveReport:
     """Have the target adopt what the source opens, which stays in place meanwhile."""
-    opened = until_reached(
+    opened = retry_connect(
         source, timeout_s, partial(_open_state, source, timeout_s, ticket, request)
     )
     connection, shard, fds = opened
@@ -183,7 +183,7 @@ def _held_far(
         with closing(RemoteState(remote, ticket, timeout_s)) as state:
             return state.open(deployment, seq)
 
-    manifests = [shard.manifest for shard in until_reached(address, timeout_s, ask)]
+    manifests = [shard.manifest for shard in retry_connect(address, timeout_s, ask)]
     return {
         manifest.rank: _Held(
             address=address, stamp=manifest.stamp, tier=None, world_size=manifest.world_size

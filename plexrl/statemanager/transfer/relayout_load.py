@@ -5,7 +5,6 @@ brought together in pieces of the arena, so that a device is written to in a few
 whatever the layouts are.
 """
 
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,14 +21,14 @@ from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan
-from plexrl.statemanager.layout.staging import TargetWindows, covered
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, Runs
+from plexrl.statemanager.layout.staging import StagingBlocks, covered
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies
 from plexrl.statemanager.protocol.tickets import AGENT, TicketKey
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.versions import Manifest
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, DataPlane
+from plexrl.statemanager.transfer.reader import VersionReader, open_elsewhere, open_here
 from plexrl.statemanager.transfer.relayout import check_dtypes, lost, saves, wanted
-from plexrl.statemanager.transfer.state_readers import StateReader, open_elsewhere, open_here
 
 DIRECT_BYTES_MIN = 64 << 10
 """A run of this many bytes is worth a copy of its own."""
@@ -57,7 +56,7 @@ class Relaid:
 
 class _Opened(NamedTuple):
     address: str
-    reader: StateReader
+    reader: VersionReader
 
 
 class Relayouter:
@@ -97,7 +96,7 @@ class Relayouter:
             ticket = self._key.mint(AGENT)
             for address in dict.fromkeys(sources):
                 try:
-                    readers = open_elsewhere(held, address, ticket, os.getuid(), deployment, seq)
+                    readers = open_elsewhere(held, address, ticket, deployment, seq)
                 except UnavailableError as error:
                     unreached = error
                     continue
@@ -109,18 +108,20 @@ class Relayouter:
                     raise unreached from error
                 raise
             [target] = plan.targets
-            used = {save[index]: runs for index, runs in target.runs.items()}
-            _fill(self._plane, memory, {at.reader: runs for at, runs in used.items()})
+            used = {save[index]: copies for index, copies in target.copies.items()}
+            _fill(self._plane, memory, {at.reader: copies for at, copies in used.items()})
             for at in used:
                 at.reader.confirm()
             by_source: dict[str, int] = {}
-            for at, runs in used.items():
-                by_source[at.address] = by_source.get(at.address, 0) + runs.nbytes
+            for at, copies in used.items():
+                by_source[at.address] = by_source.get(at.address, 0) + copies.nbytes
             return Relaid(
                 manifest=save[0].reader.manifest,
                 nbytes=target.nbytes,
                 ranges=tuple((piece.arena_offset, piece.nbytes) for piece in wants),
-                tier=TierName.HOST if all(at.reader.is_fast for at in used) else TierName.NVME,
+                tier=TierName.HOST
+                if all(at.reader.tier == TierName.HOST for at in used)
+                else TierName.NVME,
                 bytes_by_source=by_source,
             )
 
@@ -171,24 +172,26 @@ def _bytes_per_s(at: _Opened) -> float:
     return REMOTE_BYTES_PER_S if at.reader.mapped is None else NEIGHBOUR_BYTES_PER_S
 
 
-def _fill(plane: DataPlane, memory: DeviceMemory, runs_of: dict[StateReader, Runs]) -> None:
-    """Bring runs from their readers to the arena."""
+def _fill(
+    plane: DataPlane, memory: DeviceMemory, copies_of: dict[VersionReader, StridedCopies]
+) -> None:
+    """Bring copies from their readers to the arena."""
     direct: list[Run] = []
-    windows: list[tuple[StateReader, TargetWindows]] = []
-    for reader, runs in runs_of.items():
-        rest = runs
+    windows: list[tuple[VersionReader, StagingBlocks]] = []
+    for reader, copies in copies_of.items():
+        rest = copies
         if reader.mapped is not None:
-            is_long = (runs.counts == 1) & (runs.casts == BYTES_CAST)
-            is_long &= runs.items >= DIRECT_BYTES_MIN
-            for source, job in reader.mapped.jobs(runs.chosen(is_long)):
+            is_long = (copies.counts == 1) & (copies.casts == BYTES_CAST)
+            is_long &= copies.items >= DIRECT_BYTES_MIN
+            for source, job in reader.mapped.jobs(copies.chosen(is_long)):
                 address = source.ctypes.data
-                columns = (job.targets.tolist(), job.places.tolist(), job.items.tolist())
+                columns = (job.dst_offsets.tolist(), job.src_offsets.tolist(), job.items.tolist())
                 for to, place, nbytes in zip(*columns, strict=True):
                     assert 0 <= place <= len(source) - nbytes
                     direct.append(Run(to, address + place, nbytes))
-            rest = runs.chosen(~is_long)
+            rest = copies.chosen(~is_long)
         if len(rest):
-            windows.append((reader, TargetWindows(rest, BLOCK_BYTES)))
+            windows.append((reader, StagingBlocks(rest, BLOCK_BYTES)))
     plane.copy(direct, memory.write)
 
     def fill_window(start: int) -> None:
@@ -197,23 +200,24 @@ def _fill(plane: DataPlane, memory: DeviceMemory, runs_of: dict[StateReader, Run
             block = np.frombuffer(buffer.view, dtype=np.uint8)
             filled: list[Run] = []
             for reader, there in windows:
-                runs = there.runs(start)
-                if len(runs):
-                    reader.read(runs, block)
+                copies = there.copies(start)
+                if len(copies):
+                    reader.read(copies, block)
                     filled += [
-                        Run(start + at, buffer.address + at, nbytes) for at, nbytes in covered(runs)
+                        Run(start + at, buffer.address + at, nbytes)
+                        for at, nbytes in covered(copies)
                     ]
             memory.write(_joined(filled))
 
-    starts = sorted({at for _, there in windows for at in there.windows()})
+    starts = sorted({at for _, there in windows for at in there.starts()})
     for _ in plane.spread(fill_window, starts):
         pass
 
 
-def _joined(runs: list[Run]) -> list[Run]:
+def _joined(copies: list[Run]) -> list[Run]:
     """The same copies, as few as may be: what several readers brought side by side is one."""
     found: list[Run] = []
-    for run in sorted(runs, key=lambda run: run.offset):
+    for run in sorted(copies, key=lambda run: run.offset):
         if found and found[-1].offset + found[-1].nbytes == run.offset:
             found[-1] = Run(found[-1].offset, found[-1].address, found[-1].nbytes + run.nbytes)
         else:

@@ -25,15 +25,15 @@ import msgspec
 
 from plexrl.errors import CorruptStateError, OperationCancelledError
 from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.eviction.tier_allocator import Rooms
 from plexrl.statemanager.fault_points import FaultPoints
-from plexrl.statemanager.host.free_ranges import cut
+from plexrl.statemanager.host.free_ranges import subrange
 from plexrl.statemanager.host.pool import HostPool
 from plexrl.statemanager.store.catalog import Catalog
-from plexrl.statemanager.store.nvme import DIGEST_BYTES, digest, file_bytes
 from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
 from plexrl.statemanager.store.saving import PIECE_TEXT_BYTES, new_object
-from plexrl.statemanager.store.tier import Tier
+from plexrl.statemanager.store.tiers.nvme import DIGEST_BYTES, digest, file_bytes
+from plexrl.statemanager.store.tiers.tier import Tier
+from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
 from plexrl.statemanager.store.versions.versions import (
     Manifest,
     VersionRecord,
@@ -57,7 +57,7 @@ Fetch = Callable[[int, Sequence[memoryview]], None]
 
 
 @dataclass(slots=True, eq=False)
-class Arrival:
+class PartialVersion:
     """One version, as far as it has come."""
 
     manifest: Manifest
@@ -74,7 +74,7 @@ class Arrival:
     """A byte for each block of `own`, one object after the other."""
 
 
-class Arrivals:
+class ResumableReceive:
     """Thread-safe; one version of a name arrives at a time."""
 
     def __init__(
@@ -82,19 +82,19 @@ class Arrivals:
         catalog: Catalog,
         tier: Tier,
         pool: HostPool,
-        rooms: Rooms,
+        allocator: TierAllocator,
         faults: FaultPoints,
     ) -> None:
         self._catalog = catalog
         self._tier = tier
         self._pool = pool
-        self._rooms = rooms
+        self._allocator = allocator
         self._faults = faults
         self._changed = threading.Condition(catalog.lock)
-        self._idle: dict[str, Arrival] = {}
+        self._idle: dict[str, PartialVersion] = {}
         self._busy: dict[str, tuple[str, threading.Event]] = {}
         """Names of what is under way: whose it is, and what ends it."""
-        rooms.make_way = self.drop_idle
+        allocator.on_shortage = self.drop_idle
 
     @contextmanager
     def turn(self, manifest: Manifest) -> Iterator[threading.Event]:
@@ -174,7 +174,7 @@ class Arrivals:
                 else:
                     self._idle[arrival.manifest.name] = arrival
 
-    def _begun(self, manifest: Manifest, digests: Sequence[bytes]) -> Arrival:
+    def _begun(self, manifest: Manifest, digests: Sequence[bytes]) -> PartialVersion:
         with self._catalog.lock:
             arrival = self._idle.pop(manifest.name, None)
             if arrival is not None and arrival.manifest.stamp != manifest.stamp:
@@ -186,10 +186,10 @@ class Arrivals:
             found.digests = made
         return arrival
 
-    def _begin(self, manifest: Manifest, digests: Sequence[bytes]) -> Arrival:
+    def _begin(self, manifest: Manifest, digests: Sequence[bytes]) -> PartialVersion:
         catalog = self._catalog
         with catalog.lock:
-            manifest = replace(manifest, ordinal=catalog.tick())
+            manifest = replace(manifest, ordinal=catalog.next_ordinal())
             objects = [
                 self._shared(manifest, index, made) or new_object(manifest, section)
                 for index, (section, made) in enumerate(
@@ -204,7 +204,7 @@ class Arrivals:
         blocks = sum(-(-found.nbytes // BLOCK_BYTES) for found in own)
         reserved = 2 * header_bytes(text, ()) + padded(blocks)
         try:
-            self._rooms.make(manifest, needed + reserved, needed + reserved, host_only=True)
+            self._allocator.reserve(manifest, needed + reserved, needed + reserved, host_only=True)
         except BaseException:
             with catalog.lock:
                 catalog.release(held, HOST)
@@ -216,13 +216,13 @@ class Arrivals:
         except BaseException:
             with catalog.lock:
                 for found in own:
-                    catalog.abandon(found, HOST)
+                    catalog.discard_written(found, HOST)
                 catalog.release(held, HOST)
-                catalog.give_back(HOST, needed + reserved)
+                catalog.unreserve(HOST, needed + reserved)
             raise
         with catalog.lock:
             catalog.acquire(own, HOST)
-        self._pool.set_aside(reserved)
+        self._pool.reserve_other(reserved)
         return arrival
 
     def _shared(self, manifest: Manifest, index: int, digests: bytes) -> StoredObject | None:
@@ -240,7 +240,7 @@ class Arrivals:
         own: Sequence[StoredObject],
         reserved: int,
         blocks: int,
-    ) -> Arrival:
+    ) -> PartialVersion:
         record = VersionRecord(manifest, tuple(found.record(HOST) for found in objects))
         page = encode_page(MAGIC, msgspec.json.encode((record, [found.id for found in own])))
         path = self._tier.directory / f"{manifest.file_name}{SUFFIX}"
@@ -250,8 +250,8 @@ class Arrivals:
             part.rename(path)
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise self._tier.refused(error) from error
-        return Arrival(
+            raise self._tier.write_error(error) from error
+        return PartialVersion(
             manifest=manifest,
             objects=tuple(objects),
             own=tuple(own),
@@ -261,7 +261,7 @@ class Arrivals:
             marks=bytearray(blocks),
         )
 
-    def _recovered(self, path: Path) -> Arrival | None:
+    def _recovered(self, path: Path) -> PartialVersion | None:
         """What a record says, its memory claimed; None where that is another's by now."""
         try:
             contents = path.read_bytes()
@@ -297,9 +297,9 @@ class Arrivals:
         reserved = padded(len(contents))
         self._catalog.used_bytes[HOST] += reserved + sum(f.bytes_in(HOST) for f in claimed)
         self._catalog.acquire(objects, HOST)
-        self._pool.set_aside(reserved)
-        self._catalog.clock = max(self._catalog.clock, record.manifest.ordinal)
-        return Arrival(
+        self._pool.reserve_other(reserved)
+        self._catalog.last_ordinal = max(self._catalog.last_ordinal, record.manifest.ordinal)
+        return PartialVersion(
             manifest=record.manifest,
             objects=tuple(objects),
             own=tuple(claimed),
@@ -309,10 +309,10 @@ class Arrivals:
             marks=bytearray(contents[marks_at:]),
         )
 
-    def _bring(self, arrival: Arrival, found: StoredObject, start: int, fetch: Fetch) -> int:
+    def _bring(self, arrival: PartialVersion, found: StoredObject, start: int, fetch: Fetch) -> int:
         section = arrival.manifest.sections[arrival.objects.index(found)]
         count = min(BLOCK_BYTES, found.nbytes - start)
-        pieces = cut(found.pieces or (), start, padded(count))
+        pieces = subrange(found.pieces or (), start, padded(count))
         views = [self._pool.view(piece) for piece in pieces]
         at = start // BLOCK_BYTES * DIGEST_BYTES
         tail = padded(count) - count
@@ -328,50 +328,50 @@ class Arrivals:
             f"object {found.id}): check the network and the source's memory"
         )
 
-    def _mark(self, arrival: Arrival, at: int) -> None:
+    def _mark(self, arrival: PartialVersion, at: int) -> None:
         fd = os.open(arrival.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.pwrite(fd, b"\1", arrival.marks_at + at)
         finally:
             os.close(fd)
 
-    def _finish(self, arrival: Arrival) -> Version:
+    def _finish(self, arrival: PartialVersion) -> Version:
         catalog = self._catalog
         with catalog.lock:
             # Versions of its name may have come and gone while it arrived.
-            manifest = replace(arrival.manifest, ordinal=catalog.tick())
+            manifest = replace(arrival.manifest, ordinal=catalog.next_ordinal())
             for found, key in zip(arrival.objects, share_keys(manifest), strict=True):
                 if found in arrival.own and key is not None and key not in catalog.shared:
                     found.share_key = key
                     catalog.shared[key] = found
         version = Version(
-            manifest, arrival.objects, last_use=manifest.ordinal, last_use_s=self._rooms.now()
+            manifest, arrival.objects, last_use=manifest.ordinal, last_use_s=self._allocator.now()
         )
         records = [found.record(HOST) for found in arrival.objects]
         header = header_bytes(len(msgspec.json.encode(manifest)), records)
-        self._tier.name_version(version.record(HOST), "put")
+        self._tier.write_header(version.record(HOST), "put")
         with catalog.lock:
             for found in arrival.own:
-                catalog.settle(found, ObjectState.WHOLE)
-            catalog.install(version)
-            catalog.named(version, HOST, header)
+                catalog.finish_object(found, ObjectState.WHOLE)
+            catalog.set_current(version)
+            catalog.add_header(version, HOST, header)
             # The header takes its room from the record's.
             catalog.used_bytes[HOST] += header
             self._let_go(arrival)
-        self._pool.set_aside(header)
+        self._pool.reserve_other(header)
         return version
 
-    def _drop(self, arrival: Arrival) -> None:
+    def _drop(self, arrival: PartialVersion) -> None:
         for found in arrival.own:
-            self._catalog.settle(found, ObjectState.FAILED)
+            self._catalog.finish_object(found, ObjectState.FAILED)
         self._let_go(arrival)
 
-    def _let_go(self, arrival: Arrival) -> None:
+    def _let_go(self, arrival: PartialVersion) -> None:
         """Remove the record; objects that no version has go with it. The lock is held."""
         arrival.path.unlink(missing_ok=True)
         self._catalog.release(arrival.objects, HOST)
-        self._catalog.give_back(HOST, arrival.reserved)
-        self._pool.set_aside(-arrival.reserved)
+        self._catalog.unreserve(HOST, arrival.reserved)
+        self._pool.reserve_other(-arrival.reserved)
 
     def _end_busy(self, deployment: str) -> bool:
         found = [event for whose, event in self._busy.values() if whose == deployment]
@@ -380,7 +380,7 @@ class Arrivals:
         return bool(found)
 
 
-def _missing(arrival: Arrival) -> Iterator[tuple[StoredObject, int, int]]:
+def _missing(arrival: PartialVersion) -> Iterator[tuple[StoredObject, int, int]]:
     """(object, place in it, number of its mark) of each block that is still to come."""
     at = 0
     for found in arrival.own:

@@ -1,20 +1,20 @@
-"""A live cluster's history as a trace: from its jobs and its operation log. Pure.
+"""Converts a live cluster's jobs and operation log into trace rows. Pure.
 
-What a job waited for the group is taken out of its clock, as the scheduler's profiler does it, so
-that a row says what the job would do alone. The log remembers the newest operations only; of a
-job whose beginning is forgotten, the row covers what is remembered.
+Waiting for the group is subtracted from a job's clock, as in the scheduler's profiler, so that a
+row describes the job without other jobs. The log keeps the newest operations only; if a job's first
+operations are gone, the row covers the rest.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from plexrl.traces.convert.cycles import Row, split_cycles
 from plexrl.traces.schema import OUTCOMES, SEGMENTS_MAX, TraceJob, TraceSegment
 from plexrl.wire.operation_phases import MOVES
-
-Plain = Mapping[str, Any]
 
 FUNCTIONS = {
     "forward": "log_prob",
@@ -22,13 +22,14 @@ FUNCTIONS = {
     "optim_step": "update",
     "publish": "sync",
 }
-"""Kinds of operations by the paper's names; others keep their own."""
+"""The paper's names of operation kinds; other kinds keep their own names."""
 
 MERGE_PART = 0.02
-"""Stretches of one function nearer than this part of the period are one."""
+"""Spans of one function are merged if their gap is at most this part of the period."""
 WARM_UP_CYCLES = 1
 ASYNCHRONOUS_PART = 0.1
-"""Of its training time, that a job's rollout must overlap to count as one step ahead."""
+"""Minimum overlap of rollouts and training, as a part of the training time, for a job to count as
+one step asynchronous."""
 MAD_TO_DEVIATION = 1.4826
 
 
@@ -36,7 +37,7 @@ MAD_TO_DEVIATION = 1.4826
 class _Span:
     function: str
     begin_s: float
-    """On the job's own clock, waiting taken out."""
+    """On the job's own clock, without waiting."""
     end_s: float
 
 
@@ -48,20 +49,20 @@ class _Cycle:
 
 @dataclass(slots=True)
 class _Runs:
-    """The runs of one deployment, by their start."""
+    """The runs of one deployment, ordered by start."""
 
-    rows: list[Plain] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
     @property
     def busy_s(self) -> float:
         return sum((row["finished_at"] - row["started_at"] for row in self.rows), 0.0)
 
 
-def record(jobs: Iterable[Plain], operations: Iterable[Plain], now: float) -> list[TraceJob]:
-    """A row for each job that ran, by submission; the first is submitted at 0.
+def record(jobs: Iterable[Row], operations: Iterable[Row], now: float) -> list[TraceJob]:
+    """A trace row for each job that ran, ordered by submission; the first submission is at 0.
 
-    `jobs` are views of `/v1/jobs`, `operations` rows of `/v1/operations`, `now` is the cluster's
-    clock (`/v1/status`), which counts as the end of jobs that still run.
+    `jobs` are rows of `/v1/jobs`, `operations` rows of `/v1/operations`. `now` is the cluster's
+    clock (`/v1/status`): the end of jobs that still run.
     """
     runs: dict[str, _Runs] = {}
     for row in operations:
@@ -75,7 +76,7 @@ def record(jobs: Iterable[Plain], operations: Iterable[Plain], now: float) -> li
     return [replace(job, submit_s=job.submit_s - start_s) for job in ran]
 
 
-def _row(job: Plain, runs: Mapping[str, _Runs], now: float) -> TraceJob | None:
+def _row(job: Row, runs: Mapping[str, _Runs], now: float) -> TraceJob | None:
     deployments = [each for each in job["deployments"] if each["deployment"] in runs]
     if not deployments:
         return None
@@ -97,7 +98,7 @@ def _row(job: Plain, runs: Mapping[str, _Runs], now: float) -> TraceJob | None:
         job_id=job["job"],
         tenant=job["tenant"],
         submit_s=job["submitted_at"],
-        # Shorter than any clock tells apart is not 0: the job did run.
+        # The job ran, so its duration is not 0, even below the clock's resolution.
         duration_s=max(1e-6, end_s - first_s - waited_s),
         gpus=sum(each["workers"] for each in training),
         rollout_gpus=sum(each["workers"] for each in rollouts),
@@ -109,38 +110,33 @@ def _row(job: Plain, runs: Mapping[str, _Runs], now: float) -> TraceJob | None:
     )
 
 
-def _cycles(rows: Sequence[Plain]) -> tuple[list[_Cycle], int, float]:
-    """The cycles of a deployment whose length is known, how many it had (the last has no next one
-    to end it), and what it waited for its group over all its runs."""
-    kinds = {row["kind"] for row in rows}
-    # A cycle ends with what the job does last in it.
-    last = next((kind for kind in ("publish", "optim_step", "forward") if kind in kinds), None)
-    cycles: list[_Cycle] = []
-    spans: list[_Span] = []
+def _cycles(rows: Sequence[Row]) -> tuple[list[_Cycle], int, float]:
+    """The cycles of known length, the number of whole cycles (the length of the last one is unknown
+    unless another begins), and the total wait for the group."""
+    whole, rest = split_cycles(rows)
+    found: list[tuple[float, list[_Span]]] = []
     waited_s = 0.0
     free_s = rows[0]["submitted_at"]
-    began_s: float | None = None
-    ended = False
-    for row in rows:
-        wanted_s = max(row["submitted_at"], free_s)
-        own_s = wanted_s - waited_s
-        if began_s is None:
-            began_s = own_s
-        elif ended:
-            cycles.append(_Cycle(length_s=own_s - began_s, spans=spans))
-            began_s, spans, ended = own_s, [], False
-        waited_s += max(0.0, row["started_at"] - wanted_s)
-        begin_s = row["started_at"] - waited_s - began_s
-        length_s = row["finished_at"] - row["started_at"]
-        function = FUNCTIONS.get(row["kind"]) or str(row["kind"])
-        spans.append(_Span(function=function, begin_s=begin_s, end_s=begin_s + length_s))
-        ended = row["kind"] == last
-        free_s = max(free_s, row["finished_at"])
-    return cycles, len(cycles) + ended, waited_s
+    for group in (*whole, rest) if rest else whole:
+        began_s = max(group[0]["submitted_at"], free_s) - waited_s
+        spans: list[_Span] = []
+        for row in group:
+            waited_s += max(0.0, row["started_at"] - max(row["submitted_at"], free_s))
+            begin_s = row["started_at"] - waited_s - began_s
+            length_s = row["finished_at"] - row["started_at"]
+            function = FUNCTIONS.get(row["kind"]) or str(row["kind"])
+            spans.append(_Span(function=function, begin_s=begin_s, end_s=begin_s + length_s))
+            free_s = max(free_s, row["finished_at"])
+        found.append((began_s, spans))
+    cycles = [
+        _Cycle(length_s=after_s - began_s, spans=spans)
+        for (began_s, spans), (after_s, _) in pairwise(found)
+    ]
+    return cycles, len(whole), waited_s
 
 
 def _demand(cycles: Sequence[_Cycle], count: int) -> dict[str, Any]:
-    """What a `TraceJob` says of its cycles: the medians of those that agree on their functions."""
+    """The cycle fields of a `TraceJob`: medians over the cycles with the usual functions."""
     if not cycles:
         return {}
     clean = cycles[WARM_UP_CYCLES:] or cycles
@@ -184,7 +180,7 @@ def _merged(spans: Sequence[_Span], gap_s: float) -> list[_Span]:
     return found
 
 
-def _overlap_s(rows: Sequence[Plain], others: Sequence[Plain]) -> float:
+def _overlap_s(rows: Sequence[Row], others: Sequence[Row]) -> float:
     """Seconds that runs of `rows` share with the union of `others`' runs."""
     union: list[tuple[float, float]] = []
     for row in sorted(others, key=lambda row: float(row["started_at"])):

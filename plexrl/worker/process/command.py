@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from plexrl.wire.operations import OperationKind, decode_params
+from plexrl.wire.operations import OperationKind, params_from_json
 
 RunName = tuple[str, int]
 """Operation id and fencing token: names one run of an operation."""
@@ -46,4 +46,4 @@ class RunCommand(msgspec.Struct, frozen=True, kw_only=True):
 
     def params(self) -> Any:
         """The operation's parameters, an instance of `PARAMS_BY_KIND[kind]`."""
-        return decode_params(self.kind, self.params_json)
+        return params_from_json(self.kind, self.params_json)

@@ -51,7 +51,7 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: RunComma
         "bytes_moved": report.bytes_moved,
         "bytes_wanted": report.bytes_wanted,
         "fraction": report.fraction,
-        "way": report.way.value,
+        "way": report.mode.value,
         "sources": sources,
         "seconds": report.seconds,
         "tier": report.tier,

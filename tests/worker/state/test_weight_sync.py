@@ -14,7 +14,7 @@ import pytest
 
 from plexrl.errors import StateLostError, UnavailableError
 from plexrl.statemanager.layout.keys import StatePart
-from plexrl.statemanager.transfer.pull import PullWay
+from plexrl.statemanager.transfer.pull import PullMode
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.process.backend import (
     BackendCall,
@@ -46,7 +46,7 @@ PULLED = SimpleNamespace(
     bytes_moved=1,
     bytes_wanted=1,
     fraction=1.0,
-    way=PullWay.FULL,
+    mode=PullMode.FULL,
     seconds=0.1,
     tier="host",
 )

@@ -1,4 +1,4 @@
-"""Plots that compare runs by one number each: drain time and cost."""
+"""Bar plots of drain time and cost."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 5.8
-ROOM = 1.26
-"""Of the longest bar: the figures stand beside the bars."""
+HEADROOM = 1.26
+"""Width of the axis relative to the longest bar, for the figures next to the bars."""
 ROLLOUT_ALPHA = 0.4
 LABEL_LENGTH = 30
-"""Letters: a policy and a swept setting behind it."""
+"""Most characters of a label: a policy and a swept setting."""
 
 
 def drain_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
-    """Drain times beside the lower bound; absent for a single run."""
+    """Drain times and the lower bound; absent for a single run."""
     if len(runs) < 2:
         return None
     unit = time_unit(max(run.result.drain_s for run in runs))
@@ -37,7 +37,7 @@ def drain_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
             axes.annotate(f" {short(value)}{ratio}", (max(value, bound), place), va="center")
         _name_bars(axes, runs)
         longest = max(max(run.result.drain_s, run.result.bounds.bound_s) for run in runs)
-        axes.set(xlim=(0, ROOM * longest / unit.seconds or 1.0), xlabel=unit.name)
+        axes.set(xlim=(0, HEADROOM * longest / unit.seconds or 1.0), xlabel=unit.name)
 
     return Plot(
         name="drain",
@@ -51,7 +51,7 @@ def drain_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
 
 
 def cost_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
-    """Cost of the cluster and of the rollouts; absent for a single run, or where nothing costs."""
+    """Cost of training nodes and rollouts; absent for a single run or if all costs are 0."""
     if len(runs) < 2 or not any(run.result.cost > 0 for run in runs):
         return None
 
@@ -66,7 +66,7 @@ def cost_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
             )
             axes.annotate(f" {short(cost)}", (cost, place), va="center")
         _name_bars(axes, runs)
-        axes.set(xlim=(0, ROOM * max(run.result.cost for run in runs)), xlabel="cost")
+        axes.set(xlim=(0, HEADROOM * max(run.result.cost for run in runs)), xlabel="cost")
         axes.locator_params(axis="x", nbins=5)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 

@@ -1,4 +1,4 @@
-"""Plots of the search for the smallest cluster: each objective's figure and the cost over nodes."""
+"""Plots of the search for the smallest cluster: objectives and cost over nodes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import floor, isfinite, log10
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 SIZE = (5.8, 3.3)
 FAR = 8.0
-"""Times the bound: where figures lie further above it, the axis is logarithmic beyond the bound."""
-ROOM = 1.12
-"""Of the highest figure, above it."""
+"""If figures exceed this multiple of the bound, the axis is logarithmic above the bound."""
+HEADROOM = 1.12
+"""Height of the axis relative to the highest figure."""
 WIDE = 4.0
-"""Times the smallest size: where the largest is more, nodes have a logarithmic axis."""
+"""If sizes exceed this multiple of the smallest, the node axis is logarithmic."""
 TICKS_MAX = 8
 LARGE, SMALL = 13.0, 6.0
-"""Of markers, in points: around an answer, and of a probe."""
+"""Marker sizes in points: the ring around an answer, and a probe."""
 
 Judged = Callable[[CapacityPlan, int], bool]
 
 
 def objective_plot(plans: Sequence[CapacityPlan], looks: Mapping[str, Look]) -> Plot:
-    """A picture to each objective: probes as points, the bound as a line."""
+    """One picture per objective: probes as points, the bound as a line."""
     wanted = shown_objectives(plans)
     return Plot(
         name="objectives",
@@ -50,14 +50,14 @@ def objective_plot(plans: Sequence[CapacityPlan], looks: Mapping[str, Look]) -> 
 
 
 def cost_curve(plans: Sequence[CapacityPlan], looks: Mapping[str, Look]) -> Plot | None:
-    """Cost over nodes; absent where nothing costs."""
+    """Cost over nodes; absent if all costs are 0."""
     if not any(result.cost > 0 for plan in plans for result in plan.results.values()):
         return None
 
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
         largest = max(max(plan.results) for plan in plans)
-        # Policies of the same need share a region and a label.
+        # Policies with the same answer share a region and a label.
         needs = {plan.nodes: plan for plan in reversed(plans) if plan.nodes is not None}
         for nodes, plan in needs.items():
             axes.axvspan(nodes, largest, color=looks[plan.policy].colour, alpha=0.1, linewidth=0)
@@ -72,7 +72,7 @@ def cost_curve(plans: Sequence[CapacityPlan], looks: Mapping[str, Look]) -> Plot
                 va="top",
             )
         axes.set_ylim(
-            0, ROOM * max(result.cost for plan in plans for result in plan.results.values())
+            0, HEADROOM * max(result.cost for plan in plans for result in plan.results.values())
         )
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         axes.set_ylabel("cost")
@@ -107,7 +107,7 @@ def _objective(
 
         axes = figure.subplots()
         _probes(axes, plans, looks, lambda result: objective.value(result) / scale, kept)
-        low, high = min(0.0, lowest), ROOM * highest or 1.0
+        low, high = min(0.0, lowest), HEADROOM * highest or 1.0
         if is_far:
             axes.set_yscale("symlog", linthresh=bound)
             axes.set_yticks([0, bound, *_ticks_above(bound, highest)])
@@ -123,7 +123,7 @@ def _objective(
 
 
 def _ticks_above(bound: float, highest: float) -> list[float]:
-    """Round numbers above the bound, and not so near that their labels would touch."""
+    """Round numbers above the bound, spaced so that their labels do not overlap."""
     decades = range(floor(log10(bound)), floor(log10(highest)) + 1)
     steps = (1,) if len(decades) > 3 else (1, 2, 5)
     ticks = [step * 10.0**power for power in decades for step in steps]

@@ -1,4 +1,4 @@
-"""Plots of how a quantity is distributed over a run's jobs."""
+"""Plots of cumulative distributions over a run's jobs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 from plexrl.sim.report.comparison import Run
 from plexrl.sim.report.plots.figure import Key, Picture, Plot, draw
 from plexrl.sim.report.plots.style import Look
-from plexrl.sim.results.result import Distribution
+from plexrl.sim.results.result import DistributionSummary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIZE = (5.8, 3.5)
 LEAST_WAIT = 1e-3
-"""Waits of a smaller part of the duration count as none: they stand at the left edge."""
+"""Smaller waits, relative to the duration, count as 0 and are drawn at the left edge."""
 
 
 def wait_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
-    """PlexRL Fig. 8, left; absent where no job waited."""
+    """PlexRL Fig. 8, left; absent if no job waited."""
     shown = [run for run in runs if run.result.normalized_wait.cdf]
     if not any(run.result.normalized_wait.highest > LEAST_WAIT for run in shown):
         return None
@@ -43,7 +43,7 @@ def wait_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
 
 
 def completion_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
-    """How long jobs took in all; absent without jobs."""
+    """Completion times of jobs; absent without jobs."""
     shown = [run for run in runs if run.result.completion.cdf]
     if not shown:
         return None
@@ -68,7 +68,7 @@ def completion_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | No
 
 
 def line_keys(runs: Sequence[Run], looks: Mapping[str, Look]) -> tuple[Key, ...]:
-    """A legend of lines."""
+    """The legend entries of the runs' lines."""
     return tuple(
         Key(label=run.label, colour=looks[run.label].colour, dash=looks[run.label].dash)
         for run in runs
@@ -79,7 +79,7 @@ def _curves(
     name: str,
     runs: Sequence[Run],
     looks: Mapping[str, Look],
-    of: Callable[[Run], Distribution],
+    of: Callable[[Run], DistributionSummary],
     *,
     least: float,
     label: str,
@@ -115,8 +115,7 @@ def _curves(
 def _from_left_edge(
     cdf: Sequence[tuple[float, float]], least: float, highest: float
 ) -> tuple[list[float], list[float]]:
-    """The curve from the least value that has a place on a logarithmic axis, with all below it
-    counted there, past the right edge."""
+    """The curve from `least`, with all smaller values counted there, to beyond the right edge."""
     below = max((part for value, part in cdf if value <= least), default=0.0)
     above = [(value, part) for value, part in cdf if value > least]
     points = [(least, below), *above, (max(highest, cdf[-1][0]), cdf[-1][1])]

@@ -1,5 +1,7 @@
-"""From a matplotlib figure to SVG that stands in a page: no state of pyplot's, the same bytes each
-time, colours that follow the page's light or dark theme, and no text of anybody's in it.
+"""Renders a matplotlib figure as inline SVG, without pyplot's global state.
+
+Equal figures give equal bytes. Colours follow the page's light or dark theme. Text becomes
+outlines.
 """
 
 import io
@@ -15,13 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK = "#0a0b0c"
-"""Stands for the page's text colour."""
+"""Placeholder of the page's text colour."""
 GRID = "#0a0b0d"
-"""Stands for the page's faint lines."""
+"""Placeholder of the page's grid colour."""
 GROUND = "#0a0b0e"
-"""Stands for what lies under coloured and black bars."""
+"""Placeholder of the background of bars."""
 PAPER = "#0a0b0f"
-"""Stands for the page's ground."""
+"""Placeholder of the page's background."""
 THEME = {
     INK: "currentColor",
     GRID: "var(--grid)",
@@ -30,7 +32,7 @@ THEME = {
 }
 PIXELS_PER_INCH = 96
 FONT_END = 0x0500
-"""The font has the Latin, Greek and Cyrillic letters below."""
+"""First character after the Latin, Greek and Cyrillic letters of the font."""
 NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 SETTINGS: dict[str, Any] = {
@@ -53,9 +55,9 @@ SETTINGS: dict[str, Any] = {
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.8,
     "savefig.facecolor": "none",
-    # Letters as outlines: they are where they were measured, whatever fonts the reader has.
+    # Text as outlines has the measured size whatever fonts the reader has.
     "svg.fonttype": "path",
-    # Names are other people's: a dollar sign in them is no formula.
+    # A dollar sign in a user's name does not begin a formula.
     "text.parse_math": False,
     "text.color": INK,
     "xtick.color": INK,
@@ -74,7 +76,7 @@ class Key:
     label: str
     colour: str
     dash: tuple[float, ...] | None = None
-    """Of a line, in points; absent: an area."""
+    """Dash pattern of a line, in points; absent: an area."""
     pale: bool = False
 
 
@@ -84,18 +86,18 @@ class Picture:
 
     svg: "Markup"
     title: str = ""
-    """Above it, where a plot has several."""
+    """Title above the picture, if the plot has several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """What a page shows in one frame."""
+    """One frame of the page."""
 
     name: str
-    """Of its element in the page."""
+    """Name of its element in the page."""
     title: str
     says: str
-    """One sentence: what is seen, in which units."""
+    """The caption: contents and units."""
     pictures: "tuple[Picture, ...]"
     keys: tuple[Key, ...] = ()
     wide: bool = False
@@ -109,8 +111,8 @@ def draw(
     describes: str,
     titles: Mapping[str, str] | None = None,
 ) -> "Markup":
-    """SVG of `size` inches that `paint` has drawn. `describes` is read out in its place; `titles`
-    are shown where the pointer rests on the artist of that gid.
+    """SVG of `size` inches, drawn by `paint`. `describes`: text for screen readers. `titles`:
+    tooltips of artists, by gid.
 
     Raises:
         InvalidRequestError: matplotlib or jinja2 is not installed.
@@ -122,7 +124,7 @@ def draw(
     except ImportError as error:
         raise missing_package(error) from error
     target = io.StringIO()
-    # Whatever the reader's matplotlibrc says, the picture is the same.
+    # The picture is independent of the user's matplotlibrc.
     with style.context(["default", {**SETTINGS, "svg.hashsalt": name}]):
         figure = Figure(figsize=size)
         FigureCanvasSVG(figure)
@@ -132,7 +134,7 @@ def draw(
 
 
 def plain(text: str, length: int = 28) -> str:
-    """`text` as far as it has letters in the plots' font, cut to `length`."""
+    """`text` with characters outside the plots' font replaced by `?`, cut to `length`."""
     kept = "".join(
         letter if letter.isprintable() and ord(letter) < FONT_END else "?" for letter in text
     )
@@ -140,7 +142,7 @@ def plain(text: str, length: int = 28) -> str:
 
 
 def missing_package(error: ImportError) -> InvalidRequestError:
-    """What to do where the report's packages are not there."""
+    """The error for missing report packages."""
     return InvalidRequestError(
         f"the report needs matplotlib and jinja2 ({error}): pip install 'plexrl[simulator]'"
     )
@@ -151,10 +153,10 @@ def _inlined(svg: str, name: str, describes: str, titles: Mapping[str, str]) -> 
 
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
-    # Several pictures share the page, so ids get the picture's name in front.
+    # Several pictures share the page, so ids get the picture's name as a prefix.
     svg = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{name}-", svg)
-    for stand_in, colour in THEME.items():
-        svg = svg.replace(stand_in, colour)
+    for placeholder, colour in THEME.items():
+        svg = svg.replace(placeholder, colour)
     box = re.search(r'viewBox="[^"]*"', svg)
     assert box is not None, "matplotlib's SVG has no viewBox"
     head = f'<svg class="plot" {box[0]} role="img" aria-label="{escape(describes)}">'

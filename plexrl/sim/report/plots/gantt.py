@@ -1,4 +1,4 @@
-"""Plot of who held which group when."""
+"""Gantt chart of groups and the jobs that hold them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ GROUPS_MAX = 60
 WIDTH = 13.0
 ROW = 0.17
 TALL = 20
-"""Groups above which the time stands above the rows, too."""
+"""Number of groups from which the time axis is repeated above the rows."""
 PIXELS_FROM = 2500
-"""Spans of one picture above which bars become pixels: as outlines they would weigh megabytes."""
+"""Number of spans from which bars are rasterised; as outlines they would take megabytes."""
 
 
 def gantt_plot(runs: Sequence[Run], window_s: tuple[float, float] | None = None) -> Plot | None:
-    """A picture a run; absent where no window was kept. Without `window_s` all spans are shown."""
+    """One picture per run; absent without spans. Without `window_s` all spans are shown."""
     shown = [run for run in runs if run.result.spans]
     if not shown:
         return None
@@ -104,7 +104,7 @@ def _bars(name: str, run: Run, groups: Sequence[str], start_s: float, end_s: flo
 
 
 def job_colours(spans: Sequence[Span]) -> dict[tuple[str, str], str]:
-    """By (group, job), in order of appearance in the group: neighbours in a row differ."""
+    """Colour by (group, job), in order of appearance, so that neighbours in a row differ."""
     colours: dict[tuple[str, str], str] = {}
     counts: dict[str, int] = {}
     for span in spans:
@@ -116,7 +116,7 @@ def job_colours(spans: Sequence[Span]) -> dict[tuple[str, str], str]:
 
 
 def natural(names: set[str]) -> list[str]:
-    """Numbers within names by their value: `g2` before `g10`."""
+    """Names in natural order: `g2` before `g10`."""
     return sorted(
         names,
         key=lambda name: (

@@ -1,4 +1,4 @@
-"""Plots of what a larger cluster would bring."""
+"""Plots of a sweep over cluster sizes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ SIZE = (5.8, 3.3)
 def sweep_plot(
     runs: Sequence[Run], looks: Mapping[str, Look], gpus_per_node: int | None
 ) -> Plot | None:
-    """Absent unless some run's name comes at two sizes or more."""
+    """Figures over cluster size; absent unless some run name has two sizes or more."""
     lines = by_label(runs)
     if all(len(line) < 2 for line in lines.values()):
         return None
@@ -55,7 +55,7 @@ def sweep_plot(
 
 
 def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs of one name by size, ascending."""
+    """Runs by name, ascending by size."""
     return {
         label: sorted((run for run in runs if run.label == label), key=lambda run: run.result.gpus)
         for label in dict.fromkeys(run.label for run in runs)
@@ -84,7 +84,7 @@ def _panel(
                 dashes=look.dash or (None, None),
                 marker=look.marker,
                 markersize=5,
-                # Whole markers on the axis, where nothing waits.
+                # Markers on the axis are not clipped.
                 clip_on=False,
                 zorder=3,
             )

@@ -1,7 +1,7 @@
-"""How runs look: one colour, dash and marker for a name over all plots. Pure.
+"""Assigns each run name one colour, dash and marker for all plots. Pure.
 
-Colour-blind readers can tell the colours apart as far as ten can be (after Okabe and Ito, without
-those that vanish on white or on black); dashes and markers carry the rest.
+The colours follow Okabe and Ito for colour-blind readers, without those that are invisible on white
+or black; dashes and markers add further distinction.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ FIXED = {
     "spread": ("#3d9a50", (4.0, 1.5)),
     "spread+backfill": ("#2a6fbb", ()),
 }
-"""The paper's policies look the same in every report; the baseline is grey."""
+"""Styles of the paper's policies, equal in every report; the baseline is grey."""
 COLOURS = ("#c2579b", "#8f6a3c", "#3aa6c9", "#6d58c4", "#b8a21f", "#c8503c", "#57a89a")
 DASHES = ((), (6.0, 2.0), (1.5, 1.5), (7.0, 1.5, 1.5, 1.5))
-"""Of lines, in points on and off; none: solid."""
+"""Dash patterns of lines, in points on and off; empty: solid."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """Of one run's lines and bars."""
+    """The style of one run's lines and bars."""
 
     colour: str
     dash: tuple[float, ...]
@@ -36,7 +36,7 @@ class Look:
 
 
 def looks(runs: Sequence[Run]) -> dict[str, Look]:
-    """By label; others than the paper's policies take colours in order of appearance."""
+    """Styles by label; labels other than the paper's policies get colours by appearance."""
     labels = [*dict.fromkeys(run.label for run in runs)]
     others = [label for label in labels if label not in FIXED]
     found = {}
@@ -46,7 +46,7 @@ def looks(runs: Sequence[Run]) -> dict[str, Look]:
         else:
             index = others.index(label)
             colour = COLOURS[index % len(COLOURS)]
-            # A colour that comes again has another dash, and neighbours differ in both.
+            # A repeated colour has another dash, and neighbours differ in both.
             dash = DASHES[(index + 2 * (index // len(COLOURS))) % len(DASHES)]
         found[label] = Look(colour=colour, dash=dash, marker=MARKERS[place % len(MARKERS)])
     return found

@@ -1,4 +1,4 @@
-"""Plot of what the cluster's GPUs did over time."""
+"""Plot of the use of the cluster's GPUs over time."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ HELD_ALPHA = 0.35
 
 
 def utilisation_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
-    """A panel a run, all on one scale; absent where no run has a series."""
+    """One panel per run, all on one scale; absent if no run has a series."""
     shown = [run for run in runs if run.result.utilisation]
     if not shown:
         return None
@@ -45,12 +45,12 @@ def utilisation_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | N
 
 
 def trained(run: Run) -> float | None:
-    """Part of the cluster's GPU-hours, until the trace is drained, with a training operation."""
+    """Part of the cluster's GPU-hours until the drain that training operations use."""
     return part_of_cluster(run, run.result.busy_gpu_hours)
 
 
 def part_of_cluster(run: Run, gpu_hours: float) -> float | None:
-    """Of all its GPU-hours until the trace is drained; absent where there are none."""
+    """`gpu_hours` as a part of all GPU-hours until the drain; absent if these are 0."""
     hours = run.result.gpus * run.result.drain_s / 3600
     return gpu_hours / hours if hours > 0 else None
 
@@ -62,7 +62,7 @@ def _panel(name: str, run: Run, look: Look, longest_s: float, unit: TimeUnit) ->
         axes = figure.subplots()
         series = run.result.utilisation
         starts = [start / unit.seconds for start, _, _ in series]
-        # The last bin ends where the trace is drained.
+        # The last bin ends at the drain time.
         starts.append(max(run.result.drain_s / unit.seconds, starts[-1]))
         for column, alpha in ((1, HELD_ALPHA), (2, 1.0)):
             parts = [row[column] for row in series]

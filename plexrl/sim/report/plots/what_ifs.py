@@ -1,4 +1,4 @@
-"""The plot of what-ifs: by how much drain time and cost differ from the runs as they stand."""
+"""Plot of what-ifs: changes of drain time and cost relative to the original runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,34 +16,34 @@ if TYPE_CHECKING:
 
 WIDTH = 5.8
 BAR_INCHES = 0.26
-ROOM = 0.62
-"""Of the axis' length, more: the figures stand beside the bars."""
+HEADROOM = 0.62
+"""Extra length of the axis, relative, for the figures next to the bars."""
 LENGTH_MIN = 0.02
-"""Of an axis, as part: changes of less do not look like much."""
+"""Smallest length of an axis, so that tiny changes look small."""
 BARS_MAX = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """A run as it would be otherwise."""
+    """The result of a changed run."""
 
     change: str
     of: int
-    """Which of the report's runs it is compared with, from 0."""
+    """Index of the original run in the report, from 0."""
     result: SimResult
 
 
 def what_if_plot(
     runs: Sequence[Run], what_ifs: Sequence[WhatIf], looks: Mapping[str, Look]
 ) -> Plot | None:
-    """A picture for drain times and one for costs, where there are any; absent without what-ifs.
+    """One picture of drain times and one of costs, if not 0; absent without what-ifs.
 
     Raises:
-        InvalidRequestError: one is of a run that is not there.
+        InvalidRequestError: a what-if refers to a run that does not exist.
     """
     if strange := [each.change for each in what_ifs if not 0 <= each.of < len(runs)]:
         raise InvalidRequestError(
-            f"what if {strange[0]}: it is of none of the report's {len(runs)} runs"
+            f"what if {strange[0]}: its original is not among the report's {len(runs)} runs"
         )
     shown = what_ifs[:BARS_MAX]
     if not shown:
@@ -88,8 +88,8 @@ def _picture(
         for place, (each, part) in enumerate(zip(shown, parts, strict=True)):
             axes.barh(place, 100 * part, height=0.7, color=looks[runs[each.of].label].colour)
             by = "=" if value(each.result) == value(runs[each.of].result) else _signed(part)
-            said = f" {text(value(each.result))}  ({by})"
-            axes.annotate(said, (100 * max(part, 0.0), place), va="center")
+            label = f" {text(value(each.result))}  ({by})"
+            axes.annotate(label, (100 * max(part, 0.0), place), va="center")
         axes.plot([0, 0], [-0.5, len(shown) - 0.5], color=INK, linewidth=1)
         first = [
             at for at, each in enumerate(shown) if not at or each.change != shown[at - 1].change
@@ -106,7 +106,7 @@ def _picture(
         axes.set_ylim(len(shown) - 0.5, -0.5)
         axes.grid(visible=False, axis="y")
         axes.set(
-            xlim=(100 * (lowest - 0.04 * length), 100 * (highest + ROOM * length)),
+            xlim=(100 * (lowest - 0.04 * length), 100 * (highest + HEADROOM * length)),
             xlabel="change in %",
         )
 

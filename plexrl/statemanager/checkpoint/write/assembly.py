@@ -8,9 +8,9 @@ import numpy.typing as npt
 
 from plexrl.errors import CorruptStateError
 from plexrl.statemanager.checkpoint.format.tensors import WholeTensor, run_of
-from plexrl.statemanager.checkpoint.write.source import VersionReader
 from plexrl.statemanager.layout.boxes import Box, difference, intersection
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateSlice
+from plexrl.statemanager.transfer.reader import VersionReader
 
 _BF16_NAN = np.uint16(0x7FC0)
 

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from plexrl.errors import CheckpointExistsError
-from plexrl.statemanager.store.disk_space import checkpoint_refused
+from plexrl.statemanager.store.disk_space import checkpoint_write_error
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
@@ -36,7 +36,7 @@ def announce(target: Path, node: str) -> None:
     try:
         part.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise checkpoint_refused(f"the folder {target.parent}", error, str(part)) from error
+        raise checkpoint_write_error(f"the folder {target.parent}", error, str(part)) from error
 
 
 def begin(part: Path) -> None:

@@ -31,10 +31,10 @@ from plexrl.statemanager.checkpoint.format.tensors import BLOCK_BYTES, blocks, m
 from plexrl.statemanager.checkpoint.write.assembly import Assembler, cast
 from plexrl.statemanager.checkpoint.write.progress import Progress
 from plexrl.statemanager.checkpoint.write.publish import begin, part_of, publish
-from plexrl.statemanager.checkpoint.write.source import VersionReader
 from plexrl.statemanager.checkpoint.write.stream import StreamFile
 from plexrl.statemanager.layout.keys import DTYPE_BYTES
-from plexrl.statemanager.store.disk_space import checkpoint_refused
+from plexrl.statemanager.store.disk_space import checkpoint_write_error
+from plexrl.statemanager.transfer.reader import VersionReader
 
 EXTRAS_BYTES_MAX = 256 << 20
 """Of the small files beside the tensors: tokenizers have tens of megabytes."""
@@ -107,7 +107,7 @@ def write_checkpoint(
             publish(part, wanted.target, wanted.node, overwrite=wanted.overwrite)
         except OSError as error:
             file = str(error.filename or wanted.target)
-            raise checkpoint_refused(f"the checkpoint {wanted.target}", error, file) from error
+            raise checkpoint_write_error(f"the checkpoint {wanted.target}", error, file) from error
     except StorageFullError:
         # It is tried again. What says that it is coming stays.
         with suppress(OSError):
@@ -188,7 +188,7 @@ def _write_file(
             return records
     except OSError as error:
         what = f"{at} of the checkpoint {path.parent}"
-        raise checkpoint_refused(what, error, file.path) from error
+        raise checkpoint_write_error(what, error, file.path) from error
 
 
 def _write_tensor(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from plexrl.errors import CorruptStateError, InvalidRequestError, PlexRLError
 from plexrl.statemanager.device.memory import Run
-from plexrl.statemanager.store.nvme import use_cache
+from plexrl.statemanager.store.tiers.nvme import use_cache
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, Region
 
 

@@ -1,9 +1,9 @@
 """What differs between two versions of the same bytes, block by block. Pure.
 
 A training step of RL changes few elements of the weights as they are served (1 to 3 % in published
-runs: small updates vanish in rounding to BF16). So the bytes as they arrive, after any cast, are
+copies: small updates vanish in rounding to BF16). So the bytes as they arrive, after any cast, are
 compared in small blocks, and of blocks that differ the words that do travel (`delta_codec`). Both
-ends cut the same runs into the same batches, so no lengths travel.
+ends cut the same copies into the same batches, so no lengths travel.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.layout.strided_copies import Runs
+from plexrl.statemanager.layout.strided_copies import StridedCopies
 
 Bytes = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
@@ -43,9 +43,9 @@ class DeltaPolicy:
             raise InvalidRequestError("changed_max is a fraction")
 
 
-def batches(runs: Runs) -> Iterator[Runs]:
-    """The runs as both ends cut them."""
-    return runs.batches(BATCH_BYTES)
+def batches(copies: StridedCopies) -> Iterator[StridedCopies]:
+    """The copies as both ends cut them."""
+    return copies.batches(BATCH_BYTES)
 
 
 def changed_blocks(old: Bytes, new: Bytes, block_bytes: int) -> Flags:

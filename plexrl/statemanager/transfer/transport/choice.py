@@ -12,7 +12,7 @@ from plexrl.statemanager.transfer.transport.tcp.client import Tcp
 NIXL_SCHEME = "nixl://"
 
 
-class Ways:
+class Transports:
     """Opens a path as shared memory, `tcp://host:port` over TCP and `nixl://host:port` over RDMA,
     where the port is that of the source's TCP."""
 
@@ -25,7 +25,7 @@ class Ways:
         self._nixl: Nixl | None = None
 
     def open(self, address: str, deployment: str, seq: int, known: Collection[str]) -> OpenSource:
-        """As `Way.open`.
+        """As `Transport.open`.
 
         Raises:
             UnavailableError: RDMA is asked for and NIXL is not there.

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plexrl.statemanager.layout.plan.columns import Ints
-from plexrl.statemanager.layout.strided_copies import Runs, cut_at
+from plexrl.statemanager.layout.strided_copies import StridedCopies, cut_at
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, Region, populate_for_reading
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes, Job
 
@@ -90,13 +90,13 @@ class MappedData:
         starts = np.array([region.data_offset for region in in_order], dtype=np.int64)
         return cls(starts=starts, pieces=tuple(pieces))
 
-    def jobs(self, runs: Runs) -> list[Job]:
-        """The runs by region, their places counted from its start."""
-        if not len(runs):
+    def jobs(self, copies: StridedCopies) -> list[Job]:
+        """The copies by region, their places counted from its start."""
+        if not len(copies):
             return []
         if len(self.pieces) == 1 and self.starts[0] == 0:
-            return [(self.pieces[0], runs)]
-        cut, homes = cut_at(runs, self.starts)
+            return [(self.pieces[0], copies)]
+        cut, homes = cut_at(copies, self.starts)
         order = np.argsort(homes, kind="stable")
         cut, homes = cut.chosen(order), homes[order]
         jobs = []

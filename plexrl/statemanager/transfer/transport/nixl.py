@@ -19,11 +19,11 @@ import numpy as np
 
 from plexrl.errors import ConnectionLostError, UnavailableError
 from plexrl.statemanager.layout.plan.columns import Ints
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, Runs, cut_at, single_rows
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, cut_at, single_rows
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData
-from plexrl.statemanager.transfer.transport.source import Arrived, Shard, ShardRuns
+from plexrl.statemanager.transfer.transport.source import Arrived, Shard, ShardCopies
 from plexrl.statemanager.transfer.transport.tcp.client import Tcp, TcpSource
 
 BYTES_PER_S = 20e9
@@ -87,7 +87,7 @@ class Nixl:
         self._registered: Any = None
 
     def open(self, address: str, deployment: str, seq: int, known: Collection[str]) -> "NixlSource":
-        """As `Way.open`."""
+        """As `Transport.open`."""
         tcp = self._tcp.open(address, deployment, seq, known)
         try:
             lent = msgspec.convert(tcp.ask({"type": "lend"}), Lent)
@@ -96,8 +96,8 @@ class Nixl:
             tcp.close()
             raise
 
-    def read(self, lent: Lent, parts: Sequence[tuple[int, Runs]], target: Bytes) -> None:
-        """Bring runs of whole bytes to their places.
+    def read(self, lent: Lent, parts: Sequence[tuple[int, StridedCopies]], target: Bytes) -> None:
+        """Bring copies of whole bytes to their places.
 
         Raises:
             ConnectionLostError: the transfer failed or took too long.
@@ -105,16 +105,16 @@ class Nixl:
         self._register(target)
         peer = self._agent.add_remote_agent(lent.agent)
         base = target.ctypes.data
-        for shard, runs in parts:
+        for shard, copies in parts:
             regions = np.array(lent.shards[shard], dtype=np.int64).reshape(-1, 3)
-            rows, homes = cut_at(single_rows(runs), regions[:, 2])
-            remote = rows.places - regions[homes, 2] + regions[homes, 0]
+            rows, homes = cut_at(single_rows(copies), regions[:, 2])
+            remote = rows.src_offsets - regions[homes, 2] + regions[homes, 0]
             for at in range(0, len(rows), DESCRIPTORS_MAX):
                 few = slice(at, at + DESCRIPTORS_MAX)
                 sizes = rows.items[few]
                 self._transfer(
                     peer,
-                    _descriptors(base + rows.targets[few], sizes),
+                    _descriptors(base + rows.dst_offsets[few], sizes),
                     _descriptors(remote[few], sizes),
                 )
 
@@ -176,31 +176,27 @@ class NixlSource:
 
     def read(
         self,
-        parts: tuple[ShardRuns, ...],
+        parts: tuple[ShardCopies, ...],
         target: Bytes,
         arrived: Arrived,
         delta: DeltaPolicy | None = None,
     ) -> None:
         """As `OpenSource.read`; what may be a delta comes over TCP."""
-        whole: list[tuple[int, Runs]] = []
-        others: list[ShardRuns] = []
+        whole: list[tuple[int, StridedCopies]] = []
+        others: list[ShardCopies] = []
         for part in parts:
             if delta is not None and part.base is not None:
                 others.append(part)
                 continue
-            is_plain = part.runs.casts == BYTES_CAST
-            whole.append((part.shard, part.runs.chosen(is_plain)))
+            is_plain = part.copies.casts == BYTES_CAST
+            whole.append((part.shard, part.copies.chosen(is_plain)))
             if not is_plain.all():
-                others.append(replace(part, runs=part.runs.chosen(~is_plain)))
+                others.append(replace(part, copies=part.copies.chosen(~is_plain)))
         self._nixl.read(self._lent, whole, target)
-        for _, runs in whole:
-            arrived(runs, runs.nbytes)
+        for _, copies in whole:
+            arrived(copies, copies.nbytes)
         if others:
             self._tcp.read(tuple(others), target, arrived, delta)
-
-    def amaxes(self, shard: int, tensors: Sequence[str]) -> list[float]:
-        """As `OpenSource.amaxes`."""
-        return self._tcp.amaxes(shard, tensors)
 
     def confirm(self) -> None:
         """As `OpenSource.confirm`."""
@@ -224,7 +220,7 @@ def _agent(backend: str) -> Any:
         raise UnavailableError(
             "RDMA needs the package nixl: pip install 'plexrl[nixl]', or use tcp:// addresses"
         ) from error
-    # It writes to standard output, which is where the daemon tells whoever started it that it runs.
+    # It writes to standard output, which is where the daemon tells whoever started it that it copies.
     logging.getLogger("nixl").handlers.clear()
     try:
         name = f"plexrl-{os.getpid()}-{uuid.uuid4().hex[:8]}"

@@ -1,11 +1,11 @@
 """What a pull asks of a source, whatever way leads to it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 from plexrl.statemanager.layout.plan.columns import Layout
-from plexrl.statemanager.layout.strided_copies import Runs
+from plexrl.statemanager.layout.strided_copies import StridedCopies
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 
@@ -24,20 +24,20 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardRuns:
+class ShardCopies:
     """What to read of one shard."""
 
     shard: int
     """Index into `OpenSource.shards`."""
-    runs: Runs
+    copies: StridedCopies
     """From places in the shard's data to places in the target's memory."""
     base: str | None = None
     """Stamp of the same shard's version that the target's memory holds now, so that what has not
     changed since need not be sent; absent: it holds none."""
 
 
-Arrived = Callable[[Runs, int], None]
-"""Told of runs that are in place, and of the bytes that it took."""
+Arrived = Callable[[StridedCopies, int], None]
+"""Told of copies that are in place, and of the bytes that it took."""
 
 
 class OpenSource(Protocol):
@@ -74,7 +74,7 @@ class OpenSource(Protocol):
 
     def read(
         self,
-        parts: tuple[ShardRuns, ...],
+        parts: tuple[ShardCopies, ...],
         target: Bytes,
         arrived: Arrived,
         delta: DeltaPolicy | None = None,
@@ -87,11 +87,6 @@ class OpenSource(Protocol):
         """
         ...
 
-    def amaxes(self, shard: int, tensors: Sequence[str]) -> list[float]:
-        """The largest magnitude of each of some tensors, as layouts name them, in what a shard has
-        of it."""
-        ...
-
     def confirm(self) -> None:
         """Return if the source held the version all the time until now."""
         ...
@@ -101,7 +96,7 @@ class OpenSource(Protocol):
         ...
 
 
-class Way(Protocol):
+class Transport(Protocol):
     """Opens sources of one kind of address."""
 
     def open(self, address: str, deployment: str, seq: int, known: Collection[str]) -> OpenSource:

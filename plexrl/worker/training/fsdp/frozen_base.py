@@ -1,7 +1,8 @@
 """One rank's part of a model's frozen weights, in memory that deployments of the same model share.
 
-The node's StateManager allocates that memory (`plexrl.statemanager.device.shared_bases`). The first
-rank that maps it fills it: from the model that it has just built, or from a model built again.
+The node's StateManager allocates that memory (`plexrl.statemanager.device.frozen_weights`). The
+first rank that maps it fills it: from the model that it has just built, or from a model built
+again.
 """
 
 import hashlib

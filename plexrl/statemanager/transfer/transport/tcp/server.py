@@ -3,9 +3,8 @@
 After the handshake a client sends frames, and each is answered by one:
 
     open     {source, seq, known}  →  {shards}            the version is held for this connection
-    read     {shard, stamp, verify, base, delta} + runs  →  the runs' bytes as the payload, then
+    read     {shard, stamp, verify, base, delta} + copies  →  the copies' bytes as the payload, then
              their digest; or, with {delta}, what has changed of them since the base
-    amax     {shard, stamp, tensors}  →  {amax}           the largest magnitude of each
     lend     {}                    →  {agent, shards}     where NIXL finds what is open
     confirm  {}                    →  {}                  all this time the version was held
 
@@ -32,25 +31,29 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.daemon.handlers.caller import OPENED_MAX, Services
 from plexrl.statemanager.protocol.tickets import Claims
-from plexrl.statemanager.store.versions.published import HeldShard, hold_published, hold_stamp
+from plexrl.statemanager.store.versions.published import (
+    LeasedShard,
+    lease_by_stamp,
+    lease_published,
+)
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.stream import encode_delta
-from plexrl.statemanager.transfer.transport.handshake import greet_client
-from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
-from plexrl.statemanager.transfer.transport.nixl import NixlLender
-from plexrl.statemanager.transfer.transport.run_stream import (
+from plexrl.statemanager.transfer.transport.copy_stream import (
     DIGEST_BYTES,
     Digest,
     HeldData,
-    send_runs,
+    send_copies,
 )
+from plexrl.statemanager.transfer.transport.handshake import greet_client
+from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
+from plexrl.statemanager.transfer.transport.nixl import NixlLender
 from plexrl.statemanager.transfer.transport.tcp.sockets import set_timeout
 from plexrl.statemanager.transfer.transport.tcp.state_server import (
     BegunError,
-    OpenState,
-    ReadState,
+    OpenStateFrame,
+    ReadStateFrame,
     StateReading,
-    checked_runs,
+    checked_copies,
 )
 from plexrl.wire.framing import encode_head, recv_frame, send_frame
 
@@ -78,12 +81,6 @@ class _Read(msgspec.Struct, tag="read"):
     verify: bool = False
     base: str | None = None
     delta: DeltaPolicy | None = None
-
-
-class _Amax(msgspec.Struct, tag="amax"):
-    shard: int
-    stamp: str
-    tensors: tuple[str, ...]
 
 
 class _Confirm(msgspec.Struct, tag="confirm"):
@@ -188,12 +185,11 @@ class _Reader:
         self, services: Services, claims: Claims, leases: ExitStack, lender: NixlLender | None
     ) -> None:
         self._store = services.store
-        self._amaxes = services.amaxes
         self._claims = claims
         self._opened = 0
         self._lender = lender
         self._leases = leases
-        self._held: list[tuple[HeldShard, HeldData]] = []
+        self._held: list[tuple[LeasedShard, HeldData]] = []
         self._bases: dict[str, MappedData | None] = {}
         self._states = StateReading(self._store, claims, leases)
 
@@ -201,19 +197,17 @@ class _Reader:
         header, payload = recv_frame(connection, payload_bytes_max=REQUEST_BYTES_MAX)
         try:
             request = msgspec.convert(
-                header, _Open | _Read | _Lend | _Amax | _Confirm | OpenState | ReadState
+                header, _Open | _Read | _Lend | _Confirm | OpenStateFrame | ReadStateFrame
             )
             match request:
-                case OpenState():
+                case OpenStateFrame():
                     send_frame(connection, {"result": self._states.open(request)})
-                case ReadState():
+                case ReadStateFrame():
                     self._states.read(connection, request, payload)
                 case _Open():
                     send_frame(connection, {"result": self._open(request)})
                 case _Confirm():
                     send_frame(connection, {"result": {}})
-                case _Amax():
-                    send_frame(connection, {"result": {"amax": self._amax(request)}})
                 case _Lend():
                     send_frame(connection, {"result": self._lend()})
                 case _Read():
@@ -236,7 +230,7 @@ class _Reader:
                 retry_after_s=0.0,
             )
         self._opened += 1
-        for shard in hold_published(self._store, self._leases, request):
+        for shard in lease_published(self._store, self._leases, request):
             self._held.append((shard, _held_data(shard)))
         return {
             "shards": [
@@ -253,27 +247,23 @@ class _Reader:
 
     def _read(self, connection: socket.socket, request: _Read, payload: bytearray) -> None:
         shard, data = self._shard(request)
-        runs = checked_runs(payload, shard.manifest.nbytes)
+        copies = checked_copies(payload, shard.manifest.nbytes)
         if request.base is not None and request.delta is not None:
             base = self._base(shard, request.base)
             if base is not None:
                 new, verify = data.map_all(), request.verify
-                parts = encode_delta(base, new, runs, request.delta, verify=verify)
+                parts = encode_delta(base, new, copies, request.delta, verify=verify)
                 if parts is not None:
                     send_frame(connection, {"result": {"delta": True}}, b"".join(parts))
                     return
         trailer = DIGEST_BYTES if request.verify else 0
-        connection.sendall(encode_head({"result": {}}, runs.nbytes + trailer))
+        connection.sendall(encode_head({"result": {}}, copies.nbytes + trailer))
         try:
-            send_runs(connection, data, runs, Digest(request.verify))
+            send_copies(connection, data, copies, Digest(request.verify))
         except PlexRLError as error:
             raise BegunError(error) from error
 
-    def _amax(self, request: _Amax) -> list[float]:
-        shard, _ = self._shard(request)
-        return self._amaxes.of(shard, request.tensors)
-
-    def _shard(self, request: _Read | _Amax) -> tuple[HeldShard, HeldData]:
+    def _shard(self, request: _Read) -> tuple[LeasedShard, HeldData]:
         if not 0 <= request.shard < len(self._held):
             raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
         shard, data = self._held[request.shard]
@@ -284,18 +274,18 @@ class _Reader:
             )
         return shard, data
 
-    def _base(self, shard: HeldShard, stamp: str) -> MappedData | None:
+    def _base(self, shard: LeasedShard, stamp: str) -> MappedData | None:
         """The data of an earlier version of the shard, if it is kept and laid out alike."""
         if stamp not in self._bases:
             if len(self._bases) >= BASES_MAX + len(self._held):
                 raise InvalidRequestError("too many versions are asked for as bases: pull again")
-            earlier = hold_stamp(self._store, self._leases, shard.manifest.shard, stamp)
+            earlier = lease_by_stamp(self._store, self._leases, shard.manifest.shard, stamp)
             alike = earlier is not None and earlier.layout.digest == shard.layout.digest
             self._bases[stamp] = _held_data(earlier).map_all() if earlier and alike else None
         return self._bases[stamp]
 
 
-def _held_data(shard: HeldShard) -> HeldData:
+def _held_data(shard: LeasedShard) -> HeldData:
     mapped: list[MappedData] = []
 
     def map_all() -> MappedData:

@@ -16,7 +16,7 @@ from plexrl.errors import (
     UnavailableError,
 )
 from plexrl.statemanager.device.memory import Run
-from plexrl.statemanager.store.nvme import digests_bytes
+from plexrl.statemanager.store.tiers.nvme import digests_bytes
 from plexrl.statemanager.store.versions.versions import digest_of
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.transport.tcp.state_client import RemoteShard, RemoteState

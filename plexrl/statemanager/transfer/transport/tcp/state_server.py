@@ -1,7 +1,7 @@
 """Versions of ranks' state for other nodes, on connections of `transport.tcp_server`.
 
     open_state  {deployment, seq, rank, digests}  →  {shards: [{manifest, blocks}]}
-    read_state  {shard, stamp, verify} + runs     →  the runs' bytes, then their digest
+    read_state  {shard, stamp, verify} + copies     →  the copies' bytes, then their digest
 
 What is opened is held for the connection. With `digests` a shard comes with those of its blocks,
 by section, and the manifest with the digest over all of them.
@@ -17,29 +17,29 @@ import numpy as np
 
 from plexrl.errors import InvalidRequestError, PermissionDeniedError, PlexRLError, StateLostError
 from plexrl.statemanager.layout.plan.columns import DTYPES
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, Runs, packed
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, packed
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.lease import Lease
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
-from plexrl.statemanager.transfer.state_readers import LocalReader
-from plexrl.statemanager.transfer.transport.mapped_files import MappedData
-from plexrl.statemanager.transfer.transport.run_stream import (
+from plexrl.statemanager.transfer.reader import LocalReader
+from plexrl.statemanager.transfer.transport.copy_stream import (
     ANSWER_BYTES_MAX,
     DIGEST_BYTES,
     Digest,
     HeldData,
-    decode_runs,
-    send_runs,
+    decode_copies,
+    send_copies,
 )
+from plexrl.statemanager.transfer.transport.mapped_files import MappedData
 from plexrl.wire.framing import encode_head
 
 READ_BYTES_MAX = 64 << 20
 """Of what lies on NVMe, at once: it goes through memory."""
 
 
-class OpenState(msgspec.Struct, tag="open_state"):
+class OpenStateFrame(msgspec.Struct, tag="open_state"):
     """Every rank's version, or one's."""
 
     deployment: str
@@ -48,8 +48,8 @@ class OpenState(msgspec.Struct, tag="open_state"):
     digests: bool = False
 
 
-class ReadState(msgspec.Struct, tag="read_state"):
-    """Runs of one of the shards that were opened last."""
+class ReadStateFrame(msgspec.Struct, tag="read_state"):
+    """StridedCopies of one of the shards that were opened last."""
 
     shard: int
     stamp: str
@@ -75,7 +75,7 @@ class StateReading:
         self._opened = leases.enter_context(ExitStack())
         self._held: list[tuple[Lease, LocalReader]] = []
 
-    def open(self, request: OpenState) -> dict[str, Any]:
+    def open(self, request: OpenStateFrame) -> dict[str, Any]:
         """Hold versions in place and describe them.
 
         Raises:
@@ -110,11 +110,11 @@ class StateReading:
             offered.append(offer)
         return {"shards": [msgspec.to_builtins(one) for one in offered]}
 
-    def read(self, connection: socket.socket, request: ReadState, payload: bytearray) -> None:
-        """Send runs of a shard.
+    def read(self, connection: socket.socket, request: ReadStateFrame, payload: bytearray) -> None:
+        """Send copies of a shard.
 
         Raises:
-            InvalidRequestError: there is no such shard, or the runs are not of its data.
+            InvalidRequestError: there is no such shard, or the copies are not of its data.
             StateLostError: the version was replaced.
             BegunError: sending had begun when it failed.
         """
@@ -126,12 +126,12 @@ class StateReading:
                 f"{lease.manifest.description} is not of the stamp {request.stamp!r} any more: "
                 "begin again"
             )
-        runs = checked_runs(payload, lease.manifest.nbytes)
-        head = encode_head({"result": {}}, runs.nbytes + (DIGEST_BYTES if request.verify else 0))
+        copies = checked_copies(payload, lease.manifest.nbytes)
+        head = encode_head({"result": {}}, copies.nbytes + (DIGEST_BYTES if request.verify else 0))
         digest = Digest(request.verify)
         if reader.mapped is None:
             # What lies on NVMe may be damaged, which can be said before anything is sent only.
-            found = _read(reader, runs)
+            found = _read(reader, copies)
             digest.add(found)
             connection.sendall(head)
             connection.sendall(found.data)
@@ -139,7 +139,7 @@ class StateReading:
             return
         connection.sendall(head)
         try:
-            send_runs(connection, _held_data(lease, reader.mapped), runs, digest)
+            send_copies(connection, _held_data(lease, reader.mapped), copies, digest)
         except PlexRLError as error:
             raise BegunError(error) from error
 
@@ -152,50 +152,57 @@ class BegunError(Exception):
         self.cause = cause
 
 
-def checked_runs(payload: bytearray, nbytes: int) -> Runs:
-    """Runs off the wire that lie within `nbytes` bytes. Raises InvalidRequestError: they do not."""
+def checked_copies(payload: bytearray, nbytes: int) -> StridedCopies:
+    """StridedCopies off the wire that lie within `nbytes` bytes. Raises InvalidRequestError: they do not."""
     try:
-        runs = decode_runs(payload)
+        copies = decode_copies(payload)
     except ValueError as error:
-        raise InvalidRequestError(f"malformed runs: {error}") from error
-    check_within(runs, nbytes)
-    return runs
+        raise InvalidRequestError(f"malformed copies: {error}") from error
+    check_within(copies, nbytes)
+    return copies
 
 
-def check_within(runs: Runs, nbytes: int) -> None:
-    """Refuse runs that lie not wholly within `nbytes` bytes, or are more than one answer holds.
+def check_within(copies: StridedCopies, nbytes: int) -> None:
+    """Refuse copies that lie not wholly within `nbytes` bytes, or are more than one answer holds.
 
     Raises:
         InvalidRequestError: some do not.
     """
-    casts = (runs.casts == BYTES_CAST) | ((runs.casts >= 0) & (runs.casts < len(DTYPES) ** 2))
+    casts = (copies.casts == BYTES_CAST) | ((copies.casts >= 0) & (copies.casts < len(DTYPES) ** 2))
     limits = np.int64(1) << np.int64(48)
-    small = (runs.items >= 1) & (runs.counts >= 1) & (runs.strides >= 0) & (runs.places >= 0)
-    small &= (runs.items <= nbytes) & (runs.counts <= limits // np.maximum(1, runs.strides))
-    scales = runs.scales.view(np.float64)
-    usable = np.isfinite(scales) & (scales > 0)
-    if not (casts & small & usable).all():
-        raise InvalidRequestError("runs have positive sizes and scales, and known dtypes")
+    small = (
+        (copies.items >= 1)
+        & (copies.counts >= 1)
+        & (copies.src_strides >= 0)
+        & (copies.src_offsets >= 0)
+    )
+    small &= (copies.items <= nbytes) & (
+        copies.counts <= limits // np.maximum(1, copies.src_strides)
+    )
+    if not (casts & small).all():
+        raise InvalidRequestError("copies have positive sizes, and known dtypes")
     # In floating point, where no product can wrap around to something small.
-    total = (runs.row_bytes().astype(np.float64) * runs.counts).sum()
-    if (runs.places > nbytes).any() or total > ANSWER_BYTES_MAX:
+    total = (copies.row_bytes().astype(np.float64) * copies.counts).sum()
+    if (copies.src_offsets > nbytes).any() or total > ANSWER_BYTES_MAX:
         raise InvalidRequestError(
-            f"runs begin within the {nbytes} bytes of the data, and come to at most "
+            f"copies begin within the {nbytes} bytes of the data, and come to at most "
             f"{ANSWER_BYTES_MAX} bytes together"
         )
-    ends = runs.places + (runs.counts - 1) * runs.strides + runs.row_bytes_at_source()
+    ends = (
+        copies.src_offsets + (copies.counts - 1) * copies.src_strides + copies.row_bytes_at_source()
+    )
     if not (ends <= nbytes).all():
-        raise InvalidRequestError(f"runs end beyond the {nbytes} bytes of the data")
+        raise InvalidRequestError(f"copies end beyond the {nbytes} bytes of the data")
 
 
-def _read(reader: LocalReader, runs: Runs) -> Bytes:
-    if runs.nbytes > READ_BYTES_MAX:
+def _read(reader: LocalReader, copies: StridedCopies) -> Bytes:
+    if copies.nbytes > READ_BYTES_MAX:
         raise InvalidRequestError(
-            f"runs of {runs.nbytes} bytes were asked for at once; {READ_BYTES_MAX} is the most of "
+            f"copies of {copies.nbytes} bytes were asked for at once; {READ_BYTES_MAX} is the most of "
             "what lies on NVMe"
         )
-    found: Bytes = np.empty(runs.nbytes, dtype=np.uint8)
-    reader.read(packed(runs), found)
+    found: Bytes = np.empty(copies.nbytes, dtype=np.uint8)
+    reader.read(packed(copies), found)
     return found
 
 

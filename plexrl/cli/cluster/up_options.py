@@ -1,0 +1,157 @@
+"""The options of `plexrl up`, grouped; the help lists them in this order."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from plexrl.cli.terminal.context import DATA_DIR, DataDir
+from plexrl.cluster.config import JOURNAL_VARIABLE, ORDERINGS, POLICIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCluster:
+    """Data directory and virtual nodes of a local cluster."""
+
+    data_dir: DataDir = DATA_DIR
+    nodes: Annotated[int | None, typer.Option(help="Virtual nodes; 1 if not said.")] = None
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            help="Places for workers on each node; if not said 4, or with --ray its GPUs."
+        ),
+    ] = None
+    gpu_memory: Annotated[float, typer.Option(help="GiB of each GPU.")] = 2.0
+    host_memory: Annotated[float, typer.Option(help="GiB of each node's host tier.")] = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduling:
+    """The scheduler's rules and its journal."""
+
+    policy: Annotated[str, typer.Option(help=f"Placement: {', '.join(POLICIES)}.")] = "pack"
+    ordering: Annotated[
+        str, typer.Option(help=f"Turns within a group: {', '.join(ORDERINGS)}.")
+    ] = "hrrs"
+    journal: Annotated[
+        str | None,
+        typer.Option(
+            help="A path, or postgresql://user@host/name; with a password only by the variable.",
+            envvar=JOURNAL_VARIABLE,
+        ),
+    ] = None
+    new_journal: Annotated[
+        bool,
+        typer.Option(
+            "--new-journal",
+            help="Begin an empty journal although the data directory has state of former jobs.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Node types and network blocks of virtual nodes."""
+
+    node_types: Annotated[
+        str, typer.Option(help="Kinds of the nodes, comma between: one for all, or one each.")
+    ] = ""
+    blocks: Annotated[str, typer.Option(help="Where the nodes stand, likewise.")] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """The address of the API."""
+
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all. There is no TLS.")
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port of the API; 0 takes a free one.")] = 0
+    api_docs: Annotated[
+        bool,
+        typer.Option("--api-docs", help="Describe the HTTP API at /docs, for anybody."),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durability:
+    """Limits of the journal and the scheduler's lease."""
+
+    journal_bytes_max: Annotated[int | None, typer.Option(help="Bound of the journal.")] = None
+    lease_s: Annotated[
+        float | None, typer.Option(help="Silence of the scheduler until a standby leads.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnRay:
+    """Running on the nodes of a Ray cluster."""
+
+    ray: Annotated[
+        str | None, typer.Option(help="Run on the nodes of this Ray cluster: host:port, or auto.")
+    ] = None
+    node_replace_s: Annotated[
+        float,
+        typer.Option(help="With --ray: seconds that jobs wait for a node of a lost one's name."),
+    ] = 60.0
+    rebuild_operations: Annotated[
+        int,
+        typer.Option(help="With --ray: operations kept to compute a model's lost state anew."),
+    ] = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routers:
+    """The routers."""
+
+    routers: Annotated[int, typer.Option(help="Routers, each with a port of its own.")] = 1
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Send operations there as OpenTelemetry spans.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits per tenant, deployment, job and connection."""
+
+    pending_operations_max: Annotated[
+        int | None, typer.Option(help="Operations that wait in one deployment's queue.")
+    ] = None
+    tenant_operations_max: Annotated[
+        int | None, typer.Option(help="Unfinished operations of one tenant.")
+    ] = None
+    deployment_payload_bytes_max: Annotated[
+        int | None, typer.Option(help="Bytes of the unfinished operations of one deployment.")
+    ] = None
+    tenant_payload_bytes_max: Annotated[
+        int | None, typer.Option(help="Bytes of the unfinished operations of one tenant.")
+    ] = None
+    tenant_live_jobs_max: Annotated[
+        int, typer.Option(help="Jobs of one tenant that have not ended.")
+    ] = 1000
+    tenant_checkpoints_max: Annotated[
+        int | None, typer.Option(help="Checkpoints of one tenant.")
+    ] = None
+    tenant_checkpoint_bytes_max: Annotated[
+        int | None, typer.Option(help="Bytes of one tenant's checkpoints; else half of the disk.")
+    ] = None
+    metrics_row_bytes_max: Annotated[
+        int | None, typer.Option(help="Bytes of a row of a job's metrics.")
+    ] = None
+    metrics_job_bytes_max: Annotated[
+        int | None, typer.Option(help="Bytes of all metrics of a job.")
+    ] = None
+    connections_max: Annotated[int | None, typer.Option(help="Open connections of one router.")] = (
+        None
+    )
+    address_connections_max: Annotated[
+        int | None, typer.Option(help="Open connections of one client address to one router.")
+    ] = None
+    header_timeout_s: Annotated[
+        float | None, typer.Option(help="Seconds in which a request's head is there.")
+    ] = None
+    body_timeout_s: Annotated[
+        float | None,
+        typer.Option(help="Seconds for a request's JSON, and of silence in a payload."),
+    ] = None
+    json_bytes_max: Annotated[int | None, typer.Option(help="Bytes of a request's JSON.")] = None

@@ -1,0 +1,41 @@
+"""`plexrl demo`: trains two jobs on one shared pool and writes a report."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plexrl.cli.terminal.context import Json, write_json
+from plexrl.model.parallelism import Parallelism
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("out/demo"),
+    steps: Annotated[int, typer.Option(min=1, help="RL steps of each job.")] = 150,
+    seed: Annotated[int, typer.Option(help="Of models, data and sampling.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Workers of a training group.")] = 2,
+    backend: Annotated[str | None, typer.Option(help="That trains; default: fsdp.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Of a training group, as dp=1,tp=2; default: dp=workers.")
+    ] = None,
+    isolated: Annotated[bool, typer.Option(help="Measure the isolated baseline too.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Train two tenants' jobs on one shared group, then each alone; write a report."""
+    from rich.console import Console
+
+    from plexrl.cli.demo.report import report_json
+    from plexrl.cli.demo.run import DemoOptions, run_demo
+
+    options = DemoOptions(
+        out=out,
+        steps=steps,
+        seed=seed,
+        workers=workers,
+        backend=backend,
+        layout=None if layout is None else Parallelism.from_text(layout),
+        isolated=isolated,
+    )
+    result = run_demo(options, Console(stderr=as_json))
+    if as_json:
+        write_json(report_json(result))

@@ -1,0 +1,48 @@
+"""Commands whose options are grouped into dataclasses, so that signatures stay short."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, get_type_hints
+
+
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """The command for typer: each parameter that is a dataclass becomes one option per field.
+
+    The fields of a group have the annotations and defaults of typer parameters. The order of the
+    options is the order of the parameters and, within a group, of the fields.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            groups[name] = hints[name]
+            parameters += _options(hints[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name]))
+
+    def grouped(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
+        command(**values)
+
+    # Options without defaults come first in a signature; typer calls by keyword.
+    parameters.sort(key=lambda each: each.default is not inspect.Parameter.empty)
+    grouped.__name__, grouped.__doc__ = command.__name__, command.__doc__
+    grouped.__annotations__ = {each.name: each.annotation for each in parameters}
+    grouped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return grouped
+
+
+def _options(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            annotation=hints[each.name],
+            default=inspect.Parameter.empty if each.default is MISSING else each.default,
+        )
+        for each in fields(group)
+    ]
