@@ -52,9 +52,9 @@ def test_the_layout_and_the_number_of_workers_follow_from_one_another(
         ({"workers": 3, "parallelism": {"dp": 4}}, "workers", "workers is 3, but dp=4 needs 4"),
         ({"parallelism": {"dp": 0}}, "dp", "parallelism.dp is 0"),
         ({"parallelism": {"dp": 2, "ep": 3}}, "ep", "ep must divide dp·cp"),
-        ({"parallelism": {"dp": 2, "cp": 2}}, "cp", "'fsdp' does not run cp.*fsdp: dp, tp"),
+        ({"parallelism": {"dp": 2, "cp": 2}}, "cp", "'fsdp' does not support cp.*fsdp: dp, tp"),
         ({"parallelism": {"tp": 4}}, "tp", "num_key_value_heads is 2.*use 2"),
-        ({"parallelism": {"pp": 2}}, "pp", "does not run pp"),
+        ({"parallelism": {"pp": 2}}, "pp", "does not support pp"),
         ({"backend": "megatron", "parallelism": {"pp": 3}}, "pp", "2 layers"),
     ],
 )
@@ -114,12 +114,12 @@ def test_a_rollout_deployment_runs_on_one_gpu_on_replicas_or_on_tensor_ranks() -
         check_deployment(request("rollout", parallelism={"pp": 2}))
     with pytest.raises(LayoutError, match=r"tp is 4 .* num_key_value_heads is 2"):
         check_deployment(request("rollout", parallelism={"tp": 4}))
-    with pytest.raises(LayoutError, match="adapters without tp only"):
+    with pytest.raises(LayoutError, match="adapters only without tp"):
         check_deployment(request("rollout", parallelism={"tp": 2}, lora={"rank": 2}))
     # Each of two ranks caches one of the two heads.
     budget = {"max_sequence_tokens": 100, "kv_cache_bytes": 256 * 112}
     check_deployment(request("rollout", parallelism={"tp": 2}, **budget))
-    with pytest.raises(InvalidRequestError, match="takes 57344 bytes"):
+    with pytest.raises(InvalidRequestError, match="needs 57344 bytes"):
         check_deployment(request("rollout", **budget))
 
 
@@ -133,7 +133,7 @@ def test_a_cache_must_hold_at_least_one_sequence() -> None:
     fields["kv_cache_bytes"] = least - 1
     with pytest.raises(InvalidRequestError, match=rf"takes {least} bytes on each worker"):
         check_deployment(request("rollout", **fields))
-    with pytest.raises(InvalidRequestError, match="keeps no cache"):
+    with pytest.raises(InvalidRequestError, match="has no cache"):
         check_deployment(request(kv_cache_bytes=least))
 
 
