@@ -1,4 +1,5 @@
-"""Who gets GPUs next: quotas, priorities, weighted fairness and response ratio (PlexRL §5.2.3).
+"""Admission of waiting deployments: quotas, priorities, weighted fairness and response ratio
+(PlexRL §5.2.3).
 
 Waiting deployments are considered in the order of `admission.order`. A job that asked for a gang
 gets GPUs for all its deployments at once, or for none. A deployment that has waited beyond the

@@ -27,7 +27,7 @@ class SnapshotWriter:
         self._journal = journal
         self._conditions = conditions
         self._position = position
-        """Of the last snapshot that was started."""
+        """Position of the last snapshot that was started."""
         self._events = events
         """Events between two snapshots."""
         self._task: asyncio.Task[None] | None = None
