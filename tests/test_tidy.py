@@ -45,6 +45,7 @@ PURE_FOLDERS = (
     "sim/fidelity",
     "sim/results",
     "statemanager/checkpoint/format",
+    "statemanager/eviction",
     "statemanager/layout",
     "statemanager/transfer/delta",
     "client/data",

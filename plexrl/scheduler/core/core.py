@@ -75,7 +75,7 @@ from plexrl.scheduler.placement.nodes import (
     node_lost,
     state_migrated,
 )
-from plexrl.scheduler.queries.eta import promise
+from plexrl.scheduler.queries.eta import record_estimate
 from plexrl.scheduler.queries.explain_job import explain_job
 from plexrl.scheduler.queries.views import (
     View,
@@ -348,7 +348,7 @@ class SchedulerCore:
         check_room(context, event, deployment, source)
         seen(context, job, now)
         operation = enqueue(context, event, deployment, now)
-        promise(context, deployment, operation, now)
+        record_estimate(context, deployment, operation, now)
         if event.deadline_s is not None:
             await_deadline(context, operation)
 
@@ -470,7 +470,7 @@ class SchedulerCore:
         return held_view(self._context, self._context.state.deployments)
 
     def unreferenced_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
-        """Those of no operation that is yet to end or kept for a recovery."""
+        """The payloads that neither an unfinished operation nor a recovery needs."""
         return unreferenced_payloads(self._context.state, blobs)
 
     def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:

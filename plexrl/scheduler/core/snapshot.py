@@ -16,7 +16,7 @@ from plexrl.errors import StorageError
 from plexrl.scheduler.config import SchedulerConfig, core_settings, with_core_settings
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.core.snapshot_versions import from_version_1
-from plexrl.wire.annotations import whole_annotations
+from plexrl.wire.codec import restore_annotations
 
 VERSION = 2
 """Incremented when a change of a record makes older snapshots unreadable."""
@@ -68,6 +68,6 @@ class _Head(msgspec.Struct):
 
 def _kept_fields() -> dict[str, Any]:
     """Name and type of each part of a snapshot."""
-    whole_annotations(Context)
+    restore_annotations(Context)
     hints = get_type_hints(Context)
     return {name: hints[name] for name in _KEPT}

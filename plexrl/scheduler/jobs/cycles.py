@@ -4,7 +4,6 @@ from plexrl.scheduler.capacity.overlaps import update_reservation
 from plexrl.scheduler.capacity.shift_search import is_off_plan
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.jobs.profiler import refresh
-from plexrl.scheduler.placement.placement import shares
 from plexrl.scheduler.placement.relocation import (
     consider_relief,
     consider_repacking,
@@ -17,7 +16,7 @@ from plexrl.scheduler.state.records import Deployment
 
 def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     """Take in the deployment's newest cycle."""
-    if deployment.group is None or not shares(deployment):
+    if deployment.group is None or not deployment.shares:
         return
     if refresh(deployment, context.profiler):
         remember(context, deployment)

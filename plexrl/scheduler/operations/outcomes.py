@@ -10,7 +10,7 @@ from plexrl.errors import (
 from plexrl.ids import FencingToken
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import end_burst, load, successor
-from plexrl.scheduler.dispatch.switch_cost import HOST, observe_move, state_lies
+from plexrl.scheduler.dispatch.switch_cost import HOST, observe_move, record_tier
 from plexrl.scheduler.jobs.lifecycle import (
     end_job,
     granted,
@@ -215,7 +215,7 @@ def _version_made(context: Context, deployment: Deployment, event: OperationFini
     former_seq = deployment.replay.store()
     deployment.stored.move_to(deployment.nodes)
     moved = event.moved
-    state_lies(deployment, HOST if moved is None else moved.tier)
+    record_tier(deployment, HOST if moved is None else moved.tier)
     if former_seq < deployment.replay.durable_seq:
         retire_log(context, deployment, former_seq)
 

@@ -11,7 +11,6 @@ from plexrl.errors import PlexRLError
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.operations.operations import enqueue_publish, publish_name
 from plexrl.scheduler.operations.replay import payload_bytes
-from plexrl.scheduler.placement.placement import shares
 from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment
@@ -85,7 +84,7 @@ def republish(
     False: another publish would not help; nothing has changed."""
     if operation.source is None or error.code not in OUT_OF_REACH:
         return False
-    if shares(deployment):
+    if deployment.shares:
         # It would hold the group while it waits, and the trainer may be another member.
         return False
     if deployment.processes.failures >= context.config.launch_attempts:

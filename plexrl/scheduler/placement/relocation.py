@@ -18,7 +18,7 @@ from plexrl.ids import NodeId
 from plexrl.scheduler.admission.scarcity import is_scarce
 from plexrl.scheduler.capacity.overlaps import overlap_s
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.dispatch.switch_cost import HOST, round_trip_s, state_lies
+from plexrl.scheduler.dispatch.switch_cost import HOST, record_tier, round_trip_s
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.operations.replay import forget_previous
@@ -29,7 +29,6 @@ from plexrl.scheduler.placement.placement import (
     modes,
     nearest,
     place,
-    shares,
     vacate,
 )
 from plexrl.scheduler.placement.policies import PlacementMode
@@ -87,7 +86,7 @@ def consider_repacking(context: Context, deployment: Deployment, now: float) -> 
 def consider_relief(context: Context, deployment: Deployment, now: float) -> None:
     """After a cycle: close the group if a member waits too much, and move the one that waits
     most."""
-    if deployment.group is None or not shares(deployment):
+    if deployment.group is None or not deployment.shares:
         return
     group = context.state.groups[deployment.group]
     if len(group.members) == 1 and not group.is_closed:
@@ -261,7 +260,7 @@ def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
     deployment.stored.move_to(deployment.nodes)
     # Only the durable version was copied.
     forget_previous(context, deployment)
-    state_lies(deployment, HOST)
+    record_tier(deployment, HOST)
     wpg.resume(deployment)
     return True
 

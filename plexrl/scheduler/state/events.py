@@ -17,11 +17,10 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.scheduler.state.demand import DemandTrace
-from plexrl.wire.annotations import whole_annotations
-from plexrl.wire.codec import Codec
+from plexrl.wire.codec import Codec, restore_annotations
 from plexrl.wire.operations import OperationKind
 
-whole_annotations(DemandTrace)
+restore_annotations(DemandTrace)
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
