@@ -1,4 +1,4 @@
-"""A training cycle as the profiler sees it, under way and over."""
+"""Training cycles: the open one, measured ones, and their busy spans."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -13,13 +13,16 @@ KEPT_CYCLES: Final = 8
 
 @dataclass(slots=True, init=False)
 class BusySpan:
-    """Runs on the group without a pause between them, on the clock of a cycle from which waiting is
-    taken out. Made in every cycle, as the next two are: see `Operation`."""
+    """Runs on the group without a pause between them.
+
+    Times are on the cycle's clock without waiting. `__init__` is written by hand, as in
+    `Operation`.
+    """
 
     offset_s: float
     duration_s: float
     overlapped: bool
-    """A rollout of the job was under way when it ended."""
+    """A rollout of the job ran when the span ended."""
 
     def __init__(self, offset_s: float, duration_s: float, overlapped: bool) -> None:
         self.offset_s = offset_s
@@ -29,11 +32,11 @@ class BusySpan:
 
 @dataclass(slots=True, init=False)
 class OpenCycle:
-    """The cycle at hand, as the profiler sees it."""
+    """The cycle that is under way."""
 
     started_at: float
     waited_s: float = 0.0
-    """For the group, so far."""
+    """Time waited for the group so far."""
     spans: list[BusySpan] = field(default_factory=list)
     ends: bool = False
     """Its last operation has run; the next submission starts another cycle."""
@@ -47,14 +50,14 @@ class OpenCycle:
 
 @dataclass(slots=True, init=False)
 class Cycle:
-    """A cycle that is over, and never changes: were it frozen, it would take three times as long to
+    """A cycle that has ended. It never changes; a frozen record would take three times as long to
     make."""
 
     started_at: float
     length_s: float
     waited_s: float
     busy_s: float
-    """On the group."""
+    """Time busy on the group."""
     spans: tuple[BusySpan, ...]
 
     def __init__(
