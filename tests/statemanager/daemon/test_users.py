@@ -103,4 +103,4 @@ def test_another_user_cannot_use_a_tenants_ticket(daemon: Daemon) -> None:
 
 def test_a_user_that_is_not_served_is_refused(daemon: Daemon) -> None:
     refused = told(daemon, NOBODYS, knock)
-    assert refused.startswith("permission_denied: user 61003 is not the one")
+    assert refused.startswith("permission_denied: this StateManager does not serve user 61003")

@@ -12,7 +12,7 @@ from plexrl.cli.app import app
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.results.compared import FIGURES, OPTIONS, compared
 from plexrl.traces import write_jobs
-from tests.sim.test_sweep import FewJobs
+from tests.sim.search.test_sweep import FewJobs
 
 
 def plexrl(*arguments: str | Path) -> Any:

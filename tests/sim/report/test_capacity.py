@@ -17,8 +17,8 @@ from plexrl.sim.search.cluster_size_search import Search
 from plexrl.sim.search.objectives import objectives
 from plexrl.sim.workload.prices import DAY_S, Prices
 from plexrl.sim.workload.scenario import NodeType, Pool, Scenario
-from tests.sim.test_collector import NoJobs
-from tests.sim.test_report import read, run_of, sections, spread_over
+from tests.sim.metrics.test_collector import NoJobs
+from tests.sim.report.test_report import read, run_of, sections, spread_over
 
 if TYPE_CHECKING:
     from plexrl.sim.results.result import SimResult

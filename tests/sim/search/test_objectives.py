@@ -8,7 +8,7 @@ import pytest
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.results.result import DistributionSummary
 from plexrl.sim.search.objectives import NO_FAILED_JOBS, objective, objectives, utilisation
-from tests.sim.test_report import run_of
+from tests.sim.report.test_report import run_of
 
 
 @pytest.mark.parametrize(

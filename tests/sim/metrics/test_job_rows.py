@@ -24,7 +24,7 @@ from plexrl.sim.metrics.job_rows_file import (
 )
 from plexrl.sim.workload.scenario import Failures, Scenario
 from plexrl.traces import TraceJob, write_jobs
-from tests.sim.test_sweep import BASE, FewJobs
+from tests.sim.search.test_sweep import BASE, FewJobs
 
 SUMMED = ("cycles", "switches", "busy_gpu_hours", "switch_gpu_hours", "rollout_gpu_hours")
 

@@ -14,7 +14,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.sim.fidelity.history import fidelity_of
 from plexrl.traces import TraceJob
 from plexrl.traces.convert.history import History, history_of, read_history, write_history
-from tests.sim.test_fidelity import row, simulated, some_job, view
+from tests.sim.fidelity.test_fidelity import row, simulated, some_job, view
 
 
 def recorded(jobs: Sequence[TraceJob], **changes: Any) -> History:

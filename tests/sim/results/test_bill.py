@@ -14,8 +14,8 @@ from plexrl.sim.results.bill import Bill, bill, break_even, with_reserved
 from plexrl.sim.search.what_if import change, changed, repriced
 from plexrl.sim.workload.prices import DAY_S, Prices
 from plexrl.sim.workload.scenario import NodeType, Pool, Scenario
-from tests.sim.test_collector import NoJobs
-from tests.sim.test_sweep import BASE
+from tests.sim.metrics.test_collector import NoJobs
+from tests.sim.search.test_sweep import BASE
 
 NODES, GPUS, HOUR_S = 5, 4, 3600.0
 NAMES = [f"n{index}" for index in range(NODES)]

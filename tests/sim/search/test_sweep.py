@@ -129,7 +129,7 @@ ORPHANS = """
 import sys
 from dataclasses import replace
 from plexrl.sim.search.sweep import run_all
-from tests.sim.test_sweep import BASE, FewJobs
+from tests.sim.search.test_sweep import BASE, FewJobs
 
 if __name__ == "__main__":
     long = replace(BASE, source=FewJobs(cycles=10_000_000))
@@ -148,7 +148,7 @@ if __name__ == "__main__":
 def test_runs_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "orphans.py"
     script.write_text(ORPHANS)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     parent = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
     )

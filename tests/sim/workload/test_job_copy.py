@@ -12,7 +12,7 @@ from plexrl.sim.search.sweep import run_all
 from plexrl.sim.workload.job_copy import BATCH_JOBS, JobCopy, copied
 from plexrl.sim.workload.trace_source import PublishedSource
 from plexrl.traces import TraceJob
-from tests.sim.test_sweep import BASE, documents
+from tests.sim.search.test_sweep import BASE, documents
 
 
 def test_a_copy_has_the_very_jobs(tmp_path: Path) -> None:

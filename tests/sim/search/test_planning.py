@@ -21,7 +21,7 @@ from plexrl.sim.workload.scenario import GIB, TIB, NodeType, Pool, Scenario
 from plexrl.sim.workload.survey import check_fits, surveyed
 from plexrl.sim.workload.trace_source import PublishedSource, TraceSource
 from plexrl.traces import Problem, Shape, TraceJob
-from tests.sim.test_sweep import BASE, FewJobs
+from tests.sim.search.test_sweep import BASE, FewJobs
 
 FEW = tuple(FewJobs().jobs())
 

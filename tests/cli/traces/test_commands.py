@@ -14,7 +14,7 @@ from plexrl.traces import JOBS, LENGTHS, read_jobs, read_lengths
 from plexrl.traces.convert.wandb_runs import METRICS
 from plexrl.traces.formats import FORMATS
 
-DOCS = Path(__file__).parents[2] / "docs" / "traces.md"
+DOCS = Path(__file__).parents[3] / "docs" / "traces.md"
 
 
 def told(*arguments: str | Path, code: int = 0) -> Any:
