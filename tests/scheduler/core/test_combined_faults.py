@@ -1,4 +1,4 @@
-"""Mechanisms of the core that meet: holds, losses, deadlines, ends of jobs."""
+"""Combinations of retries, losses, deadlines and ends of jobs."""
 
 import pytest
 from msgspec.structs import replace

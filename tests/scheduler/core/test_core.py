@@ -1,4 +1,4 @@
-"""The scheduler core, event by event."""
+"""Examples of the scheduler core, event by event."""
 
 import pytest
 

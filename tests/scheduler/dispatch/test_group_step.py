@@ -1,4 +1,4 @@
-"""A group that nobody waits for is switched to the member that is expected next."""
+"""An idle group is switched to the member that is expected next."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ended jobs are forgotten beyond a bound, and nothing that is decided hangs on them."""
+"""Ended jobs above a limit are dropped, and no decision depends on dropped jobs."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""What sharing saved is exact to the groups that there were, and a loss is shown as one."""
+"""The savings of sharing equal an exact account of the groups; a loss is negative."""
 
 from typing import Any
 

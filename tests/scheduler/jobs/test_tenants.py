@@ -1,4 +1,4 @@
-"""A tenant's jobs that have not ended are bounded."""
+"""The number of a tenant's live jobs is limited."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Bounds of deployments and tenants, the pace that is told, and the phases of an operation."""
+"""Limits of deployments and tenants, the reported retry time, and the latency breakdown."""
 
 import pytest
 

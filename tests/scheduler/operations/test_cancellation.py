@@ -1,4 +1,4 @@
-"""Deadlines: what has not begun by then never runs, a generation ends, all else finishes."""
+"""Deadlines and cancellation: late operations never run, generations stop, others finish."""
 
 import pytest
 

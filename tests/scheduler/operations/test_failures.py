@@ -1,4 +1,4 @@
-"""A failed mutation halts its deployment until the controller has acknowledged it."""
+"""A failed mutation halts its deployment until the controller acknowledges the failure."""
 
 import pytest
 

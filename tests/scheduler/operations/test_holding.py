@@ -1,4 +1,4 @@
-"""Operations that meet a full disk are held: nobody's work fails, and it is tried again."""
+"""Operations that meet a full disk are retried, and no operation fails because of it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Reports and answers that come when the cluster is not any more what it was."""
+"""Reports that arrive after the cluster has changed."""
 
 import pytest
 from msgspec.structs import replace

@@ -1,4 +1,4 @@
-"""A scheduler whose journal takes no events holds: nothing fails, and work goes on afterwards."""
+"""A scheduler whose journal rejects events pauses: nothing fails, and work continues later."""
 
 import asyncio
 import signal

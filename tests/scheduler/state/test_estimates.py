@@ -1,4 +1,4 @@
-"""What is known of a WPG is used before what is merely usual."""
+"""Measurements of a WPG are used before default estimates."""
 
 import pytest
 
