@@ -1,4 +1,4 @@
-"""API keys: a tenant may have several, and no router takes a revoked one."""
+"""API keys: a tenant may have several, and no router accepts a revoked one."""
 
 from pathlib import Path
 
@@ -89,7 +89,7 @@ def test_keys_survive_a_snapshot_also_one_from_before_a_tenant_had_several() -> 
     assert restored.authenticate(digest("root")) == ("operator", True)
 
 
-def test_a_revocation_is_answered_once_every_router_has_forgotten_the_key(tmp_path: Path) -> None:
+def test_a_revocation_is_answered_once_every_router_has_dropped_the_key(tmp_path: Path) -> None:
     async def talk() -> None:
         forgotten: list[str] = []
 
@@ -134,7 +134,7 @@ async def keys_of_a(router: Peer) -> list[Plain]:
     return list((await router.call("list_keys", {**OPERATOR, "name": "a"}))["keys"])
 
 
-def test_the_operators_key_is_the_configurations_unless_it_was_revoked(tmp_path: Path) -> None:
+def test_the_configured_operator_key_is_valid_unless_revoked(tmp_path: Path) -> None:
     async def talk() -> None:
         async with live(tmp_path) as cluster:
             await cluster.router()
